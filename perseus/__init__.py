@@ -1,0 +1,1 @@
+"""Perseus: cut the energy of large-model training without slowing it down."""

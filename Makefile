@@ -1,0 +1,39 @@
+# Every chore is one command. Each makes its own virtual environment first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROTOS := $(wildcard protos/perseus/v1/*.proto)
+SERVICES := $(wildcard protos/perseus/v1/*_service.proto)
+# Where `make protos` writes; a test regenerates elsewhere and compares.
+OUT ?= .
+
+.PHONY: demo test check protos clean
+
+demo: $(STAMP)
+	$(BIN)/perseus demo
+
+test: check
+	$(BIN)/pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/buf lint
+	$(BIN)/mypy
+
+# --proto_path is the folder above the package, so that the stubs import each other as perseus.v1.
+protos: $(STAMP)
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc --proto_path=protos \
+	  --python_out=$(OUT) --mypy_out=quiet:$(OUT) $(PROTOS:protos/%=%)
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc --proto_path=protos \
+	  --grpc_python_out=$(OUT) --mypy_grpc_out=quiet:$(OUT) $(SERVICES:protos/%=%)
+
+$(STAMP): pyproject.toml
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,59 @@
+"""The doors between the parts of the house: who may import whom, and what the base install may need."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "perseus"
+
+# part → what it must never import.
+CLOSED_DOORS = {
+    "solver": [
+        "grpc", "google", "asyncio", "pynvml", "matplotlib", "typer", "rich", "pydantic", "structlog",
+        "perseus.v1", "perseus.service", "perseus.agent", "perseus.demo", "perseus.cli",
+    ],
+    "agent": [
+        "igraph", "matplotlib", "typer", "rich",
+        "perseus.solver", "perseus.service", "perseus.demo", "perseus.cli",
+    ],
+    "service": ["pynvml", "matplotlib", "typer", "rich", "perseus.agent", "perseus.demo", "perseus.cli"],
+    "demo": ["perseus.service", "perseus.cli"],
+}  # fmt: skip
+
+# State machines and estimators are pure: events and the time come in as arguments, commands go out.
+PURE = ["agent/session.py", "agent/telemetry.py", "agent/energy.py", "service/machine.py"]
+IMPURE = ["asyncio", "grpc", "google", "sqlite3", "socket", "threading", "time", "os", "random", "perseus.v1"]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file names in an import, however deep in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def trespasses(path: Path, banned: list[str]) -> list[str]:
+    return [name for name in imports(path) for door in banned if f"{name}.".startswith(f"{door}.")]
+
+
+@pytest.mark.parametrize("part", CLOSED_DOORS)
+def test_closed_doors_stay_closed(part: str) -> None:
+    files = sorted((PACKAGE / part).rglob("*.py"))
+    assert files, f"perseus/{part} has no modules: is this test looking at the right place?"
+    found = {str(path): names for path in files if (names := trespasses(path, CLOSED_DOORS[part]))}
+    assert not found
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_state_machines_touch_nothing(name: str) -> None:
+    assert not trespasses(PACKAGE / name, IMPURE)
+
+
+def test_a_closed_door_would_be_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "sly.py"
+    path.write_text("def late():\n    from perseus import solver\n    import grpc.aio\n")
+    assert trespasses(path, ["perseus.solver", "grpc"]) == ["perseus.solver", "grpc.aio"]

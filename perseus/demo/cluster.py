@@ -1,0 +1,210 @@
+"""The processes of the demo on loopback: one coordinator, an agent per pipeline, a trainer per rank."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from perseus import solver
+from perseus.agent.computation import Kind
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.demo.trainer import STOP_FILE, RankTask
+from perseus.demo.workload import Workload
+
+_START_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 15.0
+_POLL_S = 0.05
+
+
+class ClusterError(Exception):
+    """A process of the demo did not start, or ended when it should not have."""
+
+
+class Cluster:
+    """All processes of one demo. Leaving the context ends those that still run.
+
+    `run_dir` holds sockets, GPU files and the database: a short path, since a socket's may have 107 bytes.
+    `log_dir` receives each process's output.
+    """
+
+    def __init__(self, workload: Workload, run_dir: Path, log_dir: Path) -> None:
+        self._workload = workload
+        self._run_dir = run_dir
+        self._log_dir = log_dir
+        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._agents: list[subprocess.Popen[bytes]] = []
+        self._trainers: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "Cluster":
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        for pipeline, stage in self._workload.ranks:
+            path = self._gpu_file(pipeline, stage)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            EmulatedGpu.create(path, self._workload.gpu, f"GPU-emulated-{pipeline}-{stage}").close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        processes = [*self._trainers, *self._agents, *([self._coordinator] if self._coordinator else [])]
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in processes:
+            try:
+                process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def start_coordinator(self) -> str:
+        """Start the coordinator; its address as host:port.
+
+        Raises:
+            ClusterError: it ended or did not listen in time.
+        """
+        log = self._log_dir / "coordinator.log"
+        self._coordinator = self._start(
+            log,
+            "perseus.cli",
+            "coordinator",
+            "--listen=127.0.0.1:0",
+            f"--database={self._run_dir / 'perseus.db'}",
+            "--log-format=json",
+        )
+        return self._await_log(self._coordinator, log, "listening", "address")
+
+    def start_agents(self, coordinator: str) -> None:
+        """Start one agent for each pipeline's GPUs, and wait until they serve their sockets."""
+        for pipeline in range(self._workload.pipeline_count):
+            log = self._log_dir / f"agent-{pipeline}.log"
+            agent = self._start(
+                log,
+                "perseus.cli",
+                "agent",
+                f"--coordinator={coordinator}",
+                f"--socket={self._socket(pipeline)}",
+                "--gpu-backend=emulated",
+                f"--emulated-gpus={self._gpu_file(pipeline, 0).parent}",
+                "--log-format=json",
+            )
+            self._agents.append(agent)
+        for pipeline, agent in enumerate(self._agents):
+            self._await(agent, f"agent {pipeline}", self._socket(pipeline).exists)
+
+    def start_trainers(self) -> None:
+        """Start all ranks of the training job."""
+        workload = self._workload
+        orders = solver.one_forward_one_backward(workload.stage_count, workload.microbatch_count).orders
+        kinds = {solver.Kind.FORWARD: Kind.FORWARD, solver.Kind.BACKWARD: Kind.BACKWARD}
+        for pipeline, stage in workload.ranks:
+            forward, backward = workload.stage_work(stage)
+            task = RankTask(
+                run_dir=str(self._run_dir),
+                agent_socket=str(self._socket(pipeline)),
+                gpu_file=str(self._gpu_file(pipeline, stage)),
+                job_id=workload.job_id,
+                pipeline=pipeline,
+                pipeline_count=workload.pipeline_count,
+                stage=stage,
+                stage_count=workload.stage_count,
+                microbatch_count=workload.microbatch_count,
+                order=[(kinds[computation.kind], computation.microbatch) for computation in orders[stage]],
+                forward=(forward.compute_s, forward.memory_s, forward.activity),
+                backward=(backward.compute_s, backward.memory_s, backward.activity),
+                optimizer_s=workload.optimizer_s,
+            )
+            log = self._log_dir / f"trainer-{pipeline}-{stage}.log"
+            self._trainers.append(self._start(log, "perseus.demo.trainer", task.to_json()))
+
+    def degrade(self, pipeline: int, slowdown: float) -> None:
+        """Make every GPU of a pipeline slower by a factor, as a hot node is; 1 heals it."""
+        for stage in range(self._workload.stage_count):
+            gpu = EmulatedGpu(self._gpu_file(pipeline, stage))
+            gpu.degrade(slowdown)
+            gpu.close()
+
+    def stop_training(self) -> None:
+        """Let the trainers finish their iteration and end.
+
+        Raises:
+            ClusterError: one of them failed or did not end in time.
+        """
+        (self._run_dir / STOP_FILE).touch()
+        for trainer in self._trainers:
+            try:
+                trainer.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                raise ClusterError(f"expected the trainers to end within {_END_TIMEOUT_S} s") from None
+        self.check()
+
+    def stop_services(self) -> None:
+        """End agents and coordinator as an operator would, with SIGTERM.
+
+        Raises:
+            ClusterError: one of them did not end cleanly.
+        """
+        services = [*self._agents, *([self._coordinator] if self._coordinator else [])]
+        for process in services:
+            process.send_signal(signal.SIGTERM)
+            if process.wait(_END_TIMEOUT_S) != 0:
+                raise ClusterError(
+                    f"expected a clean end, found exit status {process.returncode}; {self._logs}"
+                )
+
+    def check(self) -> None:
+        """Make sure that nothing has died.
+
+        Raises:
+            ClusterError: a process has ended with an error.
+        """
+        services = [*self._agents, *([self._coordinator] if self._coordinator else [])]
+        if any(process.poll() is not None for process in services) or any(t.poll() for t in self._trainers):
+            raise ClusterError(f"a process of the demo has ended; {self._logs}")
+
+    @property
+    def _logs(self) -> str:
+        return f"its log is in {self._log_dir}"
+
+    def _socket(self, pipeline: int) -> Path:
+        return self._run_dir / f"agent-{pipeline}.sock"
+
+    def _gpu_file(self, pipeline: int, stage: int) -> Path:
+        return self._run_dir / f"gpus-{pipeline}" / f"gpu-{stage}.bin"
+
+    def _start(self, log: Path, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+        # One thread per process for numerical libraries: a dozen processes share this machine.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+    def _await(self, process: subprocess.Popen[bytes], name: str, is_ready: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while not is_ready():
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise ClusterError(f"expected the {name} to start within {_START_TIMEOUT_S} s; {self._logs}")
+            time.sleep(_POLL_S)
+
+    def _await_log(self, process: subprocess.Popen[bytes], log: Path, event: str, key: str) -> str:
+        found: list[str] = []
+
+        def seen() -> bool:
+            for line in log.read_text().splitlines():
+                try:
+                    entry = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # the last line may be half-written
+                if entry.get("event") == event:
+                    found.append(entry[key])
+            return bool(found)
+
+        self._await(process, "coordinator", seen)
+        return found[0]

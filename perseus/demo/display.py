@@ -1,0 +1,133 @@
+"""How the demo looks in a terminal: live where there is one, line by line where there is none."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from perseus.demo.observation import Observer
+from perseus.demo.story import STEPS
+from perseus.demo.summary import Phase
+
+_EVENT_LINES = 7
+_DESCRIPTIONS = dict(
+    zip(
+        STEPS,
+        (
+            "all GPUs at stock",
+            "clock after clock, while training goes on",
+            "every computation at its clock",
+            "one pipeline has become slower; nobody has said so",
+            "reported; the others move along the frontier",
+            "the slow pipeline is itself again",
+        ),
+        strict=True,
+    )
+)
+
+
+class LiveDisplay:
+    """Shows steps, pipelines and events; a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._step = ""
+        self._printed_events = 0
+        self._live = (
+            Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        )
+
+    def __enter__(self) -> "LiveDisplay":
+        self._context: AbstractContextManager[object] = self._live or nullcontext()
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._context.__exit__(*exception)  # type: ignore[arg-type]
+
+    def begin(self, step: str) -> None:
+        """A step has begun."""
+        self._step = step
+        if self._live is None:
+            self._console.print(f"[bold]{step}[/]: {_DESCRIPTIONS[step]}")
+
+    def refresh(self, observer: Observer) -> None:
+        """Something is new."""
+        if self._live is not None:
+            self._live.update(
+                Panel(
+                    Group(self._steps(observer), _pipelines(observer), _events(observer)),
+                    title="[bold]Perseus demo[/]",
+                    subtitle="measured by the agents, told by the coordinator",
+                )
+            )
+            return
+        for event in observer.events[self._printed_events :]:
+            self._console.print(f"  {event.message}", highlight=False)
+        self._printed_events = len(observer.events)
+
+    def _steps(self, observer: Observer) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        done = {phase.name: phase for phase in observer.measurements.phases}
+        for step in STEPS:
+            phase = done.get(step)
+            if phase is not None:
+                figures = f"{phase.iteration_time_s:.3f} s   {phase.energy_j_per_iteration:.0f} J"
+                table.add_row("[green]✔[/]", step, figures)
+            elif step == self._step:
+                table.add_row("[yellow]●[/]", f"[bold]{step}[/]", f"[dim]{_DESCRIPTIONS[step]}[/]")
+            else:
+                table.add_row("[dim]○[/]", f"[dim]{step}[/]", "")
+        return table
+
+
+def _pipelines(observer: Observer) -> RenderableType:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in ("pipeline", "iteration", "time", "energy", "planned time", "plan in force"):
+        table.add_column(column, justify="right")
+    job = observer.job
+    if job is None:
+        return table
+    slow = {straggler.pipeline for straggler in job.stragglers}
+    for pipeline in range(job.spec.parallelism.pipeline_count):
+        latest = observer.measurements.latest_of(pipeline)
+        planned = list(job.planned_iteration_time_s)
+        versions = {rank.in_force_version for rank in job.ranks if rank.coordinates.pipeline == pipeline}
+        table.add_row(
+            f"{pipeline} [red]straggler[/]" if pipeline in slow else str(pipeline),
+            str(latest.number) if latest else "",
+            f"{latest.time_s:.3f} s" if latest else "",
+            f"{latest.energy_j:.0f} J" if latest else "",
+            f"{planned[pipeline]:.3f} s" if planned else "",
+            ", ".join(str(version) if version else "stock" for version in sorted(versions)),
+        )
+    return table
+
+
+def _events(observer: Observer) -> RenderableType:
+    lines = [f"{event.sequence:>4}  {event.message}" for event in observer.events[-_EVENT_LINES:]]
+    return Text("\n".join(lines), style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def phase_table(phases: list[Phase]) -> Table:
+    """The closing table."""
+    table = Table(title="Measured, from the ranks' clocks and the GPUs' energy counters")
+    table.add_column("phase")
+    for column in ("iterations", "iteration time", "energy / iteration", "slowdown", "saving"):
+        table.add_column(column, justify="right")
+    table.add_column("compared with")
+    for phase in phases:
+        is_own_measure = phase.compared_with == phase.name
+        table.add_row(
+            phase.name,
+            str(phase.iteration_count),
+            f"{phase.iteration_time_s:.3f} s",
+            f"{phase.energy_j_per_iteration:.0f} J",
+            "" if is_own_measure else f"{phase.slowdown_percent:+.1f} %",
+            "" if is_own_measure else f"{phase.saving_percent:+.1f} %",
+            "" if is_own_measure else phase.compared_with,
+        )
+    return table

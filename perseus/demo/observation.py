@@ -1,0 +1,125 @@
+"""What the demo sees of its job: the coordinator's WatchJob stream, and the calls of an operator."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+import grpc.aio
+
+from perseus.demo.summary import Iteration, Measurements
+from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc
+
+_POLL_S = 0.25
+_RPC_TIMEOUT_S = 10.0
+
+
+class ObservationError(Exception):
+    """What the story waits for did not come in time."""
+
+
+class Observer:
+    """Follows one job. `job` is None until it is registered."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, job_id: str, measurements: Measurements, notify: Callable[[], None]
+    ) -> None:
+        self.job: job_pb2.Job | None = None
+        self.events: list[job_pb2.JobEvent] = []
+        self.measurements = measurements
+        self._jobs = job_service_pb2_grpc.JobServiceStub(channel)
+        self.job_id = job_id
+        self._notify = notify
+        self._changed = asyncio.Event()
+
+    @property
+    def state(self) -> int:
+        """The job's state; UNSPECIFIED before it is registered."""
+        return self.job.state if self.job is not None else job_pb2.JOB_STATE_UNSPECIFIED
+
+    async def follow(self) -> None:
+        """Wait for the job to be registered, then follow it until it has ended."""
+        request = job_service_pb2.GetJobRequest(job_id=self.job_id)
+        while self.job is None:
+            try:
+                self.job = (await self._jobs.GetJob(request, timeout=_RPC_TIMEOUT_S)).job
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
+                await asyncio.sleep(_POLL_S)
+        async for update in self._jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id=self.job_id)):
+            self._take(update)
+
+    async def until(self, what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until `is_true`, which is asked again after every update.
+
+        Raises:
+            ObservationError: it did not become true in time; the text says `what` was expected.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not is_true():
+                    self._changed.clear()
+                    await self._changed.wait()
+                return
+        state = job_pb2.JobState.Name(self.state)  # type: ignore[arg-type]
+        last = f"; last event: {self.events[-1].message}" if self.events else ""
+        raise ObservationError(f"expected {what} within {timeout_s:.0f} s, found {state}{last}")
+
+    async def collect(
+        self, name: str, count: int, timeout_s: float, compared_with: str | None = None
+    ) -> None:
+        """Make a phase of the next `count` iterations, leaving out the ones under way.
+
+        The newest finished iteration is followed by one that began before now; the phase starts after it.
+        """
+        first = self.measurements.latest + 2
+        numbers = range(first, first + count)
+        await self.until(
+            f"{count} iterations of {name}", lambda: self.measurements.are_complete(numbers), timeout_s
+        )
+        self.measurements.close_phase(name, numbers, compared_with)
+        self._notify()
+
+    async def report_straggler(self, pipeline: int, slowdown_factor: float) -> None:
+        """Say that a pipeline is slower than T_min by a factor."""
+        request = job_service_pb2.ReportStragglerRequest(
+            job_id=self.job_id, pipeline=pipeline, slowdown_factor=slowdown_factor
+        )
+        self.job = (await self._jobs.ReportStraggler(request, timeout=_RPC_TIMEOUT_S)).job
+
+    async def clear_straggler(self, pipeline: int) -> None:
+        """Say that a pipeline is itself again."""
+        request = job_service_pb2.ClearStragglerRequest(job_id=self.job_id, pipeline=pipeline)
+        self.job = (await self._jobs.ClearStraggler(request, timeout=_RPC_TIMEOUT_S)).job
+
+    async def timeline(self, pipeline: int) -> job_service_pb2.GetTimelineResponse:
+        """The latest whole iteration of a pipeline."""
+        request = job_service_pb2.GetTimelineRequest(job_id=self.job_id, pipeline=pipeline)
+        return await self._jobs.GetTimeline(request, timeout=_RPC_TIMEOUT_S)
+
+    def is_in_force(self) -> bool:
+        """Whether every rank runs under the plan that it was offered last."""
+        return self.job is not None and all(
+            rank.in_force_version == rank.offered_version and rank.offered_version > 0
+            for rank in self.job.ranks
+        )
+
+    def _take(self, update: job_service_pb2.WatchJobResponse) -> None:
+        match update.WhichOneof("update"):
+            case "job":
+                self.job = update.job
+            case "event":
+                self.events.append(update.event)
+            case "iteration":
+                found = update.iteration
+                self.measurements.add(
+                    Iteration(
+                        found.pipeline,
+                        found.iteration,
+                        found.plan_version,
+                        found.iteration_time_s,
+                        found.energy_j,
+                    )
+                )
+        self._changed.set()
+        self._notify()

@@ -1,0 +1,206 @@
+"""The demo's story: stock, profiling, plan, straggler, answer, recovery, and what each of them cost."""
+
+import asyncio
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import grpc.aio
+
+from perseus import pictures
+from perseus.demo.cluster import Cluster
+from perseus.demo.observation import Observer
+from perseus.demo.summary import Measurements, as_json, complaints
+from perseus.demo.workload import Workload
+from perseus.v1 import (
+    computation_pb2,
+    frontier_pb2,
+    frontier_service_pb2,
+    frontier_service_pb2_grpc,
+    job_pb2,
+    job_service_pb2,
+)
+
+STOCK, PROFILING, PLAN = "stock", "profiling", "plan"
+STRAGGLER, ANSWERED, RECOVERED = "straggler", "straggler answered", "recovered"
+STEPS = (STOCK, PROFILING, PLAN, STRAGGLER, ANSWERED, RECOVERED)
+# The straggler itself is slower than stock, whoever waits for it; its answer is judged against not answering.
+_JUDGED = (PLAN, ANSWERED, RECOVERED)
+_COMPARED_WITH = {PROFILING: STOCK, PLAN: STOCK, STRAGGLER: STOCK, ANSWERED: STRAGGLER, RECOVERED: STOCK}
+
+_START_TIMEOUT_S = 40.0
+_PROFILING_TIMEOUT_S = 150.0
+_STEP_TIMEOUT_S = 40.0
+_SHORT_LABELS = {
+    computation_pb2.COMPUTATION_KIND_FORWARD: "F",
+    computation_pb2.COMPUTATION_KIND_BACKWARD: "B",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """How the story goes: which pipeline straggles, by how much, iterations watched per step."""
+
+    straggler: int
+    slowdown: float
+    watched_iterations: int
+
+
+DEMO_PLOT = Plot(straggler=1, slowdown=1.2, watched_iterations=8)
+
+
+class Display(Protocol):
+    """Shows the story while it happens."""
+
+    def begin(self, step: str) -> None:
+        """A step has begun."""
+
+    def refresh(self, observer: Observer) -> None:
+        """Something is new."""
+
+
+async def tell(workload: Workload, plot: Plot, out_dir: Path, display: Display) -> Measurements:
+    """Run the whole story; summary.json, frontier.png and timeline.png are left in `out_dir`.
+
+    Raises:
+        ClusterError: a process did not start or died.
+        ObservationError: something did not happen in time.
+        OSError: `out_dir` can't be written.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
+        Cluster(workload, Path(run_dir), out_dir / "logs") as cluster,
+    ):
+        address = cluster.start_coordinator()
+        cluster.start_agents(address)
+        cluster.start_trainers()
+        async with grpc.aio.insecure_channel(address) as channel:
+            measurements = Measurements(workload.pipeline_count)
+            observer = Observer(channel, workload.job_id, measurements, lambda: display.refresh(observer))
+            async with asyncio.TaskGroup() as tasks:
+                watchers = [tasks.create_task(observer.follow()), tasks.create_task(_keep_watch(cluster))]
+                await _play(observer, cluster, plot, out_dir, channel, display)
+                for watcher in watchers:
+                    watcher.cancel()
+        await asyncio.to_thread(cluster.stop_services)
+    (out_dir / "summary.json").write_text(json.dumps(as_json(measurements.phases), indent=2) + "\n")
+    return measurements
+
+
+def judge(measurements: Measurements) -> list[str]:
+    """What is wrong with what was measured; empty if nothing."""
+    return complaints(measurements.phases, _JUDGED)
+
+
+async def _keep_watch(cluster: Cluster) -> None:
+    while True:
+        cluster.check()
+        await asyncio.sleep(0.5)
+
+
+async def _play(
+    observer: Observer,
+    cluster: Cluster,
+    plot: Plot,
+    out_dir: Path,
+    channel: grpc.aio.Channel,
+    display: Display,
+) -> None:
+    measurements = observer.measurements
+    count = plot.watched_iterations
+    shown_pipeline = 0
+
+    async def collect(step: str) -> None:
+        await observer.collect(step, count, _STEP_TIMEOUT_S, _COMPARED_WITH[step])
+
+    display.begin(STOCK)
+    await observer.until(
+        "the stock baseline", lambda: observer.state >= job_pb2.JOB_STATE_PROFILING, _START_TIMEOUT_S
+    )
+    before = await observer.timeline(shown_pipeline)
+    stock = measurements.at_stock()
+    measurements.close_phase(STOCK, stock)
+
+    display.begin(PROFILING)
+    await observer.until(
+        "a plan in force",
+        lambda: observer.state == job_pb2.JOB_STATE_PLANNED and observer.is_in_force(),
+        _PROFILING_TIMEOUT_S,
+    )
+    measurements.close_phase(PROFILING, range(stock[-1] + 1, measurements.latest + 1), STOCK)
+
+    display.begin(PLAN)
+    await collect(PLAN)
+    after = await observer.timeline(shown_pipeline)
+    frontiers = frontier_service_pb2_grpc.FrontierServiceStub(channel)
+    request = frontier_service_pb2.GetFrontierRequest(job_id=observer.job_id)
+    _draw(out_dir, (await frontiers.GetFrontier(request, timeout=_STEP_TIMEOUT_S)).frontier, before, after)
+
+    display.begin(STRAGGLER)
+    cluster.degrade(plot.straggler, plot.slowdown)
+    await collect(STRAGGLER)
+
+    display.begin(ANSWERED)
+    await observer.report_straggler(plot.straggler, plot.slowdown)
+    await observer.until("the answer in force", observer.is_in_force, _STEP_TIMEOUT_S)
+    await collect(ANSWERED)
+
+    display.begin(RECOVERED)
+    cluster.degrade(plot.straggler, 1.0)
+    await observer.clear_straggler(plot.straggler)
+    await observer.until("the plan at T_min in force again", observer.is_in_force, _STEP_TIMEOUT_S)
+    await collect(RECOVERED)
+
+    await asyncio.to_thread(cluster.stop_training)
+    await observer.until(
+        "the end of the job", lambda: observer.state == job_pb2.JOB_STATE_FINISHED, _STEP_TIMEOUT_S
+    )
+
+
+def _draw(
+    out_dir: Path,
+    frontier: frontier_pb2.Frontier,
+    before: job_service_pb2.GetTimelineResponse,
+    after: job_service_pb2.GetTimelineResponse,
+) -> None:
+    pictures.draw_frontier(
+        out_dir / "frontier.png",
+        pictures.FrontierPicture(
+            iteration_time_s=[point.iteration_time_s for point in frontier.points],
+            energy_j=[point.energy_j for point in frontier.points],
+            bound_energy_j=[point.bound_energy_j for point in frontier.points],
+            t_star_index=frontier.t_star_index,
+            baseline_time_s=frontier.baseline.iteration_time_s,
+            baseline_energy_j=frontier.baseline.energy_j,
+            blocking_power_w=sum(frontier.problem.blocking_power_w),
+        ),
+    )
+    powers_w = {
+        (profile.stage, profile.kind, measurement.clock_mhz): measurement.energy_j / measurement.time_s
+        for profile in frontier.problem.profiles
+        for measurement in profile.measurements
+    }
+    highest_mhz = max(clock_mhz for _, _, clock_mhz in powers_w)
+
+    def timeline(when: str, measured: job_service_pb2.GetTimelineResponse) -> pictures.Timeline:
+        return pictures.Timeline(
+            title=f"{when}: iteration {measured.iteration}, {measured.iteration_time_s:.3f} s, as measured",
+            iteration_time_s=measured.iteration_time_s,
+            bars=[
+                pictures.Bar(
+                    entry.stage,
+                    f"{_SHORT_LABELS[entry.computation.kind]}{entry.computation.microbatch}",
+                    entry.start_s,
+                    entry.duration_s,
+                    powers_w[entry.stage, entry.computation.kind, entry.clock_mhz or highest_mhz],
+                )
+                for entry in measured.entries
+            ],
+            blocking_power_w=frontier.problem.blocking_power_w,
+        )
+
+    pictures.draw_timelines(
+        out_dir / "timeline.png", [timeline("at stock", before), timeline("under the plan", after)]
+    )

@@ -1,0 +1,123 @@
+"""What the demo measured, phase by phase, and whether that is good enough. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+
+SLOWDOWN_LIMIT_PERCENT = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One iteration of one pipeline, from its ranks' clocks and energy counters."""
+
+    pipeline: int
+    number: int
+    plan_version: int
+    """0 for stock without a plan."""
+    time_s: float
+    energy_j: float
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Mean figures of one phase; the percentages are against the phase named in `compared_with`."""
+
+    name: str
+    iteration_count: int
+    iteration_time_s: float
+    energy_j_per_iteration: float
+    compared_with: str
+    slowdown_percent: float
+    saving_percent: float
+
+
+class Measurements:
+    """The job's iterations as they come in, and the phases made of them."""
+
+    def __init__(self, pipeline_count: int) -> None:
+        self._pipeline_count = pipeline_count
+        self._iterations: dict[int, dict[int, Iteration]] = {}
+        self.phases: list[Phase] = []
+
+    def add(self, iteration: Iteration) -> None:
+        """Take note of one pipeline's iteration."""
+        self._iterations.setdefault(iteration.number, {})[iteration.pipeline] = iteration
+
+    @property
+    def latest(self) -> int:
+        """The highest iteration that any pipeline has finished; -1 before the first."""
+        return max(self._iterations, default=-1)
+
+    def latest_of(self, pipeline: int) -> Iteration | None:
+        """The newest iteration of a pipeline."""
+        numbers = [number for number, row in self._iterations.items() if pipeline in row]
+        return self._iterations[max(numbers)][pipeline] if numbers else None
+
+    def at_stock(self) -> list[int]:
+        """Iterations that ran before any plan, without the first: its ranks were still starting."""
+        return [
+            number
+            for number, row in sorted(self._iterations.items())
+            if number > 0 and all(iteration.plan_version == 0 for iteration in row.values())
+        ]
+
+    def are_complete(self, numbers: Iterable[int]) -> bool:
+        """Whether all pipelines have finished these iterations."""
+        return all(len(self._iterations.get(number, {})) == self._pipeline_count for number in numbers)
+
+    def close_phase(self, name: str, numbers: Iterable[int], compared_with: str | None = None) -> Phase:
+        """Make a phase of those of the iterations that all pipelines reported.
+
+        Time is that of the slowest pipeline, energy the sum over all. `compared_with` names an earlier phase;
+        without one, the phase is its own measure.
+
+        Raises:
+            ValueError: none of the iterations was reported by all pipelines.
+        """
+        rows = [self._iterations[number] for number in numbers if self.are_complete([number])]
+        if not rows:
+            raise ValueError(f"phase {name}: expected at least one iteration of all pipelines, found none")
+        time_s = fmean(max(iteration.time_s for iteration in row.values()) for row in rows)
+        energy_j = fmean(sum(iteration.energy_j for iteration in row.values()) for row in rows)
+        base_time_s, base_energy_j = time_s, energy_j
+        if compared_with is not None:
+            base = self.phase(compared_with)
+            base_time_s, base_energy_j = base.iteration_time_s, base.energy_j_per_iteration
+        phase = Phase(
+            name=name,
+            iteration_count=len(rows),
+            iteration_time_s=time_s,
+            energy_j_per_iteration=energy_j,
+            compared_with=compared_with or name,
+            slowdown_percent=100 * (time_s / base_time_s - 1),
+            saving_percent=100 * (1 - energy_j / base_energy_j),
+        )
+        self.phases.append(phase)
+        return phase
+
+    def phase(self, name: str) -> Phase:
+        """A closed phase by its name."""
+        return next(phase for phase in self.phases if phase.name == name)
+
+
+def as_json(phases: Sequence[Phase]) -> Mapping[str, object]:
+    """The contents of summary.json."""
+    return {"phases": [asdict(phase) for phase in phases]}
+
+
+def complaints(phases: Sequence[Phase], judged: Iterable[str]) -> list[str]:
+    """What is wrong with the phases named in `judged`; empty if all kept the pace and saved energy."""
+    found = []
+    for phase in (phase for phase in phases if phase.name in set(judged)):
+        if phase.slowdown_percent > SLOWDOWN_LIMIT_PERCENT:
+            found.append(
+                f"{phase.name}: expected a slowdown of at most {SLOWDOWN_LIMIT_PERCENT} % "
+                f"against {phase.compared_with}, found {phase.slowdown_percent:.2f} %"
+            )
+        if phase.saving_percent <= 0:
+            found.append(
+                f"{phase.name}: expected a saving against {phase.compared_with}, "
+                f"found {phase.saving_percent:.2f} %"
+            )
+    return found

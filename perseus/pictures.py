@@ -1,0 +1,155 @@
+"""The pictures: a time-energy frontier, and a pipeline's timelines coloured by power.
+
+They take plain numbers, so that measured and predicted iterations are drawn alike. matplotlib comes with the
+extra `[plot]`; it is imported only here, and only when something is drawn.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+_POWER_COLOURS = "YlOrRd"
+_DPI = 150
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPicture:
+    """What a frontier picture shows. Parallel sequences of seconds and joules, fastest first."""
+
+    iteration_time_s: Sequence[float]
+    energy_j: Sequence[float]
+    bound_energy_j: Sequence[float]
+    t_star_index: int
+    baseline_time_s: float
+    baseline_energy_j: float
+    blocking_power_w: float
+    """Of the whole pipeline: the slope along which the baseline waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One computation on a timeline."""
+
+    stage: int
+    label: str
+    start_s: float
+    duration_s: float
+    power_w: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One iteration of one pipeline. `blocking_power_w` has one value a stage."""
+
+    title: str
+    iteration_time_s: float
+    bars: Sequence[Bar]
+    blocking_power_w: Sequence[float]
+
+
+def draw_frontier(path: Path, picture: FrontierPicture) -> None:
+    """Write the frontier as an image; the format follows the suffix.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: `path` can't be written.
+        ValueError: the suffix is not that of an image format.
+    """
+    figure = _figure(9.0, 5.5)
+    axes = figure.add_subplot()
+    slowest_s = max(picture.iteration_time_s[-1], picture.baseline_time_s)
+    waiting_j = picture.baseline_energy_j + picture.blocking_power_w * (slowest_s - picture.baseline_time_s)
+    axes.plot(
+        [picture.baseline_time_s, slowest_s],
+        [picture.baseline_energy_j, waiting_j],
+        "--",
+        color="0.55",
+        label="all at the highest clock, waiting",
+    )
+    axes.plot(
+        picture.baseline_time_s, picture.baseline_energy_j, "s", color="0.3", label="all at the highest clock"
+    )
+    axes.plot(picture.iteration_time_s, picture.bound_energy_j, color="tab:green", lw=1, label="lower bound")
+    axes.plot(picture.iteration_time_s, picture.energy_j, ".-", color="tab:blue", lw=1, ms=3, label="plans")
+    marked = {"$T_{min}$": 0, "$T^*$": picture.t_star_index, "$T_{slow}$": len(picture.energy_j) - 1}
+    for name, index in marked.items():
+        where = picture.iteration_time_s[index], picture.energy_j[index]
+        axes.plot(*where, "o", color="tab:red", ms=6)
+        axes.annotate(name, where, xytext=(4, 8), textcoords="offset points", fontsize=11)
+    axes.set_xlabel("iteration time (s)")
+    axes.set_ylabel("energy of one pipeline's iteration (J)")
+    axes.set_title("Iteration time-energy frontier")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def draw_timelines(path: Path, timelines: Sequence[Timeline]) -> None:
+    """Write timelines below each other on one time axis and one power scale.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: `path` can't be written.
+        ValueError: the suffix is not that of an image format.
+    """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    powers_w = [bar.power_w for timeline in timelines for bar in timeline.bars]
+    scale = Normalize(0.0, max(powers_w, default=1.0))
+    stage_count = max(len(timeline.blocking_power_w) for timeline in timelines)
+    figure = _figure(13.0, 0.9 + len(timelines) * (1.1 + 0.42 * stage_count))
+    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, timeline in zip(panels, timelines, strict=True):
+        _draw_timeline(axes, timeline, scale)
+    panels[-1].set_xlabel("time since the iteration's begin (s)")
+    panels[-1].set_xlim(0.0, max(timeline.iteration_time_s for timeline in timelines) * 1.01)
+    figure.colorbar(ScalarMappable(scale, _POWER_COLOURS), ax=list(panels), label="power (W)", pad=0.01)
+    figure.savefig(path)
+
+
+def _figure(width_in: float, height_in: float) -> "Figure":
+    # A bare Figure, not pyplot: no window system is looked for and nothing stays open.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width_in, height_in), dpi=_DPI, layout="constrained")
+
+
+def _draw_timeline(axes: "Axes", timeline: Timeline, scale: "Normalize") -> None:
+    from matplotlib import colormaps
+
+    colours = colormaps[_POWER_COLOURS]
+    for stage, waiting_w in enumerate(timeline.blocking_power_w):
+        axes.barh(stage, timeline.iteration_time_s, height=0.86, color=colours(scale(waiting_w)), lw=0)
+    for bar in timeline.bars:
+        axes.barh(
+            bar.stage,
+            bar.duration_s,
+            left=bar.start_s,
+            height=0.86,
+            color=colours(scale(bar.power_w)),
+            edgecolor="black",
+            lw=0.5,
+        )
+        axes.text(
+            bar.start_s + bar.duration_s / 2,
+            bar.stage,
+            bar.label,
+            ha="center",
+            va="center",
+            fontsize=6,
+            color="white" if scale(bar.power_w) > 0.6 else "black",
+            clip_on=True,
+        )
+    axes.axvline(timeline.iteration_time_s, color="black", lw=1, ls=":")
+    axes.set_yticks(
+        range(len(timeline.blocking_power_w)), [f"stage {s}" for s in range(len(timeline.blocking_power_w))]
+    )
+    axes.invert_yaxis()
+    axes.set_title(timeline.title, loc="left", fontsize=10)

@@ -1,0 +1,73 @@
+"""Phases and their judgement, from iterations as they come in."""
+
+import pytest
+
+from perseus.demo.summary import Iteration, Measurements, as_json, complaints
+
+
+def measurements(*rows: tuple[int, int, int, float, float]) -> Measurements:
+    found = Measurements(pipeline_count=2)
+    for row in rows:
+        found.add(Iteration(*row))
+    return found
+
+
+def two_pipelines(
+    number: int, version: int, time_s: float, energy_j: float
+) -> list[tuple[int, int, int, float, float]]:
+    return [(0, number, version, time_s, energy_j), (1, number, version, time_s * 0.9, energy_j)]
+
+
+def test_phase_takes_the_slowest_pipeline_and_the_sum_of_energies() -> None:
+    found = measurements(*two_pipelines(1, 0, 2.0, 100.0), *two_pipelines(2, 0, 4.0, 300.0))
+    phase = found.close_phase("stock", [1, 2])
+    assert (phase.iteration_time_s, phase.energy_j_per_iteration) == (3.0, 400.0)
+    assert (phase.slowdown_percent, phase.saving_percent, phase.compared_with) == (0.0, 0.0, "stock")
+
+
+def test_phase_is_compared_with_the_named_one() -> None:
+    found = measurements(*two_pipelines(1, 0, 2.0, 100.0), *two_pipelines(2, 7, 2.1, 80.0))
+    found.close_phase("stock", [1])
+    phase = found.close_phase("plan", [2], "stock")
+    assert phase.slowdown_percent == pytest.approx(5.0)
+    assert phase.saving_percent == pytest.approx(20.0)
+    assert as_json(found.phases)["phases"][1]["name"] == "plan"  # type: ignore[index]
+
+
+def test_iterations_of_some_pipelines_only_are_left_out() -> None:
+    found = measurements(*two_pipelines(1, 0, 2.0, 100.0), (0, 2, 0, 50.0, 5000.0))
+    assert not found.are_complete([1, 2])
+    assert found.close_phase("stock", [1, 2]).iteration_count == 1
+    with pytest.raises(ValueError, match="phase plan: expected at least one iteration"):
+        found.close_phase("plan", [2])
+
+
+def test_stock_iterations_leave_out_the_first_and_all_under_a_plan() -> None:
+    rows = [row for number in range(3) for row in two_pipelines(number, 0, 1.0, 1.0)]
+    assert measurements(*rows, *two_pipelines(3, 1, 1.0, 1.0)).at_stock() == [1, 2]
+
+
+def test_latest_iterations() -> None:
+    found = measurements((0, 3, 0, 1.0, 1.0), (1, 2, 0, 2.0, 2.0))
+    assert found.latest == 3
+    newest = found.latest_of(1)
+    assert newest is not None
+    assert newest.number == 2
+    assert Measurements(2).latest == -1
+    assert Measurements(2).latest_of(0) is None
+
+
+def test_slow_or_wasteful_phases_are_complained_about() -> None:
+    found = measurements(
+        *two_pipelines(1, 0, 2.0, 100.0), *two_pipelines(2, 7, 2.1, 80.0), *two_pipelines(3, 8, 2.0, 110.0)
+    )
+    found.close_phase("stock", [1])
+    found.close_phase("slow", [2], "stock")
+    found.close_phase("wasteful", [3], "stock")
+    assert complaints(found.phases, ["slow"]) == [
+        "slow: expected a slowdown of at most 2.0 % against stock, found 5.00 %"
+    ]
+    assert complaints(found.phases, ["wasteful"]) == [
+        "wasteful: expected a saving against stock, found -10.00 %"
+    ]
+    assert complaints(found.phases, []) == []

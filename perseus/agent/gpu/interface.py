@@ -1,0 +1,109 @@
+"""What the agent asks of a GPU, and what can go wrong.
+
+Two implementations: `perseus.agent.gpu.nvml.NvmlGpu` (a real one) and
+`perseus.agent.gpu.emulated.EmulatedGpu` (a physical model shared between processes). Locked clocks only.
+
+    GpuError
+    ├── GpuNotFoundError        no such GPU on this node
+    ├── GpuDriverError          the driver or its library is absent, or failed
+    ├── GpuPermissionError      the caller may not set clocks
+    ├── GpuLostError            the GPU fell off the bus or needs a reset
+    ├── GpuUnsupportedError     this GPU or this mode of it cannot do what Perseus needs
+    ├── ClockNotSupportedError  the GPU has no such clock
+    └── EmulatedGpuError        an emulated GPU's shared file is foreign or truncated, or it is misused
+"""
+
+from typing import Protocol
+
+
+class GpuError(Exception):
+    """Anything that a GPU, or the way to it, refuses or fails to do."""
+
+
+class GpuNotFoundError(GpuError):
+    """There is no such GPU on this node."""
+
+
+class GpuDriverError(GpuError):
+    """The driver or its library is absent, or failed in a way that no other class names."""
+
+
+class GpuPermissionError(GpuError):
+    """The caller may not set clocks."""
+
+
+class GpuLostError(GpuError):
+    """The GPU fell off the bus or needs a reset; nothing further can be asked of it."""
+
+
+class GpuUnsupportedError(GpuError):
+    """This GPU, or the mode that it is in, cannot do what Perseus needs."""
+
+
+class ClockNotSupportedError(GpuError):
+    """The GPU has no such clock."""
+
+    def __init__(self, uuid: str, clock_mhz: int, supported_clocks_mhz: tuple[int, ...]) -> None:
+        nearest_mhz = min(supported_clocks_mhz, key=lambda supported_mhz: abs(supported_mhz - clock_mhz))
+        super().__init__(
+            f"GPU {uuid}: expected one of its {len(supported_clocks_mhz)} supported clocks "
+            f"({supported_clocks_mhz[-1]} to {supported_clocks_mhz[0]} MHz), found {clock_mhz} MHz "
+            f"(nearest: {nearest_mhz} MHz)"
+        )
+        self.clock_mhz = clock_mhz
+
+
+class EmulatedGpuError(GpuError):
+    """An emulated GPU's shared file is foreign or truncated, or the emulated GPU is misused."""
+
+
+class ClockEventReason:
+    """Bits of `Gpu.clock_event_reasons` (NVML's nvmlClocksEventReasons): why the GPU is off its clock."""
+
+    SW_POWER_CAP = 0x4
+    HW_SLOWDOWN = 0x8
+    SW_THERMAL_SLOWDOWN = 0x20
+    HW_THERMAL_SLOWDOWN = 0x40
+    HW_POWER_BRAKE_SLOWDOWN = 0x80
+
+    THROTTLED = (
+        SW_POWER_CAP | HW_SLOWDOWN | SW_THERMAL_SLOWDOWN | HW_THERMAL_SLOWDOWN | HW_POWER_BRAKE_SLOWDOWN
+    )
+    """Any of these, and what was measured meanwhile does not belong to the locked clock."""
+
+
+class Gpu(Protocol):
+    """One GPU. Methods may be called from different threads; every one may raise a `GpuError`."""
+
+    @property
+    def uuid(self) -> str:
+        """The GPU's identity, e.g. ``GPU-8f6c…``."""
+
+    @property
+    def name(self) -> str:
+        """The GPU's model, e.g. ``NVIDIA A40``."""
+
+    @property
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        """All clocks that can be locked, descending."""
+
+    def set_clock_mhz(self, clock_mhz: int) -> None:
+        """Lock the clock; blocks for 10–20 ms. `ClockNotSupportedError` for an unsupported clock."""
+
+    def reset_clock(self) -> None:
+        """Go back to stock; blocks like `set_clock_mhz`."""
+
+    def total_energy_j(self) -> float:
+        """The energy counter as read: it moves in steps, every 20–100 ms on real GPUs."""
+
+    def sm_clock_mhz(self) -> int:
+        """The SM clock in force now."""
+
+    def power_w(self) -> float:
+        """The power drawn now."""
+
+    def clock_event_reasons(self) -> int:
+        """Bit mask of `ClockEventReason`; other NVML bits may be set too."""
+
+    def close(self) -> None:
+        """Let go of the GPU; its clock stays as it is."""

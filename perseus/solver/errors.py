@@ -1,0 +1,36 @@
+"""What the solver refuses.
+
+SolverError
+├── ScheduleError   an order of computations is inconsistent or deadlocks
+├── ProfileError    measurements are wrong, missing or unreadable
+├── PipelineError   powers, lags or fixed times don't fit the schedule
+└── DeadlineError   no plan is as fast as the asked iteration time
+"""
+
+
+class SolverError(Exception):
+    """Base of every error that the solver raises on bad input.
+
+    ``details`` repeats the changing values of the message by name, as text, for callers that report errors in
+    a structured form.
+    """
+
+    def __init__(self, message: str, **details: object) -> None:
+        super().__init__(message)
+        self.details = {name: str(value) for name, value in details.items()}
+
+
+class ScheduleError(SolverError):
+    """An order of computations is inconsistent, or no execution can follow it."""
+
+
+class ProfileError(SolverError):
+    """A measurement is impossible, or one that is needed is not there."""
+
+
+class PipelineError(SolverError):
+    """A blocking power, lag or fixed time is impossible or does not belong to the schedule."""
+
+
+class DeadlineError(SolverError):
+    """The asked iteration time is not a time, or shorter than T_min."""

@@ -1,0 +1,238 @@
+"""The frontier of one pipeline: its relaxed bound, its realised points, and plans at any iteration time."""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus.solver.errors import DeadlineError, SolverError
+from perseus.solver.graph import EventGraph, build_event_graph
+from perseus.solver.pipeline import Pipeline
+from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
+from perseus.solver.profile import PS_PER_S, to_ps
+from perseus.solver.rounding import Choice, Rounder
+from perseus.solver.sweep import Sweep, sweep_frontier
+
+_GRACE_PS = 1000
+"""A deadline this little below T_min means T_min: sums of the same seconds differ in their last digits."""
+
+_SWEEP_SHARE = 0.3
+"""About the share of solving that the sweep takes; the points take the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """A realised plan's place on the frontier.
+
+    Attributes:
+        deadline_s: the iteration time that the plan was made for.
+        iteration_time_s: the one that it has, at most the deadline.
+        energy_j: of one iteration of ``iteration_time_s``, waiting included.
+        effective_energy_j: ``energy_j`` without the blocking power over the iteration.
+        bound_energy_j: what no plan of ``iteration_time_s`` can go below.
+    """
+
+    deadline_s: float
+    iteration_time_s: float
+    energy_j: float
+    effective_energy_j: float
+    bound_energy_j: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frontier:
+    """All that :func:`solve` found out about one pipeline. Plain data: it can be pickled.
+
+    Attributes:
+        pipeline: what was solved.
+        baseline: the all-max plan.
+        points: realised plans by rising deadline, from T_min to T_slow. Along them effective energy never
+            rises.
+        t_star_index: the point whose deadline is T*.
+    """
+
+    pipeline: Pipeline
+    baseline: Plan
+    points: tuple[FrontierPoint, ...]
+    t_star_index: int
+    _graph: EventGraph
+    _sweep: Sweep
+    _choices: NDArray[np.int16]
+    """Per point and computation, the index of the chosen option."""
+
+    @property
+    def t_min_s(self) -> float:
+        """The shortest iteration time."""
+        return self._sweep.t_min_ps / PS_PER_S
+
+    @property
+    def t_star_s(self) -> float:
+        """The iteration time of least energy when nobody is waited for."""
+        return self.points[self.t_star_index].deadline_s
+
+    @property
+    def t_slow_s(self) -> float:
+        """The iteration time with every computation at its least effective energy."""
+        return self._sweep.t_slow_ps / PS_PER_S
+
+    def bound_energy_j(self, iteration_time_s: float) -> float:
+        """Return what no plan of that iteration time can go below, waiting included.
+
+        Raises:
+            DeadlineError: the iteration time is shorter than T_min.
+        """
+        _check_deadline(iteration_time_s, self._sweep)
+        return _bound_energy_j(self.pipeline, self._sweep, iteration_time_s)
+
+    def plan(self, iteration_time_s: float) -> Plan:
+        """Return the plan made for that iteration time: never slower, at the least effective energy found.
+
+        Beyond T_slow it is the plan of T_slow.
+
+        Raises:
+            DeadlineError: the iteration time is shorter than T_min.
+        """
+        deadline_ps = _check_deadline(iteration_time_s, self._sweep)
+        made = _round(self._graph, Rounder(self._graph), self._sweep, deadline_ps)
+        return min(
+            (
+                _assemble(self.pipeline, self._graph, choice)
+                for choice in (made, self._choice_within(deadline_ps))
+            ),
+            key=lambda plan: plan.effective_energy_j,
+        )
+
+    def plan_within(self, iteration_time_s: float) -> Plan:
+        """Return the slowest of the points' plans that is not slower than that: a look-up, nothing is solved.
+
+        Raises:
+            DeadlineError: the iteration time is shorter than T_min.
+        """
+        deadline_ps = _check_deadline(iteration_time_s, self._sweep)
+        return _assemble(self.pipeline, self._graph, self._choice_within(deadline_ps))
+
+    def _choice_within(self, deadline_ps: int) -> Choice:
+        after = bisect_right(self.points, deadline_ps, key=lambda point: to_ps(point.iteration_time_s))
+        choice: Choice = self._choices[after - 1].tolist()
+        return choice
+
+
+def solve(
+    pipeline: Pipeline, *, point_count: int = 100, on_progress: Callable[[float], None] | None = None
+) -> Frontier:
+    """Solve for the whole frontier and realise ``point_count`` evenly spaced plans on it, T* among them.
+
+    ``on_progress`` is called with the share of the work that is done, from 0 to 1. A frontier of a single
+    iteration time has a single point.
+
+    Raises:
+        SolverError: fewer than 3 points (T_min, T*, T_slow) are asked for.
+        PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
+    """
+    if point_count < 3:
+        raise SolverError(f"point_count: expected at least 3, found {point_count}", found=point_count)
+    report = on_progress or (lambda _: None)
+    graph = build_event_graph(pipeline)
+    sweep = sweep_frontier(graph, lambda share: report(_SWEEP_SHARE * share))
+    t_star_ps = _t_star_ps(pipeline, sweep)
+    deadlines_ps = _space_deadlines_ps(sweep, t_star_ps, point_count)
+    rounder = Rounder(graph)
+    choices: list[Choice] = []
+    for deadline_ps in deadlines_ps:
+        choice = _round(graph, rounder, sweep, deadline_ps)
+        # Rounding luck must not make more time cost more energy: then the faster plan is the better one.
+        if choices and rounder.effective_energy_j(choices[-1]) <= rounder.effective_energy_j(choice):
+            choice = choices[-1]
+        choices.append(choice)
+        report(_SWEEP_SHARE + (1 - _SWEEP_SHARE) * len(choices) / len(deadlines_ps))
+    return Frontier(
+        pipeline=pipeline,
+        baseline=fastest_clock_plan(pipeline),
+        points=tuple(
+            _measure_point(pipeline, graph, sweep, deadline_ps, choice)
+            for deadline_ps, choice in zip(deadlines_ps, choices, strict=True)
+        ),
+        t_star_index=deadlines_ps.index(t_star_ps),
+        _graph=graph,
+        _sweep=sweep,
+        _choices=np.array(choices, dtype=np.int16),
+    )
+
+
+def plan_at(pipeline: Pipeline, iteration_time_s: float) -> Plan:
+    """Return the plan for one iteration time without solving for the rest of the frontier.
+
+    Raises:
+        DeadlineError: the iteration time is shorter than T_min.
+        PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
+    """
+    graph = build_event_graph(pipeline)
+    sweep = sweep_frontier(graph, stop_s=iteration_time_s)
+    deadline_ps = _check_deadline(iteration_time_s, sweep)
+    return _assemble(pipeline, graph, _round(graph, Rounder(graph), sweep, deadline_ps))
+
+
+def _check_deadline(iteration_time_s: float, sweep: Sweep) -> int:
+    """Return the deadline in picoseconds, at most T_slow."""
+    t_min_ps, t_slow_ps = sweep.t_min_ps, sweep.t_slow_ps
+    if iteration_time_s >= t_slow_ps / PS_PER_S:
+        return t_slow_ps
+    if not iteration_time_s * PS_PER_S >= t_min_ps - _GRACE_PS:
+        raise DeadlineError(
+            f"expected an iteration time of at least T_min, {t_min_ps / PS_PER_S:.9f} s, "
+            f"found {iteration_time_s} s",
+            t_min_s=t_min_ps / PS_PER_S,
+            found=iteration_time_s,
+        )
+    return max(to_ps(iteration_time_s), t_min_ps)
+
+
+def _t_star_ps(pipeline: Pipeline, sweep: Sweep) -> int:
+    """Return the time below which the frontier is steeper than what the GPUs draw while they wait."""
+    corner = np.searchsorted(sweep.slopes_w, sum(pipeline.blocking_power_w))
+    return int(sweep.iteration_times_ps[corner])
+
+
+def _space_deadlines_ps(sweep: Sweep, t_star_ps: int, point_count: int) -> list[int]:
+    """Return evenly spaced deadlines from T_min to T_slow, the one next to T* moved there."""
+    first_ps, width_ps = sweep.t_min_ps, sweep.t_slow_ps - sweep.t_min_ps
+    deadlines_ps = [first_ps + width_ps * k // (point_count - 1) for k in range(point_count)]
+    if t_star_ps not in (sweep.t_min_ps, sweep.t_slow_ps):
+        deadlines_ps[min(range(1, point_count - 1), key=lambda k: abs(deadlines_ps[k] - t_star_ps))] = (
+            t_star_ps
+        )
+    return sorted({*deadlines_ps})
+
+
+def _round(graph: EventGraph, rounder: Rounder, sweep: Sweep, deadline_ps: int) -> Choice:
+    event_times_ps = sweep.event_times_at(deadline_ps)
+    return rounder.round(event_times_ps[graph.start_event], event_times_ps[graph.finish_event], deadline_ps)
+
+
+def _assemble(pipeline: Pipeline, graph: EventGraph, choice: Choice) -> Plan:
+    options = (graph.options[p][k] for p, k in zip(graph.profile_of, choice, strict=True))
+    return assemble_plan(
+        pipeline,
+        graph.computations,
+        graph.dependencies,
+        [(option.clock_mhz, option.time_ps, option.effective_energy_j) for option in options],
+    )
+
+
+def _measure_point(
+    pipeline: Pipeline, graph: EventGraph, sweep: Sweep, deadline_ps: int, choice: Choice
+) -> FrontierPoint:
+    plan = _assemble(pipeline, graph, choice)
+    return FrontierPoint(
+        deadline_s=deadline_ps / PS_PER_S,
+        iteration_time_s=plan.iteration_time_s,
+        energy_j=plan.energy_j,
+        effective_energy_j=plan.effective_energy_j,
+        bound_energy_j=_bound_energy_j(pipeline, sweep, plan.iteration_time_s),
+    )
+
+
+def _bound_energy_j(pipeline: Pipeline, sweep: Sweep, iteration_time_s: float) -> float:
+    return sweep.effective_energy_j_at(iteration_time_s) + sum(pipeline.blocking_power_w) * iteration_time_s

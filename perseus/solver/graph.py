@@ -1,0 +1,208 @@
+"""The iteration as a graph of events, in plain arrays.
+
+Each computation is an arc from the event of its start to the event of its finish. Dependencies (the stage's
+own order, activations, gradients) are arcs with a fixed lag. A start that waits for exactly one event without
+lag, and a finish that exactly one event waits for without lag, are merged with it: no optimum is lost,
+because a computation may always start earlier or finish later than it needs to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus.solver.computation import Computation, Kind
+from perseus.solver.pipeline import Pipeline
+from perseus.solver.profile import (
+    UW_PER_W,
+    Hull,
+    Option,
+    convex_hull,
+    pareto_options,
+    to_ps,
+)
+
+Int64Array = NDArray[np.int64]
+
+EXACT = 2**53
+"""Doubles hold every integer below this, and igraph computes in doubles."""
+
+_STEEPEST_UW = 10**7 * UW_PER_W
+"""Ten megawatts: no stage draws it, but two measurements of almost equal time may seem to say so."""
+
+
+class Dependency(NamedTuple):
+    """``later`` starts at least ``lag_ps`` after the end of ``earlier``; both index the computations."""
+
+    earlier: int
+    later: int
+    lag_ps: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventGraph:
+    """One pipeline's iteration.
+
+    Attributes:
+        computations: in an order in which each comes after all that it waits for.
+        profile_of: per computation, the index of its options and hull.
+        options: per profile, its Pareto options.
+        hulls: per profile, the convex curve that is planned on.
+        dependencies: between computations, by rising index of the earlier one.
+        start_event, finish_event: per computation, the ends of its arc. Event 0 begins the iteration, the
+            last one ends it.
+        tail_event, head_event, lag_ps: per dependency between events that are not merged.
+        event_count: number of events.
+    """
+
+    computations: tuple[Computation, ...]
+    profile_of: Int64Array
+    options: tuple[tuple[Option, ...], ...]
+    hulls: tuple[Hull, ...]
+    dependencies: tuple[Dependency, ...]
+    start_event: Int64Array
+    finish_event: Int64Array
+    tail_event: Int64Array
+    head_event: Int64Array
+    lag_ps: Int64Array
+    event_count: int
+
+
+def build_event_graph(pipeline: Pipeline) -> EventGraph:
+    """Lay the pipeline's iteration out as events."""
+    computations, dependencies = order_computations(pipeline)
+    profile_of, options = _collect_options(pipeline, computations)
+    event_of, event_count, arcs = _merge_events(len(computations), dependencies)
+    columns = np.array(arcs, dtype=np.int64).reshape(-1, 3).T
+    return EventGraph(
+        computations=computations,
+        profile_of=profile_of,
+        options=options,
+        hulls=_convex_hulls(options, profile_of, pipeline.schedule.stage_count),
+        dependencies=dependencies,
+        start_event=event_of[0:-2:2],
+        finish_event=event_of[1:-2:2],
+        tail_event=columns[0],
+        head_event=columns[1],
+        lag_ps=columns[2],
+        event_count=event_count,
+    )
+
+
+def order_computations(pipeline: Pipeline) -> tuple[tuple[Computation, ...], tuple[Dependency, ...]]:
+    """Return the computations, each after all that it waits for, and the dependencies between them.
+
+    The dependencies are sorted, so that all that lead to a computation come before those that lead from it.
+    """
+    orders = pipeline.schedule.orders
+    waits_for: dict[Computation, list[Computation]] = {}
+    for earlier, later in pipeline.schedule.dependencies:
+        waits_for.setdefault(later, []).append(earlier)
+    index_of: dict[Computation, int] = {}
+    next_in = [0] * len(orders)
+    # The schedule does not deadlock, so every turn over the stages gets at least one of them further.
+    while any(position < len(order) for position, order in zip(next_in, orders, strict=True)):
+        for stage, order in enumerate(orders):
+            while next_in[stage] < len(order) and all(
+                earlier in index_of for earlier in waits_for.get(order[next_in[stage]], ())
+            ):
+                index_of[order[next_in[stage]]] = len(index_of)
+                next_in[stage] += 1
+    dependencies = [
+        Dependency(index_of[earlier], index_of[later], 0)
+        for order in orders
+        for earlier, later in pairwise(order)
+    ]
+    for earlier, later in pipeline.schedule.dependencies:
+        lags_s = pipeline.activation_lags_s if later.kind is Kind.FORWARD else pipeline.gradient_lags_s
+        lag_s = lags_s.get((earlier.stage, later.stage), 0.0)
+        dependencies.append(Dependency(index_of[earlier], index_of[later], to_ps(lag_s)))
+    return tuple(index_of), tuple(sorted(dependencies))
+
+
+def _collect_options(
+    pipeline: Pipeline, computations: Sequence[Computation]
+) -> tuple[Int64Array, tuple[tuple[Option, ...], ...]]:
+    """Return each computation's profile index, and per profile its Pareto options."""
+    index_of: dict[object, int] = {}
+    options: list[tuple[Option, ...]] = []
+    profile_of = np.empty(len(computations), dtype=np.int64)
+    for i, c in enumerate(computations):
+        fixed = c.kind is Kind.FIXED
+        key = c if fixed else (c.stage, c.chunk, c.kind)
+        if key not in index_of:
+            index_of[key] = len(options)
+            power_w = pipeline.blocking_power_w[c.stage]
+            if fixed:
+                time_s = pipeline.fixed_times_s[c]
+                options.append((Option(0, to_ps(time_s), power_w * time_s, 0.0),))
+            else:
+                options.append(pareto_options(pipeline.profiles[c.stage, c.chunk, c.kind], power_w))
+        profile_of[i] = index_of[key]
+    return profile_of, tuple(options)
+
+
+def _convex_hulls(
+    options: Sequence[tuple[Option, ...]], profile_of: Int64Array, stage_count: int
+) -> tuple[Hull, ...]:
+    """Return each profile's hull, its slopes small enough that all flows stay exact in doubles."""
+    hulls = tuple(convex_hull(some, _STEEPEST_UW) for some in options)
+    steepest_uw = [max(hull.slopes_uw, default=0) for hull in hulls]
+    # At most this much can leave the first event at once: every arc out of it full (see sweep.py).
+    most_flow_uw = stage_count * sum(steepest_uw[p] for p in profile_of)
+    if most_flow_uw < EXACT:
+        return hulls
+    return tuple(convex_hull(some, EXACT // (stage_count * len(profile_of) + 1)) for some in options)
+
+
+def _merge_events(
+    computation_count: int, dependencies: Sequence[Dependency]
+) -> tuple[Int64Array, int, list[tuple[int, int, int]]]:
+    """Number the events.
+
+    Returns the event of each start (entry 2i), each finish (2i + 1) and of the whole iteration's begin and
+    end (the last two entries), the number of events, and the (tail, head, lag in ps) of the dependencies that
+    remain.
+    """
+    begin, end = 2 * computation_count, 2 * computation_count + 1
+    waits: list[list[Dependency]] = [[] for _ in range(computation_count)]
+    awaited: list[list[Dependency]] = [[] for _ in range(computation_count)]
+    for dependency in dependencies:
+        waits[dependency.later].append(dependency)
+        awaited[dependency.earlier].append(dependency)
+
+    merged_into = list(range(end + 1))
+
+    def root(event: int) -> int:
+        while merged_into[event] != event:
+            merged_into[event] = merged_into[merged_into[event]]
+            event = merged_into[event]
+        return event
+
+    for i in range(computation_count):
+        start, finish = 2 * i, 2 * i + 1
+        if not waits[i]:
+            merged_into[root(start)] = root(begin)
+        elif len(waits[i]) == 1 and not waits[i][0].lag_ps:
+            merged_into[root(start)] = root(2 * waits[i][0].earlier + 1)
+        if not awaited[i]:
+            merged_into[root(finish)] = root(end)
+        elif len(awaited[i]) == 1 and not awaited[i][0].lag_ps:
+            merged_into[root(finish)] = root(2 * awaited[i][0].later)
+
+    roots = [root(event) for event in range(end + 1)]
+    number: dict[int, int] = {roots[begin]: 0}
+    for event in roots[:-2]:
+        if event != roots[end]:
+            number.setdefault(event, len(number))
+    number[roots[end]] = len(number)
+    longest: dict[tuple[int, int], int] = {}
+    for dependency in dependencies:
+        arc = number[roots[2 * dependency.earlier + 1]], number[roots[2 * dependency.later]]
+        if arc[0] != arc[1]:
+            longest[arc] = max(dependency.lag_ps, longest.get(arc, 0))
+    event_of = np.array([number[event] for event in roots], dtype=np.int64)
+    return event_of, len(number), [(tail, head, lag_ps) for (tail, head), lag_ps in longest.items()]

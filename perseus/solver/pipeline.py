@@ -1,0 +1,116 @@
+"""The problem statement: one pipeline's iteration, all its figures checked."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from perseus.solver.computation import Computation, Kind
+from perseus.solver.errors import PipelineError, ProfileError
+from perseus.solver.profile import Measurement
+from perseus.solver.schedule import Schedule
+
+ProfileKey = tuple[int, int, Kind]
+"""(stage, chunk, kind): computations that share it share their measurements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What one pipeline does in an iteration, and what that takes and costs.
+
+    Attributes:
+        schedule: each stage's order of computations.
+        profiles: measurements by (stage, chunk, kind), for every computation that is not FIXED.
+        blocking_power_w: per stage, what all its GPUs together draw while they wait.
+        activation_lags_s: by (sending stage, receiving stage), from the end of a forward to the earliest
+            start of the one that needs its activations. Pairs that are not named have none.
+        gradient_lags_s: the same from backward to backward.
+        fixed_times_s: the time of each FIXED computation. It draws blocking power: its effective energy is 0.
+
+    Raises:
+        ProfileError: a computation has no measurements, or a clock is measured twice.
+        PipelineError: a power, lag or fixed time is not finite or negative, or belongs to nothing in the
+            schedule.
+    """
+
+    schedule: Schedule
+    profiles: Mapping[ProfileKey, tuple[Measurement, ...]]
+    blocking_power_w: tuple[float, ...]
+    activation_lags_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    gradient_lags_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    fixed_times_s: Mapping[Computation, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        stage_count = self.schedule.stage_count
+        if len(self.blocking_power_w) != stage_count:
+            raise PipelineError(
+                f"blocking_power_w: expected one value for each of {stage_count} stages, "
+                f"found {len(self.blocking_power_w)}",
+                field="blocking_power_w",
+                expected=stage_count,
+                found=len(self.blocking_power_w),
+            )
+        for stage, power_w in enumerate(self.blocking_power_w):
+            _check_amount(power_w, "blocking_power_w", f"stage {stage}")
+        for name in ("activation_lags_s", "gradient_lags_s"):
+            for (sender, receiver), lag_s in getattr(self, name).items():
+                _check_amount(lag_s, name, f"stages {sender} → {receiver}")
+                if not (0 <= sender < stage_count and 0 <= receiver < stage_count):
+                    raise PipelineError(
+                        f"{name}: expected stages 0 to {stage_count - 1}, found {sender} → {receiver}",
+                        field=name,
+                        found=f"{sender} → {receiver}",
+                    )
+        self._check_fixed_times()
+        self._check_profiles()
+
+    def _check_fixed_times(self) -> None:
+        fixed = {computation for computation in self.schedule.computations if computation.kind is Kind.FIXED}
+        for computation in sorted(fixed | self.fixed_times_s.keys()):
+            if computation not in self.fixed_times_s:
+                raise PipelineError(
+                    f"fixed_times_s: {computation} has no time",
+                    field="fixed_times_s",
+                    computation=computation,
+                )
+            if computation not in fixed:
+                raise PipelineError(
+                    f"fixed_times_s: {computation} is not a fixed-time computation of the schedule",
+                    field="fixed_times_s",
+                    computation=computation,
+                )
+            _check_amount(self.fixed_times_s[computation], "fixed_times_s", str(computation))
+
+    def _check_profiles(self) -> None:
+        for stage, chunk, kind in sorted(
+            {(c.stage, c.chunk, c.kind) for c in self.schedule.computations if c.kind is not Kind.FIXED}
+        ):
+            where = f"stage {stage}, chunk {chunk}, {kind.value}"
+            measurements = self.profiles.get((stage, chunk, kind), ())
+            if not measurements:
+                raise ProfileError(
+                    f"{where}: expected at least one measured clock, found none",
+                    stage=stage,
+                    chunk=chunk,
+                    kind=kind.value,
+                )
+            clocks_mhz = [m.clock_mhz for m in measurements]
+            for clock_mhz in clocks_mhz:
+                if clocks_mhz.count(clock_mhz) > 1:
+                    raise ProfileError(
+                        f"{where}: expected one measurement per clock, found {clocks_mhz.count(clock_mhz)} "
+                        f"at {clock_mhz} MHz",
+                        stage=stage,
+                        chunk=chunk,
+                        kind=kind.value,
+                        clock_mhz=clock_mhz,
+                    )
+
+
+def _check_amount(value: float, name: str, where: str) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise PipelineError(
+            f"{name}, {where}: expected a finite number of 0 or more, found {value}",
+            field=name,
+            where=where,
+            found=value,
+        )

@@ -1,0 +1,134 @@
+"""Plans, and the replay that says on measured times what a plan takes and costs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from perseus.solver.computation import Computation, Kind
+from perseus.solver.errors import DeadlineError, ProfileError
+from perseus.solver.graph import Dependency, order_computations
+from perseus.solver.pipeline import Pipeline
+from perseus.solver.profile import PS_PER_S, to_ps
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedComputation:
+    """A computation, its clock, and when it runs if all goes as measured, from the iteration's begin."""
+
+    computation: Computation
+    clock_mhz: int
+    start_s: float
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A clock for every computation of one pipeline's iteration, and what comes of it on the measured times.
+
+    Attributes:
+        iteration_time_s: from the first start to the last end.
+        effective_energy_j: of all stages, without the blocking power over the iteration.
+        blocking_power_w: of all GPUs of the pipeline together.
+        stages: each stage's computations in order; FIXED ones, which have no clock, are left out.
+    """
+
+    iteration_time_s: float
+    effective_energy_j: float
+    blocking_power_w: float
+    stages: tuple[tuple[PlannedComputation, ...], ...]
+
+    @property
+    def energy_j(self) -> float:
+        """Energy of the pipeline over one iteration, waiting included."""
+        return self.energy_until_j(self.iteration_time_s)
+
+    def energy_until_j(self, time_s: float) -> float:
+        """Return the energy of an iteration that is followed by waiting until ``time_s``.
+
+        Raises:
+            DeadlineError: the iteration takes longer than ``time_s``.
+        """
+        if time_s < self.iteration_time_s:
+            raise DeadlineError(
+                f"expected a time of at least the plan's {self.iteration_time_s} s, found {time_s} s",
+                iteration_time_s=self.iteration_time_s,
+                found=time_s,
+            )
+        return self.effective_energy_j + self.blocking_power_w * time_s
+
+
+def replay(pipeline: Pipeline, clocks_mhz: Mapping[Computation, int]) -> Plan:
+    """Run the iteration at these clocks, every computation as early as it can, on the measured times.
+
+    Raises:
+        ProfileError: a computation has no clock, or one at which it was not measured.
+    """
+    computations, dependencies = order_computations(pipeline)
+    measured = {
+        key: {m.clock_mhz: m for m in measurements} for key, measurements in pipeline.profiles.items()
+    }
+    chosen: list[tuple[int, int, float]] = []
+    for c in computations:
+        power_w = pipeline.blocking_power_w[c.stage]
+        if c.kind is Kind.FIXED:
+            chosen.append((0, to_ps(pipeline.fixed_times_s[c]), 0.0))
+            continue
+        options = measured[c.stage, c.chunk, c.kind]
+        clock_mhz = clocks_mhz.get(c)
+        if clock_mhz is None or clock_mhz not in options:
+            listed = ", ".join(str(known) for known in sorted(options))
+            found = "none" if clock_mhz is None else f"{clock_mhz} MHz"
+            raise ProfileError(
+                f"{c}: expected one of its measured clocks ({listed} MHz), found {found}",
+                computation=c,
+                found=found,
+            )
+        m = options[clock_mhz]
+        chosen.append((clock_mhz, to_ps(m.time_s), m.energy_j - power_w * m.time_s))
+    return assemble_plan(pipeline, computations, dependencies, chosen)
+
+
+def fastest_clock_plan(pipeline: Pipeline) -> Plan:
+    """Return the all-max plan: every computation at its highest measured clock."""
+    highest_mhz = {key: max(m.clock_mhz for m in some) for key, some in pipeline.profiles.items()}
+    return replay(
+        pipeline,
+        {
+            c: highest_mhz[c.stage, c.chunk, c.kind]
+            for c in pipeline.schedule.computations
+            if c.kind is not Kind.FIXED
+        },
+    )
+
+
+def earliest_finishes_ps(dependencies: Sequence[Dependency], durations_ps: Sequence[int]) -> list[int]:
+    """Return when each computation ends if each starts as early as it can.
+
+    The dependencies point from lower to higher indices and are sorted.
+    """
+    starts_ps = [0] * len(durations_ps)
+    for earlier, later, lag_ps in dependencies:
+        ready_ps = starts_ps[earlier] + durations_ps[earlier] + lag_ps
+        if ready_ps > starts_ps[later]:
+            starts_ps[later] = ready_ps
+    return [start_ps + duration_ps for start_ps, duration_ps in zip(starts_ps, durations_ps, strict=True)]
+
+
+def assemble_plan(
+    pipeline: Pipeline,
+    computations: Sequence[Computation],
+    dependencies: Sequence[Dependency],
+    chosen: Sequence[tuple[int, int, float]],
+) -> Plan:
+    """Build a plan from each computation's (clock in MHz, time in ps, effective energy in J)."""
+    finishes_ps = earliest_finishes_ps(dependencies, [time_ps for _, time_ps, _ in chosen])
+    stages: list[list[PlannedComputation]] = [[] for _ in pipeline.blocking_power_w]
+    for c, finish_ps, (clock_mhz, time_ps, _) in zip(computations, finishes_ps, chosen, strict=True):
+        if c.kind is not Kind.FIXED:
+            start_s, duration_s = (finish_ps - time_ps) / PS_PER_S, time_ps / PS_PER_S
+            stages[c.stage].append(PlannedComputation(c, clock_mhz, start_s, duration_s))
+    return Plan(
+        iteration_time_s=max(finishes_ps) / PS_PER_S,
+        effective_energy_j=sum(effective_energy_j for _, _, effective_energy_j in chosen),
+        blocking_power_w=sum(pipeline.blocking_power_w),
+        stages=tuple(tuple(stage) for stage in stages),
+    )

@@ -1,0 +1,131 @@
+"""Profiles: what a stage's computation takes and costs at each clock, and the curve that the solver plans on.
+
+Everything is measured; nothing is fitted to a family of curves. What is planned on is *effective* energy,
+energy minus blocking power × time: what a computation costs beyond the waiting that it replaces.
+
+Times are whole picoseconds and slopes whole microwatts from here on, so that all that igraph adds up in
+doubles is exact (an iteration must be shorter than 2^53 ps, 2.5 hours).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from perseus.solver.errors import ProfileError
+
+PS_PER_S = 10**12
+UW_PER_W = 10**6
+
+
+def to_ps(time_s: float) -> int:
+    """Round seconds to whole picoseconds."""
+    return round(time_s * PS_PER_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Time and energy of one computation at one clock.
+
+    ``energy_j`` is that of the whole stage (the sum over its GPUs), ``time_s`` the largest over its ranks.
+    The standard errors are of the same two figures.
+
+    Raises:
+        ProfileError: a figure is not finite, or not positive (standard errors: negative).
+    """
+
+    clock_mhz: int
+    time_s: float
+    energy_j: float
+    time_se_s: float = 0.0
+    energy_se_j: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("clock_mhz", "time_s", "energy_j"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ProfileError(
+                    f"{name}: expected a positive, finite number, found {value}", field=name, found=value
+                )
+        for name in ("time_se_s", "energy_se_j"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ProfileError(
+                    f"{name}: expected a finite number of 0 or more, found {value}", field=name, found=value
+                )
+        if not to_ps(self.time_s):
+            raise ProfileError(
+                f"time_s: expected at least a picosecond, found {self.time_s}",
+                field="time_s",
+                found=self.time_s,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A measured clock that is worth choosing: no other is both as fast and as cheap."""
+
+    clock_mhz: int
+    time_ps: int
+    energy_j: float
+    effective_energy_j: float
+
+
+def pareto_options(measurements: Iterable[Measurement], blocking_power_w: float) -> tuple[Option, ...]:
+    """Return the clocks not beaten in both time and effective energy, fastest first.
+
+    Times rise and effective energies fall strictly along the result. Of equals the higher clock is kept.
+    """
+    candidates = sorted(
+        (
+            Option(m.clock_mhz, to_ps(m.time_s), m.energy_j, m.energy_j - blocking_power_w * m.time_s)
+            for m in measurements
+        ),
+        key=lambda option: (option.time_ps, option.effective_energy_j, -option.clock_mhz),
+    )
+    kept: list[Option] = []
+    for option in candidates:
+        if not kept or option.effective_energy_j < kept[-1].effective_energy_j:
+            kept.append(option)
+    return tuple(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Hull:
+    """Convex, piecewise-linear effective energy over duration, flat beyond the last vertex.
+
+    ``times_ps``: the n vertices, rising. ``slopes_uw``: the n − 1 positive slopes between them, what a second
+    less costs, falling. ``slowest_effective_energy_j``: the value at and beyond the last vertex.
+    """
+
+    times_ps: tuple[int, ...]
+    slopes_uw: tuple[int, ...]
+    slowest_effective_energy_j: float
+
+
+def convex_hull(options: Sequence[Option], steepest_uw: int) -> Hull:
+    """Return the lower convex hull of Pareto options.
+
+    Slopes are rounded down to whole microwatts, and steps steeper than ``steepest_uw`` are planned as if they
+    cost only that much, which keeps the hull convex and below every option.
+    """
+    vertices: list[Option] = []
+    for option in options:
+        while len(vertices) >= 2 and _saving_w(vertices[-1], option) >= _saving_w(vertices[-2], vertices[-1]):
+            vertices.pop()
+        vertices.append(option)
+    slopes_uw = [
+        min(math.floor(_saving_w(fast, slow) * UW_PER_W), steepest_uw) for fast, slow in pairwise(vertices)
+    ]
+    # A step that saves less than a microwatt is no step: the curve is flat from its fast end.
+    while slopes_uw and slopes_uw[-1] == 0:
+        slopes_uw.pop()
+        vertices.pop()
+    return Hull(
+        tuple(vertex.time_ps for vertex in vertices), tuple(slopes_uw), vertices[-1].effective_energy_j
+    )
+
+
+def _saving_w(fast: Option, slow: Option) -> float:
+    """Effective energy saved per second of slowing down from one option to the other."""
+    return (fast.effective_energy_j - slow.effective_energy_j) / (slow.time_ps - fast.time_ps) * PS_PER_S

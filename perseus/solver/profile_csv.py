@@ -1,0 +1,152 @@
+"""Reads profiles from the CSV that users of Zeus already have.
+
+Columns ``stage,instruction,frequency,time,energy``: stage from 0, ``forward`` or ``backward``, MHz, seconds,
+joules per GPU. Other columns are ignored. Rows are counted as an editor counts lines: the header is row 1.
+"""
+
+import csv
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from perseus.solver.computation import Kind
+from perseus.solver.errors import ProfileError
+from perseus.solver.pipeline import ProfileKey
+from perseus.solver.profile import Measurement
+
+_COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
+_INSTRUCTIONS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}
+
+
+def read_profile_csv(path: Path, gpus_per_stage: int) -> dict[ProfileKey, tuple[Measurement, ...]]:
+    """Read every stage's measurements, energies multiplied by ``gpus_per_stage``.
+
+    Raises:
+        ProfileError: the file can't be read as such a table, a value is impossible, a row stands twice, or a
+            stage, instruction or clock is missing. Names file, row and column, what was expected and found.
+    """
+    if gpus_per_stage < 1:
+        raise ProfileError(
+            f"gpus_per_stage: expected at least 1, found {gpus_per_stage}", found=gpus_per_stage
+        )
+    rows: dict[tuple[int, Kind, int], tuple[int, Measurement]] = {}
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            _check_header(path, reader.fieldnames)
+            for row in reader:
+                cells = _Cells(path, reader.line_num, row)
+                if None in row:
+                    cells.refuse("after the last", "nothing", repr(",".join(row[None])))
+                key, measurement = cells.measurement(gpus_per_stage)
+                if key in rows:
+                    cells.refuse(
+                        "frequency",
+                        "one row per stage, instruction and clock",
+                        f"the same as in row {rows[key][0]}",
+                    )
+                rows[key] = (reader.line_num, measurement)
+    except UnicodeDecodeError as error:
+        raise ProfileError(
+            f"{path}: expected UTF-8 text, found byte 0x{error.object[error.start]:02x} at {error.start}",
+            file=path,
+        ) from None
+    except csv.Error as error:
+        raise ProfileError(f"{path}, row {reader.line_num}: expected CSV, found {error}", file=path) from None
+    except OSError as error:
+        raise ProfileError(f"{path}: expected a readable file, found: {error.strerror}", file=path) from None
+    _check_complete(path, rows.keys())
+    profiles: dict[ProfileKey, list[Measurement]] = {}
+    for (stage, kind, _), (_, measurement) in sorted(rows.items()):
+        profiles.setdefault((stage, 0, kind), []).append(measurement)
+    return {key: tuple(measurements) for key, measurements in profiles.items()}
+
+
+class _Cells:
+    """One row's cells, and the place to name when one of them is wrong."""
+
+    def __init__(self, path: Path, row_number: int, row: Mapping[str | None, object]) -> None:
+        self._path, self._row_number, self._row = path, row_number, row
+
+    def refuse(self, column: str, expected: str, found: str) -> NoReturn:
+        raise ProfileError(
+            f"{self._path}, row {self._row_number}, column {column}: expected {expected}, found {found}",
+            file=self._path,
+            row=self._row_number,
+            column=column,
+            expected=expected,
+            found=found,
+        )
+
+    def measurement(self, gpus_per_stage: int) -> tuple[tuple[int, Kind, int], Measurement]:
+        stage = self._integer("stage", minimum=0)
+        instruction = self._text("instruction")
+        if instruction not in _INSTRUCTIONS:
+            self.refuse("instruction", "forward or backward", repr(instruction))
+        clock_mhz = self._integer("frequency", minimum=1)
+        time_s = self._positive("time", "seconds")
+        energy_j = self._positive("energy", "joules") * gpus_per_stage
+        return (stage, _INSTRUCTIONS[instruction], clock_mhz), Measurement(clock_mhz, time_s, energy_j)
+
+    def _text(self, column: str) -> str:
+        value = self._row[column]
+        if value is None:
+            self.refuse(column, "a value", "nothing")
+        return str(value).strip()
+
+    def _integer(self, column: str, minimum: int) -> int:
+        text = self._text(column)
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (number.is_integer() and number >= minimum):
+            self.refuse(column, f"a whole number of at least {minimum}", repr(text))
+        return int(number)
+
+    def _positive(self, column: str, unit: str) -> float:
+        text = self._text(column)
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (math.isfinite(number) and number > 0):
+            self.refuse(column, f"a positive, finite number of {unit}", repr(text))
+        return number
+
+
+def _check_header(path: Path, columns: Sequence[str] | None) -> None:
+    expected = ",".join(_COLUMNS)
+    if not columns:
+        raise ProfileError(f"{path}: expected the columns {expected}, found an empty file", file=path)
+    for column in _COLUMNS:
+        if column not in columns:
+            raise ProfileError(
+                f"{path}, row 1: expected the columns {expected}, found no {column} in {','.join(columns)}",
+                file=path,
+                row=1,
+                column=column,
+            )
+
+
+def _check_complete(path: Path, keys: Collection[tuple[int, Kind, int]]) -> None:
+    """Every stage up to the last must have both instructions, each at every clock that occurs at all."""
+    if not keys:
+        raise ProfileError(f"{path}: expected at least one row below the header, found none", file=path)
+    clocks_mhz = sorted({clock_mhz for _, _, clock_mhz in keys}, reverse=True)
+    for stage in range(max(stage for stage, _, _ in keys) + 1):
+        for instruction, kind in _INSTRUCTIONS.items():
+            missing = [clock_mhz for clock_mhz in clocks_mhz if (stage, kind, clock_mhz) not in keys]
+            if missing:
+                listed = (
+                    "no row" if missing == clocks_mhz else f"no row at {', '.join(map(str, missing))} MHz"
+                )
+                raise ProfileError(
+                    f"{path}: expected stage {stage} {instruction} at each of the file's "
+                    f"{len(clocks_mhz)} clocks, found {listed}",
+                    file=path,
+                    stage=stage,
+                    instruction=instruction,
+                    missing_clocks_mhz=missing,
+                )

@@ -1,0 +1,253 @@
+"""The exact frontier: every optimal relaxed plan from T_slow down to T_min, without a time quantum.
+
+A relaxed plan gives every event a time; a computation costs the value of its hull at the time between its
+start and its finish. For each iteration time T the cheapest such plan is a minimum-cost-flow problem seen
+from its dual side: the flow on a computation's arc is the slope at which it trades energy for time, so it
+lies between the hull's slopes on the slower and on the faster side of its duration. On a dependency the flow
+may be anything while there is no slack, and is zero while there is. The sweep keeps both sides optimal while
+T falls (a primal-dual, or parametric, method):
+
+1. A maximum flow augments the flow that there is until it can't grow. Its value is the slope of the frontier
+here.
+2. With that flow fixed, the durations that stay optimal are intervals: one vertex where the flow lies
+   strictly between two slopes, the whole piece where it equals one. How far each event may move down within
+   them is its distance from the first event over these margins (Dijkstra). All events move at once, until the
+   last one reaches its distance.
+
+Each round is one linear piece of the frontier. Times are integer picoseconds, slopes integer microwatts, so
+nothing is rounded and no tolerance is needed. The residual graph is laid out once; only capacities and
+weights change.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import igraph
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus.solver.errors import PipelineError
+from perseus.solver.graph import EXACT, EventGraph, Int64Array
+from perseus.solver.profile import PS_PER_S, UW_PER_W, to_ps
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The corners of the relaxed frontier, slowest first, and the relaxed plan at each.
+
+    Attributes:
+        t_min_ps, t_slow_ps: where the whole frontier ends and begins.
+        iteration_times_ps: falling; the first is T_slow, the last T_min (or where the sweep was told to stop).
+        effective_energies_j: rising, convex in the iteration time.
+        slopes_w: between one corner and the next, what a second less costs in effective energy.
+        event_times_ps: per corner, every event's time.
+    """
+
+    t_min_ps: int
+    t_slow_ps: int
+    iteration_times_ps: Int64Array
+    effective_energies_j: FloatArray
+    slopes_w: FloatArray
+    event_times_ps: Int64Array
+
+    def event_times_at(self, iteration_time_ps: int) -> Int64Array:
+        """Return the events' times of the relaxed plan at an iteration time that the sweep covers."""
+        after = int(np.searchsorted(-self.iteration_times_ps, -iteration_time_ps))
+        if after == 0:
+            return np.copy(self.event_times_ps[0])
+        left_ps = self.iteration_times_ps[after - 1] - iteration_time_ps
+        moved_ps = self.event_times_ps[after - 1] - self.event_times_ps[after]
+        times_ps: Int64Array = self.event_times_ps[after - 1] - np.minimum(moved_ps, left_ps)
+        return times_ps
+
+    def effective_energy_j_at(self, iteration_time_s: float) -> float:
+        """Return the least effective energy of any relaxed plan; beyond T_slow it stays what it is there."""
+        return float(
+            np.interp(
+                iteration_time_s, self.iteration_times_ps[::-1] / PS_PER_S, self.effective_energies_j[::-1]
+            )
+        )
+
+
+def sweep_frontier(
+    graph: EventGraph, on_progress: Callable[[float], None] = lambda _: None, stop_s: float = 0.0
+) -> Sweep:
+    """Sweep from T_slow down to T_min, or only to ``stop_s`` where that is longer.
+
+    ``on_progress`` is called with the share of the way that is done.
+
+    Raises:
+        PipelineError: T_slow is 2^53 ps (2.5 hours) or more, too long for exact arithmetic.
+    """
+    hulls = _Hulls(graph)
+    end = graph.event_count - 1
+    t_min_ps = int(_earliest_event_times(graph, hulls.fastest_ps)[end])
+    times_ps = _earliest_event_times(graph, hulls.slowest_ps)
+    t_slow_ps = int(times_ps[end])
+    if t_slow_ps >= EXACT:
+        raise PipelineError(
+            f"expected a slowest iteration of less than {EXACT / PS_PER_S:.0f} s, "
+            f"found {t_slow_ps / PS_PER_S:.0f} s"
+        )
+    stop_ps = max(to_ps(stop_s), t_min_ps) if stop_s < t_slow_ps / PS_PER_S else t_slow_ps
+    residual = _Residual(graph, hulls)
+    corners = [times_ps]
+    slopes_uw: list[float] = []
+    while times_ps[end] > stop_ps:
+        slopes_uw.append(residual.augment(times_ps))
+        times_ps = times_ps - residual.descent(times_ps, int(times_ps[end]) - stop_ps)
+        corners.append(times_ps)
+        on_progress((t_slow_ps - int(times_ps[end])) / (t_slow_ps - stop_ps))
+    event_times_ps = np.array(corners)
+    iteration_times_ps = event_times_ps[:, end].copy()
+    slopes_w = np.array(slopes_uw) / UW_PER_W
+    slowest_j = sum(graph.hulls[p].slowest_effective_energy_j for p in graph.profile_of)
+    steps_j = slopes_w * (-np.diff(iteration_times_ps) / PS_PER_S)
+    effective_energies_j = slowest_j + np.concatenate(([0.0], np.cumsum(steps_j)))
+    return Sweep(t_min_ps, t_slow_ps, iteration_times_ps, effective_energies_j, slopes_w, event_times_ps)
+
+
+def _earliest_event_times(graph: EventGraph, durations_ps: Int64Array) -> Int64Array:
+    """Return each event's earliest time: the longest path to it."""
+    arcs_into: list[list[tuple[int, int]]] = [[] for _ in range(graph.event_count)]
+    pending = [0] * graph.event_count
+    arcs_out: list[list[int]] = [[] for _ in range(graph.event_count)]
+    for tails, heads, lengths_ps in (
+        (graph.start_event, graph.finish_event, durations_ps),
+        (graph.tail_event, graph.head_event, graph.lag_ps),
+    ):
+        for tail, head, length_ps in zip(tails.tolist(), heads.tolist(), lengths_ps.tolist(), strict=True):
+            arcs_into[head].append((tail, length_ps))
+            arcs_out[tail].append(head)
+            pending[head] += 1
+    times_ps = [0] * graph.event_count
+    ready = [0]
+    while ready:
+        event = ready.pop()
+        times_ps[event] = max((times_ps[tail] + length_ps for tail, length_ps in arcs_into[event]), default=0)
+        for head in arcs_out[event]:
+            pending[head] -= 1
+            if not pending[head]:
+                ready.append(head)
+    return np.array(times_ps, dtype=np.int64)
+
+
+class _Hulls:
+    """All hulls in flat arrays, so that all computations are looked up at once.
+
+    Profile p's vertices are stored as their time plus an offset of p's own, which makes one sorted array of
+    all of them. Entry k of the slopes belongs to the piece on the faster side of vertex k: infinite before a
+    hull's first vertex. One more vertex behind a hull's last, with slope 0, stands for the flat rest.
+    """
+
+    def __init__(self, graph: EventGraph) -> None:
+        vertices: list[int] = []
+        slopes_uw: list[float] = []
+        offsets: list[int] = []
+        for hull in graph.hulls:
+            offsets.append(vertices[-1] + 1 if vertices else 0)
+            vertices += [offsets[-1] + time_ps for time_ps in (*hull.times_ps, hull.times_ps[-1] + 2)]
+            slopes_uw += [np.inf, *hull.slopes_uw, 0]
+        fastest_ps = [hull.times_ps[0] for hull in graph.hulls]
+        slowest_ps = [hull.times_ps[-1] for hull in graph.hulls]
+        self.fastest_ps = np.array(fastest_ps, dtype=np.int64)[graph.profile_of]
+        self.slowest_ps = np.array(slowest_ps, dtype=np.int64)[graph.profile_of]
+        steepest_uw = np.array([max(hull.slopes_uw, default=0) for hull in graph.hulls], dtype=np.float64)
+        self.steepest_uw = steepest_uw[graph.profile_of]
+        self._vertices = np.array(vertices, dtype=np.int64)
+        self._slopes_uw = np.array(slopes_uw, dtype=np.float64)
+        self._offsets = np.array(offsets, dtype=np.int64)[graph.profile_of]
+
+    def locate(self, durations_ps: Int64Array) -> "_Position":
+        """Find where on its hull each computation is."""
+        keys = self._offsets + np.minimum(durations_ps, self.slowest_ps + 1)
+        at_or_after = self._vertices.searchsorted(keys, "left")
+        after = self._vertices.searchsorted(keys, "right")
+        return _Position(
+            faster_slope_uw=self._slopes_uw[at_or_after],
+            slower_slope_uw=self._slopes_uw[after],
+            to_faster_ps=durations_ps - (self._vertices[at_or_after - 1] - self._offsets),
+            to_slower_ps=self._vertices[after] - self._offsets - durations_ps,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """Per computation: the slopes on both sides of its duration, and how far the next vertex is on each."""
+
+    faster_slope_uw: FloatArray
+    slower_slope_uw: FloatArray
+    to_faster_ps: Int64Array
+    to_slower_ps: Int64Array
+
+
+class _Residual:
+    """The residual graph: an arc each way for every computation and every dependency, and the flow so far."""
+
+    def __init__(self, graph: EventGraph, hulls: _Hulls) -> None:
+        self._graph = graph
+        self._hulls = hulls
+        self._end = graph.event_count - 1
+        ends = [
+            (graph.start_event, graph.finish_event),
+            (graph.finish_event, graph.start_event),
+            (graph.tail_event, graph.head_event),
+            (graph.head_event, graph.tail_event),
+        ]
+        edges = np.concatenate([np.column_stack(pair) for pair in ends])
+        self._igraph = igraph.Graph(graph.event_count, edges.tolist(), directed=True)
+        computation_count, dependency_count = len(graph.start_event), len(graph.tail_event)
+        self._splits = np.cumsum([computation_count, computation_count, dependency_count])
+        self._flow_uw = np.zeros(computation_count)
+        self._dependency_flow_uw = np.zeros(dependency_count)
+        # No flow exceeds it: until T_min is reached, every path has an arc of finite slope.
+        self._unbounded_uw = 1 + hulls.steepest_uw.sum()
+
+    def augment(self, event_times_ps: Int64Array) -> float:
+        """Augment the flow to a maximum at these event times; return its value."""
+        position = self._locate(event_times_ps)
+        tight = self._slack_ps(event_times_ps) == 0
+        capacities = np.concatenate(
+            (
+                np.minimum(position.faster_slope_uw - self._flow_uw, self._unbounded_uw),
+                self._flow_uw - position.slower_slope_uw,
+                np.where(tight, self._unbounded_uw, 0),
+                self._dependency_flow_uw,
+            )
+        )
+        _, added, _, _ = igraph.GraphBase.maxflow(self._igraph, 0, self._end, capacities.tolist())
+        forward, backward, dependency_forward, dependency_backward = np.split(np.array(added), self._splits)
+        self._flow_uw += forward - backward
+        self._dependency_flow_uw += dependency_forward - dependency_backward
+        return float(
+            self._flow_uw[self._graph.start_event == 0].sum()
+            + self._dependency_flow_uw[self._graph.tail_event == 0].sum()
+        )
+
+    def descent(self, event_times_ps: Int64Array, limit_ps: int) -> Int64Array:
+        """Return how far down each event can move with this flow, the last one by at most ``limit_ps``."""
+        position = self._locate(event_times_ps)
+        at_faster_slope = self._flow_uw == position.faster_slope_uw
+        at_slower_slope = self._flow_uw == position.slower_slope_uw
+        flat = position.slower_slope_uw == 0
+        margins = np.concatenate(
+            (
+                np.where(at_faster_slope, position.to_faster_ps, 0),
+                np.where(at_slower_slope, np.where(flat, np.inf, position.to_slower_ps), 0),
+                self._slack_ps(event_times_ps),
+                np.where(self._dependency_flow_uw > 0, 0, np.inf),
+            )
+        )
+        distances = np.array(self._igraph.distances(0, weights=margins.tolist())[0])
+        return np.minimum(distances, min(distances[self._end], limit_ps)).astype(np.int64)
+
+    def _locate(self, event_times_ps: Int64Array) -> _Position:
+        durations_ps = event_times_ps[self._graph.finish_event] - event_times_ps[self._graph.start_event]
+        return self._hulls.locate(durations_ps)
+
+    def _slack_ps(self, event_times_ps: Int64Array) -> Int64Array:
+        gaps_ps = event_times_ps[self._graph.head_event] - event_times_ps[self._graph.tail_event]
+        slack_ps: Int64Array = gaps_ps - self._graph.lag_ps
+        return slack_ps

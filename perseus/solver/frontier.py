@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,9 +57,9 @@ class Frontier:
     baseline: Plan
     points: tuple[FrontierPoint, ...]
     t_star_index: int
-    _graph: EventGraph
-    _sweep: Sweep
-    _choices: NDArray[np.int16]
+    _graph: EventGraph = field(repr=False)
+    _sweep: Sweep = field(repr=False)
+    _choices: NDArray[np.int16] = field(repr=False)
     """Per point and computation, the index of the chosen option."""
 
     @property

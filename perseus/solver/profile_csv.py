@@ -53,7 +53,9 @@ def read_profile_csv(path: Path, gpus_per_stage: int) -> dict[ProfileKey, tuple[
             file=path,
         ) from None
     except csv.Error as error:
-        raise ProfileError(f"{path}, row {reader.line_num}: expected CSV, found {error}", file=path) from None
+        raise ProfileError(
+            f"{path}, row {reader.reader.line_num}: expected CSV, found {error}", file=path
+        ) from None
     except OSError as error:
         raise ProfileError(f"{path}: expected a readable file, found: {error.strerror}", file=path) from None
     _check_complete(path, rows.keys())

@@ -39,7 +39,7 @@ class Sweep:
 
     Attributes:
         t_min_ps, t_slow_ps: where the whole frontier ends and begins.
-        iteration_times_ps: falling; the first is T_slow, the last T_min (or where the sweep was told to stop).
+        iteration_times_ps: falling; the first is T_slow, the last T_min or where the sweep was told to stop.
         effective_energies_j: rising, convex in the iteration time.
         slopes_w: between one corner and the next, what a second less costs in effective energy.
         event_times_ps: per corner, every event's time.
@@ -91,7 +91,7 @@ def sweep_frontier(
             f"expected a slowest iteration of less than {EXACT / PS_PER_S:.0f} s, "
             f"found {t_slow_ps / PS_PER_S:.0f} s"
         )
-    stop_ps = max(to_ps(stop_s), t_min_ps) if stop_s < t_slow_ps / PS_PER_S else t_slow_ps
+    stop_ps = max(to_ps(max(stop_s, 0.0)), t_min_ps) if stop_s < t_slow_ps / PS_PER_S else t_slow_ps
     residual = _Residual(graph, hulls)
     corners = [times_ps]
     slopes_uw: list[float] = []
@@ -241,7 +241,8 @@ class _Residual:
             )
         )
         distances = np.array(self._igraph.distances(0, weights=margins.tolist())[0])
-        return np.minimum(distances, min(distances[self._end], limit_ps)).astype(np.int64)
+        moves_ps: Int64Array = np.minimum(distances, min(distances[self._end], limit_ps)).astype(np.int64)
+        return moves_ps
 
     def _locate(self, event_times_ps: Int64Array) -> _Position:
         durations_ps = event_times_ps[self._graph.finish_event] - event_times_ps[self._graph.start_event]

@@ -1,0 +1,223 @@
+"""Random pipelines, the published profiles, and two independent judges: a replay and a linear program."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import highspy
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from perseus.solver import (
+    Computation,
+    Kind,
+    Measurement,
+    Pipeline,
+    Plan,
+    ProfileKey,
+    Schedule,
+    read_profile_csv,
+)
+from perseus.solver import one_forward_one_backward as one_f_one_b
+
+_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
+GPUS_PER_STAGE = 8
+
+
+def published_profile_path(gpu: str) -> Path:
+    path = _DATA / "profiles" / f"gpt3-175b-{gpu}.csv"
+    if not path.exists():
+        pytest.skip(f"the published profile {path.name} is not at ../shared/data")
+    return path
+
+
+def published_pipeline(gpu: str, microbatch_count: int) -> Pipeline:
+    profiles = read_profile_csv(published_profile_path(gpu), GPUS_PER_STAGE)
+    return Pipeline(one_f_one_b(8, microbatch_count), profiles, (GPUS_PER_STAGE * BLOCKING_POWER_W[gpu],) * 8)
+
+
+def measurements(*rows: tuple[int, float, float]) -> tuple[Measurement, ...]:
+    return tuple(Measurement(*row) for row in rows)
+
+
+def small_pipeline(blocking_power_w: float = 50.0) -> Pipeline:
+    """Two stages, two microbatches; stage 1 is the heavier, so stage 0 has time to save energy."""
+    profiles: dict[ProfileKey, tuple[Measurement, ...]] = {}
+    for stage, weight in ((0, 1.0), (1, 1.5)):
+        for kind, work in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0)):
+            profiles[stage, 0, kind] = measurements(
+                (1400, 0.010 * weight * work, 4.0 * weight * work),
+                (1200, 0.011 * weight * work, 3.4 * weight * work),
+                (1000, 0.013 * weight * work, 3.0 * weight * work),
+            )
+    return Pipeline(one_f_one_b(2, 2), profiles, (blocking_power_w, blocking_power_w))
+
+
+def _whole_or_split(draw: st.DrawFn) -> tuple[Kind, ...]:
+    if draw(st.booleans()):
+        return (Kind.FORWARD, Kind.BACKWARD)
+    return (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+class _Waits(NamedTuple):
+    """What a computation waits for besides its stage's order, written down anew from the definition."""
+
+    orders: tuple[tuple[Computation, ...], ...]
+
+    def of(self, c: Computation) -> list[Computation]:
+        everything = {one for order in self.orders for one in order}
+        chunk_count = 1 + max((one.chunk for one in everything if one.kind is not Kind.FIXED), default=0)
+        path = [(stage, chunk) for chunk in range(chunk_count) for stage in range(len(self.orders))]
+        if c.kind is Kind.FIXED:
+            return []
+        place = path.index((c.stage, c.chunk))
+        wanted: list[tuple[tuple[int, int], Kind]] = []
+        if c.kind is Kind.FORWARD and place:
+            wanted = [(path[place - 1], Kind.FORWARD)]
+        elif c.kind is Kind.RECOMPUTATION:
+            wanted = [(path[place], Kind.FORWARD)]
+        elif c.kind is Kind.BACKWARD_WEIGHT:
+            wanted = [(path[place], Kind.BACKWARD_INPUT)]
+        elif c.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            wanted = [(path[place], Kind.FORWARD), (path[place], Kind.RECOMPUTATION)]
+            if place + 1 < len(path):
+                wanted += [(path[place + 1], Kind.BACKWARD), (path[place + 1], Kind.BACKWARD_INPUT)]
+        found = [Computation(stage, kind, c.microbatch, chunk) for (stage, chunk), kind in wanted]
+        return [one for one in found if one in everything]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Any valid order: chunks, split backwards, recomputations and fixed-time computations included.
+
+    Orders come from executing at random whatever is ready, so they can't deadlock.
+    """
+    stage_count = draw(st.integers(1, 3))
+    chunk_count = draw(st.integers(1, 2))
+    microbatch_count = draw(st.integers(1, 3))
+    pending: list[Computation] = []
+    for stage in range(stage_count):
+        for chunk in range(chunk_count):
+            kinds = _whole_or_split(draw)
+            if draw(st.booleans()):
+                kinds = (*kinds, Kind.RECOMPUTATION)
+            pending += [Computation(stage, kind, m, chunk) for kind in kinds for m in range(microbatch_count)]
+        pending += [Computation(stage, Kind.FIXED, n) for n in range(draw(st.integers(0, 2)))]
+    waits = _Waits((tuple(pending), *[()] * (stage_count - 1)))
+    waiting_for = {c: set(waits.of(c)) for c in pending}
+    orders: list[list[Computation]] = [[] for _ in range(stage_count)]
+    random = draw(st.randoms(use_true_random=False))
+    while waiting_for:
+        c = random.choice([c for c, others in waiting_for.items() if not others])
+        del waiting_for[c]
+        for others in waiting_for.values():
+            others.discard(c)
+        orders[c.stage].append(c)
+    return Schedule(tuple(tuple(order) for order in orders))
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Pipeline:
+    """Noisy, non-monotone profiles of 1 to 5 clocks on any schedule; lags and fixed times, some of them 0."""
+    schedule = draw(schedules())
+    times_s = st.floats(0.001, 0.1)
+    energies_j = st.floats(0.5, 60.0)
+    amounts_s = st.sampled_from([0.0, 0.0, 0.004, 0.05])
+    profiles: dict[ProfileKey, tuple[Measurement, ...]] = {
+        key: tuple(
+            Measurement(1000 + 15 * k, draw(times_s), draw(energies_j))
+            for k in range(draw(st.integers(1, 5)))
+        )
+        for key in sorted(
+            {(c.stage, c.chunk, c.kind) for c in schedule.computations if c.kind is not Kind.FIXED}
+        )
+    }
+    links = [(a, b) for a in range(schedule.stage_count) for b in range(schedule.stage_count) if a != b]
+    return Pipeline(
+        schedule,
+        profiles,
+        tuple(draw(st.sampled_from([0.0, 60.0, 300.0])) for _ in range(schedule.stage_count)),
+        activation_lags_s={link: draw(amounts_s) for link in links},
+        gradient_lags_s={link: draw(amounts_s) for link in links},
+        fixed_times_s={c: draw(amounts_s) for c in schedule.computations if c.kind is Kind.FIXED},
+    )
+
+
+def _arcs(pipeline: Pipeline) -> list[tuple[Computation, Computation, float]]:
+    """All (earlier, later, lag in s)."""
+    orders = pipeline.schedule.orders
+    waits = _Waits(orders)
+    arcs = [(a, b, 0.0) for order in orders for a, b in pairwise(order)]
+    for later in pipeline.schedule.computations:
+        lags_s = pipeline.activation_lags_s if later.kind is Kind.FORWARD else pipeline.gradient_lags_s
+        arcs += [(one, later, lags_s.get((one.stage, later.stage), 0.0)) for one in waits.of(later)]
+    return arcs
+
+
+def replayed_iteration_time_s(pipeline: Pipeline, plan: Plan) -> float:
+    """Replay a plan's clocks on the measured times in plain floats: relax all arcs until nothing changes."""
+    duration_s: dict[Computation, float] = dict(pipeline.fixed_times_s)
+    for c, clock_mhz in ((p.computation, p.clock_mhz) for stage in plan.stages for p in stage):
+        times_s = [m.time_s for m in pipeline.profiles[c.stage, c.chunk, c.kind] if m.clock_mhz == clock_mhz]
+        (duration_s[c],) = times_s
+    start_s = dict.fromkeys(pipeline.schedule.computations, 0.0)
+    arcs = _arcs(pipeline)
+    changed = True
+    while changed:
+        changed = False
+        for earlier, later, lag_s in arcs:
+            ready_s = start_s[earlier] + duration_s[earlier] + lag_s
+            if ready_s > start_s[later]:
+                start_s[later], changed = ready_s, True
+    return max(start_s[c] + duration_s[c] for c in start_s)
+
+
+class ReferenceProgram:
+    """The relaxed problem as a linear program, on the raw measurements, for HiGHS.
+
+    Each computation mixes its measured clocks (weights that add up to 1); its duration is at least the mix of
+    their times, its cost the mix of their effective energies.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        computations = list(pipeline.schedule.computations)
+        start = {c: column for column, c in enumerate(computations)}
+        costs: list[float] = [0.0] * len(computations)
+        mixes: dict[Computation, list[tuple[int, float]]] = {}
+        for c in computations:
+            mixes[c] = []
+            if c.kind is Kind.FIXED:
+                continue
+            for m in pipeline.profiles[c.stage, c.chunk, c.kind]:
+                mixes[c].append((len(costs), m.time_s))
+                costs.append(m.energy_j - pipeline.blocking_power_w[c.stage] * m.time_s)
+        rows: list[tuple[float, float, dict[int, float]]] = []
+        rows += [(1.0, 1.0, {column: 1.0 for column, _ in mix}) for mix in mixes.values() if mix]
+        for earlier, later, lag_s in _arcs(pipeline):
+            row = {start[later]: 1.0, start[earlier]: -1.0} | {col: -time_s for col, time_s in mixes[earlier]}
+            rows.append((lag_s + pipeline.fixed_times_s.get(earlier, 0.0), highspy.kHighsInf, row))
+        self._deadline_rows = []
+        for c in computations:
+            row = {start[c]: 1.0} | dict(mixes[c])
+            self._deadline_rows.append((len(rows), pipeline.fixed_times_s.get(c, 0.0)))
+            rows.append((-highspy.kHighsInf, highspy.kHighsInf, row))
+        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
+        self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("primal_feasibility_tolerance", 1e-10)
+        self._highs.setOptionValue("dual_feasibility_tolerance", 1e-10)
+        for cost in costs:
+            self._highs.addCol(cost, 0.0, highspy.kHighsInf, 0, np.array([], dtype=np.int32), np.array([]))
+        for lower, upper, row in rows:
+            columns = np.array(list(row), dtype=np.int32)
+            self._highs.addRow(
+                lower, upper, len(row), columns, np.array(list(row.values()), dtype=np.float64)
+            )
+
+    def least_effective_energy_j(self, iteration_time_s: float) -> float:
+        for row, fixed_s in self._deadline_rows:
+            self._highs.changeRowBounds(row, -highspy.kHighsInf, iteration_time_s - fixed_s)
+        self._highs.run()
+        assert self._highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
+        return float(self._highs.getInfo().objective_function_value)

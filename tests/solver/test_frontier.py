@@ -1,0 +1,118 @@
+"""The solved frontier: its marks, points, look-ups, and the figures on published profiles."""
+
+import math
+import pickle
+
+import pytest
+from pipelines import measurements, published_pipeline, small_pipeline
+
+from perseus.solver import DeadlineError, Frontier, Kind, Pipeline, SolverError, gpipe, plan_at, solve
+
+
+@pytest.fixture(scope="module")
+def a100() -> Frontier:
+    return solve(published_pipeline("a100-sxm", 12))
+
+
+def test_marks_of_the_published_a100_profile(a100: Frontier) -> None:
+    assert a100.t_min_s == a100.baseline.iteration_time_s == pytest.approx(2.8365, abs=5e-5)
+    assert a100.t_min_s < a100.t_star_s < a100.t_slow_s
+    assert a100.points[a100.t_star_index].deadline_s == a100.t_star_s
+
+
+def test_saving_at_t_min_of_the_published_a100_profile(a100: Frontier) -> None:
+    saving = 1 - a100.plan(a100.t_min_s).energy_j / a100.baseline.energy_j
+    assert saving >= 0.156
+
+
+def test_points_run_from_t_min_to_t_slow(a100: Frontier) -> None:
+    assert len(a100.points) == 100
+    assert a100.points[0].iteration_time_s == a100.points[0].deadline_s == a100.t_min_s
+    assert a100.points[-1].iteration_time_s == a100.points[-1].deadline_s == a100.t_slow_s
+    for earlier, later in zip(a100.points, a100.points[1:], strict=False):
+        assert earlier.deadline_s < later.deadline_s
+        assert earlier.effective_energy_j >= later.effective_energy_j
+    for point in a100.points:
+        assert point.iteration_time_s <= point.deadline_s
+        assert point.bound_energy_j == a100.bound_energy_j(point.iteration_time_s)
+        assert point.bound_energy_j <= point.energy_j <= 1.0025 * point.bound_energy_j
+
+
+def test_t_star_is_where_the_bound_is_least(a100: Frontier) -> None:
+    least_j = a100.bound_energy_j(a100.t_star_s)
+    width_s = a100.t_slow_s - a100.t_min_s
+    for k in range(200):
+        assert a100.bound_energy_j(a100.t_min_s + k / 199 * width_s) >= least_j
+
+
+def test_look_up_takes_the_slowest_plan_in_time(a100: Frontier) -> None:
+    for index in (0, 1, 50, 99):
+        point = a100.points[index]
+        plan = a100.plan_within(point.iteration_time_s)
+        assert plan.iteration_time_s == point.iteration_time_s
+        assert plan.effective_energy_j == pytest.approx(point.effective_energy_j)
+    between_s = a100.points[51].iteration_time_s - 1e-9
+    assert a100.plan_within(between_s).iteration_time_s == a100.points[50].iteration_time_s
+
+
+def test_beyond_t_slow_is_the_plan_of_t_slow(a100: Frontier) -> None:
+    for plan in (a100.plan(99.0), a100.plan(math.inf), plan_at(a100.pipeline, 99.0)):
+        assert plan.iteration_time_s == a100.t_slow_s
+        assert plan.effective_energy_j == pytest.approx(a100.points[-1].effective_energy_j)
+
+
+def test_impossible_deadlines_name_t_min(a100: Frontier) -> None:
+    for time_s in (2.8, 0.0, -1.0, math.nan, -math.inf):
+        for attempt in (
+            a100.plan,
+            a100.plan_within,
+            a100.bound_energy_j,
+            lambda t: plan_at(a100.pipeline, t),
+        ):
+            with pytest.raises(DeadlineError, match=r"at least T_min, 2\.836510765 s, found") as caught:
+                attempt(time_s)
+            assert float(caught.value.details["t_min_s"]) == a100.t_min_s
+
+
+def test_t_min_summed_in_another_order_is_still_t_min(a100: Frontier) -> None:
+    assert a100.plan(a100.t_min_s - 1e-10).iteration_time_s == a100.t_min_s
+
+
+def test_survives_pickling(a100: Frontier) -> None:
+    data = pickle.dumps(a100)
+    assert len(data) < 3_000_000
+    copy: Frontier = pickle.loads(data)
+    assert copy.points == a100.points
+    assert copy.plan(3.1) == a100.plan(3.1)
+
+
+def test_progress_rises_to_one() -> None:
+    seen: list[float] = []
+    solve(small_pipeline(), point_count=5, on_progress=seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_single_clock_has_a_single_point() -> None:
+    profiles = {(0, 0, kind): measurements((1000, 0.5, 100.0)) for kind in (Kind.FORWARD, Kind.BACKWARD)}
+    frontier = solve(Pipeline(gpipe(1, 2), profiles, (10.0,)))
+    assert frontier.t_min_s == frontier.t_star_s == frontier.t_slow_s == 2.0
+    assert [point.energy_j for point in frontier.points] == [pytest.approx(400.0)]
+    assert frontier.plan_within(5.0) == frontier.baseline
+
+
+def test_fewest_points() -> None:
+    with pytest.raises(SolverError, match="point_count: expected at least 3, found 2"):
+        solve(small_pipeline(), point_count=2)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "microbatch_count", "published_saving"),
+    [("a100-sxm", 24, 0.142), ("a40", 12, 0.118), ("a40", 24, 0.102)],
+)
+def test_intrinsic_savings_beat_the_published_ones(
+    gpu: str, microbatch_count: int, published_saving: float
+) -> None:
+    pipeline = published_pipeline(gpu, microbatch_count)
+    frontier = solve(pipeline, point_count=3)
+    assert 1 - frontier.plan(frontier.t_min_s).energy_j / frontier.baseline.energy_j > published_saving

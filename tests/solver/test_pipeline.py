@@ -1,0 +1,64 @@
+"""A pipeline's figures are checked before anything is solved."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from pipelines import measurements, small_pipeline
+
+from perseus.solver import Computation, Kind, Pipeline, PipelineError, ProfileError, Schedule
+
+FIXED = Computation(0, Kind.FIXED, 0)
+
+
+def with_fixed(pipeline: Pipeline) -> Schedule:
+    first, *rest = pipeline.schedule.orders
+    return Schedule(((FIXED, *first), *rest))
+
+
+def test_every_stage_has_a_blocking_power() -> None:
+    with pytest.raises(PipelineError, match="expected one value for each of 2 stages, found 1"):
+        replace(small_pipeline(), blocking_power_w=(80.0,))
+
+
+@pytest.mark.parametrize("power_w", [math.nan, math.inf, -1.0])
+def test_blocking_power_is_possible(power_w: float) -> None:
+    with pytest.raises(PipelineError, match=f"blocking_power_w, stage 1: .*found {power_w}"):
+        replace(small_pipeline(), blocking_power_w=(80.0, power_w))
+
+
+@pytest.mark.parametrize("name", ["activation_lags_s", "gradient_lags_s"])
+def test_lags(name: str) -> None:
+    with pytest.raises(PipelineError, match=f"{name}, stages 0 → 1: .*found -0.1"):
+        replace(small_pipeline(), **{name: {(0, 1): -0.1}})  # type: ignore[arg-type]
+    with pytest.raises(PipelineError, match=f"{name}: expected stages 0 to 1, found 1 → 2"):
+        replace(small_pipeline(), **{name: {(1, 2): 0.1}})  # type: ignore[arg-type]
+
+
+def test_fixed_times() -> None:
+    pipeline = small_pipeline()
+    with pytest.raises(PipelineError, match="stage 0 fixed of microbatch 0 has no time"):
+        replace(pipeline, schedule=with_fixed(pipeline))
+    with pytest.raises(
+        PipelineError, match=r"stage 0 fixed .*is not a fixed-time computation of the schedule"
+    ):
+        replace(pipeline, fixed_times_s={FIXED: 0.1})
+    with pytest.raises(PipelineError, match=r"fixed_times_s, stage 0 fixed .*found nan"):
+        replace(pipeline, schedule=with_fixed(pipeline), fixed_times_s={FIXED: math.nan})
+
+
+def test_every_computation_is_profiled() -> None:
+    pipeline = small_pipeline()
+    profiles = dict(pipeline.profiles)
+    del profiles[1, 0, Kind.BACKWARD]
+    with pytest.raises(
+        ProfileError, match="stage 1, chunk 0, backward: expected at least one measured clock"
+    ):
+        replace(pipeline, profiles=profiles)
+
+
+def test_a_clock_is_measured_once() -> None:
+    pipeline = small_pipeline()
+    twice = measurements((1400, 0.01, 4.0), (1400, 0.011, 4.0))
+    with pytest.raises(ProfileError, match=r"stage 0, chunk 0, forward: .* found 2 at 1400 MHz"):
+        replace(pipeline, profiles={**pipeline.profiles, (0, 0, Kind.FORWARD): twice})

@@ -1,0 +1,88 @@
+"""Measurements, Pareto options and hulls."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.solver import Measurement, ProfileError
+from perseus.solver.profile import convex_hull, pareto_options
+
+STEEPEST_UW = 10**13
+
+profiles = st.lists(
+    st.builds(Measurement, st.integers(200, 2000), st.floats(1e-4, 1.0), st.floats(0.1, 1000.0)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("name", ["clock_mhz", "time_s", "energy_j", "time_se_s", "energy_se_j"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1])
+def test_impossible_figures_are_refused(name: str, value: float) -> None:
+    figures: dict[str, Any] = {"clock_mhz": 1410, "time_s": 0.05, "energy_j": 20.0} | {name: value}
+    with pytest.raises(ProfileError, match=f"{name}: expected .* found {value}") as caught:
+        Measurement(**figures)
+    assert caught.value.details["field"] == name
+
+
+@pytest.mark.parametrize(
+    "figures", [(0, 0.05, 20.0), (1410, 0.0, 20.0), (1410, 0.05, 0.0), (1410, 1e-14, 20.0)]
+)
+def test_zeros_are_refused(figures: tuple[int, float, float]) -> None:
+    with pytest.raises(ProfileError, match="expected"):
+        Measurement(*figures)
+
+
+def test_pareto_is_on_effective_energy() -> None:
+    # The slower clock takes more energy, but less than waiting in its place would.
+    options = pareto_options(
+        [Measurement(1400, 1.0, 100.0), Measurement(1200, 2.0, 140.0)], blocking_power_w=60.0
+    )
+    assert [(o.clock_mhz, o.effective_energy_j) for o in options] == [(1400, 40.0), (1200, 20.0)]
+
+
+@given(profile=profiles, blocking_power_w=st.floats(0, 500))
+def test_options_are_what_nothing_beats(profile: list[Measurement], blocking_power_w: float) -> None:
+    options = pareto_options(profile, blocking_power_w)
+    for fast, slow in pairwise(options):
+        assert fast.time_ps < slow.time_ps
+        assert fast.effective_energy_j > slow.effective_energy_j
+    for m in profile:
+        effective_energy_j = m.energy_j - blocking_power_w * m.time_s
+        assert any(
+            o.time_ps <= round(m.time_s * 1e12) and o.effective_energy_j <= effective_energy_j
+            for o in options
+        )
+
+
+@given(profile=profiles)
+def test_hull_is_convex_and_below_every_option(profile: list[Measurement]) -> None:
+    options = pareto_options(profile, 50.0)
+    hull = convex_hull(options, STEEPEST_UW)
+    assert hull.times_ps[0] == options[0].time_ps
+    assert list(hull.slopes_uw) == sorted(hull.slopes_uw, reverse=True)
+    assert all(slope_uw > 0 for slope_uw in hull.slopes_uw)
+    assert set(hull.times_ps) <= {option.time_ps for option in options}
+    for option in options:
+        value_j = hull.slowest_effective_energy_j
+        for k, slope_uw in enumerate(hull.slopes_uw):
+            missing_ps = hull.times_ps[k + 1] - max(hull.times_ps[k], option.time_ps)
+            value_j += max(0, missing_ps) * slope_uw * 1e-18
+        assert value_j <= option.effective_energy_j + 1e-9
+
+
+def test_hull_drops_what_lies_above_it() -> None:
+    points = [(1400, 1.0, 100.0), (1300, 1.1, 99.0), (1200, 2.0, 50.0), (1100, 2.5, 55.0)]
+    hull = convex_hull(pareto_options([Measurement(*p) for p in points], 0.0), STEEPEST_UW)
+    assert hull.times_ps == (10**12, 2 * 10**12)
+    assert hull.slopes_uw == (50 * 10**6,)
+    assert hull.slowest_effective_energy_j == 50.0
+
+
+def test_absurdly_steep_steps_are_capped() -> None:
+    options = pareto_options([Measurement(1400, 1.0, 100.0), Measurement(1300, 1.0 + 1e-11, 1.0)], 0.0)
+    assert convex_hull(options, STEEPEST_UW).slopes_uw == (STEEPEST_UW,)

@@ -1,0 +1,142 @@
+"""Every mistake in a profile CSV is named with file, row and column, what was expected and found."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pipelines import published_profile_path
+
+from perseus.solver import Kind, Measurement, ProfileError, read_profile_csv
+
+GOOD = [
+    "stage,instruction,frequency,time,energy",
+    "0,forward,1410,0.05,20",
+    "0,backward,1410,0.09,40",
+    "0,forward,1200,0.06,18",
+    "0,backward,1200,0.10,36",
+    "1,forward,1410,0.05,20",
+    "1,backward,1410,0.09,40",
+    "1,forward,1200,0.06,18",
+    "1,backward,1200,0.10,36",
+]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[[list[str]], object]:
+    def read_lines(lines: list[str]) -> object:
+        path = tmp_path / "profile.csv"
+        path.write_text("\n".join(lines) + "\n")
+        return read_profile_csv(path, 8)
+
+    return read_lines
+
+
+def test_reads_energies_of_the_whole_stage(read: Callable[[list[str]], dict[object, object]]) -> None:
+    profiles = read(GOOD)
+    assert set(profiles) == {(s, 0, kind) for s in (0, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)}
+    assert profiles[1, 0, Kind.BACKWARD] == (Measurement(1200, 0.10, 288.0), Measurement(1410, 0.09, 320.0))
+
+
+def test_rows_and_columns_may_come_in_any_order(read: Callable[[list[str]], object]) -> None:
+    turned = [",".join(reversed(line.split(","))) for line in GOOD]
+    assert read([turned[0], *reversed(turned[1:])]) == read(GOOD)
+
+
+def test_byte_order_mark_is_no_part_of_the_header(read: Callable[[list[str]], object]) -> None:
+    assert read(["\ufeff" + GOOD[0], *GOOD[1:]]) == read(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            "0,forward,1410,nan,20",
+            "row 2, column time: expected a positive, finite number of seconds, found 'nan'",
+        ),
+        (
+            "0,forward,1410,0.05,inf",
+            "row 2, column energy: expected a positive, finite number of joules, found 'inf'",
+        ),
+        ("0,forward,1410,-0.05,20", "row 2, column time: .* found '-0.05'"),
+        ("0,forward,1410,0,20", "row 2, column time: .* found '0'"),
+        ("0,forward,1410,0.05,", "row 2, column energy: .* found ''"),
+        ("0,forward,1410,fast,20", "row 2, column time: .* found 'fast'"),
+        (
+            "0,forward,1410.5,0.05,20",
+            "row 2, column frequency: expected a whole number of at least 1, found '1410.5'",
+        ),
+        ("0,forward,0,0.05,20", "row 2, column frequency: .* found '0'"),
+        ("-1,forward,1410,0.05,20", "row 2, column stage: expected a whole number of at least 0, found '-1'"),
+        (
+            "0,sideways,1410,0.05,20",
+            "row 2, column instruction: expected forward or backward, found 'sideways'",
+        ),
+        ("0,forward,1410,0.05", "row 2, column energy: expected a value, found nothing"),
+        ("0,forward,1410,0.05,20,7", "row 2, column after the last: expected nothing, found '7'"),
+    ],
+)
+def test_bad_cells(read: Callable[[list[str]], object], row: str, message: str) -> None:
+    with pytest.raises(ProfileError, match=rf"profile\.csv, {message}"):
+        read([GOOD[0], row, *GOOD[2:]])
+
+
+def test_duplicate_rows(read: Callable[[list[str]], object]) -> None:
+    with pytest.raises(
+        ProfileError, match=r"row 10, column frequency: .*found the same as in row 3"
+    ) as caught:
+        read([*GOOD, GOOD[2]])
+    assert caught.value.details["row"] == "10"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "expected the columns stage,.* found an empty file"),
+        (GOOD[:1], "expected at least one row below the header, found none"),
+        (["stage,instruction,clock,time,energy", *GOOD[1:]], "row 1: .* found no frequency in stage,"),
+        (GOOD[:5], None),
+        (GOOD[:6], "expected stage 1 forward at each of the file's 2 clocks, found no row at 1200 MHz"),
+        (
+            [row for row in GOOD if not row.startswith("1,backward")],
+            "expected stage 1 backward .* found no row$",
+        ),
+        ([row for row in GOOD if not row.startswith("0,")], "expected stage 0 forward .* found no row$"),
+        (GOOD[:-1], "expected stage 1 backward at each .* found no row at 1200 MHz"),
+    ],
+)
+def test_missing_parts(read: Callable[[list[str]], object], lines: list[str], message: str | None) -> None:
+    if message is None:
+        assert read(lines)
+        return
+    with pytest.raises(ProfileError, match=message):
+        read(lines)
+
+
+def test_wrong_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "profile.csv"
+    path.write_bytes("\n".join(GOOD).encode("utf-16"))
+    with pytest.raises(ProfileError, match=r"profile\.csv: expected UTF-8 text, found byte 0xff"):
+        read_profile_csv(path, 8)
+
+
+def test_broken_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "profile.csv"
+    path.write_text(GOOD[0] + '\n0,"forward')
+    with pytest.raises(ProfileError, match=r"profile\.csv, row 2: expected CSV"):
+        read_profile_csv(path, 8)
+
+
+def test_absent_file(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"absent\.csv: expected a readable file, found: No such file"):
+        read_profile_csv(tmp_path / "absent.csv", 8)
+
+
+def test_gpu_count(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="gpus_per_stage: expected at least 1, found 0"):
+        read_profile_csv(tmp_path / "profile.csv", 0)
+
+
+def test_published_profiles() -> None:
+    profiles = read_profile_csv(published_profile_path("a100-sxm"), 8)
+    assert len(profiles) == 16
+    assert {len(measurements) for measurements in profiles.values()} == {38}

@@ -1,0 +1,124 @@
+"""Orders of the named schedules, and the refusal of orders that make no sense."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.solver import Computation, Kind, Schedule, ScheduleError, gpipe, one_forward_one_backward
+
+LETTERS = {
+    "F": Kind.FORWARD,
+    "B": Kind.BACKWARD,
+    "I": Kind.BACKWARD_INPUT,
+    "W": Kind.BACKWARD_WEIGHT,
+    "R": Kind.RECOMPUTATION,
+    "X": Kind.FIXED,
+}
+
+
+def order(stage: int, text: str) -> tuple[Computation, ...]:
+    """Read "F0 F1 B0 B1"; a prime marks chunk 1."""
+    return tuple(
+        Computation(stage, LETTERS[word[0]], int(word[1:].rstrip("'")), int(word.endswith("'")))
+        for word in text.split()
+    )
+
+
+def orders(*texts: str) -> tuple[tuple[Computation, ...], ...]:
+    return tuple(order(stage, text) for stage, text in enumerate(texts))
+
+
+def test_gpipe() -> None:
+    assert gpipe(2, 3).orders == orders("F0 F1 F2 B2 B1 B0", "F0 F1 F2 B2 B1 B0")
+
+
+def test_one_forward_one_backward() -> None:
+    assert one_forward_one_backward(3, 4).orders == orders(
+        "F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"
+    )
+
+
+def test_one_forward_one_backward_with_fewer_microbatches_than_stages() -> None:
+    assert one_forward_one_backward(3, 1).orders == orders("F0 B0", "F0 B0", "F0 B0")
+
+
+@given(stage_count=st.integers(1, 6), microbatch_count=st.integers(1, 12))
+def test_1f1b_keeps_few_activations(stage_count: int, microbatch_count: int) -> None:
+    for stage, stage_order in enumerate(one_forward_one_backward(stage_count, microbatch_count).orders):
+        held = most = 0
+        for c in stage_order:
+            held += 1 if c.kind is Kind.FORWARD else -1
+            most = max(most, held)
+        assert held == 0
+        assert most == min(stage_count - stage, microbatch_count)
+
+
+def test_dependencies_cross_stages_only() -> None:
+    schedule = one_forward_one_backward(2, 1)
+    f0, f1 = Computation(0, Kind.FORWARD, 0), Computation(1, Kind.FORWARD, 0)
+    b0, b1 = Computation(0, Kind.BACKWARD, 0), Computation(1, Kind.BACKWARD, 0)
+    assert set(schedule.dependencies) == {(f0, f1), (b1, b0)}
+
+
+def test_chunks_wrap_from_the_last_stage_to_the_first() -> None:
+    schedule = Schedule(orders("F0 F0' B0' B0", "F0 F0' B0' B0"))
+    f = {(s, c): Computation(s, Kind.FORWARD, 0, c) for s in (0, 1) for c in (0, 1)}
+    b = {(s, c): Computation(s, Kind.BACKWARD, 0, c) for s in (0, 1) for c in (0, 1)}
+    assert set(schedule.dependencies) == {
+        (f[0, 0], f[1, 0]),
+        (f[1, 0], f[0, 1]),
+        (f[0, 1], f[1, 1]),
+        (b[1, 1], b[0, 1]),
+        (b[0, 1], b[1, 0]),
+        (b[1, 0], b[0, 0]),
+    }
+
+
+def test_split_backward_passes_the_gradient_on_before_the_weights() -> None:
+    schedule = Schedule(orders("X0 F0 B0 X1", "F0 R0 I0 W0"))
+    gradient = (Computation(1, Kind.BACKWARD_INPUT, 0), Computation(0, Kind.BACKWARD, 0))
+    assert gradient in schedule.dependencies
+    assert len(schedule.dependencies) == 2
+
+
+def test_deadlock_names_the_cycle() -> None:
+    with pytest.raises(ScheduleError, match="deadlock") as caught:
+        Schedule(orders("F0 F1 B0 B1", "F0 B0 F1 B1", "F1 F0 B0 B1"))
+    assert "stage 2 forward of microbatch 0" in caught.value.details["cycle"]
+    assert caught.value.details["cycle"].count("→") >= 2
+
+
+def test_deadlock_within_a_stage() -> None:
+    with pytest.raises(
+        ScheduleError, match=r"stage 0 backward of microbatch 0 → .*stage 0 forward of microbatch 0"
+    ):
+        Schedule(orders("B0 F0"))
+
+
+@pytest.mark.parametrize(
+    ("bad_orders", "message"),
+    [
+        ((), "at least one stage"),
+        (((),), "stage 0: expected at least one computation, found none"),
+        ((order(1, "F0 B0"),), "expected computations of stage 0, found stage 1 forward of microbatch 0"),
+        (orders("F0 F0 B0"), "stage 0 forward of microbatch 0 stands there twice"),
+        (orders("F0"), "found forward$"),
+        (orders("F0 B0 W0"), "found backward, backward-weight, forward"),
+        (orders("F0 I0"), "found backward-input, forward"),
+        (orders("F0 B0", "F0 B0 F1 B1"), "stage 0, chunk 0, microbatch 1: .* found nothing"),
+        (orders("F0 F0' B0' B0", "F0 B0"), "stage 1, chunk 1, microbatch 0"),
+        (((Computation(0, Kind.FORWARD, -1),),), "0 or more"),
+    ],
+)
+def test_inconsistent_orders_are_refused(
+    bad_orders: tuple[tuple[Computation, ...], ...], message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule(bad_orders)
+
+
+def test_counts_are_checked() -> None:
+    with pytest.raises(ScheduleError, match="stage_count: expected at least 1, found 0"):
+        gpipe(0, 4)
+    with pytest.raises(ScheduleError, match="microbatch_count: expected at least 1, found -1"):
+        one_forward_one_backward(4, -1)

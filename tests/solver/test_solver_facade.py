@@ -1,0 +1,41 @@
+"""The names that the rest of the house builds on."""
+
+import subprocess
+import sys
+
+import perseus.solver
+
+
+def test_public_names() -> None:
+    assert sorted(perseus.solver.__all__) == [
+        "Computation",
+        "DeadlineError",
+        "Frontier",
+        "FrontierPoint",
+        "Kind",
+        "Measurement",
+        "Pipeline",
+        "PipelineError",
+        "Plan",
+        "PlannedComputation",
+        "ProfileError",
+        "ProfileKey",
+        "Schedule",
+        "ScheduleError",
+        "SolverError",
+        "gpipe",
+        "one_forward_one_backward",
+        "plan_at",
+        "read_profile_csv",
+        "replay",
+        "solve",
+    ]
+    assert all(hasattr(perseus.solver, name) for name in perseus.solver.__all__)
+
+
+def test_solver_needs_no_network_libraries() -> None:
+    script = (
+        "import sys, perseus.solver; print(*(m for m in ('grpc', 'google.protobuf') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

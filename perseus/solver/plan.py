@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from perseus.solver.computation import Computation, Kind
-from perseus.solver.errors import DeadlineError, ProfileError
+from perseus.solver.errors import ProfileError
 from perseus.solver.graph import Dependency, order_computations
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.profile import PS_PER_S, to_ps
@@ -42,18 +42,8 @@ class Plan:
         return self.energy_until_j(self.iteration_time_s)
 
     def energy_until_j(self, time_s: float) -> float:
-        """Return the energy of an iteration that is followed by waiting until ``time_s``.
-
-        Raises:
-            DeadlineError: the iteration takes longer than ``time_s``.
-        """
-        if time_s < self.iteration_time_s:
-            raise DeadlineError(
-                f"expected a time of at least the plan's {self.iteration_time_s} s, found {time_s} s",
-                iteration_time_s=self.iteration_time_s,
-                found=time_s,
-            )
-        return self.effective_energy_j + self.blocking_power_w * time_s
+        """Return the energy until the iteration has ended and ``time_s`` has passed, whichever is later."""
+        return self.effective_energy_j + self.blocking_power_w * max(time_s, self.iteration_time_s)
 
 
 def replay(pipeline: Pipeline, clocks_mhz: Mapping[Computation, int]) -> Plan:

@@ -1,0 +1,205 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from perseus.agent.gpu import (
+    ClockNotSupportedError,
+    Gpu,
+    GpuDriverError,
+    GpuError,
+    GpuLostError,
+    GpuNotFoundError,
+    GpuPermissionError,
+    GpuUnsupportedError,
+)
+from perseus.agent.gpu.nvml import NvmlGpu
+
+CONNECT = [
+    ("nvmlInit",),
+    ("nvmlDeviceGetHandleByUUID", "GPU-a"),
+    ("nvmlDeviceGetArchitecture", "handle"),
+    ("nvmlDeviceGetMigMode", "handle"),
+    ("nvmlDeviceGetName", "handle"),
+    ("nvmlDeviceGetSupportedMemoryClocks", "handle"),
+    ("nvmlDeviceGetSupportedGraphicsClocks", "handle", 7251),
+]
+
+
+class FakeNvml:
+    """The module pynvml with one GPU: constants are the real ones, calls are recorded, answers prepared."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.answers: dict[str, Any] = {
+            "nvmlDeviceGetHandleByUUID": "handle",
+            "nvmlDeviceGetArchitecture": pynvml.NVML_DEVICE_ARCH_AMPERE,
+            "nvmlDeviceGetMigMode": [pynvml.NVML_DEVICE_MIG_DISABLE, pynvml.NVML_DEVICE_MIG_DISABLE],
+            "nvmlDeviceGetName": "NVIDIA A40",
+            "nvmlDeviceGetSupportedMemoryClocks": [7251, 6251, 405],
+            "nvmlDeviceGetSupportedGraphicsClocks": [1740, 1725, 1710],
+            **answers,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if not (name.startswith("nvml") and callable(getattr(pynvml, name))):
+            return getattr(pynvml, name)
+
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, *arguments))
+            answer = self.answers.get(name)
+            if isinstance(answer, pynvml.NVMLError):
+                raise answer
+            return answer
+
+        return call
+
+
+def failing(function: str, code: int) -> FakeNvml:
+    return FakeNvml(**{function: pynvml.NVMLError(code)})
+
+
+def power_field(code: int, milliwatts: int = 0) -> list[SimpleNamespace]:
+    return [SimpleNamespace(nvmlReturn=code, value=SimpleNamespace(uiVal=milliwatts))]
+
+
+def test_connects_by_uuid() -> None:
+    nvml = FakeNvml()
+    gpu: Gpu = NvmlGpu("GPU-a", nvml=nvml)
+    assert nvml.calls == CONNECT
+    assert (gpu.uuid, gpu.name, gpu.supported_clocks_mhz) == ("GPU-a", "NVIDIA A40", (1740, 1725, 1710))
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "answer", "call", "expected"),
+    [
+        ("set_clock_mhz", (1725,), None, ("nvmlDeviceSetGpuLockedClocks", "handle", 1725, 1725), None),
+        ("reset_clock", (), None, ("nvmlDeviceResetGpuLockedClocks", "handle"), None),
+        ("total_energy_j", (), 1234567, ("nvmlDeviceGetTotalEnergyConsumption", "handle"), 1234.567),
+        ("sm_clock_mhz", (), 1410, ("nvmlDeviceGetClockInfo", "handle", pynvml.NVML_CLOCK_SM), 1410),
+        (
+            "power_w",
+            (),
+            power_field(pynvml.NVML_SUCCESS, 70_380),
+            ("nvmlDeviceGetFieldValues", "handle", [pynvml.NVML_FI_DEV_POWER_INSTANT]),
+            70.38,
+        ),
+        ("clock_event_reasons", (), 0x44, ("nvmlDeviceGetCurrentClocksEventReasons", "handle"), 0x44),
+        ("close", (), None, ("nvmlShutdown",), None),
+    ],
+)
+def test_each_method_is_one_call(
+    method: str, arguments: tuple[int, ...], answer: Any, call: tuple[Any, ...], expected: float | None
+) -> None:
+    nvml = FakeNvml(**{call[0]: answer})
+    gpu = NvmlGpu("GPU-a", nvml=nvml)
+    nvml.calls.clear()
+    assert getattr(gpu, method)(*arguments) == expected
+    assert nvml.calls == [call]
+
+
+def test_an_unsupported_clock_never_reaches_nvml() -> None:
+    nvml = FakeNvml()
+    gpu = NvmlGpu("GPU-a", nvml=nvml)
+    nvml.calls.clear()
+    with pytest.raises(ClockNotSupportedError, match="found 1700 MHz"):
+        gpu.set_clock_mhz(1700)
+    assert nvml.calls == []
+
+
+@pytest.mark.parametrize(
+    ("code", "error_class", "advice"),
+    [
+        (pynvml.NVML_ERROR_NO_PERMISSION, GpuPermissionError, "needs root or CAP_SYS_ADMIN"),
+        (pynvml.NVML_ERROR_GPU_IS_LOST, GpuLostError, "see the kernel log"),
+        (pynvml.NVML_ERROR_RESET_REQUIRED, GpuLostError, "needs a reset"),
+        (pynvml.NVML_ERROR_NOT_SUPPORTED, GpuUnsupportedError, "does not offer it"),
+        (pynvml.NVML_ERROR_UNKNOWN, GpuDriverError, "Unknown Error"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "arguments", "function"),
+    [
+        ("set_clock_mhz", (1725,), "nvmlDeviceSetGpuLockedClocks"),
+        ("reset_clock", (), "nvmlDeviceResetGpuLockedClocks"),
+        ("total_energy_j", (), "nvmlDeviceGetTotalEnergyConsumption"),
+        ("power_w", (), "nvmlDeviceGetFieldValues"),
+    ],
+)
+def test_errors_are_mapped_and_name_the_gpu_and_the_call(
+    method: str,
+    arguments: tuple[int, ...],
+    function: str,
+    code: int,
+    error_class: type[GpuError],
+    advice: str,
+) -> None:
+    gpu = NvmlGpu("GPU-a", nvml=failing(function, code))
+    with pytest.raises(error_class, match=rf"GPU GPU-a: {function}.*{advice}"):
+        getattr(gpu, method)(*arguments)
+
+
+def test_a_failed_field_is_an_error() -> None:
+    nvml = FakeNvml(nvmlDeviceGetFieldValues=power_field(pynvml.NVML_ERROR_NOT_SUPPORTED))
+    gpu = NvmlGpu("GPU-a", nvml=nvml)
+    with pytest.raises(GpuUnsupportedError, match="NVML_FI_DEV_POWER_INSTANT"):
+        gpu.power_w()
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "install the NVIDIA driver"),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "kernel driver is not loaded"),
+    ],
+)
+def test_without_a_driver_there_is_nothing_to_shut_down(code: int, advice: str) -> None:
+    nvml = failing("nvmlInit", code)
+    with pytest.raises(GpuDriverError, match=advice):
+        NvmlGpu("GPU-a", nvml=nvml)
+    assert nvml.calls == [("nvmlInit",)]
+
+
+@pytest.mark.parametrize(
+    ("uuid", "nvml", "error_class", "message"),
+    [
+        (
+            "GPU-b",
+            failing("nvmlDeviceGetHandleByUUID", pynvml.NVML_ERROR_NOT_FOUND),
+            GpuNotFoundError,
+            "GPU-b.*nvidia-smi -L",
+        ),
+        (
+            "GPU-a",
+            FakeNvml(nvmlDeviceGetArchitecture=pynvml.NVML_DEVICE_ARCH_PASCAL),
+            GpuUnsupportedError,
+            "expected architecture 5 .Volta. or newer, found 4",
+        ),
+        (
+            "GPU-a",
+            FakeNvml(nvmlDeviceGetMigMode=[pynvml.NVML_DEVICE_MIG_ENABLE, pynvml.NVML_DEVICE_MIG_ENABLE]),
+            GpuUnsupportedError,
+            "expected MIG mode off, found it on",
+        ),
+        ("MIG-a", FakeNvml(), GpuUnsupportedError, "expected a whole GPU, found a MIG device"),
+        (
+            "GPU-a",
+            failing("nvmlDeviceGetSupportedMemoryClocks", pynvml.NVML_ERROR_NOT_SUPPORTED),
+            GpuUnsupportedError,
+            "nvmlDeviceGetSupportedMemoryClocks",
+        ),
+    ],
+)
+def test_an_unfit_gpu_is_refused_and_let_go(
+    uuid: str, nvml: FakeNvml, error_class: type[GpuError], message: str
+) -> None:
+    with pytest.raises(error_class, match=message):
+        NvmlGpu(uuid, nvml=nvml)
+    assert nvml.calls[-1] == ("nvmlShutdown",)
+
+
+def test_a_gpu_that_knows_no_mig_is_fit() -> None:
+    nvml = failing("nvmlDeviceGetMigMode", pynvml.NVML_ERROR_NOT_SUPPORTED)
+    NvmlGpu("GPU-a", nvml=nvml)
+    assert nvml.calls == CONNECT

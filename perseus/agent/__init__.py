@@ -1,0 +1,9 @@
+"""The sidecar on a GPU node: clocks, energy, the local socket; and the probe in the training process.
+
+What is imported here is what a trainer needs, and it is standard library only.
+"""
+
+from perseus.agent.computation import Computation, Kind
+from perseus.agent.probe import NamedSchedule, Probe
+
+__all__ = ["Computation", "Kind", "NamedSchedule", "Probe"]

@@ -1,0 +1,344 @@
+"""The probe: what a training process says to the agent on its node, and all of Perseus that runs in it.
+
+    with Probe.connect(job_id="gpt", pipeline=0, stage=3, tensor=0, gpu_uuid=uuid) as probe:
+        if rank == 0:
+            probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
+        for batch in batches:
+            with probe.iteration():
+                ...
+                with probe.computation(Kind.FORWARD, microbatch=0):
+                    ...
+
+Before training, `connect` and `register` refuse what can only be a programming mistake (ValueError), and wait
+for the agent's reply. After that everything is fire and forget: a mark costs a few microseconds, is dropped
+(and counted) where the socket is full, and nothing that the agent or the socket does raises into training.
+Without an agent the probe says so once, in the log, and does nothing: training goes on at stock.
+
+Standard library only. One probe serves one rank; it is not to be shared between threads.
+"""
+
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic_ns
+from types import TracebackType
+from typing import Any, Self
+
+from perseus.agent.computation import Computation, Kind, Rank
+from perseus.agent.marks import (
+    MAX_PACKET_BYTES,
+    Finish,
+    Hello,
+    MalformedPacket,
+    MarkType,
+    Registration,
+    Reply,
+    decode,
+    encode,
+    pack_mark,
+)
+
+SOCKET_VARIABLE = "PERSEUS_AGENT_SOCKET"
+DEFAULT_SOCKET_PATH = "/run/perseus/agent.sock"
+
+_log = logging.getLogger("perseus.probe")
+
+# The names that operators use, and the numbers of perseus.v1.ScheduleName.
+_SCHEDULE_NAMES = {"gpipe": 1, "1f1b": 2}
+# Training is over when finish() is called, so it may wait a moment for a full socket.
+_FINISH_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSchedule:
+    """A schedule that follows from its name, "1f1b" or "gpipe", and its microbatches per iteration."""
+
+    name: str
+    microbatch_count: int
+
+    def __post_init__(self) -> None:
+        if self.name not in _SCHEDULE_NAMES:
+            raise ValueError(
+                f"schedule name: expected one of {', '.join(_SCHEDULE_NAMES)}, found {self.name!r}"
+            )
+        _check_count("microbatch_count", self.microbatch_count, at_least=1)
+
+
+# Each stage's computations in order, stage 0 first.
+StageOrders = Sequence[Sequence[Computation]]
+
+
+class Probe:
+    """One rank's line to the agent. Made by `connect`."""
+
+    def __init__(self, rank: Rank, line: socket.socket | None) -> None:
+        self._rank = rank
+        self._socket = line
+        self._iteration = -1
+        self._ordinal = -1
+        self._dropped_mark_count = 0
+
+    @classmethod
+    def connect(
+        cls,
+        socket_path: str | os.PathLike[str] | None = None,
+        *,
+        job_id: str,
+        pipeline: int,
+        stage: int,
+        tensor: int = 0,
+        gpu_uuid: str,
+        timeout_s: float = 5.0,
+    ) -> "Probe":
+        """Introduce a rank to the agent of its node and wait for the reply.
+
+        `socket_path` is PERSEUS_AGENT_SOCKET by default, and /run/perseus/agent.sock where that is not set.
+        ValueError for coordinates that can not be; an agent that is absent, does not answer or refuses is
+        logged, and the probe then does nothing.
+        """
+        if not job_id:
+            raise ValueError("job_id: expected a name, found an empty string")
+        for name, value in (("pipeline", pipeline), ("stage", stage), ("tensor", tensor)):
+            _check_count(name, value, at_least=0)
+        if not gpu_uuid:
+            raise ValueError("gpu_uuid: expected the GPU's NVML UUID, found an empty string")
+        path = os.fspath(socket_path or os.environ.get(SOCKET_VARIABLE) or DEFAULT_SOCKET_PATH)
+        rank = Rank(job_id, pipeline, stage, tensor)
+        hello = encode(Hello(rank, gpu_uuid))
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            line.settimeout(timeout_s)
+            line.connect(path)
+            line.send(hello)
+            reply = _receive_reply(line)
+        except (OSError, MalformedPacket) as error:
+            _log.warning("%s: no agent at %s (%s): training goes on at stock clocks", rank, path, error)
+            line.close()
+            return cls(rank, None)
+        if not reply.ok:
+            _log.warning(
+                "%s: the agent at %s refuses: %s: training goes on at stock clocks", rank, path, reply.message
+            )
+            line.close()
+            return cls(rank, None)
+        line.setblocking(False)
+        return cls(rank, line)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether an agent listens, as far as known."""
+        return self._socket is not None
+
+    @property
+    def dropped_mark_count(self) -> int:
+        """Marks dropped so far because the socket was full."""
+        return self._dropped_mark_count
+
+    def register(
+        self,
+        *,
+        pipeline_count: int,
+        stage_count: int,
+        tensor_count: int = 1,
+        schedule: NamedSchedule | StageOrders,
+        max_slowdown_percent: float = 0.0,
+        timeout_s: float = 15.0,
+    ) -> bool:
+        """Register the job with the coordinator; called by one rank, the others just train.
+
+        `max_slowdown_percent` is how much slower than T_min plans may be. Registering the same job again,
+        after a restart say, changes nothing. Returns whether the job is registered, or will be as soon as the
+        agent reaches the coordinator; a refusal and its reason are logged. ValueError for counts that can not
+        be and for a schedule that does not have `stage_count` stages.
+        """
+        spec = job_spec(
+            self._rank.job_id,
+            pipeline_count=pipeline_count,
+            stage_count=stage_count,
+            tensor_count=tensor_count,
+            schedule=schedule,
+            max_slowdown_percent=max_slowdown_percent,
+        )
+        packet = encode(Registration(spec))
+        if self._socket is None:
+            return False
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.send(packet)
+            reply = _receive_reply(self._socket)
+            self._socket.setblocking(False)
+        except (OSError, MalformedPacket) as error:
+            self._lose(error)
+            return False
+        if not reply.ok:
+            _log.error("%s: job not registered: %s", self._rank, reply.message)
+        elif reply.message:
+            _log.info("%s: %s", self._rank, reply.message)
+        return reply.ok
+
+    def begin_iteration(self) -> None:
+        """The next iteration begins."""
+        self._iteration += 1
+        self._ordinal = -1
+        self._mark(MarkType.ITERATION_BEGIN, 0, 0, 0, 0)
+
+    def end_iteration(self) -> None:
+        """The iteration ends."""
+        self._mark(MarkType.ITERATION_END, 0, 0, 0, 0)
+
+    def begin_computation(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
+        """A computation of this iteration begins."""
+        self._ordinal += 1
+        self._mark(MarkType.COMPUTATION_BEGIN, kind, microbatch, chunk, self._ordinal)
+
+    def end_computation(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
+        """The computation ends."""
+        self._mark(MarkType.COMPUTATION_END, kind, microbatch, chunk, max(self._ordinal, 0))
+
+    def iteration(self) -> "_Block":
+        """`with probe.iteration():` begins and ends an iteration."""
+        return _Block(self.begin_iteration, self.end_iteration, ())
+
+    def computation(self, kind: Kind, microbatch: int, chunk: int = 0) -> "_Block":
+        """`with probe.computation(kind, microbatch, chunk):` begins and ends a computation."""
+        return _Block(self.begin_computation, self.end_computation, (kind, microbatch, chunk))
+
+    def finish(self) -> None:
+        """Training is done: the job needs this rank no more. Waits up to a second for a full socket."""
+        if self._socket is None:
+            return
+        try:
+            self._socket.settimeout(_FINISH_TIMEOUT_S)
+            self._socket.send(encode(Finish(monotonic_ns())))
+            self._socket.setblocking(False)
+        except OSError as error:
+            self._lose(error)
+
+    def close(self) -> None:
+        """Close the connection. Without `finish` before, the agent takes it for a failure of the trainer."""
+        if self._socket is None:
+            return
+        if self._dropped_mark_count:
+            _log.warning(
+                "%s: %d marks dropped because the agent's socket was full",
+                self._rank,
+                self._dropped_mark_count,
+            )
+        self._socket.close()
+        self._socket = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.finish()
+        self.close()
+
+    def _mark(self, mark_type: MarkType, kind: int, microbatch: int, chunk: int, ordinal: int) -> None:
+        if self._socket is None:
+            return
+        try:
+            self._socket.send(
+                pack_mark(
+                    mark_type, kind, microbatch, chunk, ordinal, max(self._iteration, 0), monotonic_ns()
+                )
+            )
+        except BlockingIOError:
+            self._dropped_mark_count += 1
+        except (OSError, struct.error, TypeError) as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        """The line is of no use any more: say so once, and do nothing from now on."""
+        _log.warning("%s: lost the agent (%s): training goes on at stock clocks", self._rank, error)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class _Block:
+    """A begin and an end around a block. A block left by an exception has no end: it was not completed."""
+
+    __slots__ = ("_arguments", "_begin", "_end")
+
+    def __init__(
+        self, begin: Callable[..., None], end: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
+        self._begin = begin
+        self._end = end
+        self._arguments = arguments
+
+    def __enter__(self) -> None:
+        self._begin(*self._arguments)
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error_type is None:
+            self._end(*self._arguments)
+
+
+def job_spec(
+    job_id: str,
+    *,
+    pipeline_count: int,
+    stage_count: int,
+    tensor_count: int,
+    schedule: NamedSchedule | StageOrders,
+    max_slowdown_percent: float,
+) -> dict[str, Any]:
+    """The job as proto3 JSON of `perseus.v1.JobSpec`. ValueError for what can not be."""
+    _check_count("pipeline_count", pipeline_count, at_least=1)
+    _check_count("stage_count", stage_count, at_least=1)
+    _check_count("tensor_count", tensor_count, at_least=1)
+    if not 0 <= max_slowdown_percent <= 100:
+        raise ValueError(f"max_slowdown_percent: expected 0 to 100, found {max_slowdown_percent}")
+    order: dict[str, Any]
+    if isinstance(schedule, NamedSchedule):
+        order = {
+            "named": {"name": _SCHEDULE_NAMES[schedule.name], "microbatchCount": schedule.microbatch_count}
+        }
+    else:
+        if len(schedule) != stage_count:
+            raise ValueError(f"schedule: expected the orders of {stage_count} stages, found {len(schedule)}")
+        order = {"explicit": {"stages": [{"computations": [*map(_computation_json, s)]} for s in schedule]}}
+    policy: dict[str, Any] = (
+        {"maxSlowdownPercent": max_slowdown_percent} if max_slowdown_percent else {"noSlowdown": {}}
+    )
+    return {
+        "jobId": job_id,
+        "parallelism": {
+            "pipelineCount": pipeline_count,
+            "stageCount": stage_count,
+            "tensorCount": tensor_count,
+        },
+        "schedule": order,
+        "policy": policy,
+    }
+
+
+def _computation_json(computation: Computation) -> dict[str, int]:
+    return {
+        "kind": int(computation.kind),
+        "microbatch": computation.microbatch,
+        "chunk": computation.chunk,
+    }
+
+
+def _check_count(name: str, value: int, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < 2**31:
+        raise ValueError(f"{name}: expected an integer of at least {at_least}, found {value!r}")
+
+
+def _receive_reply(line: socket.socket) -> Reply:
+    packet = line.recv(MAX_PACKET_BYTES)
+    if not packet:
+        raise ConnectionResetError("the agent closed the connection")
+    reply = decode(packet)
+    if not isinstance(reply, Reply):
+        raise MalformedPacket(f"expected a reply, found {type(reply).__name__}")
+    return reply

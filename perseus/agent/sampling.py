@@ -1,0 +1,153 @@
+"""What ran under one plan, collected until the energy counter can tell what it cost.
+
+Pure. A `Sampler` lives as long as a plan is in force; it is given the finished iterations and, when asked,
+regresses the counter's windows (`perseus.agent.energy`) on them.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from perseus.agent.computation import Computation, Kind
+from perseus.agent.energy import (
+    CounterChange,
+    Estimate,
+    NotDetermined,
+    Span,
+    computation_energy_j,
+    cumulative_energy_j,
+    estimate_power,
+)
+from perseus.agent.messages import EnergyEstimate, EnergySample
+
+# Between iterations nothing is marked. So short a gap holds no work worth noticing and counts as waiting;
+# what a longer one holds is unknown.
+_NEGLIGIBLE_GAP_S = 0.001
+# An estimate is refreshed when the plan has been in force for this share longer than at the one before.
+_REFRESH_SHARE = 0.125
+
+# Kind, chunk and clock (MHz, None for stock).
+Key = tuple[Kind, int, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedComputation:
+    """A computation with both its edges. `is_pure`: the clock did not change while it ran."""
+
+    computation: Computation
+    begin_s: float
+    end_s: float
+    clock_mhz: int | None
+    is_pure: bool
+
+    @property
+    def key(self) -> Key:
+        """What it is a sample of."""
+        return self.computation.kind, self.computation.chunk, self.clock_mhz
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedIteration:
+    """An iteration with both its edges. `is_regular`: it held the registered computations, all complete."""
+
+    begin_s: float
+    end_s: float
+    computations: tuple[FinishedComputation, ...]
+    is_regular: bool
+
+
+class Sampler:
+    """The finished iterations under one plan, in the order in which they ran."""
+
+    def __init__(self, plan_version: int) -> None:
+        self.plan_version = plan_version
+        self._iterations: deque[FinishedIteration] = deque()
+        self._iteration_count = 0
+        self._estimated_count = 0
+
+    def add(self, iteration: FinishedIteration) -> None:
+        """Take the next finished iteration."""
+        self._iterations.append(iteration)
+        self._iteration_count += 1
+
+    def refreshed_estimate(self, changes: Sequence[CounterChange]) -> EnergyEstimate | None:
+        """The estimate from the counter's changes at hand, if it is time for one and they determine it.
+
+        Iterations that ended before the first change are forgotten: the caller bounds memory by its changes.
+        """
+        if not changes or self._iteration_count < self._estimated_count * (1 + _REFRESH_SHARE):
+            return None
+        while self._iterations and self._iterations[0].end_s < changes[0].time_s:
+            self._iterations.popleft()
+        self._estimated_count = self._iteration_count
+        return self._estimate(changes)
+
+    def _estimate(self, changes: Sequence[CounterChange]) -> EnergyEstimate | None:
+        regular = [iteration for iteration in self._iterations if iteration.is_regular]
+        if not regular:
+            return None
+        computations = [computation for iteration in regular for computation in iteration.computations]
+        unknown = [(each.begin_s, each.end_s) for each in computations if not each.is_pure]
+        unknown += [(each.begin_s, each.end_s) for each in self._iterations if not each.is_regular]
+        unknown += [
+            (before.end_s, after.begin_s)
+            for before, after in pairwise(self._iterations)
+            if after.begin_s - before.end_s > _NEGLIGIBLE_GAP_S
+        ]
+        pure = [computation for computation in computations if computation.is_pure]
+        fit = estimate_power(
+            changes,
+            [Span(each.key, each.begin_s, each.end_s) for each in pure],
+            begin_s=self._iterations[0].begin_s,
+            end_s=self._iterations[-1].end_s,
+            unknown=unknown,
+        )
+        if isinstance(fit, NotDetermined):
+            return None
+        durations_s: dict[Key, list[float]] = {}
+        for each in pure:
+            durations_s.setdefault(each.key, []).append(each.end_s - each.begin_s)
+        blocking = fit.blocking_power_w
+        return EnergyEstimate(
+            plan_version=self.plan_version,
+            iteration_count=len(regular),
+            samples=tuple(
+                _sample(key, durations_s[key], computation_energy_j(power_w, durations_s[key]))
+                for key, power_w in fit.power_w.items()
+            ),
+            blocking_power_w=blocking.value if blocking else None,
+            blocking_power_se_w=blocking.standard_error if blocking else 0.0,
+            window_count=fit.window_count,
+            discarded_window_count=fit.dropped_window_count,
+        )
+
+
+def _sample(key: Key, durations_s: Sequence[float], energy_j: Estimate) -> EnergySample:
+    kind, chunk, clock_mhz = key
+    count = len(durations_s)
+    return EnergySample(
+        kind=kind,
+        chunk=chunk,
+        clock_mhz=clock_mhz,
+        computation_count=count,
+        time_s=float(np.mean(durations_s)),
+        time_se_s=float(np.std(durations_s, ddof=1)) / count**0.5 if count > 1 else 0.0,
+        energy_j=energy_j.value,
+        energy_se_j=energy_j.standard_error,
+    )
+
+
+def energy_at_j(changes: Sequence[CounterChange], time_s: float) -> float | None:
+    """The counter at a moment; beyond the last change at the power of the last window.
+
+    None before the first change, and as long as there is no window.
+    """
+    energy_j = cumulative_energy_j(changes, time_s)
+    if energy_j is not None or len(changes) < 2 or time_s < changes[-1].time_s:
+        return energy_j
+    before, last = changes[-2:]
+    power_w = (last.energy_j - before.energy_j) / (last.time_s - before.time_s)
+    return last.energy_j + power_w * (time_s - last.time_s)

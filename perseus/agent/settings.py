@@ -1,0 +1,33 @@
+"""The agent's settings: flags, environment (PERSEUS_AGENT_…) and TOML file; see `perseus.configuration`."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from perseus.agent.probe import DEFAULT_SOCKET_PATH
+from perseus.logs import LogFormat, LogLevel
+
+
+class AgentSettings(BaseSettings):
+    """What an agent must know before it starts."""
+
+    model_config = SettingsConfigDict(env_prefix="PERSEUS_AGENT_", extra="forbid", frozen=True)
+
+    coordinator: str = Field("127.0.0.1:50051", min_length=1, description="Coordinator's address, host:port.")
+    socket: Path = Field(Path(DEFAULT_SOCKET_PATH), description="Local socket that trainers connect to.")
+    gpu_backend: Literal["nvml", "emulated"] = Field("nvml", description="Where this node's GPUs come from.")
+    emulated_gpus: Path | None = Field(
+        None, validate_default=True, description="Folder with one state file per emulated GPU."
+    )
+    observe: bool = Field(False, description="Measure, but never set a clock.")
+    log_level: LogLevel = Field("info", description="Least severe log lines that are shown.")
+    log_format: LogFormat = Field("console", description="How log lines look.")
+
+    @field_validator("emulated_gpus")
+    @classmethod
+    def _goes_with_its_backend(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
+        if info.data.get("gpu_backend") == "emulated" and folder is None:
+            raise ValueError("expected a folder, as gpu_backend is emulated")
+        return folder

@@ -1,0 +1,338 @@
+"""The agent: local socket, ranks and the coordinator's stream brought together. `run` is the entry point.
+
+Everything that decides is elsewhere: `session` (one rank's life), `telemetry` (what is kept until
+acknowledged), `connection` (the stream). On every way out the GPUs are reset before the agent says goodbye.
+"""
+
+import asyncio
+import random
+import signal
+import socket
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any, assert_never
+
+import structlog
+
+from perseus.agent import translate
+from perseus.agent.backends import Backend, backend
+from perseus.agent.computation import Rank
+from perseus.agent.connection import Connection
+from perseus.agent.events import AgentStops, Connected, Disconnected, Heard, Tick, TrainerGone
+from perseus.agent.gpu import GpuError
+from perseus.agent.local import Line, LocalServer
+from perseus.agent.marks import (
+    ComputationMark,
+    Finish,
+    Hello,
+    IterationMark,
+    MalformedPacket,
+    Message,
+    Registration,
+    Reply,
+)
+from perseus.agent.messages import (
+    Drain,
+    HeartbeatAnswer,
+    Incoming,
+    PlanAnswer,
+    PlanInForce,
+    PlanOffer,
+    PlanRefusal,
+    PlanRefusalReason,
+    RankAccepted,
+    RankJoined,
+    RankLeft,
+    RankRefused,
+    Telemetry,
+    TelemetryAck,
+    Welcome,
+)
+from perseus.agent.registration import Refused, Registered, Unreachable, register_job
+from perseus.agent.served import ServedRank
+from perseus.agent.settings import AgentSettings
+from perseus.agent.telemetry import TelemetryRing
+
+_log = structlog.get_logger(__name__)
+
+_TICK_S = 0.1
+_STOP_S = 5.0
+# What the coordinator answers to a rank whose job it does not know.
+_JOB_NOT_FOUND = "JOB_NOT_FOUND"
+
+
+async def run(settings: AgentSettings) -> None:
+    """Serve this node's trainers until SIGTERM or SIGINT. OSError if the local socket can not be had."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with serving(settings) as failure:
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait([stopped, failure], return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            if failure.done():
+                failure.result()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
+    """An agent that serves until the context is left; yields the task that ends only if the agent fails."""
+    agent = Agent(settings, backend(settings))
+    server = LocalServer(settings.socket, agent.converse)
+    working = asyncio.create_task(agent.work())
+    _log.info("serving", socket=str(settings.socket), coordinator=settings.coordinator)
+    try:
+        yield working
+    finally:
+        await agent.stop()
+        await server.close()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        _log.info("stopped")
+
+
+class Agent:
+    """All ranks of this node, and their coordinator."""
+
+    def __init__(self, settings: AgentSettings, gpus: Backend) -> None:
+        self._settings = settings
+        self._gpus = gpus
+        self._ranks: dict[Rank, ServedRank] = {}
+        # GPUs that are being opened, or belong to a rank that is served.
+        self._taken: set[str] = set()
+        self._ring = TelemetryRing()
+        self._welcome: Welcome | None = None
+        # Said when there was no stream; the only messages besides telemetry that can wait for the next.
+        self._farewells: list[RankLeft] = []
+        # Registrations, to be made (again) whenever the coordinator does not know the job.
+        self._specs: dict[str, dict[str, Any]] = {}
+        self._registering: dict[str, asyncio.Task[None]] = {}
+        # Why the coordinator refused a rank last.
+        self._refusals: dict[Rank, str] = {}
+        self._connecting: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        hello = translate.hello(uuid.uuid4().hex, version("perseus-energy"), socket.gethostname())
+        self._connection = Connection(settings.coordinator, hello, self, random.random)
+
+    async def work(self) -> None:
+        """Keep in touch with the coordinator, and let time pass. Ends when cancelled, or if a part fails."""
+        async with asyncio.TaskGroup() as parts:
+            self._connecting = parts.create_task(self._connection.run())
+            parts.create_task(self._tick())
+
+    async def stop(self) -> None:
+        """Every GPU back to stock, then goodbye."""
+        self._is_stopping = True
+        ranks = list(self._ranks.values())
+        for rank in ranks:
+            rank.handle(AgentStops())
+        await asyncio.gather(*(rank.ended() for rank in ranks))
+        for registering in self._registering.values():
+            registering.cancel()
+        self._connection.close(translate.goodbye("the agent was stopped"))
+        if self._welcome is not None and self._connecting is not None:
+            await asyncio.wait([self._connecting], timeout=_STOP_S)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._tell_all(Tick())
+
+    # --- Trainers -------------------------------------------------------------------------------------------
+
+    async def converse(self, line: Line) -> None:
+        """One trainer's connection, from its first packet to its last."""
+        rank: ServedRank | None = None
+        try:
+            hello = await line.receive()
+            if hello is None:
+                return
+            if not isinstance(hello, Hello):
+                raise MalformedPacket(f"expected a hello, found {type(hello).__name__}")
+            rank = await self._admit(hello, line)
+            while rank is not None and (message := await line.receive()) is not None:
+                await self._trainer_said(rank, message, line)
+        except MalformedPacket as error:
+            _log.error("trainer not understood", rank=str(rank.rank) if rank else None, reason=str(error))
+            line.reply(Reply(False, "MALFORMED_PACKET", str(error)))
+        finally:
+            if rank is not None:
+                rank.handle(TrainerGone())
+                await rank.ended()
+                self._forget(rank)
+
+    async def _admit(self, hello: Hello, line: Line) -> ServedRank | None:
+        """Serve a rank, or tell its probe why not."""
+        refusal = self._refusal(hello)
+        if refusal is None:
+            self._taken.add(hello.gpu_uuid)
+            try:
+                gpu = await asyncio.to_thread(self._gpus.open, hello.gpu_uuid)
+            except GpuError as error:
+                self._taken.discard(hello.gpu_uuid)
+                refusal = Reply(False, "GPU_NOT_USABLE", str(error))
+        if refusal is not None:
+            _log.error("rank refused", rank=str(hello.rank), reason=refusal.reason, message=refusal.message)
+            line.reply(refusal)
+            return None
+        rank = ServedRank(hello.rank, gpu, observe=self._settings.observe, say=self._say)
+        self._ranks[hello.rank] = rank
+        _log.info("rank served", rank=str(rank.rank), gpu=rank.gpu_uuid)
+        line.reply(Reply(True))
+        if self._welcome is not None:
+            rank.handle(Connected(self._welcome.lease_s))
+        return rank
+
+    def _refusal(self, hello: Hello) -> Reply | None:
+        if self._is_stopping:
+            return Reply(False, "AGENT_STOPS", "the agent is being stopped")
+        if hello.rank in self._ranks:
+            message = f"{hello.rank}: another trainer is connected as this rank"
+            return Reply(False, "RANK_ALREADY_SERVED", message)
+        if hello.gpu_uuid in self._taken:
+            return Reply(False, "GPU_ALREADY_IN_USE", f"GPU {hello.gpu_uuid}: another rank runs on it")
+        return None
+
+    async def _trainer_said(self, rank: ServedRank, message: Message, line: Line) -> None:
+        match message:
+            case IterationMark() | ComputationMark() | Finish():
+                rank.handle(message)
+            case Registration(spec):
+                reply = await self._register(rank.rank.job_id, spec)
+                if not reply.ok:
+                    _log.error("registration refused", job=rank.rank.job_id, reason=reply.message)
+                line.reply(reply)
+            case Hello() | Reply():
+                raise MalformedPacket(f"expected a registration or a mark, found {type(message).__name__}")
+            case _:
+                assert_never(message)
+
+    def _forget(self, rank: ServedRank) -> None:
+        self._taken.discard(rank.gpu_uuid)
+        del self._ranks[rank.rank]
+        self._refusals.pop(rank.rank, None)
+        if not any(other.job_id == rank.rank.job_id for other in self._ranks):
+            self._specs.pop(rank.rank.job_id, None)
+
+    def _tell_all(self, event: Tick | Heard | Connected | Disconnected) -> None:
+        for rank in list(self._ranks.values()):
+            rank.handle(event)
+
+    # --- Registration ---------------------------------------------------------------------------------------
+
+    async def _register(self, job_id: str, spec: dict[str, Any]) -> Reply:
+        try:
+            request = translate.register_job_request(spec)
+        except ValueError as error:
+            return Reply(False, "INVALID_REGISTRATION", str(error))
+        if request.spec.job_id != job_id:
+            return Reply(
+                False,
+                "INVALID_REGISTRATION",
+                f"registration: expected job {job_id!r}, as in the hello, found {request.spec.job_id!r}",
+            )
+        match await register_job(self._settings.coordinator, request):
+            case Refused(reason, message):
+                self._specs.pop(job_id, None)
+                return Reply(False, reason, message)
+            case Registered():
+                self._specs[job_id] = spec
+                return Reply(True)
+            case Unreachable(message):
+                self._specs[job_id] = spec
+                return Reply(True, message=f"the job is registered as soon as possible: {message}")
+
+    def _register_again(self, job_id: str) -> None:
+        """The coordinator does not know the job: it was absent at the time, or has lost its state."""
+        spec = self._specs.get(job_id)
+        if spec is None or job_id in self._registering:
+            return
+
+        async def register() -> None:
+            reply = await self._register(job_id, spec)
+            log = _log.info if reply.ok else _log.error
+            log("job registered" if reply.ok else "registration refused", job=job_id, message=reply.message)
+
+        task = asyncio.create_task(register())
+        self._registering[job_id] = task
+        task.add_done_callback(lambda _: self._registering.pop(job_id, None))
+
+    # --- Coordinator ----------------------------------------------------------------------------------------
+
+    def connected(self, welcome: Welcome) -> None:
+        """See `Handler.connected`."""
+        self._welcome = welcome
+        self._acknowledge(welcome.acknowledged_sequence)
+        self._ring.rewind()
+        self._tell_all(Connected(welcome.lease_s))
+        self._send_telemetry()
+        farewells, self._farewells = self._farewells, []
+        for farewell in farewells:
+            self._say(farewell)
+
+    def disconnected(self) -> None:
+        """See `Handler.disconnected`."""
+        self._welcome = None
+        self._tell_all(Disconnected())
+
+    def received(self, message: Incoming) -> None:
+        """See `Handler.received`."""
+        self._tell_all(Heard())
+        match message:
+            case PlanOffer(rank):
+                if rank in self._ranks and not self._ranks[rank].has_ended:
+                    self._ranks[rank].handle(message)
+                else:
+                    unknown = PlanRefusal(PlanRefusalReason.UNKNOWN_RANK, f"{rank}: not served by this agent")
+                    self._say(PlanAnswer(rank, message.plan, unknown, -1))
+            case RankAccepted(rank):
+                self._refusals.pop(rank, None)
+                if rank in self._ranks:
+                    self._ranks[rank].handle(message)
+            case RankRefused(rank, reason, text):
+                if self._refusals.get(rank) != reason:  # it is announced again every second
+                    _log.warning("rank refused", rank=str(rank), reason=reason, message=text)
+                self._refusals[rank] = reason
+                if reason == _JOB_NOT_FOUND:
+                    self._register_again(rank.job_id)
+                if rank in self._ranks:
+                    self._ranks[rank].handle(message)
+            case TelemetryAck(sequence):
+                self._acknowledge(sequence)
+                self._send_telemetry()
+            case Drain(reason):
+                _log.info("the coordinator is about to stop", reason=reason)
+            case HeartbeatAnswer():
+                pass
+            case Welcome():
+                _log.error("message ignored", reason="expected one welcome on a stream, found another")
+            case _:
+                assert_never(message)
+
+    def _say(self, message: RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry) -> None:
+        match message:
+            case Telemetry():
+                self._ring.append(message)
+                self._send_telemetry()
+            case RankLeft() if not self._connection.is_connected:
+                self._farewells.append(message)
+            case _:
+                self._connection.send(translate.request(message))
+
+    def _acknowledge(self, sequence: int) -> None:
+        try:
+            self._ring.acknowledge(sequence)
+        except ValueError as error:
+            _log.error("message ignored", reason=str(error))
+
+    def _send_telemetry(self) -> None:
+        if self._connection.is_connected:
+            for batch in self._ring.sendable():
+                self._connection.send(translate.telemetry(batch))

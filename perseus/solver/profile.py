@@ -95,7 +95,7 @@ class Hull:
     """Convex, piecewise-linear effective energy over duration, flat beyond the last vertex.
 
     ``times_ps``: the n vertices, rising. ``slopes_uw``: the n − 1 positive slopes between them, what a second
-    less costs, falling. ``slowest_effective_energy_j``: the value at and beyond the last vertex.
+    less costs, strictly falling. ``slowest_effective_energy_j``: the value at and beyond the last vertex.
     """
 
     times_ps: tuple[int, ...]
@@ -114,16 +114,18 @@ def convex_hull(options: Sequence[Option], steepest_uw: int) -> Hull:
         while len(vertices) >= 2 and _saving_w(vertices[-1], option) >= _saving_w(vertices[-2], vertices[-1]):
             vertices.pop()
         vertices.append(option)
-    slopes_uw = [
-        min(math.floor(_saving_w(fast, slow) * UW_PER_W), steepest_uw) for fast, slow in pairwise(vertices)
-    ]
-    # A step that saves less than a microwatt is no step: the curve is flat from its fast end.
-    while slopes_uw and slopes_uw[-1] == 0:
-        slopes_uw.pop()
-        vertices.pop()
-    return Hull(
-        tuple(vertex.time_ps for vertex in vertices), tuple(slopes_uw), vertices[-1].effective_energy_j
-    )
+    times_ps = [vertices[0].time_ps]
+    slopes_uw: list[int] = []
+    for fast, slow in pairwise(vertices):
+        slope_uw = min(math.floor(_saving_w(fast, slow) * UW_PER_W), steepest_uw)
+        if slope_uw == 0:
+            break  # What saves less than a microwatt is no step: the curve is flat from here.
+        if slopes_uw and slope_uw == slopes_uw[-1]:
+            times_ps.pop()
+        else:
+            slopes_uw.append(slope_uw)
+        times_ps.append(slow.time_ps)
+    return Hull(tuple(times_ps), tuple(slopes_uw), vertices[-1].effective_energy_j)
 
 
 def _saving_w(fast: Option, slow: Option) -> float:

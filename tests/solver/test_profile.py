@@ -64,7 +64,7 @@ def test_hull_is_convex_and_below_every_option(profile: list[Measurement]) -> No
     options = pareto_options(profile, 50.0)
     hull = convex_hull(options, STEEPEST_UW)
     assert hull.times_ps[0] == options[0].time_ps
-    assert list(hull.slopes_uw) == sorted(hull.slopes_uw, reverse=True)
+    assert list(hull.slopes_uw) == sorted(set(hull.slopes_uw), reverse=True)
     assert all(slope_uw > 0 for slope_uw in hull.slopes_uw)
     assert set(hull.times_ps) <= {option.time_ps for option in options}
     for option in options:

@@ -1,0 +1,106 @@
+"""What a job's state machine wants done, in this order: records stored, then the rest.
+
+A record is stored before anything that follows from it leaves the coordinator: after a crash nobody holds a
+version or an acknowledgement that the database does not know.
+"""
+
+from dataclasses import dataclass
+
+from perseus.service.iterations import Period
+from perseus.service.model import Happening, IterationSummary, JobState, Offer, Rank, Straggler
+from perseus.service.profiling import ClockProfile
+from perseus.service.specification import Coordinates, OperatingPolicy
+from perseus.service.telemetry import IterationColumns
+from perseus.solver import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptRank:
+    """Tell the agent that its rank is served."""
+
+    rank: Coordinates
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendOffer:
+    """Offer clocks to a rank."""
+
+    rank: Coordinates
+    instance_id: str
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    """End the stream of an agent that was silent for longer than its lease, so that it joins anew."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Solve:
+    """Solve a problem; the answer comes back as Solved or SolveFailed."""
+
+    problem: Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Store an event, and tell it to whoever watches."""
+
+    happening: Happening
+
+
+@dataclass(frozen=True, slots=True)
+class ReportIteration:
+    """Tell a finished iteration of a pipeline to whoever watches."""
+
+    summary: IterationSummary
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job's own figures. `baseline_time_s` is 0 before it was measured."""
+
+    policy: OperatingPolicy
+    state: JobState
+    version: int
+    baseline_time_s: float
+    is_profile_complete: bool
+    stragglers: tuple[Straggler, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferRecord:
+    """The offer that a pipeline has now."""
+
+    pipeline: int
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IterationRows:
+    """A rank's rows of iterations; those up to `closed_through` are in the periods and no longer needed."""
+
+    rank: Coordinates
+    rows: IterationColumns
+    closed_through: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetIterations:
+    """The stored rows of incomplete iterations are no longer needed."""
+
+
+Record = JobRecord | Rank | OfferRecord | ClockProfile | Period | IterationRows | ForgetIterations
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Store a record; one of the same key is replaced."""
+
+    record: Record
+
+
+Command = AcceptRank | SendOffer | EndStream | Solve | Announce | ReportIteration | Store

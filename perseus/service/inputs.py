@@ -1,0 +1,152 @@
+"""What can happen to a job: the events that its state machine takes.
+
+Each is checked for form before it gets here (finite, in range); whether it fits the job is the machine's to
+say.
+"""
+
+from dataclasses import dataclass
+
+from perseus.service.model import Gpu, RankLeftReason, RefusalReason, Straggler
+from perseus.service.specification import Coordinates, OperatingPolicy
+from perseus.service.telemetry import TelemetryBatch
+from perseus.solver import Frontier
+
+
+@dataclass(frozen=True, slots=True)
+class RankJoined:
+    """An agent serves a rank. An empty epoch in force means stock without a plan."""
+
+    rank: Coordinates
+    instance_id: str
+    hostname: str
+    gpu: Gpu
+    iteration: int
+    in_force_epoch: str
+    in_force_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLeft:
+    """An agent no longer serves a rank, whose GPU is back on stock."""
+
+    rank: Coordinates
+    instance_id: str
+    reason: RankLeftReason
+
+
+@dataclass(frozen=True, slots=True)
+class AgentDisconnected:
+    """An agent's stream ended without a goodbye."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLeft:
+    """An agent said goodbye: its GPUs are back on stock."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHeard:
+    """A sign of life."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryArrived:
+    """A batch that was not seen before."""
+
+    rank: Coordinates
+    instance_id: str
+    batch: TelemetryBatch
+
+
+@dataclass(frozen=True, slots=True)
+class OfferAnswered:
+    """A rank accepted an offer (`refusal` is None) or refused it. `iteration` is the highest begun."""
+
+    rank: Coordinates
+    instance_id: str
+    epoch: str
+    version: int
+    refusal: RefusalReason | None
+    message: str
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInForce:
+    """The plan in force on a rank has changed."""
+
+    rank: Coordinates
+    instance_id: str
+    epoch: str
+    version: int
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class StragglerReported:
+    """Somebody says that a pipeline is slow."""
+
+    straggler: Straggler
+
+
+@dataclass(frozen=True, slots=True)
+class StragglerCleared:
+    """Somebody says that a pipeline is no longer slow."""
+
+    pipeline: int
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySet:
+    """The operating policy changes."""
+
+    policy: OperatingPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRequested:
+    """Somebody ends the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The frontier that was asked for."""
+
+    frontier: Frontier
+
+
+@dataclass(frozen=True, slots=True)
+class SolveFailed:
+    """There will be no frontier; why."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Input = (
+    RankJoined
+    | RankLeft
+    | AgentDisconnected
+    | AgentLeft
+    | AgentHeard
+    | TelemetryArrived
+    | OfferAnswered
+    | PlanInForce
+    | StragglerReported
+    | StragglerCleared
+    | PolicySet
+    | FinishRequested
+    | Solved
+    | SolveFailed
+    | Tick
+)

@@ -1,0 +1,191 @@
+"""The words of a job's life: states, ranks, offers and events, as plain values.
+
+They are what the state machine keeps, what the store writes down and what the adapters translate.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from perseus.service.specification import Coordinates, JobSpec, OperatingPolicy
+from perseus.solver import Plan
+
+
+class JobState(enum.Enum):
+    """The state of a job; see `job_machine.py` for how it moves."""
+
+    WAITING = "waiting"
+    BASELINE = "baseline"
+    PROFILING = "profiling"
+    SOLVING = "solving"
+    PLANNED = "planned"
+    STOCK = "stock"
+    FINISHED = "finished"
+
+
+class RankState(enum.Enum):
+    """Whether an agent serves a rank."""
+
+    EXPECTED = "expected"
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+    LOST = "lost"
+    FINISHED = "finished"
+
+
+class RankLeftReason(enum.Enum):
+    """Why a rank is no longer served."""
+
+    FINISHED = "finished"
+    TRAINER_GONE = "trainer gone"
+    GPU_FAILED = "GPU failed"
+
+
+class RefusalReason(enum.Enum):
+    """Why a plan offer was refused."""
+
+    PAST_START = "past start"
+    CLOCK_NOT_SUPPORTED = "clock not supported"
+    NOT_PERMITTED = "not permitted"
+    ORDER_MISMATCH = "order mismatch"
+    UNKNOWN_RANK = "unknown rank"
+    GPU_FAILED = "GPU failed"
+
+
+class EventType(enum.Enum):
+    """What kind of thing happened to a job."""
+
+    REGISTERED = "registered"
+    STATE_CHANGED = "state changed"
+    RANK_CHANGED = "rank changed"
+    CLOCK_PROFILED = "clock profiled"
+    SOLVED = "solved"
+    SOLVE_FAILED = "solve failed"
+    PLAN_OFFERED = "plan offered"
+    PLAN_IN_FORCE = "plan in force"
+    PLAN_REFUSED = "plan refused"
+    STRAGGLER_REPORTED = "straggler reported"
+    STRAGGLER_CLEARED = "straggler cleared"
+    POLICY_SET = "policy set"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as its agent sees it; its clocks highest first."""
+
+    uuid: str
+    model: str
+    supported_clocks_mhz: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StockClocks:
+    """The GPU's own clocks, without Perseus."""
+
+    def __str__(self) -> str:
+        return "stock"
+
+
+@dataclass(frozen=True, slots=True)
+class HoldClock:
+    """One clock for all computations, for profiling."""
+
+    clock_mhz: int
+
+    def __str__(self) -> str:
+        return f"hold {self.clock_mhz} MHz"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedClocks:
+    """A clock for each computation of the pipeline."""
+
+    plan: Plan
+
+    def __str__(self) -> str:
+        return f"plan of {self.plan.iteration_time_s:.6f} s"
+
+
+Clocks = StockClocks | HoldClock | PlannedClocks
+STOCK = StockClocks()
+
+NO_VERSION = 0
+"""The version of stock without a plan."""
+
+FOREIGN_VERSION = -1
+"""In force is a plan of another epoch: of a coordinator that has lost what it knew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Clocks for one pipeline: whole, on every rank, from the begin of the start iteration."""
+
+    version: int
+    start_iteration: int
+    clocks: Clocks
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank: who serves it, what it was offered and what it says is in force.
+
+    `iteration` is the highest that it reported, -1 if none. `in_force_version` may be FOREIGN_VERSION.
+    """
+
+    coordinates: Coordinates
+    state: RankState = RankState.EXPECTED
+    instance_id: str = ""
+    hostname: str = ""
+    gpu: Gpu | None = None
+    offered_version: int = NO_VERSION
+    in_force_version: int = NO_VERSION
+    iteration: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A pipeline that was reported as slow: its measured iteration time, or its factor of T_min."""
+
+    pipeline: int
+    iteration_time_s: float | None = None
+    slowdown_factor: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something that happened to a job, with its evidence; numbered within the job from 1."""
+
+    sequence: int
+    type: EventType
+    message: str
+    attributes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class IterationSummary:
+    """One iteration of one pipeline: the time of its slowest rank, the energy of all of them."""
+
+    pipeline: int
+    iteration: int
+    plan_version: int
+    iteration_time_s: float
+    energy_j: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job as others may see it."""
+
+    spec: JobSpec
+    policy: OperatingPolicy
+    state: JobState
+    epoch: str
+    ranks: tuple[Rank, ...]
+    straggler_times_s: Mapping[int, float]
+    """T' by pipeline; 0 before the frontier is known."""
+    profiled_clock_count: int
+    t_min_s: float
+    t_slow_s: float
+    planned_iteration_time_s: tuple[float, ...]
+    create_time_s: float
+    """When it was registered, on the wall clock."""

@@ -1,0 +1,35 @@
+"""Where on the frontier each pipeline runs, and what a straggler's report means there."""
+
+from collections.abc import Mapping
+
+from perseus.service.model import Straggler
+from perseus.service.specification import OperatingPolicy
+from perseus.solver import Frontier
+
+
+def straggler_time_s(straggler: Straggler, frontier: Frontier, baseline_time_s: float) -> float:
+    """Return T': the straggler's iteration time on the frontier's scale, never below T_min.
+
+    A measured iteration holds more than the computations that the frontier knows (transfers, optimizer).
+    What the stock baseline took beyond the all-max prediction is that share; it does not shrink or stretch
+    with the clocks, so it is taken off. `baseline_time_s` is 0 where no baseline was measured.
+    """
+    if straggler.slowdown_factor is not None:
+        return frontier.t_min_s * straggler.slowdown_factor
+    assert straggler.iteration_time_s is not None
+    overhead_s = max(0.0, baseline_time_s - frontier.baseline.iteration_time_s) if baseline_time_s else 0.0
+    return max(frontier.t_min_s, straggler.iteration_time_s - overhead_s)
+
+
+def target_times_s(
+    frontier: Frontier, policy: OperatingPolicy, straggler_times_s: Mapping[int, float], pipeline_count: int
+) -> tuple[float, ...]:
+    """Return the iteration time that each pipeline may take.
+
+    Without a straggler that is T_min, stretched by the policy. With stragglers the slowest of them is
+    waited for, so every other pipeline may take min(T_slow, T'); the stragglers themselves must not get any
+    slower.
+    """
+    own_s = frontier.t_min_s * (1 + policy.max_slowdown_percent / 100)
+    others_s = max([own_s, min(frontier.t_slow_s, max(straggler_times_s.values(), default=0.0))])
+    return tuple(own_s if pipeline in straggler_times_s else others_s for pipeline in range(pipeline_count))

@@ -1,0 +1,137 @@
+"""The coordinator as a process: opens the store, serves gRPC, and stops gracefully on SIGTERM and SIGINT."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+
+from perseus.service.agent_service import AgentService
+from perseus.service.coordinator import Coordinator
+from perseus.service.errors import AddressUnavailableError
+from perseus.service.frontier_service import FrontierService
+from perseus.service.job_machine import Rules
+from perseus.service.job_service import JobService
+from perseus.service.settings import CoordinatorSettings
+from perseus.service.solving import SolverPool
+from perseus.service.sqlite_store import SqliteStore
+from perseus.v1 import (
+    agent_service_pb2,
+    agent_service_pb2_grpc,
+    frontier_service_pb2,
+    frontier_service_pb2_grpc,
+    job_service_pb2,
+    job_service_pb2_grpc,
+)
+
+log = structlog.get_logger(__name__)
+
+TICK_S = 1.0
+
+_OPTIONS = [
+    ("grpc.so_reuseport", 0),  # A second coordinator on the port must fail, not share it silently.
+    # The core rejects new calls at random above the first and always above the second; the defaults (1,000
+    # and 3,000) do not outlast a restart with thousands of agents reconnecting at once.
+    ("grpc.server.max_pending_requests", 50_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
+    # Agents ping idle connections more often than the default of five minutes allows.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Half-open connections are noticed after this.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+
+_SERVICES = (
+    agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
+    job_service_pb2.DESCRIPTOR.services_by_name["JobService"].full_name,
+    frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"].full_name,
+)
+
+
+async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    `on_listening` is called with the bound address, which is also logged as event "listening".
+
+    Raises:
+        AddressUnavailableError, DatabaseUnavailableError: the coordinator can't start.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with running(settings) as address:
+            if on_listening is not None:
+                on_listening(address)
+            await stop.wait()
+            log.info("stopping", grace_s=settings.shutdown_grace_s)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+@contextlib.asynccontextmanager
+async def running(settings: CoordinatorSettings) -> AsyncIterator[str]:
+    """Run a coordinator for the length of the block, which gets its address.
+
+    The block is cancelled if the coordinator can't go on (its database fails), and that error raised.
+    """
+    rules = Rules(settings.lease_s, settings.baseline_iterations, settings.profile_iterations)
+    async with contextlib.AsyncExitStack() as stack:
+        store = await SqliteStore.open(settings.database)
+        stack.push_async_callback(store.close)
+        solver = SolverPool(settings.solver_processes)
+        stack.callback(solver.close)
+        coordinator = Coordinator(store, solver, rules)
+        async with asyncio.TaskGroup() as tasks:
+            writer = tasks.create_task(coordinator.run())
+            await coordinator.start()
+            ticker = tasks.create_task(_tick(coordinator))
+            try:
+                async with _listening(coordinator, settings) as address:
+                    yield address
+            finally:
+                await coordinator.close()
+                ticker.cancel()
+                writer.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) -> AsyncIterator[str]:
+    server = grpc.aio.server(options=_OPTIONS)
+    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(coordinator), server)
+    job_service_pb2_grpc.add_JobServiceServicer_to_server(JobService(coordinator), server)
+    frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(FrontierService(coordinator), server)
+    health_servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(settings.listen)
+    except RuntimeError as error:
+        raise AddressUnavailableError(address=settings.listen, cause=error) from None
+    await server.start()
+    for service in ("", *_SERVICES):
+        await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+    address = f"{settings.listen.rpartition(':')[0]}:{port}"
+    log.info("listening", address=address)
+    try:
+        yield address
+    finally:
+        await health_servicer.enter_graceful_shutdown()
+        coordinator.drain()
+        await server.stop(settings.shutdown_grace_s)
+        await coordinator.flush()
+        log.info("stopped")
+
+
+async def _tick(coordinator: Coordinator) -> None:
+    while True:
+        await asyncio.sleep(TICK_S)
+        coordinator.tick()

@@ -1,0 +1,35 @@
+"""The coordinator's settings: flags, environment (`PERSEUS_COORDINATOR_…`) and a TOML file fill them."""
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from perseus.logs import LogFormat, LogLevel
+
+
+class CoordinatorSettings(BaseSettings):
+    """How one coordinator runs."""
+
+    model_config = SettingsConfigDict(env_prefix="PERSEUS_COORDINATOR_", extra="forbid", frozen=True)
+
+    listen: str = Field(default="127.0.0.1:50051", description="Address and port; port 0 takes a free one.")
+    database: Path = Field(default=Path("perseus.db"), description="SQLite file; made if absent.")
+    lease_s: float = Field(
+        default=30.0,
+        ge=0.1,
+        le=3600,
+        description="How long plans outlive the last word between agent and coordinator.",
+    )
+    baseline_iterations: int = Field(
+        default=5, ge=1, le=1000, description="Iterations of the stock baseline."
+    )
+    profile_iterations: int = Field(
+        default=3, ge=1, le=1000, description="Iterations measured at each clock."
+    )
+    solver_processes: int = Field(default=1, ge=1, le=64, description="Problems solved at a time.")
+    shutdown_grace_s: float = Field(
+        default=5.0, ge=0, le=600, description="Time for open calls when stopping."
+    )
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "console"

@@ -1,0 +1,661 @@
+"""Between the wire's messages and the coordinator's values: the only place that knows both.
+
+`…_from_proto` checks what the types can't say (a missing message, an unknown enum, a column of another
+length, NaN) and raises InvalidFieldError with the field's name. Repeated fields become numpy columns at
+once.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from perseus.service.errors import InvalidFieldError
+from perseus.service.inputs import OfferAnswered, PlanInForce, RankJoined, RankLeft, TelemetryArrived
+from perseus.service.iterations import Period
+from perseus.service.model import (
+    EventType,
+    Gpu,
+    HoldClock,
+    IterationSummary,
+    JobState,
+    JobView,
+    Offer,
+    PlannedClocks,
+    Rank,
+    RankLeftReason,
+    RankState,
+    RefusalReason,
+    Straggler,
+)
+from perseus.service.profiling import ClockProfile
+from perseus.service.profiling import blocking_power_w as mean_blocking_power_w
+from perseus.service.specification import (
+    MAX_COMPUTATION_COUNT,
+    MAX_STAGE_COUNT,
+    Coordinates,
+    ExplicitSchedule,
+    JobSpec,
+    NamedSchedule,
+    OperatingPolicy,
+    Parallelism,
+    ScheduleName,
+    ScheduleSpec,
+    build_schedule,
+)
+from perseus.service.store import JobEvent
+from perseus.service.telemetry import (
+    KINDS,
+    ComputationColumns,
+    EnergyEstimate,
+    EnergySample,
+    IterationColumns,
+    TelemetryBatch,
+)
+from perseus.service.timeline import Timeline
+from perseus.solver import (
+    Computation,
+    Frontier,
+    Kind,
+    Measurement,
+    Pipeline,
+    Plan,
+    PlannedComputation,
+)
+from perseus.v1 import (
+    agent_service_pb2,
+    computation_pb2,
+    frontier_pb2,
+    job_pb2,
+    job_service_pb2,
+)
+
+_KIND_TO_PROTO = {
+    kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind
+}
+_KIND_FROM_PROTO: dict[int, Kind] = {number: kind for kind, number in _KIND_TO_PROTO.items()}
+_SCHEDULE_NAME_TO_PROTO = {
+    name: computation_pb2.ScheduleName.Value(f"SCHEDULE_NAME_{name.name}") for name in ScheduleName
+}
+_SCHEDULE_NAME_FROM_PROTO = {number: name for name, number in _SCHEDULE_NAME_TO_PROTO.items()}
+_JOB_STATE = {state: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
+_RANK_STATE = {state: job_pb2.RankState.Value(f"RANK_STATE_{state.name}") for state in RankState}
+_EVENT_TYPE = {kind: job_pb2.JobEventType.Value(f"JOB_EVENT_TYPE_{kind.name}") for kind in EventType}
+_LEFT_REASON = {
+    agent_service_pb2.RankLeftReason.Value(f"RANK_LEFT_REASON_{reason.name}"): reason
+    for reason in RankLeftReason
+}
+_REFUSAL_REASON = {
+    agent_service_pb2.PlanRefusalReason.Value(f"PLAN_REFUSAL_REASON_{reason.name}"): reason
+    for reason in RefusalReason
+}
+
+# Index into KINDS by the wire's number; -1 for what is no kind.
+_KIND_INDEX = np.full(max(_KIND_FROM_PROTO) + 1, -1, dtype=np.int64)
+for _number, _kind in _KIND_FROM_PROTO.items():
+    _KIND_INDEX[_number] = KINDS.index(_kind)
+
+MAX_TEXT_LENGTH = 256
+
+
+# ---------------------------------------------------------------------- computations and schedules
+
+
+def kind_from_proto(number: int, field: str) -> Kind:
+    """Return the kind.
+
+    Raises:
+        InvalidFieldError: it is unspecified or unknown.
+    """
+    try:
+        return _KIND_FROM_PROTO[number]
+    except KeyError:
+        raise InvalidFieldError(field=field, expected="a known kind", found=number) from None
+
+
+def computation_to_proto(computation: Computation) -> computation_pb2.Computation:
+    """Return the computation without its stage, which the wire gives by position."""
+    return computation_pb2.Computation(
+        kind=_KIND_TO_PROTO[computation.kind], microbatch=computation.microbatch, chunk=computation.chunk
+    )
+
+
+def order_to_proto(order: Iterable[Computation]) -> computation_pb2.StageOrder:
+    """Return one stage's order."""
+    return computation_pb2.StageOrder(
+        computations=[computation_to_proto(computation) for computation in order]
+    )
+
+
+def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
+    """Return how the schedule is given.
+
+    Raises:
+        InvalidFieldError: it is missing, or has an unknown name or kind.
+    """
+    match message.WhichOneof("order"):
+        case "named":
+            name = _SCHEDULE_NAME_FROM_PROTO.get(message.named.name)
+            if name is None:
+                raise InvalidFieldError(
+                    field="schedule.named.name", expected="a known schedule", found=message.named.name
+                )
+            return NamedSchedule(name, message.named.microbatch_count)
+        case "explicit":
+            stages = message.explicit.stages
+            computation_count = sum(len(stage.computations) for stage in stages)
+            if len(stages) > MAX_STAGE_COUNT or computation_count > MAX_COMPUTATION_COUNT:
+                raise InvalidFieldError(
+                    field="schedule.explicit.stages",
+                    expected=f"at most {MAX_STAGE_COUNT} stages and {MAX_COMPUTATION_COUNT} computations",
+                    found=f"{len(stages)} and {computation_count}",
+                )
+            return ExplicitSchedule(
+                tuple(
+                    tuple(
+                        Computation(
+                            stage,
+                            kind_from_proto(
+                                computation.kind,
+                                f"schedule.explicit.stages[{stage}].computations[{position}].kind",
+                            ),
+                            computation.microbatch,
+                            computation.chunk,
+                        )
+                        for position, computation in enumerate(order.computations)
+                    )
+                    for stage, order in enumerate(stages)
+                )
+            )
+        case _:
+            raise InvalidFieldError(field="schedule", expected="named or explicit", found="none")
+
+
+def schedule_spec_to_proto(spec: ScheduleSpec) -> computation_pb2.Schedule:
+    """Return the schedule in the form in which it was given."""
+    if isinstance(spec, NamedSchedule):
+        return computation_pb2.Schedule(
+            named=computation_pb2.NamedSchedule(
+                name=_SCHEDULE_NAME_TO_PROTO[spec.name], microbatch_count=spec.microbatch_count
+            )
+        )
+    return schedule_to_proto(spec.orders)
+
+
+def schedule_to_proto(orders: Sequence[Sequence[Computation]]) -> computation_pb2.Schedule:
+    """Return explicit orders, stage 0 first."""
+    return computation_pb2.Schedule(
+        explicit=computation_pb2.ExplicitSchedule(stages=[order_to_proto(order) for order in orders])
+    )
+
+
+# ---------------------------------------------------------------------- jobs
+
+
+def spec_from_proto(message: job_pb2.JobSpec) -> JobSpec:
+    """Return the specification, its parts present but its values not yet checked (`JobSpec.check`).
+
+    Raises:
+        InvalidFieldError: a part is missing, or has an unknown enum.
+    """
+    if not message.HasField("parallelism"):
+        raise InvalidFieldError(field="parallelism", expected="the layout of the ranks", found="none")
+    counts = message.parallelism
+    return JobSpec(
+        job_id=message.job_id,
+        parallelism=Parallelism(counts.pipeline_count, counts.stage_count, counts.tensor_count),
+        schedule=schedule_spec_from_proto(message.schedule),
+        policy=policy_from_proto(message.policy) if message.HasField("policy") else OperatingPolicy(),
+    )
+
+
+def policy_from_proto(message: job_pb2.OperatingPolicy) -> OperatingPolicy:
+    """Return the policy; no rule means no slowdown."""
+    return OperatingPolicy(message.max_slowdown_percent)
+
+
+def policy_to_proto(policy: OperatingPolicy) -> job_pb2.OperatingPolicy:
+    """Return the policy."""
+    if policy.max_slowdown_percent == 0:
+        return job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown())
+    return job_pb2.OperatingPolicy(max_slowdown_percent=policy.max_slowdown_percent)
+
+
+def straggler_from_proto(message: job_service_pb2.ReportStragglerRequest) -> Straggler:
+    """Return the reported straggler."""
+    slowness = message.WhichOneof("slowness")
+    return Straggler(
+        pipeline=message.pipeline,
+        iteration_time_s=message.iteration_time_s if slowness == "iteration_time_s" else None,
+        slowdown_factor=message.slowdown_factor if slowness == "slowdown_factor" else None,
+    )
+
+
+def coordinates_to_proto(rank: Coordinates) -> job_pb2.RankCoordinates:
+    """Return a rank's place."""
+    return job_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
+
+
+def coordinates_from_proto(message: job_pb2.RankCoordinates) -> Coordinates:
+    """Return a rank's place, not yet checked against its job."""
+    return Coordinates(message.pipeline, message.stage, message.tensor)
+
+
+def rank_to_proto(rank: Rank) -> job_pb2.Rank:
+    """Return a rank."""
+    return job_pb2.Rank(
+        coordinates=coordinates_to_proto(rank.coordinates),
+        state=_RANK_STATE[rank.state],
+        hostname=rank.hostname,
+        gpu_uuid=rank.gpu.uuid if rank.gpu else "",
+        gpu_model=rank.gpu.model if rank.gpu else "",
+        offered_version=rank.offered_version,
+        in_force_version=max(0, rank.in_force_version),
+        iteration=rank.iteration,
+    )
+
+
+def job_to_proto(view: JobView) -> job_pb2.Job:
+    """Return a job; the specification carries the policy that is now in force."""
+    spec = view.spec
+    return job_pb2.Job(
+        spec=job_pb2.JobSpec(
+            job_id=spec.job_id,
+            parallelism=job_pb2.Parallelism(
+                pipeline_count=spec.parallelism.pipeline_count,
+                stage_count=spec.parallelism.stage_count,
+                tensor_count=spec.parallelism.tensor_count,
+            ),
+            schedule=schedule_spec_to_proto(spec.schedule),
+            policy=policy_to_proto(view.policy),
+        ),
+        state=_JOB_STATE[view.state],
+        epoch=view.epoch,
+        ranks=[rank_to_proto(rank) for rank in view.ranks],
+        stragglers=[
+            job_pb2.Straggler(pipeline=pipeline, iteration_time_s=time_s)
+            for pipeline, time_s in sorted(view.straggler_times_s.items())
+        ],
+        profiled_clock_count=view.profiled_clock_count,
+        t_min_s=view.t_min_s,
+        t_slow_s=view.t_slow_s,
+        planned_iteration_time_s=view.planned_iteration_time_s,
+        create_time=_timestamp(view.create_time_s),
+    )
+
+
+def event_to_proto(event: JobEvent) -> job_pb2.JobEvent:
+    """Return an event."""
+    happening = event.happening
+    return job_pb2.JobEvent(
+        sequence=happening.sequence,
+        create_time=_timestamp(event.create_time_s),
+        type=_EVENT_TYPE[happening.type],
+        message=happening.message,
+        attributes=happening.attributes,
+    )
+
+
+def summary_to_proto(summary: IterationSummary) -> job_pb2.IterationSummary:
+    """Return an iteration of a pipeline."""
+    return job_pb2.IterationSummary(
+        pipeline=summary.pipeline,
+        iteration=summary.iteration,
+        plan_version=summary.plan_version,
+        iteration_time_s=summary.iteration_time_s,
+        energy_j=summary.energy_j,
+    )
+
+
+def period_to_proto(period: Period) -> job_pb2.ReportPeriod:
+    """Return a period of the report."""
+    return job_pb2.ReportPeriod(
+        state=_JOB_STATE[period.state],
+        has_straggler=period.has_straggler,
+        first_iteration=period.first_iteration,
+        iteration_count=period.iteration_count,
+        iteration_time_s=period.iteration_time_s,
+        iteration_time_se_s=period.iteration_time_se_s,
+        energy_j=period.energy_j,
+        energy_se_j=period.energy_se_j,
+        pipeline_energy_j=period.pipeline_energy_j,
+    )
+
+
+def timeline_to_proto(
+    timeline: Timeline, profiles: Sequence[ClockProfile]
+) -> job_service_pb2.GetTimelineResponse:
+    """Return an iteration, each computation with its mean power from the profile.
+
+    At stock the GPUs run at their highest clock, so that clock's power stands for it.
+    """
+    power_w: dict[tuple[int, int, Kind, int], float] = {}
+    for profile in sorted(profiles, key=lambda profile: profile.clock_mhz):
+        for (stage, chunk, kind), measured in profile.measurements.items():
+            power_w[stage, chunk, kind, profile.clock_mhz] = measured.energy_j / measured.time_s
+            power_w[stage, chunk, kind, 0] = measured.energy_j / measured.time_s
+    response = job_service_pb2.GetTimelineResponse(
+        iteration=timeline.iteration,
+        iteration_time_s=timeline.iteration_time_s,
+        blocking_power_w=mean_blocking_power_w(profiles) if profiles else [0.0] * len(timeline.stages),
+    )
+    for stage, columns in enumerate(timeline.stages):
+        for row in np.argsort(columns.begin_s, kind="stable").tolist():
+            kind, chunk = KINDS[columns.kind[row]], int(columns.chunk[row])
+            clock_mhz = int(columns.clock_mhz[row])
+            response.entries.add(
+                stage=stage,
+                computation=computation_to_proto(
+                    Computation(stage, kind, int(columns.microbatch[row]), chunk)
+                ),
+                start_s=columns.begin_s[row],
+                duration_s=columns.duration_s[row],
+                clock_mhz=clock_mhz,
+                power_w=power_w.get((stage, chunk, kind, clock_mhz), 0.0),
+            )
+    return response
+
+
+def _timestamp(time_s: float) -> Timestamp:
+    timestamp = Timestamp()
+    timestamp.FromNanoseconds(round(time_s * 1e9))
+    return timestamp
+
+
+# ---------------------------------------------------------------------- agents
+
+
+def text_from_proto(text: str, field: str) -> str:
+    """Return a text that must be there, and short.
+
+    Raises:
+        InvalidFieldError: it is not.
+    """
+    if not 1 <= len(text) <= MAX_TEXT_LENGTH:
+        raise InvalidFieldError(field=field, expected=f"1 to {MAX_TEXT_LENGTH} characters", found=len(text))
+    return text
+
+
+def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, hostname: str) -> RankJoined:
+    """Return an announced rank.
+
+    Raises:
+        InvalidFieldError: a number is out of range, or the GPU has no clocks.
+    """
+    clocks_mhz = tuple(message.gpu.supported_clocks_mhz)
+    if not clocks_mhz or min(clocks_mhz) <= 0 or list(clocks_mhz) != sorted(set(clocks_mhz), reverse=True):
+        raise InvalidFieldError(
+            field="gpu.supported_clocks_mhz",
+            expected="at least one clock above 0, each once, highest first",
+            found=list(clocks_mhz),
+        )
+    _check_at_least(message.iteration, -1, "iteration")
+    _check_at_least(message.in_force_version, 0, "in_force_version")
+    return RankJoined(
+        rank=coordinates_from_proto(message.rank),
+        instance_id=instance_id,
+        hostname=hostname,
+        gpu=Gpu(text_from_proto(message.gpu.uuid, "gpu.uuid"), message.gpu.model, clocks_mhz),
+        iteration=message.iteration,
+        in_force_epoch=message.in_force_epoch,
+        in_force_version=message.in_force_version,
+    )
+
+
+def left_from_proto(message: agent_service_pb2.RankLeft, instance_id: str) -> RankLeft:
+    """Return a rank that is no longer served.
+
+    Raises:
+        InvalidFieldError: the reason is unspecified or unknown.
+    """
+    reason = _LEFT_REASON.get(message.reason)
+    if reason is None:
+        raise InvalidFieldError(field="rank_left.reason", expected="a known reason", found=message.reason)
+    return RankLeft(coordinates_from_proto(message.rank), instance_id, reason)
+
+
+def answer_from_proto(message: agent_service_pb2.PlanAnswer, instance_id: str) -> OfferAnswered:
+    """Return the answer to an offer.
+
+    Raises:
+        InvalidFieldError: a number is out of range, or a refusal has no reason.
+    """
+    _check_at_least(message.version, 1, "plan_answer.version")
+    _check_at_least(message.iteration, -1, "plan_answer.iteration")
+    refusal = _REFUSAL_REASON.get(message.refusal_reason)
+    if not message.accepted and refusal is None:
+        raise InvalidFieldError(
+            field="plan_answer.refusal_reason", expected="a known reason", found=message.refusal_reason
+        )
+    return OfferAnswered(
+        rank=coordinates_from_proto(message.rank),
+        instance_id=instance_id,
+        epoch=message.epoch,
+        version=message.version,
+        refusal=None if message.accepted else refusal,
+        message=message.message,
+        iteration=message.iteration,
+    )
+
+
+def in_force_from_proto(message: agent_service_pb2.PlanInForce, instance_id: str) -> PlanInForce:
+    """Return what is in force now.
+
+    Raises:
+        InvalidFieldError: a number is out of range.
+    """
+    _check_at_least(message.version, 0, "plan_in_force.version")
+    _check_at_least(message.iteration, -1, "plan_in_force.iteration")
+    return PlanInForce(
+        coordinates_from_proto(message.rank), instance_id, message.epoch, message.version, message.iteration
+    )
+
+
+def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id: str) -> TelemetryArrived:
+    """Return a batch as columns, checked by itself; `check_clocks` needs the rank's GPU.
+
+    Raises:
+        InvalidFieldError: names the column and row, or the figure.
+    """
+    iterations, computations = message.iterations, message.computations
+    kinds = np.array(computations.kind, dtype=np.int64)
+    batch = TelemetryBatch(
+        sequence=message.sequence,
+        iterations=IterationColumns(
+            iteration=np.array(iterations.iteration, dtype=np.int64),
+            plan_version=np.array(iterations.plan_version, dtype=np.int64),
+            duration_s=np.array(iterations.duration_s, dtype=np.float64),
+            energy_j=np.array(iterations.energy_j, dtype=np.float64),
+            is_regular=np.array(iterations.is_regular, dtype=np.bool_),
+        ),
+        computations=ComputationColumns(
+            iteration=np.array(computations.iteration, dtype=np.int64),
+            kind=_KIND_INDEX[np.where((kinds >= 0) & (kinds < len(_KIND_INDEX)), kinds, 0)],
+            microbatch=np.array(computations.microbatch, dtype=np.int64),
+            chunk=np.array(computations.chunk, dtype=np.int64),
+            begin_s=np.array(computations.begin_s, dtype=np.float64),
+            duration_s=np.array(computations.duration_s, dtype=np.float64),
+            clock_mhz=np.array(computations.clock_mhz, dtype=np.int64),
+        ),
+        energy=_estimate_from_proto(message.energy) if message.HasField("energy") else None,
+        dropped_batch_count=message.dropped_batch_count,
+    )
+    batch.check()
+    return TelemetryArrived(coordinates_from_proto(message.rank), instance_id, batch)
+
+
+def _estimate_from_proto(message: agent_service_pb2.EnergyEstimate) -> EnergyEstimate:
+    return EnergyEstimate(
+        plan_version=message.plan_version,
+        iteration_count=message.iteration_count,
+        samples=tuple(
+            EnergySample(
+                kind=kind_from_proto(sample.kind, f"energy.samples[{row}].kind"),
+                chunk=sample.chunk,
+                clock_mhz=sample.clock_mhz,
+                computation_count=sample.computation_count,
+                time_s=sample.time_s,
+                time_se_s=sample.time_se_s,
+                energy_j=sample.energy_j,
+                energy_se_j=sample.energy_se_j,
+            )
+            for row, sample in enumerate(message.samples)
+        ),
+        blocking_power_w=message.blocking_power_w,
+        blocking_power_se_w=message.blocking_power_se_w,
+    )
+
+
+def offer_to_proto(
+    job_id: str, rank: Coordinates, offer: Offer, epoch: str, lease_s: float
+) -> agent_service_pb2.PlanOffer:
+    """Return one rank's share of a pipeline's offer."""
+    message = agent_service_pb2.PlanOffer(
+        job_id=job_id,
+        rank=coordinates_to_proto(rank),
+        epoch=epoch,
+        version=offer.version,
+        start_iteration=offer.start_iteration,
+        lease_s=lease_s,
+    )
+    match offer.clocks:
+        case PlannedClocks(plan):
+            message.stage_plan.CopyFrom(stage_plan_to_proto(plan.stages[rank.stage]))
+        case HoldClock(clock_mhz):
+            message.hold.clock_mhz = clock_mhz
+        case _:
+            message.stock.SetInParent()
+    return message
+
+
+def _check_at_least(value: int, least: int, field: str) -> None:
+    if value < least:
+        raise InvalidFieldError(field=field, expected=f"{least} or more", found=value)
+
+
+# ---------------------------------------------------------------------- problems, frontiers and plans
+
+
+def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
+    """Return a problem. The wire has no lags; FIXED computations of a stage and chunk share one time."""
+    message = frontier_pb2.PipelineProblem(
+        schedule=schedule_to_proto(problem.schedule.orders),
+        stage_count=problem.schedule.stage_count,
+        blocking_power_w=problem.blocking_power_w,
+    )
+    for stage, chunk, kind in sorted(problem.profiles):
+        message.profiles.add(stage=stage, chunk=chunk, kind=_KIND_TO_PROTO[kind]).measurements.extend(
+            frontier_pb2.Measurement(
+                clock_mhz=m.clock_mhz,
+                time_s=m.time_s,
+                energy_j=m.energy_j,
+                time_se_s=m.time_se_s,
+                energy_se_j=m.energy_se_j,
+            )
+            for m in problem.profiles[stage, chunk, kind]
+        )
+    fixed_s = {(c.stage, c.chunk): time_s for c, time_s in sorted(problem.fixed_times_s.items())}
+    for (stage, chunk), time_s in fixed_s.items():
+        message.profiles.add(stage=stage, chunk=chunk, kind=_KIND_TO_PROTO[Kind.FIXED]).measurements.add(
+            time_s=time_s, energy_j=time_s * problem.blocking_power_w[stage]
+        )
+    return message
+
+
+def problem_from_proto(message: frontier_pb2.PipelineProblem) -> Pipeline:
+    """Return a problem, checked.
+
+    Raises:
+        InvalidFieldError: a part is missing or there twice.
+        SolverError: the solver refuses it.
+    """
+    if not 1 <= message.stage_count <= MAX_STAGE_COUNT:
+        raise InvalidFieldError(
+            field="stage_count", expected=f"1 to {MAX_STAGE_COUNT}", found=message.stage_count
+        )
+    schedule = build_schedule(schedule_spec_from_proto(message.schedule), message.stage_count)
+    profiles: dict[tuple[int, int, Kind], tuple[Measurement, ...]] = {}
+    fixed_s: dict[tuple[int, int], float] = {}
+    for position, profile in enumerate(message.profiles):
+        kind = kind_from_proto(profile.kind, f"profiles[{position}].kind")
+        key = (profile.stage, profile.chunk, kind)
+        if key in profiles or (kind is Kind.FIXED and key[:2] in fixed_s):
+            raise InvalidFieldError(
+                field=f"profiles[{position}]",
+                expected="each stage, chunk and kind once",
+                found=f"stage {profile.stage}, chunk {profile.chunk}, {kind.value} again",
+            )
+        if kind is Kind.FIXED:
+            times_s = [m.time_s for m in profile.measurements]
+            if len(times_s) != 1 or not math.isfinite(times_s[0]) or times_s[0] < 0:
+                raise InvalidFieldError(
+                    field=f"profiles[{position}].measurements",
+                    expected="one time of 0 or more",
+                    found=times_s,
+                )
+            fixed_s[key[:2]] = times_s[0]
+        else:
+            profiles[key] = tuple(
+                Measurement(m.clock_mhz, m.time_s, m.energy_j, m.time_se_s, m.energy_se_j)
+                for m in profile.measurements
+            )
+    return Pipeline(
+        schedule=schedule,
+        profiles=profiles,
+        blocking_power_w=tuple(message.blocking_power_w),
+        fixed_times_s={
+            c: fixed_s[c.stage, c.chunk]
+            for c in schedule.computations
+            if c.kind is Kind.FIXED and (c.stage, c.chunk) in fixed_s
+        },
+    )
+
+
+def frontier_to_proto(frontier: Frontier) -> frontier_pb2.Frontier:
+    """Return a frontier, with all that a plan for another iteration time follows from."""
+    return frontier_pb2.Frontier(
+        problem=problem_to_proto(frontier.pipeline),
+        baseline=frontier_pb2.IterationCost(
+            iteration_time_s=frontier.baseline.iteration_time_s, energy_j=frontier.baseline.energy_j
+        ),
+        points=[
+            frontier_pb2.FrontierPoint(
+                iteration_time_s=point.iteration_time_s,
+                energy_j=point.energy_j,
+                bound_energy_j=point.bound_energy_j,
+            )
+            for point in frontier.points
+        ],
+        t_min_s=frontier.t_min_s,
+        t_star_s=frontier.t_star_s,
+        t_slow_s=frontier.t_slow_s,
+        t_star_index=frontier.t_star_index,
+    )
+
+
+def plan_to_proto(plan: Plan, bound_energy_j: float) -> frontier_pb2.Plan:
+    """Return a plan and the least energy that anything of its iteration time could have."""
+    return frontier_pb2.Plan(
+        iteration_time_s=plan.iteration_time_s,
+        energy_j=plan.energy_j,
+        bound_energy_j=bound_energy_j,
+        stages=[stage_plan_to_proto(stage) for stage in plan.stages],
+    )
+
+
+def stage_plan_to_proto(stage: Iterable[PlannedComputation]) -> frontier_pb2.StagePlan:
+    """Return one stage's share of a plan."""
+    return frontier_pb2.StagePlan(
+        computations=[
+            frontier_pb2.PlannedComputation(
+                kind=_KIND_TO_PROTO[planned.computation.kind],
+                microbatch=planned.computation.microbatch,
+                chunk=planned.computation.chunk,
+                clock_mhz=planned.clock_mhz,
+                start_s=planned.start_s,
+                duration_s=planned.duration_s,
+            )
+            for planned in stage
+        ]
+    )

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from perseus.service.agent_service import AgentService
@@ -67,10 +66,12 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        async with running(settings) as address:
+        async with running(settings) as (address, background):
             if on_listening is not None:
                 on_listening(address)
-            await stop.wait()
+            stopped = asyncio.ensure_future(stop.wait())
+            await asyncio.wait({stopped, background}, return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
             log.info("stopping", grace_s=settings.shutdown_grace_s)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -78,10 +79,13 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
 
 
 @contextlib.asynccontextmanager
-async def running(settings: CoordinatorSettings) -> AsyncIterator[str]:
-    """Run a coordinator for the length of the block, which gets its address.
+async def running(
+    settings: CoordinatorSettings,
+) -> AsyncIterator[tuple[str, asyncio.Future[tuple[None, None]]]]:
+    """Run a coordinator for the length of the block.
 
-    The block is cancelled if the coordinator can't go on (its database fails), and that error raised.
+    The block gets the bound address, and a future that is done early only if the coordinator can't go on (its
+    database fails); its error is raised when the block ends.
     """
     rules = Rules(settings.lease_s, settings.baseline_iterations, settings.profile_iterations)
     async with contextlib.AsyncExitStack() as stack:
@@ -90,17 +94,16 @@ async def running(settings: CoordinatorSettings) -> AsyncIterator[str]:
         solver = SolverPool(settings.solver_processes)
         stack.callback(solver.close)
         coordinator = Coordinator(store, solver, rules)
-        async with asyncio.TaskGroup() as tasks:
-            writer = tasks.create_task(coordinator.run())
-            await coordinator.start()
-            ticker = tasks.create_task(_tick(coordinator))
-            try:
-                async with _listening(coordinator, settings) as address:
-                    yield address
-            finally:
-                await coordinator.close()
-                ticker.cancel()
-                writer.cancel()
+        await coordinator.start()
+        background = asyncio.gather(coordinator.run(), _tick(coordinator))
+        try:
+            async with _listening(coordinator, settings) as address:
+                yield address, background
+        finally:
+            await coordinator.close()
+            background.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await background
 
 
 @contextlib.asynccontextmanager
@@ -109,7 +112,7 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(coordinator), server)
     job_service_pb2_grpc.add_JobServiceServicer_to_server(JobService(coordinator), server)
     frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(FrontierService(coordinator), server)
-    health_servicer = health.HealthServicer()
+    health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
@@ -127,7 +130,6 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
         await health_servicer.enter_graceful_shutdown()
         coordinator.drain()
         await server.stop(settings.shutdown_grace_s)
-        await coordinator.flush()
         log.info("stopped")
 
 

@@ -60,9 +60,11 @@ class SolverPool:
             worker.terminate()
 
     def _new_pool(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
+        pool = ProcessPoolExecutor(
             self._process_count, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
         )
+        pool.submit(os.getpid)  # Starting and importing takes a second: do it before the first problem comes.
+        return pool
 
 
 def _solve(problem: Pipeline, point_count: int) -> Frontier:

@@ -1,0 +1,290 @@
+"""A scripted agent on a real stream, made from the stubs; and a coordinator to talk to."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+import service_fakes
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc_status import rpc_status
+
+from perseus.service.model import STOCK, HoldClock, Offer
+from perseus.service.server import running
+from perseus.service.settings import CoordinatorSettings
+from perseus.service.specification import Coordinates
+from perseus.service.telemetry import KINDS
+from perseus.solver import Schedule, one_forward_one_backward
+from perseus.v1 import agent_service_pb2, computation_pb2, job_pb2, job_service_pb2
+from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
+from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
+from perseus.v1.frontier_service_pb2_grpc import FrontierServiceStub
+from perseus.v1.job_service_pb2_grpc import JobServiceStub
+
+if TYPE_CHECKING:
+    from perseus.v1.agent_service_pb2_grpc import AgentServiceAsyncStub
+    from perseus.v1.frontier_service_pb2_grpc import FrontierServiceAsyncStub
+    from perseus.v1.job_service_pb2_grpc import JobServiceAsyncStub
+
+ITERATION_TIME_S = 0.8
+TIMEOUT_S = 20.0
+
+
+def make_settings(directory: Path, **changes: Any) -> CoordinatorSettings:
+    return CoordinatorSettings(
+        **{
+            "listen": "127.0.0.1:0",
+            "database": directory / "perseus.db",
+            "baseline_iterations": 2,
+            "profile_iterations": 2,
+            "shutdown_grace_s": 0.5,
+            **changes,
+        }
+    )
+
+
+def spec_message(
+    job_id: str = "job", pipelines: int = 2, stages: int = 2, microbatches: int = 3
+) -> job_pb2.JobSpec:
+    return job_pb2.JobSpec(
+        job_id=job_id,
+        parallelism=job_pb2.Parallelism(pipeline_count=pipelines, stage_count=stages, tensor_count=1),
+        schedule=computation_pb2.Schedule(
+            named=computation_pb2.NamedSchedule(
+                name=computation_pb2.SCHEDULE_NAME_ONE_FORWARD_ONE_BACKWARD, microbatch_count=microbatches
+            )
+        ),
+    )
+
+
+class Client:
+    """The stubs on one channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.jobs: JobServiceAsyncStub = JobServiceStub(channel)
+        self.frontiers: FrontierServiceAsyncStub = FrontierServiceStub(channel)
+        self.agents: AgentServiceAsyncStub = AgentServiceStub(channel)
+
+    async def job(self, job_id: str = "job") -> job_pb2.Job:
+        response = await self.jobs.GetJob(job_service_pb2.GetJobRequest(job_id=job_id), timeout=TIMEOUT_S)
+        job: job_pb2.Job = response.job
+        return job
+
+    async def register(self, **counts: Any) -> job_pb2.Job:
+        request = job_service_pb2.RegisterJobRequest(spec=spec_message(**counts))
+        job: job_pb2.Job = (await self.jobs.RegisterJob(request, timeout=TIMEOUT_S)).job
+        return job
+
+
+@asynccontextmanager
+async def connected(settings: CoordinatorSettings) -> AsyncIterator[Client]:
+    """Run a coordinator, and connect to it."""
+    async with running(settings) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        yield Client(channel)
+
+
+async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, str, dict[str, str]]:
+    """Return code, reason and metadata of the error that a call ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    status = await rpc_status.aio.from_call(caught.value)
+    assert status is not None, caught.value
+    info = ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert info.domain == "perseus"
+    return caught.value.code(), info.reason, dict(info.metadata)
+
+
+class FakeAgent:
+    """An agent that serves some ranks of one job, iteration by iteration, as fast as it is acknowledged."""
+
+    def __init__(
+        self, client: Client, instance_id: str, places: list[Coordinates], job_id: str = "job"
+    ) -> None:
+        schedule: Schedule = one_forward_one_backward(2, 3)
+        self.instance_id = instance_id
+        self.job_id = job_id
+        self.ranks = {
+            place: service_fakes.FakeRank(place, instance_id, schedule.orders[place.stage])
+            for place in places
+        }
+        self.received: list[ConnectResponse] = []
+        self.offers: list[agent_service_pb2.PlanOffer] = []
+        self.refused: list[agent_service_pb2.RankRefused] = []
+        self.accepted: list[agent_service_pb2.RankAccepted] = []
+        self.welcome = agent_service_pb2.Welcome()
+        self.epoch = ""
+        self.sequence = 0
+        self.acknowledged = 0
+        self.use(client)
+
+    def use(self, client: Client) -> None:
+        """Open a new stream."""
+        self.call = client.agents.Connect()
+        self.reader = asyncio.create_task(self._read())
+        self.news = asyncio.Condition()
+
+    async def _read(self) -> None:
+        while (message := await self.call.read()) is not grpc.aio.EOF:
+            assert isinstance(message, ConnectResponse)
+            self.received.append(message)
+            match message.WhichOneof("message"):
+                case "welcome":
+                    self.welcome = message.welcome
+                    self.acknowledged = message.welcome.acknowledged_sequence
+                case "rank_accepted":
+                    self.accepted.append(message.rank_accepted)
+                case "rank_refused":
+                    self.refused.append(message.rank_refused)
+                case "telemetry_ack":
+                    self.acknowledged = message.telemetry_ack.sequence
+                case "plan_offer":
+                    await self._answer(message.plan_offer)
+            async with self.news:
+                self.news.notify_all()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S), self.news:
+            await self.news.wait_for(lambda: condition() or self.reader.done())
+        if not condition():
+            self.reader.result()
+            raise AssertionError("the stream ended")
+
+    async def say(self, **message: Any) -> None:
+        await self.call.write(ConnectRequest(**message))
+
+    async def hello(self) -> None:
+        self.received.clear()
+        hello = agent_service_pb2.Hello(instance_id=self.instance_id, agent_version="0", hostname="host")
+        await self.say(hello=hello)
+        await self.until(lambda: any(message.HasField("welcome") for message in self.received))
+        self.epoch = self.welcome.epoch
+
+    async def join(self) -> None:
+        """Say hello and announce all ranks."""
+        await self.hello()
+        self.accepted.clear()
+        for rank in self.ranks.values():
+            await self.say(rank_joined=self.joined(rank))
+        await self.until(lambda: len(self.accepted) + len(self.refused) == len(self.ranks))
+
+    def joined(self, rank: service_fakes.FakeRank) -> agent_service_pb2.RankJoined:
+        gpu = service_fakes.make_gpu(rank.place)
+        return agent_service_pb2.RankJoined(
+            job_id=self.job_id,
+            rank=self.place(rank.place),
+            gpu=agent_service_pb2.Gpu(
+                uuid=gpu.uuid, model=gpu.model, supported_clocks_mhz=gpu.supported_clocks_mhz
+            ),
+            iteration=rank.iteration,
+            in_force_epoch=self.epoch if rank.in_force.version else "",
+            in_force_version=rank.in_force.version,
+        )
+
+    @staticmethod
+    def place(place: Coordinates) -> job_pb2.RankCoordinates:
+        return job_pb2.RankCoordinates(pipeline=place.pipeline, stage=place.stage, tensor=place.tensor)
+
+    async def _answer(self, offer: agent_service_pb2.PlanOffer) -> None:
+        assert offer.epoch == self.epoch
+        self.offers.append(offer)
+        place = Coordinates(offer.rank.pipeline, offer.rank.stage, offer.rank.tensor)
+        rank = self.ranks[place]
+        kind = offer.WhichOneof("clocks")
+        clocks: Any = HoldClock(offer.hold.clock_mhz) if kind == "hold" else offer.stage_plan
+        answer = rank.answer(
+            Offer(offer.version, offer.start_iteration, STOCK if kind == "stock" else clocks)
+        )
+        await self.say(
+            plan_answer=agent_service_pb2.PlanAnswer(
+                job_id=self.job_id,
+                rank=offer.rank,
+                epoch=offer.epoch,
+                version=offer.version,
+                accepted=answer.refusal is None,
+                refusal_reason=agent_service_pb2.PLAN_REFUSAL_REASON_PAST_START
+                if answer.refusal
+                else agent_service_pb2.PLAN_REFUSAL_REASON_UNSPECIFIED,
+                iteration=rank.iteration,
+            )
+        )
+
+    async def iterate(self, count: int = 1) -> None:
+        """Let all ranks go through iterations in step; each waits until its telemetry is acknowledged."""
+        for _ in range(count):
+            for rank in self.ranks.values():
+                in_force = rank.begin()
+                if in_force is not None:
+                    message = agent_service_pb2.PlanInForce(
+                        job_id=self.job_id,
+                        rank=self.place(rank.place),
+                        epoch=self.epoch,
+                        version=in_force.version,
+                        iteration=in_force.iteration,
+                    )
+                    await self.say(plan_in_force=message)
+            for rank in self.ranks.values():
+                await self.say(telemetry=self.telemetry(rank))
+            await self.until(lambda: self.acknowledged >= self.sequence)
+
+    def telemetry(self, rank: service_fakes.FakeRank) -> agent_service_pb2.TelemetryBatch:
+        self.sequence += 1
+        batch = rank.end(ITERATION_TIME_S).batch
+        rows, computations, energy = batch.iterations, batch.computations, batch.energy
+        message = agent_service_pb2.TelemetryBatch(
+            sequence=self.sequence,
+            job_id=self.job_id,
+            rank=self.place(rank.place),
+            iterations=agent_service_pb2.IterationColumns(
+                iteration=rows.iteration.tolist(),
+                plan_version=rows.plan_version.tolist(),
+                duration_s=rows.duration_s.tolist(),
+                energy_j=rows.energy_j.tolist(),
+                is_regular=rows.is_regular.tolist(),
+            ),
+            computations=agent_service_pb2.ComputationColumns(
+                iteration=computations.iteration.tolist(),
+                kind=[1 + kind for kind in computations.kind.tolist()],
+                microbatch=computations.microbatch.tolist(),
+                chunk=computations.chunk.tolist(),
+                begin_s=computations.begin_s.tolist(),
+                duration_s=computations.duration_s.tolist(),
+                clock_mhz=computations.clock_mhz.tolist(),
+            ),
+        )
+        if energy is not None:
+            message.energy.plan_version = energy.plan_version
+            message.energy.iteration_count = energy.iteration_count
+            message.energy.blocking_power_w = energy.blocking_power_w
+            message.energy.blocking_power_se_w = energy.blocking_power_se_w
+            for sample in energy.samples:
+                message.energy.samples.add(
+                    kind=1 + KINDS.index(sample.kind),
+                    chunk=sample.chunk,
+                    clock_mhz=sample.clock_mhz,
+                    computation_count=sample.computation_count,
+                    time_s=sample.time_s,
+                    time_se_s=sample.time_se_s,
+                    energy_j=sample.energy_j,
+                    energy_se_j=sample.energy_se_j,
+                )
+        return message
+
+    async def iterate_until(self, client: Client, state: int) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while (found := (await client.job(self.job_id)).state) != state:
+                await self.iterate()
+                if found == job_pb2.JOB_STATE_SOLVING:
+                    await asyncio.sleep(0.02)  # Leave the solver's process some of the machine.
+
+    async def end(self) -> None:
+        """Break the stream, without a goodbye."""
+        self.call.cancel()
+        await asyncio.gather(self.reader, return_exceptions=True)
+
+
+ALL_PLACES = [Coordinates(pipeline, stage, 0) for pipeline in range(2) for stage in range(2)]

@@ -1,0 +1,330 @@
+"""A small emulated cluster for the coordinator's tests: physics, and ranks that follow offers."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from perseus.service.commands import (
+    Announce,
+    Command,
+    EndStream,
+    ForgetIterations,
+    IterationRows,
+    JobRecord,
+    OfferRecord,
+    SendOffer,
+    Solve,
+    Store,
+)
+from perseus.service.inputs import (
+    Input,
+    OfferAnswered,
+    PlanInForce,
+    RankJoined,
+    Solved,
+    TelemetryArrived,
+)
+from perseus.service.iterations import Period
+from perseus.service.job_machine import JobMachine, Rules, StoredJob
+from perseus.service.model import STOCK, Gpu, HoldClock, Offer, PlannedClocks, Rank, RefusalReason
+from perseus.service.profiling import ClockProfile
+from perseus.service.specification import (
+    Coordinates,
+    JobSpec,
+    NamedSchedule,
+    OperatingPolicy,
+    Parallelism,
+    ScheduleName,
+)
+from perseus.service.telemetry import (
+    KINDS,
+    ComputationColumns,
+    EnergyEstimate,
+    EnergySample,
+    IterationColumns,
+    TelemetryBatch,
+)
+from perseus.solver import Computation, Kind, Schedule, solve
+
+EPOCH = "epoch-of-the-tests"
+CLOCKS_MHZ = (1400, 1300, 1200, 1100, 1000, 900)
+BLOCKING_POWER_W = 60.0
+
+
+def make_spec(
+    job_id: str = "job",
+    pipelines: int = 2,
+    stages: int = 2,
+    tensors: int = 1,
+    microbatches: int = 3,
+    policy: OperatingPolicy | None = None,
+) -> JobSpec:
+    return JobSpec(
+        job_id,
+        Parallelism(pipelines, stages, tensors),
+        NamedSchedule(ScheduleName.ONE_FORWARD_ONE_BACKWARD, microbatches),
+        policy or OperatingPolicy(),
+    )
+
+
+def make_gpu(rank: Coordinates, clocks_mhz: Sequence[int] = CLOCKS_MHZ) -> Gpu:
+    return Gpu(f"GPU-{rank.pipeline}-{rank.stage}-{rank.tensor}", "Emulated", tuple(clocks_mhz))
+
+
+def time_s(stage: int, kind: Kind, clock_mhz: int) -> float:
+    """Part of the time scales with the clock, part does not; later stages are lighter."""
+    base_s = (0.05 if kind is Kind.FORWARD else 0.1) / (1 + 0.3 * stage)
+    return base_s * (0.3 + 0.7 * CLOCKS_MHZ[0] / clock_mhz)
+
+
+def energy_j(stage: int, kind: Kind, clock_mhz: int) -> float:
+    """Static power and one that grows steeply with the clock: least effective energy in the middle."""
+    return time_s(stage, kind, clock_mhz) * (110.0 + 150.0 * (clock_mhz / CLOCKS_MHZ[0]) ** 3)
+
+
+def estimate(
+    order: Iterable[Computation], version: int, iteration_count: int, clock_mhz: int
+) -> EnergyEstimate:
+    keys = sorted({(c.stage, c.kind, c.chunk) for c in order})
+    return EnergyEstimate(
+        plan_version=version,
+        iteration_count=iteration_count,
+        samples=tuple(
+            EnergySample(
+                kind,
+                chunk,
+                clock_mhz,
+                iteration_count,
+                time_s(stage, kind, clock_mhz),
+                1e-4,
+                energy_j(stage, kind, clock_mhz),
+                1e-2,
+            )
+            for stage, kind, chunk in keys
+        ),
+        blocking_power_w=BLOCKING_POWER_W,
+        blocking_power_se_w=0.5,
+    )
+
+
+def batch(
+    sequence: int,
+    iterations: Sequence[int],
+    version: int,
+    duration_s: float,
+    *,
+    energy: EnergyEstimate | None = None,
+    order: Sequence[Computation] = (),
+    clock_mhz: int = 0,
+    is_regular: bool = True,
+) -> TelemetryBatch:
+    count, computations = len(iterations), len(order) * len(iterations)
+    return TelemetryBatch(
+        sequence=sequence,
+        iterations=IterationColumns(
+            np.array(iterations, np.int64),
+            np.full(count, version, np.int64),
+            np.full(count, duration_s),
+            np.full(count, 100.0 * duration_s),
+            np.full(count, is_regular),
+        ),
+        computations=ComputationColumns(
+            np.repeat(np.array(iterations, np.int64), len(order)),
+            np.array([KINDS.index(c.kind) for c in order] * count, np.int64),
+            np.array([c.microbatch for c in order] * count, np.int64),
+            np.array([c.chunk for c in order] * count, np.int64),
+            np.linspace(0.0, duration_s, computations),
+            np.full(computations, 0.01),
+            np.full(computations, clock_mhz, np.int64),
+        ),
+        energy=energy,
+        dropped_batch_count=0,
+    )
+
+
+@dataclass
+class FakeRank:
+    """One rank and its agent: follows offers, and tells what it does."""
+
+    place: Coordinates
+    instance_id: str
+    order: Sequence[Computation]
+    iteration: int = -1
+    in_force: Offer = field(default_factory=lambda: Offer(0, 0, STOCK))
+    in_force_since: int = 0
+    pending: Offer | None = None
+    sequence: int = 0
+
+    def joined(self, in_force_epoch: str | None = None) -> RankJoined:
+        epoch = EPOCH if self.in_force.version else ""
+        return RankJoined(
+            self.place,
+            self.instance_id,
+            "host",
+            make_gpu(self.place),
+            self.iteration,
+            epoch if in_force_epoch is None else in_force_epoch,
+            self.in_force.version,
+        )
+
+    def answer(self, offer: Offer) -> OfferAnswered:
+        """Accept an offer unless its start has begun."""
+        refusal = None
+        if offer.start_iteration <= self.iteration and offer.version != self.in_force.version:
+            refusal = RefusalReason.PAST_START
+        else:
+            self.pending = offer
+        return OfferAnswered(self.place, self.instance_id, EPOCH, offer.version, refusal, "", self.iteration)
+
+    def begin(self) -> PlanInForce | None:
+        """Begin the next iteration, with the offer that starts here."""
+        self.iteration += 1
+        if self.pending is not None and self.pending.start_iteration <= self.iteration:
+            changes = self.pending.version != self.in_force.version
+            self.in_force, self.pending = self.pending, None
+            if changes:
+                self.in_force_since = self.iteration
+                return PlanInForce(self.place, self.instance_id, EPOCH, self.in_force.version, self.iteration)
+        return None
+
+    def end(self, duration_s: float) -> TelemetryArrived:
+        """End the iteration and report it."""
+        self.sequence += 1
+        clocks = self.in_force.clocks
+        energy = None
+        if isinstance(clocks, HoldClock):
+            count = self.iteration - self.in_force_since + 1
+            energy = estimate(self.order, self.in_force.version, count, clocks.clock_mhz)
+        telemetry = batch(
+            self.sequence,
+            [self.iteration],
+            self.in_force.version,
+            duration_s,
+            energy=energy,
+            order=self.order,
+        )
+        return TelemetryArrived(self.place, self.instance_id, telemetry)
+
+
+class Cluster:
+    """All ranks of a job, and the machine that they talk to, on a clock of their own.
+
+    Every input is followed by `validate`, and what the machine wants stored is kept, as a store would.
+    """
+
+    def __init__(self, spec: JobSpec, rules: Rules | None = None) -> None:
+        self.spec = spec
+        self.rules = rules or Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=2)
+        self.machine = JobMachine(spec, self.rules, EPOCH, create_time_s=0.0)
+        self.schedule: Schedule = self.machine.schedule
+        self.now_s = 0.0
+        self.history: list[Command] = []
+        self.offered_versions: list[int] = []
+        self.ended_instances: list[str] = []
+        self.history.extend(self.machine.register())
+        self.ranks = {
+            place: FakeRank(place, f"agent-{place.pipeline}", self.schedule.orders[place.stage])
+            for place in spec.parallelism.all_coordinates()
+        }
+
+    def tell(self, event: Input) -> list[Command]:
+        """Give the machine one input, and return what it wants, records aside."""
+        commands = self.machine.handle(event, self.now_s)
+        self.machine.validate()
+        self.history.extend(commands)
+        return [command for command in commands if not isinstance(command, Store)]
+
+    def carry_out(self, commands: Iterable[Command]) -> None:
+        """Deliver offers and solve problems, in order, and tell the machine what comes of it."""
+        waiting = deque(commands)
+        while waiting:
+            command = waiting.popleft()
+            if isinstance(command, SendOffer):
+                self.offered_versions.append(command.offer.version)
+                answer = self.ranks[command.rank].answer(command.offer)
+                waiting.extend(self.tell(answer))
+            elif isinstance(command, Solve):
+                if any(isinstance(other, SendOffer) for other in waiting):
+                    waiting.append(command)  # It takes longer than an offer's way.
+                else:
+                    waiting.extend(self.tell(Solved(solve(command.problem, point_count=8))))
+            elif isinstance(command, EndStream):
+                self.ended_instances.append(command.instance_id)
+
+    def send(self, event: Input) -> None:
+        self.carry_out(self.tell(event))
+
+    def join_all(self) -> None:
+        for rank in self.ranks.values():
+            self.send(rank.joined())
+
+    def iterate(self, count: int = 1, duration_s: float = 0.8) -> None:
+        """Let all ranks go through iterations in step."""
+        for _ in range(count):
+            for rank in self.ranks.values():
+                in_force = rank.begin()
+                if in_force is not None:
+                    self.send(in_force)
+            self.now_s += duration_s
+            for rank in self.ranks.values():
+                self.send(rank.end(duration_s))
+
+    def iterate_until(self, state: object, limit: int = 100) -> None:
+        for _ in range(limit):
+            if self.machine.state is state:
+                return
+            self.iterate()
+        raise AssertionError(f"{self.machine.state} after {limit} iterations, expected {state}")
+
+    def planned_times_s(self) -> list[float]:
+        """Iteration time of the plan in force on each pipeline; it must be the same on all its ranks."""
+        times_s = []
+        for pipeline in range(self.spec.parallelism.pipeline_count):
+            clocks = {rank.in_force.clocks for rank in self.ranks.values() if rank.place.pipeline == pipeline}
+            (one,) = clocks
+            assert isinstance(one, PlannedClocks)
+            times_s.append(one.plan.iteration_time_s)
+        return times_s
+
+    def stored(self) -> StoredJob:
+        """What a store would give back now."""
+        record: JobRecord | None = None
+        ranks: dict[Coordinates, Rank] = {}
+        offers: dict[int, OfferRecord] = {}
+        profiles: dict[int, ClockProfile] = {}
+        periods: dict[int, Period] = {}
+        rows: list[IterationRows] = []
+        sequence = 0
+        for command in self.history:
+            if isinstance(command, Announce):
+                sequence = command.happening.sequence
+            if not isinstance(command, Store):
+                continue
+            match command.record:
+                case JobRecord() as found:
+                    record = found
+                case Rank() as found_rank:
+                    ranks[found_rank.coordinates] = found_rank
+                case OfferRecord() as offer:
+                    offers[offer.pipeline] = offer
+                case ClockProfile() as profile:
+                    profiles[profile.clock_mhz] = profile
+                case Period() as period:
+                    periods[period.number] = period
+                case IterationRows() as some:
+                    rows = [old for old in [*rows, some] if old.rows.iteration[0] > some.closed_through]
+                case ForgetIterations():
+                    rows = []
+        return StoredJob(
+            self.spec, 0.0, record, tuple(ranks.values()), tuple(offers.values()), tuple(profiles.values()),
+            tuple(periods.values()), tuple(rows), sequence,
+        )  # fmt: skip
+
+    def restart(self) -> None:
+        """Kill the coordinator and start it again from what was stored."""
+        self.machine, commands = JobMachine.restore(self.stored(), self.rules, EPOCH, self.now_s)
+        self.machine.validate()
+        self.history.extend(commands)
+        self.carry_out(commands)

@@ -80,6 +80,7 @@ class Probe:
         self._iteration = -1
         self._ordinal = -1
         self._dropped_mark_count = 0
+        self._has_mistaken_mark = False
 
     @classmethod
     def connect(
@@ -249,7 +250,11 @@ class Probe:
             )
         except BlockingIOError:
             self._dropped_mark_count += 1
-        except (OSError, struct.error, TypeError) as error:
+        except struct.error as error:
+            if not self._has_mistaken_mark:
+                _log.error("%s: marks that can not be are left out: %s", self._rank, error)
+            self._has_mistaken_mark = True
+        except OSError as error:
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:

@@ -508,8 +508,6 @@ class Session:
         for plan in (self._in_force, self._pending):
             assert plan is None or (self._order is not None and len(plan.clocks_mhz) == len(self._order))
         assert self._in_force is None or self._in_force.start_iteration <= self._begun_iteration
-        version = self._in_force.plan.version if self._in_force else NO_PLAN.version
-        assert self._sampler.plan_version == version
         if self._iteration is not None:
             assert self._iteration.number == self._begun_iteration
             assert len(self._iteration.runs) <= len(self._positions)
@@ -517,7 +515,10 @@ class Session:
         assert len(self._changes) <= _CHANGES_KEPT
         ends_s = [iteration.end_s for iteration in self._finished]
         assert ends_s == sorted(ends_s)
-        if self.has_ended:
+        if not self.has_ended:
+            in_force = self._in_force.plan if self._in_force else NO_PLAN
+            assert self._sampler.plan_version == in_force.version
+        else:
             assert self._wanted_mhz is None
             assert not self._finished
             assert self._in_force is None

@@ -1,0 +1,127 @@
+"""A coordinator in the test's own process: records what agents say, answers what every coordinator must."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from perseus.v1 import agent_service_pb2 as wire
+from perseus.v1 import agent_service_pb2_grpc, computation_pb2, job_service_pb2, job_service_pb2_grpc
+
+
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
+    """Poll: what is waited for happens on other threads, or behind a socket."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
+        await asyncio.sleep(0.01)
+
+
+@dataclass
+class Book:
+    """What outlives a coordinator's restart: its jobs and telemetry; and what agents said to it."""
+
+    jobs: dict[str, job_service_pb2.RegisterJobRequest] = field(default_factory=dict)
+    heard: list[wire.ConnectRequest] = field(default_factory=list)
+    acknowledged_sequence: int = 0
+    refusal: str = ""
+    lease_s: float = 3.0
+
+    def all(self, name: str) -> list[wire.ConnectRequest]:
+        return [request for request in self.heard if request.WhichOneof("message") == name]
+
+
+class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_pb2_grpc.JobServiceServicer):
+    """Serves on loopback until `stop`; `say` speaks to the agent that is connected."""
+
+    def __init__(self, book: Book, order: list[computation_pb2.Computation]) -> None:
+        self.book = book
+        self.port = 0
+        self._order = order
+        self._outbox: asyncio.Queue[wire.ConnectResponse] = asyncio.Queue()
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        agent_service_pb2_grpc.add_AgentServiceServicer_to_server(self, self._server)
+        job_service_pb2_grpc.add_JobServiceServicer_to_server(self, self._server)
+
+    async def start(self, port: int) -> None:
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    def say(self, response: wire.ConnectResponse) -> None:
+        self._outbox.put_nowait(response)
+
+    async def until(self, condition: Callable[[Book], bool], what: str, timeout_s: float = 10) -> None:
+        try:
+            await until(lambda: condition(self.book), what, timeout_s)
+        except AssertionError as error:
+            heard = [request.WhichOneof("message") for request in self.book.heard]
+            raise AssertionError(f"{error}; heard {heard}") from None
+
+    async def RegisterJob(  # noqa: N802 - gRPC's name
+        self,
+        request: job_service_pb2.RegisterJobRequest,
+        context: grpc.aio.ServicerContext[
+            job_service_pb2.RegisterJobRequest, job_service_pb2.RegisterJobResponse
+        ],
+    ) -> job_service_pb2.RegisterJobResponse:
+        if self.book.refusal:
+            detail = any_pb2.Any()
+            detail.Pack(error_details_pb2.ErrorInfo(reason="JOB_EXISTS", domain="perseus"))
+            status = status_pb2.Status(code=6, message=self.book.refusal, details=[detail])
+            await context.abort_with_status(rpc_status.to_status(status))
+        self.book.jobs[request.spec.job_id] = request
+        return job_service_pb2.RegisterJobResponse()
+
+    async def Connect(  # noqa: N802 - gRPC's name
+        self,
+        request_iterator: AsyncIterator[wire.ConnectRequest],
+        context: grpc.aio.ServicerContext[wire.ConnectRequest, wire.ConnectResponse],
+    ) -> AsyncIterator[wire.ConnectResponse]:
+        listening = asyncio.create_task(self._listen(request_iterator))
+        try:
+            while not (listening.done() and self._outbox.empty()):
+                getting = asyncio.create_task(self._outbox.get())
+                await asyncio.wait([getting, listening], return_when=asyncio.FIRST_COMPLETED)
+                if getting.done():
+                    yield getting.result()
+                else:
+                    getting.cancel()
+        finally:
+            listening.cancel()
+
+    async def _listen(self, requests: AsyncIterator[wire.ConnectRequest]) -> None:
+        async for request in requests:
+            self.book.heard.append(request)
+            match request.WhichOneof("message"):
+                case "hello":
+                    welcome = wire.Welcome(
+                        epoch="e",
+                        lease_s=self.book.lease_s,
+                        acknowledged_sequence=self.book.acknowledged_sequence,
+                    )
+                    self.say(wire.ConnectResponse(welcome=welcome))
+                case "rank_joined":
+                    self._answer(request.rank_joined)
+                case "telemetry":
+                    self.book.acknowledged_sequence = request.telemetry.sequence
+                    ack = wire.TelemetryAck(sequence=request.telemetry.sequence)
+                    self.say(wire.ConnectResponse(telemetry_ack=ack))
+                case "heartbeat":
+                    self.say(wire.ConnectResponse(heartbeat=wire.Heartbeat()))
+
+    def _answer(self, joined: wire.RankJoined) -> None:
+        if joined.job_id in self.book.jobs:
+            order = computation_pb2.StageOrder(computations=self._order)
+            accepted = wire.RankAccepted(job_id=joined.job_id, rank=joined.rank, order=order)
+            self.say(wire.ConnectResponse(rank_accepted=accepted))
+        else:
+            refused = wire.RankRefused(job_id=joined.job_id, rank=joined.rank, reason="JOB_NOT_FOUND")
+            self.say(wire.ConnectResponse(rank_refused=refused))

@@ -71,7 +71,8 @@ class AgentPort:
     def drain(self) -> None:
         """See coordinator.AgentPort."""
         message = agent_service_pb2.Drain(reason="the coordinator is about to stop")
-        self._outbox.replace("drain", ConnectResponse(drain=message))
+        self._outbox.answer(ConnectResponse(drain=message))
+        self._outbox.close()
 
     def end(self, error: CoordinatorError) -> None:
         """See coordinator.AgentPort."""
@@ -118,9 +119,11 @@ class _Stream:
         self._is_goodbye = False
 
     async def write(self) -> None:
-        """Send what the outbox holds, as it comes."""
-        while True:
-            for message in await self._outbox.take():
+        """Send what the outbox holds, as it comes, until it is closed."""
+        is_last = False
+        while not is_last:
+            messages, is_last = await self._outbox.take()
+            for message in messages:
                 await self._context.write(message)
 
     async def read(self, requests: AsyncIterator[ConnectRequest]) -> None:

@@ -4,6 +4,7 @@ A record is stored before anything that follows from it leaves the coordinator: 
 version or an acknowledgement that the database does not know.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from perseus.service.iterations import Period
@@ -94,6 +95,25 @@ class ForgetIterations:
 
 
 Record = JobRecord | Rank | OfferRecord | ClockProfile | Period | IterationRows | ForgetIterations
+
+
+def record_key(record: Record) -> Hashable:
+    """Return what a record is about: a later one of the same key replaces it. Rows add up instead."""
+    match record:
+        case JobRecord():
+            return (JobRecord,)
+        case ForgetIterations():
+            return (ForgetIterations,)
+        case Rank():
+            return record.coordinates
+        case OfferRecord():
+            return OfferRecord, record.pipeline
+        case ClockProfile():
+            return ClockProfile, record.clock_mhz
+        case Period():
+            return Period, record.number
+        case IterationRows():
+            return id(record)
 
 
 @dataclass(frozen=True, slots=True)

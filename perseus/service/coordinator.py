@@ -9,7 +9,7 @@ them.
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from perseus.service.commands import (
     SendOffer,
     Solve,
     Store,
+    record_key,
 )
 from perseus.service.errors import (
     CoordinatorError,
@@ -470,20 +471,12 @@ def _is_end(event: JobEvent) -> bool:
 
 
 def _latest(entries: Sequence[Entry]) -> list[Entry]:
-    """Drop records that a later one of the same key replaces, so that a burst is written once."""
-    last: dict[object, Entry] = {}
+    """Drop records that a later one replaces, so that a burst is written once."""
+    last: dict[Hashable, Entry] = {}
     for entry in entries:
-        key: object = id(entry)
+        key: Hashable = id(entry)
         if isinstance(entry, JobEntry):
-            match entry.record:
-                case JobRecord():
-                    key = (entry.job_id, JobRecord)
-                case Rank():
-                    key = (entry.job_id, entry.record.coordinates)
-                case Period():
-                    key = (entry.job_id, Period, entry.record.number)
-                case _:
-                    pass
+            key = (entry.job_id, record_key(entry.record))
         elif isinstance(entry, TelemetrySequence):
             key = entry.instance_id
         last.pop(key, None)

@@ -150,6 +150,11 @@ class Straggler:
     iteration_time_s: float | None = None
     slowdown_factor: float | None = None
 
+    def __str__(self) -> str:
+        if self.slowdown_factor is not None:
+            return f"{self.slowdown_factor:g} × T_min"
+        return f"{self.iteration_time_s:g} s"
+
 
 @dataclass(frozen=True, slots=True)
 class Happening:

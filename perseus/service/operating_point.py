@@ -1,10 +1,27 @@
 """Where on the frontier each pipeline runs, and what a straggler's report means there."""
 
+import math
 from collections.abc import Mapping
 
+from perseus.service.errors import InvalidFieldError
 from perseus.service.model import Straggler
 from perseus.service.specification import OperatingPolicy
 from perseus.solver import Frontier
+
+
+def check_straggler(straggler: Straggler) -> None:
+    """Refuse a report that says nothing, or nothing possible.
+
+    Raises:
+        InvalidFieldError: names the figure.
+    """
+    time_s, factor = straggler.iteration_time_s, straggler.slowdown_factor
+    if (time_s is None) == (factor is None):
+        raise InvalidFieldError(field="slowness", expected="a time or a factor", found="neither")
+    if factor is not None and not (math.isfinite(factor) and factor >= 1):
+        raise InvalidFieldError(field="slowdown_factor", expected="a number of 1 or more", found=factor)
+    if time_s is not None and not (math.isfinite(time_s) and time_s > 0):
+        raise InvalidFieldError(field="iteration_time_s", expected="a positive number", found=time_s)
 
 
 def straggler_time_s(straggler: Straggler, frontier: Frontier, baseline_time_s: float) -> float:

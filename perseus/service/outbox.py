@@ -22,6 +22,7 @@ class Outbox:
         self._answers: deque[agent_service_pb2.ConnectResponse] = deque()
         self._latest: dict[Hashable, agent_service_pb2.ConnectResponse] = {}
         self._error: CoordinatorError | None = None
+        self._is_closed = False
         self._wake = asyncio.Event()
 
     def answer(self, message: agent_service_pb2.ConnectResponse) -> None:
@@ -45,8 +46,13 @@ class Outbox:
         self._latest.clear()
         self._wake.set()
 
-    async def take(self) -> list[agent_service_pb2.ConnectResponse]:
-        """Wait for messages and return all.
+    def close(self) -> None:
+        """End the stream after what waits now has been sent."""
+        self._is_closed = True
+        self._wake.set()
+
+    async def take(self) -> tuple[list[agent_service_pb2.ConnectResponse], bool]:
+        """Wait for messages; return all, and whether they are the last.
 
         Raises:
             CoordinatorError: the stream is to end.
@@ -58,4 +64,4 @@ class Outbox:
         messages = [*self._answers, *self._latest.values()]
         self._answers.clear()
         self._latest.clear()
-        return messages
+        return messages, self._is_closed

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import structlog
@@ -69,7 +70,7 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
         async with running(settings) as (address, background):
             if on_listening is not None:
                 on_listening(address)
-            stopped = asyncio.ensure_future(stop.wait())
+            stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
             await asyncio.wait({stopped, background}, return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             log.info("stopping", grace_s=settings.shutdown_grace_s)
@@ -81,7 +82,7 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
 @contextlib.asynccontextmanager
 async def running(
     settings: CoordinatorSettings,
-) -> AsyncIterator[tuple[str, asyncio.Future[tuple[None, None]]]]:
+) -> AsyncIterator[tuple[str, asyncio.Future[Any]]]:
     """Run a coordinator for the length of the block.
 
     The block gets the bound address, and a future that is done early only if the coordinator can't go on (its

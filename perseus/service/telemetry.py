@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus.service.errors import InvalidFieldError
-from perseus.solver import Kind
+from perseus.solver import Computation, Kind
 
 IntColumn = NDArray[np.int64]
 FloatColumn = NDArray[np.float64]
@@ -182,6 +182,21 @@ class TelemetryBatch:
         for sample in self.energy.samples if self.energy else ():
             is_known = sample.clock_mhz == 0 or sample.clock_mhz in supported_clocks_mhz
             _check_number("energy.samples.clock_mhz", sample.clock_mhz, is_known, "a clock of the rank's GPU")
+
+    def check_order(self, order: Sequence[Computation]) -> None:
+        """Refuse energy of kinds and chunks that the rank's order does not have.
+
+        Raises:
+            InvalidFieldError: quotes the sample.
+        """
+        known = {(computation.kind, computation.chunk) for computation in order} if self.energy else set()
+        for sample in self.energy.samples if self.energy else ():
+            if (sample.kind, sample.chunk) not in known:
+                raise InvalidFieldError(
+                    field="energy.samples",
+                    expected="kinds and chunks of the rank's order",
+                    found=f"{sample.kind.value} of chunk {sample.chunk}",
+                )
 
 
 def _is_amount(column: FloatColumn) -> BoolColumn:

@@ -72,4 +72,4 @@ async def test_a_job_is_profiled_planned_replanned_and_finished(tmp_path: Path) 
         assert states[0] == job_pb2.JOB_STATE_BASELINE
         assert states[-1] == job_pb2.JOB_STATE_PLANNED
         planned = [period for period in periods if period.state == job_pb2.JOB_STATE_PLANNED]
-        assert [period.has_straggler for period in planned] == [False, True, False]
+        assert [period.has_straggler for period in planned] == [False, True, True, False, False]

@@ -2,36 +2,40 @@
 
 A computation is as short as the counter's step, so interpolating the counter at a computation's edges smears
 its energy over its neighbours: waiting appears to draw far too much, computing too little. Instead the
-counter's increments are regressed on the time that each of its windows (from one change to the next) spent
+counter's increments are regressed on the time that each of its windows (from one move to the next) spent
 on each kind of computation and on waiting: the coefficients are powers.
 
 What makes the answer sharp and its standard errors honest is the noise model, generalised least squares on
 
     increment_i = Σ_key power_key · time_i,key + blocking power · waiting_i + noise_i
 
-- A change is known only to lie between two polls. Times spent are therefore averages over that interval,
-  which leaves an error of mean zero that is independent of them (Berkson's case: no bias). Its variance
-  follows from the powers that ran in the interval. Neighbouring windows share a change, so their errors are
-  opposite: what one gained the other lost. Knowing this is worth a factor of several in precision.
+- Polls see each move of the counter only to a few milliseconds; the counter's own beat (`perseus.agent.beat`)
+  tells most of them to a fraction of that. Times spent are averages over the doubt that remains, which leaves
+  an error of mean zero. Its variance follows from the powers that ran about the move. Neighbouring windows
+  share a move, so its errors in them are opposite: what one gained the other lost.
 - Power itself varies from one computation to the next. Its share, taken as independent between windows, is
   estimated by restricted maximum likelihood.
+- What the powers would change by if the moves lay elsewhere within their doubt is error, too. This is what
+  gives away windows that differ by little more than that doubt, as they do where the training iteration is a
+  whole number of counter periods.
 """
 
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus.agent.beat import find_beat
 from perseus.agent.gpu import ClockEventReason
+from perseus.agent.least_squares import generalised_least_squares
 
 Array = NDArray[np.float64]
 K = TypeVar("K", bound=Hashable)
 
-_POLL_POINTS = 8  # moments at which a poll interval is looked at, to average over it
+_DOUBT_POINTS = np.linspace(-7, 7, 8) / 8  # where the doubt about a move is looked at: midpoints of eighths
 _COUNTER_RESOLUTION_J = 0.001  # NVML counts millijoules
 _SPARE_WINDOWS = 3  # windows needed beyond one per unknown, to have a scale to judge the residuals by
 _REWEIGHTINGS = 3  # the noise depends on the powers; it settles in two or three rounds
@@ -133,13 +137,9 @@ def estimate_power(
     (ValueError). Windows that touch an unknown interval, or in which the GPU was throttled, are dropped.
     """
     _check_order(spans)
-    changes = [
-        change
-        for change in changes
-        if begin_s <= change.time_s - change.uncertainty_s and change.time_s + change.uncertainty_s <= end_s
-    ]
+    moves = _moves(changes).within(begin_s, end_s)
     keys = list(dict.fromkeys(span.key for span in spans))
-    usable = np.array([_usable(*pair, unknown) for pair in pairwise(changes)], bool)
+    usable = moves.usable_windows(unknown)
     window_count = int(usable.sum())
     dropped_window_count = len(usable) - window_count
     needed = len(keys) + 1 + _SPARE_WINDOWS
@@ -147,12 +147,71 @@ def estimate_power(
         reason = f"expected at least {needed} windows for {len(keys)} keys and waiting, found {window_count}"
         return NotDetermined(reason, window_count, dropped_window_count)
 
-    *powers, blocking = _regress(changes, usable, _time_spent_s(changes, spans, keys, begin_s))
+    *powers, blocking = _regress(moves, usable, spans, keys)
     power_w = {key: power for key, power in zip(keys, powers, strict=True) if power is not None}
     if not power_w and blocking is None:
         reason = f"the {window_count} windows do not tell {len(keys)} keys and waiting apart"
         return NotDetermined(reason, window_count, dropped_window_count)
     return PowerFit(power_w, blocking, window_count, dropped_window_count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """The counter's moves in columns; `own_error_s` and `common_error_s` are half-widths of the doubt."""
+
+    times_s: Array
+    energy_j: Array
+    throttled: NDArray[np.bool_]
+    own_error_s: Array
+    common_error_s: float
+
+    @property
+    def error_s(self) -> Array:
+        return self.own_error_s + self.common_error_s
+
+    def within(self, begin_s: float, end_s: float) -> "_Moves":
+        inside = (begin_s <= self.times_s - self.error_s) & (self.times_s + self.error_s <= end_s)
+        return _Moves(
+            self.times_s[inside],
+            self.energy_j[inside],
+            self.throttled[inside],
+            self.own_error_s[inside],
+            self.common_error_s,
+        )
+
+    def doubts_s(self) -> list[Array]:
+        """Shifts of one standard deviation, shape (moves,): of each move by chance, of all, of their pace."""
+        count = len(self.times_s)
+        chance = np.random.default_rng(0).uniform(-1.0, 1.0, count)
+        return [
+            chance * self.own_error_s,
+            np.full(count, self.common_error_s / 3**0.5),
+            np.linspace(-1.0, 1.0, count) * self.common_error_s / 3**0.5,
+        ]
+
+    def usable_windows(self, unknown: Sequence[tuple[float, float]]) -> NDArray[np.bool_]:
+        earliest_s, latest_s = (self.times_s - self.error_s)[:-1], (self.times_s + self.error_s)[1:]
+        usable = ~self.throttled[1:]
+        for lost_s, found_s in unknown:
+            usable &= (latest_s <= lost_s) | (found_s <= earliest_s)
+        return usable
+
+
+def _moves(changes: Sequence[CounterChange]) -> _Moves:
+    times_s = np.array([change.time_s for change in changes])
+    own_error_s = np.array([change.uncertainty_s for change in changes])
+    common_error_s = 0.0
+    beat = find_beat(times_s, own_error_s)
+    if beat is not None:
+        times_s, own_error_s = beat.times_s, np.full(len(changes), beat.jitter_s)
+        common_error_s = beat.phase_error_s
+    return _Moves(
+        times_s,
+        np.array([change.energy_j for change in changes]),
+        np.array([bool(change.clock_event_reasons & ClockEventReason.THROTTLED) for change in changes], bool),
+        own_error_s,
+        common_error_s,
+    )
 
 
 def _check_order(spans: Sequence[Span[K]]) -> None:
@@ -166,48 +225,34 @@ def _check_order(spans: Sequence[Span[K]]) -> None:
         previous_end_s = span.end_s
 
 
-def _usable(left: CounterChange, right: CounterChange, unknown: Sequence[tuple[float, float]]) -> bool:
-    begin_s, end_s = left.time_s - left.uncertainty_s, right.time_s + right.uncertainty_s
-    throttled = right.clock_event_reasons & ClockEventReason.THROTTLED
-    return not throttled and not any(lost_s < end_s and found_s > begin_s for lost_s, found_s in unknown)
-
-
-def _time_spent_s(
-    changes: Sequence[CounterChange], spans: Sequence[Span[K]], keys: Sequence[K], begin_s: float
-) -> Array:
-    """Seconds since `begin_s` spent on each key and, last, waiting: (changes, poll points, keys + 1)."""
-    offsets = (2 * np.arange(_POLL_POINTS) + 1 - _POLL_POINTS) / _POLL_POINTS
-    times_s = np.array([change.time_s + change.uncertainty_s * offsets for change in changes]) - begin_s
-    spent_s = np.empty((*times_s.shape, len(keys) + 1))
-    for column, key in enumerate(keys):
-        edges_s = np.array([(span.begin_s, span.end_s) for span in spans if span.key == key]) - begin_s
-        done_s = np.concatenate([[0.0], np.cumsum(np.diff(edges_s))])
-        spent_s[..., column] = np.interp(times_s, edges_s.ravel(), np.repeat(done_s, 2)[1:-1])
-    spent_s[..., -1] = times_s - spent_s[..., :-1].sum(axis=-1)
-    return spent_s
-
-
 def _regress(
-    changes: Sequence[CounterChange], usable: NDArray[np.bool_], spent_s: Array
+    moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K]
 ) -> list[Estimate | None]:
-    """The power of each column of `spent_s`, None where it is not determined."""
+    """The power of each key and, last, blocking power; None where it is not determined."""
     rows = np.flatnonzero(usable)
     adjacent = np.diff(rows) == 1
-    window_s = np.diff([change.time_s for change in changes])[rows]
-    increments_j = np.diff([change.energy_j for change in changes])[rows]
-    exposures_s = np.diff(spent_s.mean(axis=1), axis=0)[rows]
+    window_s = np.diff(moves.times_s)[rows]
+    increments_j = np.diff(moves.energy_j)[rows]
     mean_power_w = increments_j.sum() / window_s.sum()
     variation_j2 = np.outer((_POWER_VARIATIONS * mean_power_w) ** 2, 0.1 * window_s)
 
-    powers_w = errors_w = np.full(spent_s.shape[-1], mean_power_w)
-    for _ in range(_REWEIGHTINGS):
-        poll_j2 = (spent_s @ powers_w.clip(0, 10 * mean_power_w)).var(axis=1) + _COUNTER_RESOLUTION_J**2
-        powers_w, errors_w = _generalised_least_squares(
-            exposures_s,
+    def fit(spent_s: Array, own_j2: Array) -> tuple[Array, Array]:
+        return generalised_least_squares(
+            np.diff(spent_s.mean(axis=1), axis=0)[rows],
             increments_j,
-            diagonals=poll_j2[rows] + poll_j2[rows + 1] + variation_j2,
-            off_diagonal=np.where(adjacent, -poll_j2[rows[1:]], 0.0),
+            diagonals=own_j2[rows] + own_j2[rows + 1] + variation_j2,
+            off_diagonal=np.where(adjacent, -own_j2[rows[1:]], 0.0),
         )
+
+    spent_s = _time_spent_s(moves, 0.0, spans, keys)
+    own_share = (moves.own_error_s / moves.error_s)[:, None]
+    powers_w = np.full(len(keys) + 1, mean_power_w)
+    for _ in range(_REWEIGHTINGS):
+        drawn_j = spent_s @ powers_w.clip(0, 10 * mean_power_w)
+        own_j2 = (own_share * drawn_j).var(axis=1) + _COUNTER_RESOLUTION_J**2
+        powers_w, errors_w = fit(spent_s, own_j2)
+    elsewhere_w = [fit(_time_spent_s(moves, shift_s, spans, keys), own_j2)[0] for shift_s in moves.doubts_s()]
+    errors_w = np.sqrt(errors_w**2 + np.sum((np.array(elsewhere_w) - powers_w) ** 2, axis=0))
     return [
         Estimate(float(power_w), float(error_w))
         if power_w > 0 and error_w <= _MAX_ERROR_SHARE * mean_power_w
@@ -216,40 +261,18 @@ def _regress(
     ]
 
 
-def _generalised_least_squares(
-    design: Array, observed: Array, *, diagonals: Array, off_diagonal: Array
-) -> tuple[Array, Array]:
-    """Coefficients and standard errors under the likeliest of several tridiagonal noise covariances.
+def _time_spent_s(
+    moves: _Moves, shift_s: Array | float, spans: Sequence[Span[K]], keys: Sequence[K]
+) -> Array:
+    """Seconds spent so far on each key and, last, waiting, at moments all over the doubt about each move.
 
-    Shapes: design (n, p), observed (n,), diagonals (covariances, n), off_diagonal (n - 1,). The covariance is
-    chosen by restricted likelihood. A coefficient that the design does not determine gets an enormous
-    standard error. Residuals larger than the covariance explains widen all standard errors.
+    The moves are shifted by `shift_s`. Shape (moves, doubt points, keys + 1).
     """
-    norms = np.linalg.norm(design, axis=0)
-    norms[norms == 0] = 1.0
-    whitened, log_determinants = _whiten(np.column_stack([design / norms, observed]), diagonals, off_diagonal)
-    best_likelihood = -np.inf
-    for system, log_determinant in zip(whitened, log_determinants, strict=True):
-        left, singular, right = np.linalg.svd(system[:, :-1], full_matrices=False)
-        singular = singular.clip(1e-9 * singular[0])
-        solution = right.T @ (left.T @ system[:, -1] / singular)
-        misfit = float(np.sum((system[:, -1] - system[:, :-1] @ solution) ** 2))
-        likelihood = -(log_determinant + 2 * np.log(singular).sum() + misfit) / 2
-        if likelihood > best_likelihood:
-            best_likelihood = likelihood
-            excess = max(1.0, misfit / (design.shape[0] - design.shape[1]))
-            coefficients = solution / norms
-            errors = np.sqrt(excess * np.sum((right.T / singular) ** 2, axis=1)) / norms
-    return coefficients, errors
-
-
-def _whiten(rows: Array, diagonals: Array, off_diagonal: Array) -> tuple[Array, Array]:
-    """`rows` multiplied by L⁻¹ for each covariance L Lᵀ, and the covariances' log determinants."""
-    whitened = np.empty((*diagonals.shape, rows.shape[1]))
-    pivots = np.empty_like(diagonals)
-    whitened[:, 0], pivots[:, 0] = rows[0], diagonals[:, 0]
-    for row in range(1, len(rows)):
-        factor = off_diagonal[row - 1] / pivots[:, row - 1]
-        pivots[:, row] = diagonals[:, row] - factor * off_diagonal[row - 1]
-        whitened[:, row] = rows[row] - factor[:, None] * whitened[:, row - 1]
-    return whitened / np.sqrt(pivots)[..., None], np.log(pivots).sum(axis=1)
+    times_s = (moves.times_s + shift_s)[:, None] + np.multiply.outer(moves.error_s, _DOUBT_POINTS)
+    spent_s = np.empty((*times_s.shape, len(keys) + 1))
+    for column, key in enumerate(keys):
+        edges_s = np.array([(span.begin_s, span.end_s) for span in spans if span.key == key])
+        done_s = np.concatenate([[0.0], np.cumsum(np.diff(edges_s))])
+        spent_s[..., column] = np.interp(times_s, edges_s.ravel(), np.repeat(done_s, 2)[1:-1])
+    spent_s[..., -1] = times_s - moves.times_s[0] - spent_s[..., :-1].sum(axis=-1)
+    return spent_s

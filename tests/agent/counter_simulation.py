@@ -25,6 +25,7 @@ def simulate(
     duration_noise: float = 0.01,
     power_noise: float = 0.0,
     counter_period_s: float = 0.1,
+    counter_jitter_s: float = 0.0,
     poll_interval_s: float = 0.005,
 ) -> Simulation:
     """Run a program of (key, seconds), key "wait" for waiting, and poll the counter with a jittery thread."""
@@ -39,13 +40,14 @@ def simulate(
         if key != "wait":
             spans.append(Span(key, begin_s, end_s))
 
-    phase_s = random.uniform(0, counter_period_s)
+    ticks_s = np.arange(random.uniform(0, counter_period_s), edges_s[-1], counter_period_s)
+    ticks_s += random.uniform(-counter_jitter_s, counter_jitter_s, len(ticks_s))
+    shown_j = np.concatenate([[0.0], np.interp(ticks_s, edges_s, cumulative_j)])
     detector, changes, before_s = ChangeDetector(), [], 0.0
     while before_s < edges_s[-1]:
         # A sleep overshoots a little, sometimes a lot; a read takes some microseconds.
         after_s = before_s + 20e-6
-        tick_s = phase_s + np.floor((before_s + 10e-6 - phase_s) / counter_period_s) * counter_period_s
-        energy_j = float(np.interp(tick_s, edges_s, cumulative_j))
+        energy_j = float(shown_j[np.searchsorted(ticks_s, before_s + 10e-6)])
         change = detector.poll(before_s, after_s, energy_j, 0)
         if change is not None:
             changes.append(change)

@@ -39,6 +39,9 @@ _state_values = attrgetter(*(field.name for field in fields(GpuState)))
 # `execute` knows of every change in time, with room for a late wake-up.
 _LOOK_AGAIN_SHARE = 0.75
 
+# A sleep overshoots by 0.1–0.2 ms, so `execute` is awake for the last moments of its work.
+_AWAKE_S = 0.0002
+
 
 class EmulatedGpu:
     """One process's hold on an emulated GPU (implements `Gpu`); safe to use from several threads.
@@ -164,7 +167,7 @@ class EmulatedGpu:
             state.begin(work)
             left_s = state.finish_s(self.model) - state.at_s
         while left_s > 0:
-            self._sleep(min(left_s, self.model.set_latency_s * _LOOK_AGAIN_SHARE))
+            self._sleep(max(0.0, min(left_s - _AWAKE_S, self.model.set_latency_s * _LOOK_AGAIN_SHARE)))
             with self._state() as state:
                 left_s = state.finish_s(self.model) - state.at_s if state.busy else 0.0
 

@@ -8,7 +8,10 @@ SERVICES := $(wildcard protos/perseus/v1/*_service.proto)
 # Where `make protos` writes; a test regenerates elsewhere and compares.
 OUT ?= .
 
-.PHONY: demo test check protos clean
+# Every module of benchmarks/ that ends in main(...) is a benchmark.
+BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l '^    main(' benchmarks/*.py))
+
+.PHONY: demo test check bench protos clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo
@@ -21,6 +24,11 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/buf lint
 	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/pip install --quiet --editable '.[dev,bench]'
+	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || exit; done
+	$(BIN)/python -m benchmarks.report
 
 # --proto_path is the folder above the package, so that the stubs import each other as perseus.v1.
 protos: $(STAMP)

@@ -42,7 +42,7 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
             raise InvalidFieldError(field="iteration_time_s", expected="a finite number", found=time_s)
         # Rounding is plain Python over all computations: too long for the event loop of a large job.
         plan = await asyncio.to_thread(frontier.plan, time_s)
-        return pb.GetPlanResponse(plan=plan_to_proto(plan, frontier.bound_energy_j(time_s)))
+        return pb.GetPlanResponse(plan=plan_to_proto(plan))
 
     @mapped
     async def Solve(self, request: pb.SolveRequest, context: Context) -> pb.SolveResponse:

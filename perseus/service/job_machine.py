@@ -269,6 +269,9 @@ class JobMachine:
     def _(self, event: RankJoined, now_s: float) -> None:
         self._check_running()
         self.spec.check_rank(event.rank)
+        rank = self._ranks[event.rank]
+        if rank.instance_id == event.instance_id and rank.state in LIVE and event.iteration < rank.iteration:
+            self._lose([rank], "its trainer is back at an earlier iteration")
         self._ranks.join(event, self._known_version(event.in_force_epoch, event.in_force_version), now_s)
         self._offers.forget_sent(event.rank)
         self._journal.do(AcceptRank(event.rank, event.instance_id))

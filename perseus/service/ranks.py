@@ -60,7 +60,7 @@ class RankTable:
         return [
             rank
             for rank in self
-            if rank.state in LIVE and now_s - self._heard_s[rank.coordinates] >= self._lease_s
+            if rank.state in LIVE and now_s >= self._heard_s[rank.coordinates] + self._lease_s
         ]
 
     def join(self, event: RankJoined, in_force_version: int, now_s: float) -> None:

@@ -323,36 +323,22 @@ def period_to_proto(period: Period) -> job_pb2.ReportPeriod:
     )
 
 
-def timeline_to_proto(
-    timeline: Timeline, profiles: Sequence[ClockProfile]
-) -> job_service_pb2.GetTimelineResponse:
-    """Return an iteration, each computation with its mean power from the profile.
-
-    At stock the GPUs run at their highest clock, so that clock's power stands for it.
-    """
-    power_w: dict[tuple[int, int, Kind, int], float] = {}
-    for profile in sorted(profiles, key=lambda profile: profile.clock_mhz):
-        for (stage, chunk, kind), measured in profile.measurements.items():
-            power_w[stage, chunk, kind, profile.clock_mhz] = measured.energy_j / measured.time_s
-            power_w[stage, chunk, kind, 0] = measured.energy_j / measured.time_s
+def timeline_to_proto(timeline: Timeline) -> job_service_pb2.GetTimelineResponse:
+    """Return an iteration, each stage's computations in the order of their start."""
     response = job_service_pb2.GetTimelineResponse(
-        iteration=timeline.iteration,
-        iteration_time_s=timeline.iteration_time_s,
-        blocking_power_w=mean_blocking_power_w(profiles) if profiles else [0.0] * len(timeline.stages),
+        iteration=timeline.iteration, iteration_time_s=timeline.iteration_time_s
     )
     for stage, columns in enumerate(timeline.stages):
         for row in np.argsort(columns.begin_s, kind="stable").tolist():
-            kind, chunk = KINDS[columns.kind[row]], int(columns.chunk[row])
-            clock_mhz = int(columns.clock_mhz[row])
+            computation = Computation(
+                stage, KINDS[columns.kind[row]], int(columns.microbatch[row]), int(columns.chunk[row])
+            )
             response.entries.add(
                 stage=stage,
-                computation=computation_to_proto(
-                    Computation(stage, kind, int(columns.microbatch[row]), chunk)
-                ),
+                computation=computation_to_proto(computation),
                 start_s=columns.begin_s[row],
                 duration_s=columns.duration_s[row],
-                clock_mhz=clock_mhz,
-                power_w=power_w.get((stage, chunk, kind, clock_mhz), 0.0),
+                clock_mhz=int(columns.clock_mhz[row]),
             )
     return response
 
@@ -634,12 +620,11 @@ def frontier_to_proto(frontier: Frontier) -> frontier_pb2.Frontier:
     )
 
 
-def plan_to_proto(plan: Plan, bound_energy_j: float) -> frontier_pb2.Plan:
-    """Return a plan and the least energy that anything of its iteration time could have."""
+def plan_to_proto(plan: Plan) -> frontier_pb2.Plan:
+    """Return a plan."""
     return frontier_pb2.Plan(
         iteration_time_s=plan.iteration_time_s,
         energy_j=plan.energy_j,
-        bound_energy_j=bound_energy_j,
         stages=[stage_plan_to_proto(stage) for stage in plan.stages],
     )
 

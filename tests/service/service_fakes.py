@@ -28,7 +28,7 @@ from perseus.service.inputs import (
 )
 from perseus.service.iterations import Period
 from perseus.service.job_machine import JobMachine, Rules, StoredJob
-from perseus.service.model import STOCK, Gpu, HoldClock, Offer, PlannedClocks, Rank, RefusalReason
+from perseus.service.model import STOCK, Gpu, HoldClock, JobState, Offer, PlannedClocks, Rank, RefusalReason
 from perseus.service.profiling import ClockProfile
 from perseus.service.specification import (
     Coordinates,
@@ -271,12 +271,15 @@ class Cluster:
             for rank in self.ranks.values():
                 self.send(rank.end(duration_s))
 
-    def iterate_until(self, state: object, limit: int = 100) -> None:
+    def iterate_until(self, state: JobState, limit: int = 100) -> None:
         for _ in range(limit):
             if self.machine.state is state:
                 return
             self.iterate()
         raise AssertionError(f"{self.machine.state} after {limit} iterations, expected {state}")
+
+    def expect(self, state: JobState) -> None:
+        assert self.machine.state is state
 
     def planned_times_s(self) -> list[float]:
         """Iteration time of the plan in force on each pipeline; it must be the same on all its ranks."""

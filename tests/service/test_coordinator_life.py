@@ -44,7 +44,6 @@ async def test_a_job_is_profiled_planned_replanned_and_finished(tmp_path: Path) 
         plan_request = frontier_service_pb2.GetPlanRequest(job_id="job", iteration_time_s=1.1 * job.t_min_s)
         plan = (await client.frontiers.GetPlan(plan_request, timeout=TIMEOUT_S)).plan
         assert job.t_min_s <= plan.iteration_time_s <= 1.1 * job.t_min_s
-        assert plan.bound_energy_j <= plan.energy_j
         frontier_request = frontier_service_pb2.GetFrontierRequest(job_id="job")
         frontier = (await client.frontiers.GetFrontier(frontier_request, timeout=TIMEOUT_S)).frontier
         assert frontier.points[0].energy_j < frontier.baseline.energy_j
@@ -56,8 +55,7 @@ async def test_a_job_is_profiled_planned_replanned_and_finished(tmp_path: Path) 
         timeline = await client.jobs.GetTimeline(timeline_request, timeout=TIMEOUT_S)
         assert timeline.iteration == agent.ranks[ALL_PLACES[0]].iteration
         assert len(timeline.entries) == 12
-        assert all(entry.power_w > 0 for entry in timeline.entries)
-        assert len(timeline.blocking_power_w) == 2
+        assert all(entry.duration_s > 0 for entry in timeline.entries)
 
         for place in ALL_PLACES:
             reason = agent_service_pb2.RANK_LEFT_REASON_FINISHED

@@ -8,8 +8,8 @@ SERVICES := $(wildcard protos/perseus/v1/*_service.proto)
 # Where `make protos` writes; a test regenerates elsewhere and compares.
 OUT ?= .
 
-# Every module of benchmarks/ that ends in main(...) is a benchmark.
-BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l '^    main(' benchmarks/*.py))
+# Every module of benchmarks/ that can be run is a benchmark.
+BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
 .PHONY: demo test check bench protos clean
 
@@ -26,7 +26,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/pip install --quiet --editable '.[dev,bench]'
+	$(BIN)/pip install -qq --editable '.[dev,bench]'
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name || exit; done
 	$(BIN)/python -m benchmarks.report
 
@@ -39,8 +39,8 @@ protos: $(STAMP)
 
 $(STAMP): pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install -qq --upgrade pip
+	$(BIN)/pip install -qq --editable '.[dev]'
 	touch $@
 
 clean:

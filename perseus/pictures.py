@@ -81,7 +81,7 @@ def draw_frontier(path: Path, picture: FrontierPicture) -> None:
     for name, index in marked.items():
         where = picture.iteration_time_s[index], picture.energy_j[index]
         axes.plot(*where, "o", color="tab:red", ms=6)
-        axes.annotate(name, where, xytext=(4, 8), textcoords="offset points", fontsize=11)
+        axes.annotate(name, where, xytext=(0, 8), textcoords="offset points", fontsize=11, ha="center")
     axes.set_xlabel("iteration time (s)")
     axes.set_ylabel("energy of one pipeline's iteration (J)")
     axes.set_title("Iteration time-energy frontier")

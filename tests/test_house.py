@@ -23,7 +23,16 @@ CLOSED_DOORS = {
 }  # fmt: skip
 
 # State machines and estimators are pure: events and the time come in as arguments, commands go out.
-PURE = ["agent/session.py", "agent/telemetry.py", "agent/energy.py", "service/machine.py"]
+PURE = [
+    "agent/session.py",
+    "agent/sampling.py",
+    "agent/telemetry.py",
+    "agent/energy.py",
+    "service/job_machine.py",
+    "service/profiling.py",
+    "service/operating_point.py",
+    "service/iterations.py",
+]
 IMPURE = ["asyncio", "grpc", "google", "sqlite3", "socket", "threading", "time", "os", "random", "perseus.v1"]
 
 

@@ -114,11 +114,11 @@ def _events(observer: Observer) -> RenderableType:
 
 def phase_table(phases: list[Phase]) -> Table:
     """The closing table."""
-    table = Table(title="Measured, from the ranks' clocks and the GPUs' energy counters")
-    table.add_column("phase")
-    for column in ("iterations", "iteration time", "energy / iteration", "slowdown", "saving"):
-        table.add_column(column, justify="right")
-    table.add_column("compared with")
+    table = Table(title="Mean of an iteration, from the ranks' clocks and the energy counters")
+    table.add_column("phase", no_wrap=True)
+    for column in ("count", "iteration", "energy", "slowdown", "saving"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("against")
     for phase in phases:
         is_own_measure = phase.compared_with == phase.name
         table.add_row(

@@ -68,11 +68,12 @@ class Observer:
     async def collect(
         self, name: str, count: int, timeout_s: float, compared_with: str | None = None
     ) -> None:
-        """Make a phase of the next `count` iterations, leaving out the ones under way.
+        """Make a phase of the next `count` iterations that begin from now on.
 
-        The newest finished iteration is followed by one that began before now; the phase starts after it.
+        An iteration is told of some 0.1 s after its end: the one after the newest known may have ended, and
+        the one after that may be under way.
         """
-        first = self.measurements.latest + 2
+        first = self.measurements.latest + 3
         numbers = range(first, first + count)
         await self.until(
             f"{count} iterations of {name}", lambda: self.measurements.are_complete(numbers), timeout_s

@@ -58,7 +58,6 @@ from perseus.service.inputs import (
 from perseus.service.iterations import Period
 from perseus.service.job_machine import JobMachine, Rules
 from perseus.service.model import EventType, IterationSummary, JobState, JobView, Offer, Rank, Straggler
-from perseus.service.profiling import ClockProfile
 from perseus.service.solving import SolverPool
 from perseus.service.specification import Coordinates, JobSpec, OperatingPolicy
 from perseus.service.store import Entry, JobEntry, JobEvent, JobStore, NewJob, TelemetrySequence
@@ -233,8 +232,8 @@ class Coordinator:
         """Return what was measured, period by period."""
         return tuple(self._find(job_id).machine.log.periods)
 
-    def timeline(self, job_id: str, pipeline: int) -> tuple[Timeline, tuple[ClockProfile, ...]]:
-        """Return the latest whole iteration of a pipeline, and the job's profile.
+    def timeline(self, job_id: str, pipeline: int) -> Timeline:
+        """Return the latest whole iteration of a pipeline.
 
         Raises:
             TimelineNotReadyError: there is none yet.
@@ -244,7 +243,7 @@ class Coordinator:
         timeline = machine.timelines.latest(pipeline)
         if timeline is None:
             raise TimelineNotReadyError(job_id=job_id, pipeline=pipeline)
-        return timeline, tuple(machine.profiles)
+        return timeline
 
     def frontier(self, job_id: str) -> Frontier:
         """Return a job's frontier.

@@ -99,8 +99,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
         """See the contract."""
-        timeline, profiles = self._coordinator.timeline(request.job_id, request.pipeline)
-        return timeline_to_proto(timeline, profiles)
+        return timeline_to_proto(self._coordinator.timeline(request.job_id, request.pipeline))
 
     @mapped_stream
     async def WatchJob(

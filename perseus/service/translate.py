@@ -29,8 +29,6 @@ from perseus.service.model import (
     RefusalReason,
     Straggler,
 )
-from perseus.service.profiling import ClockProfile
-from perseus.service.profiling import blocking_power_w as mean_blocking_power_w
 from perseus.service.specification import (
     MAX_COMPUTATION_COUNT,
     MAX_STAGE_COUNT,

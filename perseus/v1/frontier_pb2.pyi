@@ -285,14 +285,11 @@ class Plan(google.protobuf.message.Message):
 
     ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     ENERGY_J_FIELD_NUMBER: builtins.int
-    BOUND_ENERGY_J_FIELD_NUMBER: builtins.int
     STAGES_FIELD_NUMBER: builtins.int
     iteration_time_s: builtins.float
     """Predicted iteration time, seconds; never above the one that was asked for."""
     energy_j: builtins.float
     """Predicted energy of one pipeline's iteration, blocking included, joules."""
-    bound_energy_j: builtins.float
-    """Least energy that the relaxation allows for the iteration time that was asked for, joules."""
     @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StagePlan]:
         """Stage 0 first."""
@@ -302,9 +299,8 @@ class Plan(google.protobuf.message.Message):
         *,
         iteration_time_s: builtins.float = ...,
         energy_j: builtins.float = ...,
-        bound_energy_j: builtins.float = ...,
         stages: collections.abc.Iterable[Global___StagePlan] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bound_energy_j", b"bound_energy_j", "energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "stages", b"stages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "stages", b"stages"]) -> None: ...
 
 Global___Plan: typing_extensions.TypeAlias = Plan

@@ -582,7 +582,6 @@ class TimelineEntry(google.protobuf.message.Message):
     START_S_FIELD_NUMBER: builtins.int
     DURATION_S_FIELD_NUMBER: builtins.int
     CLOCK_MHZ_FIELD_NUMBER: builtins.int
-    POWER_W_FIELD_NUMBER: builtins.int
     stage: builtins.int
     """Stage, from 0."""
     start_s: builtins.float
@@ -591,8 +590,6 @@ class TimelineEntry(google.protobuf.message.Message):
     """Duration, seconds."""
     clock_mhz: builtins.int
     """Clock it began at, MHz; 0 for stock."""
-    power_w: builtins.float
-    """Mean power of the stage's GPUs, watts, from the profile; 0 before that clock was measured."""
     @property
     def computation(self) -> perseus.v1.computation_pb2.Computation:
         """What was computed."""
@@ -605,9 +602,8 @@ class TimelineEntry(google.protobuf.message.Message):
         start_s: builtins.float = ...,
         duration_s: builtins.float = ...,
         clock_mhz: builtins.int = ...,
-        power_w: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["computation", b"computation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clock_mhz", b"clock_mhz", "computation", b"computation", "duration_s", b"duration_s", "power_w", b"power_w", "stage", b"stage", "start_s", b"start_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_mhz", b"clock_mhz", "computation", b"computation", "duration_s", b"duration_s", "stage", b"stage", "start_s", b"start_s"]) -> None: ...
 
 Global___TimelineEntry: typing_extensions.TypeAlias = TimelineEntry

@@ -396,7 +396,6 @@ class GetTimelineResponse(google.protobuf.message.Message):
     ITERATION_FIELD_NUMBER: builtins.int
     ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
-    BLOCKING_POWER_W_FIELD_NUMBER: builtins.int
     iteration: builtins.int
     """The iteration that it shows."""
     iteration_time_s: builtins.float
@@ -405,19 +404,14 @@ class GetTimelineResponse(google.protobuf.message.Message):
     def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.TimelineEntry]:
         """Its computations, by stage and start."""
 
-    @property
-    def blocking_power_w(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Power of each stage's GPUs while they wait, watts; 0 before it was measured."""
-
     def __init__(
         self,
         *,
         iteration: builtins.int = ...,
         iteration_time_s: builtins.float = ...,
         entries: collections.abc.Iterable[perseus.v1.job_pb2.TimelineEntry] | None = ...,
-        blocking_power_w: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocking_power_w", b"blocking_power_w", "entries", b"entries", "iteration", b"iteration", "iteration_time_s", b"iteration_time_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "iteration", b"iteration", "iteration_time_s", b"iteration_time_s"]) -> None: ...
 
 Global___GetTimelineResponse: typing_extensions.TypeAlias = GetTimelineResponse
 

@@ -1,0 +1,216 @@
+"""`perseus jobs`: look at the jobs of a running coordinator, and tell it what only the operator knows."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from perseus.cli.terminal import BAD_INPUT, FAILURE, console, fail
+
+if TYPE_CHECKING:
+    from perseus.v1.job_pb2 import Job
+    from perseus.v1.job_service_pb2_grpc import JobServiceStub
+
+_TIMEOUT_S = 10.0
+
+app = typer.Typer(help="Look at jobs, and steer them.", no_args_is_help=True)
+
+Coordinator = Annotated[
+    str, typer.Option(envvar="PERSEUS_COORDINATOR", help="The coordinator's HOST:PORT.", show_envvar=True)
+]
+JobId = Annotated[str, typer.Argument(help="The job's identifier.", show_default=False)]
+_DEFAULT_COORDINATOR = "127.0.0.1:50051"
+
+
+@app.command("list")
+def list_jobs(coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+    """List all jobs."""
+    from perseus.v1 import job_service_pb2
+
+    table = Table()
+    for column in ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers"):
+        table.add_column(column)
+    with _jobs(coordinator) as jobs:
+        token = ""
+        while True:
+            page = jobs.ListJobs(job_service_pb2.ListJobsRequest(page_token=token), timeout=_TIMEOUT_S)
+            for job in page.jobs:
+                table.add_row(*_summary(job))
+            token = page.next_page_token
+            if not token:
+                break
+    console.print(table)
+
+
+@app.command()
+def show(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+    """Show a job and its ranks."""
+    from perseus.v1 import job_service_pb2
+
+    with _jobs(coordinator) as jobs:
+        _show(jobs.GetJob(job_service_pb2.GetJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job)
+
+
+@app.command()
+def watch(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+    """Print a job's events and iterations as they come, until it has ended or you press Ctrl-C."""
+    from perseus.v1 import job_service_pb2
+
+    with _jobs(coordinator) as jobs:
+        try:
+            for update in jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id=job_id)):
+                if update.HasField("event"):
+                    at = update.event.create_time.ToDatetime().strftime("%H:%M:%S")
+                    console.print(f"{at}  {update.event.message}", highlight=False, markup=False)
+                elif update.HasField("iteration"):
+                    found = update.iteration
+                    console.print(
+                        f"          pipeline {found.pipeline} iteration {found.iteration}: "
+                        f"{found.iteration_time_s:.3f} s, {found.energy_j:.0f} J, plan {found.plan_version}",
+                        highlight=False,
+                        style="dim",
+                    )
+        except KeyboardInterrupt:
+            raise typer.Exit from None
+
+
+@app.command()
+def straggler(
+    job_id: JobId,
+    pipeline: Annotated[int, typer.Argument(min=0, help="The slow pipeline, from 0.", show_default=False)],
+    factor: Annotated[
+        float | None, typer.Option(help="Its iteration time as a factor of T_min.", show_default=False)
+    ] = None,
+    iteration_time_s: Annotated[
+        float | None, typer.Option(help="Its iteration time as measured, seconds.", show_default=False)
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="It is no longer slow.")] = False,
+    coordinator: Coordinator = _DEFAULT_COORDINATOR,
+) -> None:
+    """Report that a pipeline is slow, or that it no longer is."""
+    from perseus.v1 import job_service_pb2
+
+    if [factor is not None, iteration_time_s is not None, clear].count(True) != 1:
+        fail("expected one of --factor, --iteration-time-s and --clear")
+    with _jobs(coordinator) as jobs:
+        if clear:
+            cleared = job_service_pb2.ClearStragglerRequest(job_id=job_id, pipeline=pipeline)
+            _show(jobs.ClearStraggler(cleared, timeout=_TIMEOUT_S).job)
+        else:
+            report = job_service_pb2.ReportStragglerRequest(job_id=job_id, pipeline=pipeline)
+            if factor is not None:
+                report.slowdown_factor = factor
+            elif iteration_time_s is not None:
+                report.iteration_time_s = iteration_time_s
+            _show(jobs.ReportStraggler(report, timeout=_TIMEOUT_S).job)
+
+
+@app.command()
+def report(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+    """Show what was measured: time and energy, period by period, against the stock baseline."""
+    from perseus.v1 import job_pb2, job_service_pb2
+
+    with _jobs(coordinator) as jobs:
+        periods = jobs.GetReport(job_service_pb2.GetReportRequest(job_id=job_id), timeout=_TIMEOUT_S).periods
+    stock = next((period for period in periods if period.state == job_pb2.JOB_STATE_BASELINE), None)
+    table = Table(caption="mean ± standard error; against the first stock baseline")
+    table.add_column("state")
+    for column in ("first iteration", "iterations", "iteration time", "energy", "slowdown", "saving"):
+        table.add_column(column, justify="right")
+    for period in periods:
+        state = _state_name(period.state) + (" with straggler" if period.has_straggler else "")
+        compared = ["", ""]
+        if stock is not None and period is not stock:
+            compared = [
+                f"{100 * (period.iteration_time_s / stock.iteration_time_s - 1):+.1f} %",
+                f"{100 * (1 - period.energy_j / stock.energy_j):+.1f} %",
+            ]
+        table.add_row(
+            state,
+            str(period.first_iteration),
+            str(period.iteration_count),
+            f"{period.iteration_time_s:.3f} ± {period.iteration_time_se_s:.3f} s",
+            f"{period.energy_j:.0f} ± {period.energy_se_j:.0f} J",
+            *compared,
+        )
+    console.print(table)
+
+
+@app.command()
+def finish(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+    """End a job: all of its GPUs go back to stock."""
+    from perseus.v1 import job_service_pb2
+
+    with _jobs(coordinator) as jobs:
+        _show(jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job)
+
+
+@contextmanager
+def _jobs(address: str) -> Iterator["JobServiceStub"]:
+    """The coordinator's job service; its refusals become one line and an exit code."""
+    import grpc
+
+    from perseus.v1 import job_service_pb2_grpc
+
+    their_fault = {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.OUT_OF_RANGE,
+    }
+    with grpc.insecure_channel(address) as channel:
+        try:
+            yield job_service_pb2_grpc.JobServiceStub(channel)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                fail(f"no coordinator at {address}: {error.details()}", FAILURE)
+            fail(error.details() or error.code().name, BAD_INPUT if error.code() in their_fault else FAILURE)
+
+
+def _state_name(state: int) -> str:
+    from perseus.v1 import job_pb2
+
+    return job_pb2.JobState.Name(state).removeprefix("JOB_STATE_").lower()  # type: ignore[arg-type]
+
+
+def _summary(job: "Job") -> list[str]:
+    from perseus.v1 import job_pb2
+
+    layout = job.spec.parallelism
+    connected = sum(rank.state == job_pb2.RANK_STATE_CONNECTED for rank in job.ranks)
+    return [
+        job.spec.job_id,
+        _state_name(job.state),
+        f"{layout.pipeline_count} × {layout.stage_count} × {layout.tensor_count}",
+        f"{connected} of {len(job.ranks)}",
+        f"{job.t_min_s:.3f} s" if job.t_min_s else "",
+        ", ".join(f"pipeline {s.pipeline} ({s.iteration_time_s:.3f} s)" for s in job.stragglers),
+    ]
+
+
+def _show(job: "Job") -> None:
+    from perseus.v1 import job_pb2
+
+    titles = ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers")
+    for title, value in zip(titles, _summary(job), strict=True):
+        console.print(f"[dim]{title:>28}[/]  {value}", highlight=False)
+    table = Table()
+    for column in ("pipeline", "stage", "tensor", "state", "host", "GPU", "iteration", "offered", "in force"):
+        table.add_column(column)
+    for rank in job.ranks:
+        place = rank.coordinates
+        table.add_row(
+            str(place.pipeline),
+            str(place.stage),
+            str(place.tensor),
+            job_pb2.RankState.Name(rank.state).removeprefix("RANK_STATE_").lower(),
+            rank.hostname,
+            f"{rank.gpu_model} {rank.gpu_uuid}",
+            str(rank.iteration) if rank.iteration >= 0 else "",
+            str(rank.offered_version or "stock"),
+            str(rank.in_force_version or "stock"),
+        )
+    console.print(table)

@@ -1,0 +1,62 @@
+"""The command `perseus`. Each command imports what it runs on only when it is called: the base install has no
+solver, and `perseus --help` should not wait for numpy.
+"""
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from perseus.cli import agent, coordinator, demo, jobs, solve
+from perseus.cli.terminal import FAILURE, console, fail
+
+# Module that a command may miss → the extra that brings it.
+_EXTRAS = {
+    "igraph": "coordinator",
+    "grpc_health": "coordinator",
+    "grpc_reflection": "coordinator",
+    "matplotlib": "plot",
+}
+
+app = typer.Typer(
+    name="perseus",
+    help="Cut the energy of pipeline-parallel training without slowing it down.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("solve")(solve.solve)
+app.command("plan")(solve.plan)
+app.command("coordinator")(coordinator.coordinator)
+app.command("agent")(agent.agent)
+app.command("demo")(demo.demo)
+app.add_typer(jobs.app, name="jobs")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"perseus {version('perseus-energy')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; no traceback for a missing extra or an interrupt."""
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        try:
+            fail(f"this command needs {error.name}: pip install 'perseus-energy[{extra}]'", FAILURE)
+        except typer.Exit as end:
+            raise SystemExit(end.exit_code) from None

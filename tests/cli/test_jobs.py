@@ -1,0 +1,137 @@
+"""`perseus jobs` and `perseus coordinator`, against a real coordinator process."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from perseus.cli.main import app
+from perseus.demo.cluster import Cluster
+from perseus.demo.workload import DEMO
+from perseus.v1 import computation_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    run_dir = tmp_path_factory.mktemp("coordinator")
+    with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
+        address = cluster.start_coordinator()
+        with grpc.insecure_channel(address) as channel:
+            register(job_service_pb2_grpc.JobServiceStub(channel), "gpt3")
+        yield address
+
+
+def register(jobs: job_service_pb2_grpc.JobServiceStub, job_id: str) -> None:
+    spec = job_pb2.JobSpec(
+        job_id=job_id,
+        parallelism=job_pb2.Parallelism(pipeline_count=2, stage_count=4, tensor_count=1),
+        schedule=computation_pb2.Schedule(
+            named=computation_pb2.NamedSchedule(
+                name=computation_pb2.SCHEDULE_NAME_ONE_FORWARD_ONE_BACKWARD, microbatch_count=8
+            )
+        ),
+    )
+    jobs.RegisterJob(job_service_pb2.RegisterJobRequest(spec=spec), timeout=10)
+
+
+def run(address: str, *arguments: object) -> Result:
+    return CliRunner().invoke(
+        app,
+        ["jobs", *map(str, arguments), "--coordinator", address],
+        env={"COLUMNS": "160"},
+        catch_exceptions=False,
+    )
+
+
+def test_list_names_every_job(coordinator: str) -> None:
+    result = run(coordinator, "list")
+    assert result.exit_code == 0
+    assert "gpt3" in result.output
+    assert "waiting" in result.output
+    assert "0 of 8" in result.output
+
+
+def test_show_lists_every_rank(coordinator: str) -> None:
+    result = run(coordinator, "show", "gpt3")
+    assert result.exit_code == 0
+    assert result.output.count("expected") == 8
+
+
+def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None:
+    result = run(coordinator, "report", "gpt3")
+    assert result.exit_code == 0
+    assert "baseline" not in result.output.splitlines()[3:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["show", "nosuch"], "nosuch"),
+        (["straggler", "nosuch", 0, "--factor", 1.2], "nosuch"),
+        (["straggler", "gpt3", 7, "--factor", 1.2], "pipeline"),
+        (["straggler", "gpt3", 0, "--factor", "nan"], "slowdown_factor"),
+        (["straggler", "gpt3", 0, "--factor", 0.5], "slowdown_factor"),
+        (["straggler", "gpt3", 0, "--iteration-time-s", -1], "iteration_time_s"),
+        (["straggler", "gpt3", 0], "--factor"),
+        (["straggler", "gpt3", 0, "--factor", 1.2, "--clear"], "--clear"),
+    ],
+)
+def test_mistakes_get_one_line_and_exit_code_2(
+    coordinator: str, arguments: list[object], expected: str
+) -> None:
+    result = run(coordinator, *arguments)
+    assert result.exit_code == 2, result.output
+    assert expected in result.output
+    assert "Traceback" not in result.output
+
+
+def test_watch_ends_with_its_job(coordinator: str) -> None:
+    with grpc.insecure_channel(coordinator) as channel:
+        register(job_service_pb2_grpc.JobServiceStub(channel), "short")
+    finished = run(coordinator, "finish", "short")
+    assert finished.exit_code == 0
+    assert "finished" in finished.output
+    watched = run(coordinator, "watch", "short")
+    assert watched.exit_code == 0
+    assert "registered" in watched.output
+
+
+def test_no_coordinator_is_said_plainly() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        result = run(address, "list")
+    assert result.exit_code == 1
+    assert f"no coordinator at {address}" in result.output
+
+
+def test_coordinator_refuses_a_taken_port(coordinator: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["coordinator", "--listen", coordinator, "--database", str(tmp_path / "other.db")]
+    )
+    assert result.exit_code == 1
+    assert coordinator in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        ("coordinator", "--lease-s", "-1"),
+        ("coordinator", "--log-format", "xml"),
+        ("agent", "--gpu-backend", "abacus"),
+        ("agent", "--config", "/nowhere/agent.toml"),
+    ],
+)
+def test_bad_settings_name_their_flag(command: str, flag: str, value: str) -> None:
+    result = CliRunner().invoke(app, [command, flag, value])
+    assert result.exit_code == 2
+    assert (flag if flag != "--config" else "agent.toml") in result.output
+
+
+def test_agent_with_emulated_gpus_needs_their_folder() -> None:
+    result = CliRunner().invoke(app, ["agent", "--gpu-backend", "emulated"])
+    assert result.exit_code == 2
+    assert "EMULATED_GPUS" in result.output

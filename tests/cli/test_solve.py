@@ -1,0 +1,216 @@
+"""`perseus solve` and `perseus plan`, as users call them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from perseus.cli.main import app
+
+HEADER = "stage,instruction,frequency,time,energy\n"
+A100 = Path(__file__).parents[3] / "shared" / "data" / "profiles" / "gpt3-175b-a100-sxm.csv"
+needs_a100 = pytest.mark.skipif(not A100.exists(), reason=f"published profile not found at {A100}")
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def text(result: Result) -> str:
+    """All that was printed, without the line breaks of a narrow terminal."""
+    return " ".join(result.output.split())
+
+
+def rows(stage_count: int = 2) -> list[str]:
+    """A profile in which the last stage is heavier and every stage can save energy by slowing down."""
+    lines = []
+    for stage in range(stage_count):
+        weight = 1.0 + 0.5 * (stage == stage_count - 1)
+        for clock_mhz, time_factor, energy_factor in ((1000, 1.0, 1.0), (800, 1.2, 0.8), (600, 1.6, 0.75)):
+            lines.append(
+                f"{stage},forward,{clock_mhz},{0.1 * weight * time_factor},{30 * weight * energy_factor}"
+            )
+            lines.append(
+                f"{stage},backward,{clock_mhz},{0.2 * weight * time_factor},{60 * weight * energy_factor}"
+            )
+    return lines
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.csv"
+    path.write_text(HEADER + "\n".join(rows()) + "\n")
+    return path
+
+
+@pytest.fixture
+def frontier(tmp_path: Path, profile: Path) -> Path:
+    path = tmp_path / "frontier.json"
+    result = run("solve", profile, "--microbatches", 4, "--blocking-power-w", 50, "--output", path)
+    assert result.exit_code == 0, result.output
+    return path
+
+
+def load(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_frontier_file_holds_baseline_and_points_from_t_min_to_t_slow(frontier: Path) -> None:
+    found = load(frontier)
+    times_s = [point["iterationTimeS"] for point in found["points"]]
+    assert times_s == sorted(times_s)
+    assert times_s[0] <= found["tMinS"] == pytest.approx(found["baseline"]["iterationTimeS"])
+    assert times_s[-1] == pytest.approx(found["tSlowS"])
+    assert times_s[found["tStarIndex"]] <= found["tStarS"]
+    assert found["points"][0]["energyJ"] < found["baseline"]["energyJ"]
+    assert all(point["boundEnergyJ"] <= point["energyJ"] * (1 + 1e-9) for point in found["points"])
+
+
+def test_frontier_file_prints_zero_values(frontier: Path) -> None:
+    profiles = load(frontier)["problem"]["profiles"]
+    assert profiles[0]["stage"] == 0
+    assert profiles[0]["measurements"][0]["timeSeS"] == 0
+
+
+def test_table_shows_the_marked_points(profile: Path) -> None:
+    result = run("solve", profile, "--microbatches", 4)
+    assert result.exit_code == 0
+    assert all(name in result.output for name in ("all-max", "T_min", "T*", "T_slow"))
+
+
+def test_gpipe_is_solved_too(profile: Path) -> None:
+    assert run("solve", profile, "--microbatches", 4, "--schedule", "gpipe").exit_code == 0
+
+
+def test_plot_is_an_image(profile: Path, tmp_path: Path) -> None:
+    assert run("solve", profile, "--microbatches", 4, "--plot", tmp_path / "frontier.png").exit_code == 0
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_is_made_for_the_asked_time(frontier: Path, tmp_path: Path) -> None:
+    t_min_s = load(frontier)["tMinS"]
+    asked_s = t_min_s * 1.0731
+    result = run("plan", frontier, "--iteration-time", asked_s, "--output", tmp_path / "plan.json")
+    assert result.exit_code == 0, result.output
+    plan = load(tmp_path / "plan.json")
+    assert plan["iterationTimeS"] <= asked_s
+    assert [len(stage["computations"]) for stage in plan["stages"]] == [8, 8]
+    first, last = plan["stages"][0]["computations"][0], plan["stages"][1]["computations"][-1]
+    assert ("FORWARD" in first["kind"], first["microbatch"]) == (True, 0)
+    assert ("BACKWARD" in last["kind"], last["microbatch"]) == (True, 3)
+    assert {computation["clockMhz"] for stage in plan["stages"] for computation in stage["computations"]} <= {
+        1000,
+        800,
+        600,
+    }
+
+
+def test_plan_at_t_min_is_no_slower(frontier: Path, tmp_path: Path) -> None:
+    t_min_s = load(frontier)["tMinS"]
+    assert run("plan", frontier, "--iteration-time", t_min_s, "--output", tmp_path / "p.json").exit_code == 0
+    plan = load(tmp_path / "p.json")
+    assert plan["iterationTimeS"] == pytest.approx(t_min_s)
+    assert plan["energyJ"] < load(frontier)["baseline"]["energyJ"]
+
+
+@pytest.mark.parametrize("asked", ["0.01", "-1", "nan"])
+def test_plan_faster_than_t_min_is_refused(frontier: Path, tmp_path: Path, asked: str) -> None:
+    result = run("plan", frontier, "--iteration-time", asked, "--output", tmp_path / "plan.json")
+    assert result.exit_code == 2
+    assert "--iteration-time" in text(result)
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{", "expected a frontier as JSON"),
+        ('{"pointz": []}', "pointz"),
+        ("{}", "stage_count"),
+        ('{"problem": {"stageCount": 1, "schedule": {"named": {"name": 7}}}}', "schedule"),
+    ],
+)
+def test_broken_frontier_file_is_named(tmp_path: Path, content: str, expected: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(content)
+    result = run("plan", path, "--iteration-time", 1)
+    assert result.exit_code == 2
+    assert "broken.json" in text(result)
+    assert expected in text(result)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda lines: [*lines, "0,forward,900,nan,5"], "row 14"),
+        (lambda lines: [*lines, "0,forward,900,-0.1,5"], "time"),
+        (lambda lines: [*lines, "0,forward,900,0.1,-5"], "energy"),
+        (lambda lines: [*lines, "0,sideways,900,0.1,5"], "sideways"),
+        (lambda lines: [*lines, lines[0]], "row 2"),
+        (lambda lines: [line for line in lines if not line.startswith("1,backward")], "backward"),
+        (lambda lines: lines[:-1], "600"),
+    ],
+    ids=[
+        "nan",
+        "negative time",
+        "negative energy",
+        "unknown instruction",
+        "duplicate",
+        "no backward",
+        "no clock",
+    ],
+)
+def test_bad_profile_is_refused_and_nothing_is_written(tmp_path: Path, change: Any, expected: str) -> None:
+    path = tmp_path / "profile.csv"
+    path.write_text(HEADER + "\n".join(change(rows())) + "\n")
+    output = tmp_path / "frontier.json"
+    output.write_text("precious")
+    result = run("solve", path, "--microbatches", 4, "--output", output)
+    assert result.exit_code == 2
+    assert "profile.csv" in text(result)
+    assert expected in text(result)
+    assert output.read_text() == "precious"
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["frontier.json", "profile.csv"]
+
+
+@pytest.mark.parametrize("flag", ["--output", "--plot"])
+def test_destination_in_no_folder_is_refused_before_solving(profile: Path, tmp_path: Path, flag: str) -> None:
+    result = run("solve", profile, "--microbatches", 4, flag, tmp_path / "nowhere" / "file.png")
+    assert result.exit_code == 2
+    assert flag in text(result)
+
+
+def test_unknown_picture_format_is_named(profile: Path, tmp_path: Path) -> None:
+    result = run("solve", profile, "--microbatches", 4, "--plot", tmp_path / "frontier.docx")
+    assert result.exit_code == 2
+    assert "docx" in text(result)
+    assert not (tmp_path / "frontier.docx").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--microbatches", 0],
+        ["--microbatches", 4, "--gpus-per-stage", 0],
+        ["--microbatches", 4, "--blocking-power-w", -1],
+        ["--microbatches", 4, "--blocking-power-w", "nan"],
+        ["--microbatches", 4, "--points", 1],
+        ["--microbatches", 4, "--schedule", "zigzag"],
+    ],
+)
+def test_bad_flags_are_refused(profile: Path, flags: list[object]) -> None:
+    assert run("solve", profile, *flags).exit_code == 2
+
+
+@needs_a100
+def test_published_profile_saves_at_least_15_6_percent_at_t_min(tmp_path: Path) -> None:
+    output = tmp_path / "frontier.json"
+    flags = ["--microbatches", 12, "--gpus-per-stage", 8, "--blocking-power-w", 83.64]
+    assert run("solve", A100, *flags, "--output", output).exit_code == 0
+    found = load(output)
+    assert found["tMinS"] == pytest.approx(2.8365, abs=5e-5)
+    assert found["tMinS"] == pytest.approx(found["baseline"]["iterationTimeS"])
+    assert 1 - found["points"][0]["energyJ"] / found["baseline"]["energyJ"] >= 0.156

@@ -86,7 +86,7 @@ class LiveDisplay:
 
 def _pipelines(observer: Observer) -> RenderableType:
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for column in ("pipeline", "iteration", "time", "energy", "planned time", "plan in force"):
+    for column in ("pipeline", "iteration", "time", "energy", "planned time", "version in force"):
         table.add_column(column, justify="right")
     job = observer.job
     if job is None:

@@ -136,7 +136,7 @@ async def _play(
     after = await observer.timeline(shown_pipeline)
     frontiers = frontier_service_pb2_grpc.FrontierServiceStub(channel)
     request = frontier_service_pb2.GetFrontierRequest(job_id=observer.job_id)
-    _draw(out_dir, (await frontiers.GetFrontier(request, timeout=_STEP_TIMEOUT_S)).frontier, before, after)
+    frontier = (await frontiers.GetFrontier(request, timeout=_STEP_TIMEOUT_S)).frontier
 
     display.begin(STRAGGLER)
     cluster.degrade(plot.straggler, plot.slowdown)
@@ -157,6 +157,7 @@ async def _play(
     await observer.until(
         "the end of the job", lambda: observer.state == job_pb2.JOB_STATE_FINISHED, _STEP_TIMEOUT_S
     )
+    _draw(out_dir, frontier, before, after)
 
 
 def _draw(

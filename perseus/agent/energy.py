@@ -38,7 +38,10 @@ K = TypeVar("K", bound=Hashable)
 _DOUBT_POINTS = np.linspace(-7, 7, 8) / 8  # where the doubt about a move is looked at: midpoints of eighths
 _COUNTER_RESOLUTION_J = 0.001  # NVML counts millijoules
 _SPARE_WINDOWS = 3  # windows needed beyond one per unknown, to have a scale to judge the residuals by
-_REWEIGHTINGS = 3  # the noise depends on the powers; it settles in two or three rounds
+_OUTLIER_ROUNDS = 2
+_OUTLIER_MISFIT = 8.0  # times the median misfit; that is 5.4 standard deviations of a normal distribution
+_OUTLIER_SHARE = 0.02  # of the mean increment: what is off by less does no harm
+_REWEIGHTINGS = 2  # the noise depends on the powers; it settles in two rounds
 _POWER_VARIATIONS = np.array([0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2])  # of mean power, per 100 ms
 # A power with a larger standard error than this share of the mean power is not determined. (A share of the
 # power itself would favour overestimates.)
@@ -134,20 +137,23 @@ def estimate_power(
 
     In that stretch the GPU is taken to have waited whenever no span says otherwise, but for the `unknown`
     intervals (a mark was lost, say). Changes and spans come in order of time; spans must not overlap
-    (ValueError). Windows that touch an unknown interval, or in which the GPU was throttled, are dropped.
+    (ValueError). Windows that touch an unknown interval, in which the GPU was throttled, or that differ from
+    the others beyond all noise (a mark came late), are dropped.
     """
     _check_order(spans)
     moves = _moves(changes).within(begin_s, end_s)
     keys = list(dict.fromkeys(span.key for span in spans))
     usable = moves.usable_windows(unknown)
+    needed = len(keys) + 1 + _SPARE_WINDOWS
+    if usable.sum() >= needed:
+        usable = _without_outliers(moves, usable, spans, keys)
     window_count = int(usable.sum())
     dropped_window_count = len(usable) - window_count
-    needed = len(keys) + 1 + _SPARE_WINDOWS
     if window_count < needed:
         reason = f"expected at least {needed} windows for {len(keys)} keys and waiting, found {window_count}"
         return NotDetermined(reason, window_count, dropped_window_count)
 
-    *powers, blocking = _regress(moves, usable, spans, keys)
+    *powers, blocking = _with_errors(moves, usable, spans, keys)
     power_w = {key: power for key, power in zip(keys, powers, strict=True) if power is not None}
     if not power_w and blocking is None:
         reason = f"the {window_count} windows do not tell {len(keys)} keys and waiting apart"
@@ -225,40 +231,77 @@ def _check_order(spans: Sequence[Span[K]]) -> None:
         previous_end_s = span.end_s
 
 
-def _regress(
+def _without_outliers(
+    moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K]
+) -> NDArray[np.bool_]:
+    """The usable windows but those whose increments no powers explain."""
+    spent_s = _time_spent_s(moves, 0.0, spans, keys)
+    for _ in range(_OUTLIER_ROUNDS):
+        regression = _Regression(moves, np.flatnonzero(usable))
+        misfits_j = regression.misfits_j(spent_s, regression.fit(spent_s)[0])
+        limit_j = max(_OUTLIER_MISFIT * np.median(misfits_j), _OUTLIER_SHARE * regression.mean_increment_j)
+        outlying = misfits_j > limit_j
+        if not outlying.any():
+            break
+        usable = usable.copy()
+        usable[regression.rows[outlying]] = False
+    return usable
+
+
+def _with_errors(
     moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K]
 ) -> list[Estimate | None]:
     """The power of each key and, last, blocking power; None where it is not determined."""
-    rows = np.flatnonzero(usable)
-    adjacent = np.diff(rows) == 1
-    window_s = np.diff(moves.times_s)[rows]
-    increments_j = np.diff(moves.energy_j)[rows]
-    mean_power_w = increments_j.sum() / window_s.sum()
-    variation_j2 = np.outer((_POWER_VARIATIONS * mean_power_w) ** 2, 0.1 * window_s)
-
-    def fit(spent_s: Array, own_j2: Array) -> tuple[Array, Array]:
-        return generalised_least_squares(
-            np.diff(spent_s.mean(axis=1), axis=0)[rows],
-            increments_j,
-            diagonals=own_j2[rows] + own_j2[rows + 1] + variation_j2,
-            off_diagonal=np.where(adjacent, -own_j2[rows[1:]], 0.0),
-        )
-
-    spent_s = _time_spent_s(moves, 0.0, spans, keys)
-    own_share = (moves.own_error_s / moves.error_s)[:, None]
-    powers_w = np.full(len(keys) + 1, mean_power_w)
-    for _ in range(_REWEIGHTINGS):
-        drawn_j = spent_s @ powers_w.clip(0, 10 * mean_power_w)
-        own_j2 = (own_share * drawn_j).var(axis=1) + _COUNTER_RESOLUTION_J**2
-        powers_w, errors_w = fit(spent_s, own_j2)
-    elsewhere_w = [fit(_time_spent_s(moves, shift_s, spans, keys), own_j2)[0] for shift_s in moves.doubts_s()]
+    regression = _Regression(moves, np.flatnonzero(usable))
+    powers_w, errors_w = regression.fit(_time_spent_s(moves, 0.0, spans, keys))
+    elsewhere_w = [
+        regression.fit(_time_spent_s(moves, shift_s, spans, keys))[0] for shift_s in moves.doubts_s()
+    ]
     errors_w = np.sqrt(errors_w**2 + np.sum((np.array(elsewhere_w) - powers_w) ** 2, axis=0))
     return [
         Estimate(float(power_w), float(error_w))
-        if power_w > 0 and error_w <= _MAX_ERROR_SHARE * mean_power_w
+        if power_w > 0 and error_w <= _MAX_ERROR_SHARE * regression.mean_power_w
         else None
         for power_w, error_w in zip(powers_w, errors_w, strict=True)
     ]
+
+
+class _Regression:
+    """Fits powers to the increments of the windows `rows`, given the times spent at all moves."""
+
+    def __init__(self, moves: _Moves, rows: NDArray[np.intp]) -> None:
+        self.rows = rows
+        self._adjacent = np.diff(rows) == 1
+        self._increments_j = np.diff(moves.energy_j)[rows]
+        self._own_share = (moves.own_error_s / moves.error_s)[:, None]
+        window_s = np.diff(moves.times_s)[rows]
+        self.mean_increment_j = float(self._increments_j.mean())
+        self.mean_power_w = self.mean_increment_j / float(window_s.mean())
+        self._variation_j2 = np.outer((_POWER_VARIATIONS * self.mean_power_w) ** 2, 0.1 * window_s)
+
+    def fit(self, spent_s: Array) -> tuple[Array, Array]:
+        """Powers and their standard errors, one per key and, last, of waiting."""
+        exposures_s = self._exposures_s(spent_s)
+        powers_w = np.full(spent_s.shape[-1], self.mean_power_w)
+        for _ in range(_REWEIGHTINGS):
+            drawn_j = spent_s @ powers_w.clip(0, 10 * self.mean_power_w)
+            own_j2 = (self._own_share * drawn_j).var(axis=1) + _COUNTER_RESOLUTION_J**2
+            powers_w, errors_w = generalised_least_squares(
+                exposures_s,
+                self._increments_j,
+                diagonals=own_j2[self.rows] + own_j2[self.rows + 1] + self._variation_j2,
+                off_diagonal=np.where(self._adjacent, -own_j2[self.rows[1:]], 0.0),
+            )
+        return powers_w, errors_w
+
+    def misfits_j(self, spent_s: Array, powers_w: Array) -> Array:
+        """How far each window's increment is from what the powers say."""
+        misfits_j: Array = np.abs(self._increments_j - self._exposures_s(spent_s) @ powers_w)
+        return misfits_j
+
+    def _exposures_s(self, spent_s: Array) -> Array:
+        exposures_s: Array = np.diff(spent_s.mean(axis=1), axis=0)[self.rows]
+        return exposures_s
 
 
 def _time_spent_s(

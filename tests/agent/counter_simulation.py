@@ -24,6 +24,7 @@ def simulate(
     iterations: int,
     duration_noise: float = 0.01,
     power_noise: float = 0.0,
+    late_mark_share: float = 0.0,
     counter_period_s: float = 0.1,
     counter_jitter_s: float = 0.0,
     poll_interval_s: float = 0.005,
@@ -37,8 +38,14 @@ def simulate(
         drawn_w = POWER_W[key] * (1 + power_noise * random.standard_normal())
         edges_s.append(end_s)
         cumulative_j.append(cumulative_j[-1] + drawn_w * (end_s - begin_s))
-        if key != "wait":
-            spans.append(Span(key, begin_s, end_s))
+        if key == "wait":
+            continue
+        if random.random() < late_mark_share:  # the host sleeps on: the GPU waits, but no mark says so
+            late_s = random.exponential(0.020)
+            end_s += late_s
+            edges_s.append(end_s)
+            cumulative_j.append(cumulative_j[-1] + POWER_W["wait"] * late_s)
+        spans.append(Span(key, begin_s, end_s))
 
     ticks_s = np.arange(random.uniform(0, counter_period_s), edges_s[-1], counter_period_s)
     ticks_s += random.uniform(-counter_jitter_s, counter_jitter_s, len(ticks_s))

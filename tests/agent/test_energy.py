@@ -19,7 +19,7 @@ from perseus.agent.energy import (
 )
 from perseus.agent.gpu import ClockEventReason
 
-SEEDS = range(60)
+SEEDS = range(40)
 LONG = [("forward", 0.050), ("wait", 0.030), ("backward", 0.100), ("wait", 0.030)]
 
 
@@ -50,7 +50,7 @@ def assert_accurate(simulations: Iterator[Simulation]) -> None:
     for key, tolerance in (("forward", 0.05), ("backward", 0.05), ("wait", 0.10)):
         assert np.mean(np.abs(relative[key]) <= tolerance) >= 0.95
         assert np.mean(np.abs(standardised[key]) <= 2) >= 0.90
-        assert np.abs(np.mean(standardised[key])) <= 0.5  # no bias: 4 standard errors of this mean
+        assert np.abs(np.mean(standardised[key])) <= 0.6  # no bias: 4 standard errors of this mean
 
 
 def test_50_and_100_ms_computations_with_30_ms_waits() -> None:
@@ -98,6 +98,19 @@ def test_an_iteration_of_whole_counter_periods_gives_honest_answers_or_none(
     assert within >= 0.85 * total
     if duration_noise >= 0.01 and counter_jitter_s == 0:
         assert total >= 0.9 * len(POWER_W) * len(SEEDS)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_marks_that_come_late_now_and_then_do_little_harm(stage: int) -> None:
+    program = one_forward_one_backward(stage, stage_count=4, microbatch_count=8)
+    dropped_count, errors_of_forward = 0, []
+    for seed in SEEDS:
+        simulation = simulate(program, seed=seed, iterations=4, late_mark_share=0.01)
+        result = fit(simulation)
+        dropped_count += result.dropped_window_count
+        errors_of_forward.append(result.power_w["forward"].value / POWER_W["forward"] - 1)
+    assert dropped_count > 0
+    assert np.quantile(np.abs(errors_of_forward), 0.8) <= 0.01
 
 
 @pytest.mark.parametrize("counter_jitter_s", [0.001, 0.030])

@@ -20,7 +20,8 @@ class RankTable:
         self._lease_s = lease_s
         self._journal = journal
         self._ranks = {place: Rank(place) for place in spec.parallelism.all_coordinates()}
-        self._heard_s: dict[Coordinates, float] = {}
+        # By agent instance: whatever it says renews the leases of all its ranks.
+        self._heard_s: dict[str, float] = {}
 
     def __getitem__(self, place: Coordinates) -> Rank:
         return self._ranks[place]
@@ -36,7 +37,7 @@ class RankTable:
         for rank in ranks:
             state = RankState.DISCONNECTED if rank.state in LIVE else rank.state
             self._ranks[rank.coordinates] = replace(rank, state=state)
-            self._heard_s[rank.coordinates] = now_s
+            self._heard_s[rank.instance_id] = now_s
 
     def are_all(self, state: RankState) -> bool:
         """Tell whether every rank is in a state."""
@@ -52,7 +53,7 @@ class RankTable:
 
     def next_deadline_s(self) -> float | None:
         """When the next lease runs out, if any runs."""
-        heard_s = [self._heard_s[rank.coordinates] for rank in self if rank.state in LIVE]
+        heard_s = [self._heard_s[rank.instance_id] for rank in self if rank.state in LIVE]
         return min(heard_s) + self._lease_s if heard_s else None
 
     def expired(self, now_s: float) -> list[Rank]:
@@ -60,7 +61,7 @@ class RankTable:
         return [
             rank
             for rank in self
-            if rank.state in LIVE and now_s >= self._heard_s[rank.coordinates] + self._lease_s
+            if rank.state in LIVE and now_s >= self._heard_s[rank.instance_id] + self._lease_s
         ]
 
     def join(self, event: RankJoined, in_force_version: int, now_s: float) -> None:
@@ -79,7 +80,7 @@ class RankTable:
                 instance_id=rank.instance_id,
                 hostname=rank.hostname,
             )
-        self._heard_s[event.rank] = now_s
+        self._heard_s[event.instance_id] = now_s
         joined = replace(
             rank,
             state=RankState.CONNECTED,
@@ -92,7 +93,7 @@ class RankTable:
         self.change(joined, why="")
 
     def hear(self, place: Coordinates, instance_id: str, now_s: float) -> bool:
-        """Renew a rank's lease; False if the agent does not serve it (any more): what it says is stale.
+        """Renew the leases of a rank's agent; False if the agent does not serve it (any more): what it says is stale.
 
         Raises:
             RankOutOfRangeError: the job has no such rank.
@@ -101,18 +102,18 @@ class RankTable:
         rank = self._ranks[place]
         if rank.state is not RankState.CONNECTED or rank.instance_id != instance_id:
             return False
-        self._heard_s[place] = now_s
+        self._heard_s[instance_id] = now_s
         return True
 
     def hear_agent(self, instance_id: str, now_s: float) -> None:
-        """Renew the leases of all connected ranks of an agent."""
-        for rank in self.of_instance(instance_id, RankState.CONNECTED):
-            self._heard_s[rank.coordinates] = now_s
+        """Renew the leases of an agent, if it serves any of the ranks."""
+        if instance_id in self._heard_s:
+            self._heard_s[instance_id] = now_s
 
     def disconnect(self, instance_id: str, now_s: float) -> None:
         """Note that an agent's stream has ended; the leases of its ranks run from now."""
+        self.hear_agent(instance_id, now_s)
         for rank in self.of_instance(instance_id, RankState.CONNECTED):
-            self._heard_s[rank.coordinates] = now_s
             self.change(replace(rank, state=RankState.DISCONNECTED), why="its agent's stream ended")
 
     def drop(self, place: Coordinates, state: RankState, why: str) -> None:
@@ -150,7 +151,7 @@ class RankTable:
             if rank.state in LIVE:
                 assert rank.instance_id
                 assert rank.gpu is not None
-                assert place in self._heard_s
+                assert rank.instance_id in self._heard_s
             elif rank.state is RankState.EXPECTED:
                 assert not rank.instance_id
             else:

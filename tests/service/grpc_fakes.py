@@ -91,7 +91,7 @@ async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, str, dict[s
     """Return code, reason and metadata of the error that a call ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
-    status = await rpc_status.aio.from_call(caught.value)
+    status = rpc_status.from_call(caught.value)
     assert status is not None, caught.value
     info = ErrorInfo()
     assert status.details[0].Unpack(info)

@@ -1,7 +1,7 @@
 """A small emulated cluster for the coordinator's tests: physics, and ranks that follow offers."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -327,7 +327,11 @@ class Cluster:
 
     def restart(self) -> None:
         """Kill the coordinator and start it again from what was stored."""
+        self.restart_with(self.carry_out)
+
+    def restart_with(self, take: Callable[[list[Command]], None]) -> None:
+        """Kill the coordinator and start it again; what it wants first goes to `take`."""
         self.machine, commands = JobMachine.restore(self.stored(), self.rules, EPOCH, self.now_s)
         self.machine.validate()
         self.history.extend(commands)
-        self.carry_out(commands)
+        take(commands)

@@ -1,0 +1,223 @@
+"""Random lives of a job: joins, losses, reconnects, late offers, stragglers, restarts, in any order.
+
+After every input the machine validates itself. When things calm down, every rank has its pipeline's plan in
+force.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from service_fakes import Cluster, FakeRank, make_spec
+
+from perseus.service.commands import Command, EndStream, SendOffer, Solve
+from perseus.service.inputs import (
+    AgentDisconnected,
+    AgentHeard,
+    AgentLeft,
+    PolicySet,
+    RankLeft,
+    Solved,
+    StragglerCleared,
+    StragglerReported,
+    Tick,
+)
+from perseus.service.job_machine import Rules
+from perseus.service.model import STOCK, JobState, Offer, PlannedClocks, RankLeftReason, Straggler
+from perseus.service.specification import Coordinates, OperatingPolicy
+from perseus.solver import solve
+
+PLACES = list(make_spec().parallelism.all_coordinates())
+LEASE_S = 10.0
+
+
+class RandomLife(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster = Cluster(make_spec(microbatches=2), Rules(LEASE_S, 1, 1))
+        self.waiting: deque[SendOffer] = deque()
+        self.problems: deque[Solve] = deque()
+        self.joined: set[Coordinates] = set()
+        self.sent_versions: dict[int, int] = {}
+
+    # What the agents of the cluster do with the machine's commands: offers may wait, in order.
+
+    def take(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            if isinstance(command, SendOffer):
+                assert command.rank in self.joined, "an offer to a rank that nobody serves"
+                pipeline, version = command.rank.pipeline, command.offer.version
+                assert version >= self.sent_versions.get(pipeline, 0), "a version went backwards"
+                self.sent_versions[pipeline] = version
+                self.waiting.append(command)
+            elif isinstance(command, Solve):
+                self.problems.append(command)
+            elif isinstance(command, EndStream):
+                self.break_stream(command.instance_id)
+
+    def break_stream(self, instance_id: str) -> None:
+        self.joined -= {place for place in self.joined if self.rank(place).instance_id == instance_id}
+        self.waiting = deque(command for command in self.waiting if command.instance_id != instance_id)
+
+    def rank(self, place: Coordinates) -> FakeRank:
+        return self.cluster.ranks[place]
+
+    def deliver_one(self) -> None:
+        command = self.waiting.popleft()
+        self.take(self.cluster.tell(self.rank(command.rank).answer(command.offer)))
+
+    def step(self, rank: FakeRank) -> None:
+        in_force = rank.begin()
+        if rank.place in self.joined:
+            if in_force is not None:
+                self.take(self.cluster.tell(in_force))
+            self.take(self.cluster.tell(rank.end(0.8)))
+
+    def join_rank(self, place: Coordinates) -> None:
+        self.joined.add(place)
+        self.waiting = deque(command for command in self.waiting if command.rank != place)
+        self.rank(place).pending = None
+        self.take(self.cluster.tell(self.rank(place).joined()))
+
+    def stop_trainer(self, rank: FakeRank) -> None:
+        """A new trainer begins with iteration 0 at stock."""
+        rank.iteration, rank.in_force, rank.pending = -1, Offer(0, 0, STOCK), None
+
+    def lose(self, place: Coordinates) -> None:
+        self.joined.discard(place)
+        self.waiting = deque(command for command in self.waiting if command.rank != place)
+        self.stop_trainer(self.rank(place))
+        left = RankLeft(place, self.rank(place).instance_id, RankLeftReason.TRAINER_GONE)
+        self.take(self.cluster.tell(left))
+
+    def calm_down(self) -> None:
+        """The trainers are in step, all ranks join, offers arrive, problems are solved, iterations go by."""
+        if len({rank.iteration for rank in self.cluster.ranks.values()}) > 1:
+            for place in PLACES:
+                self.lose(place)
+        self.join_all()
+        for _ in range(60):
+            while self.waiting:
+                self.deliver_one()
+            while self.problems:
+                self.finish_solving()
+            for rank in self.cluster.ranks.values():
+                self.step(rank)
+
+    # What may happen.
+
+    @initialize(is_planned=st.booleans())
+    def begin(self, is_planned: bool) -> None:
+        if is_planned:
+            self.calm_down()
+
+    @rule(place=st.sampled_from(PLACES))
+    def join(self, place: Coordinates) -> None:
+        if place not in self.joined:
+            self.join_rank(place)
+
+    @rule()
+    def join_all(self) -> None:
+        for place in PLACES:
+            self.join(place)
+
+    @precondition(lambda self: self.joined)
+    @rule(data=st.data())
+    def lose_trainer(self, data: st.DataObject) -> None:
+        self.lose(data.draw(st.sampled_from(sorted(self.joined))))
+
+    @rule(instance_id=st.sampled_from(["agent-0", "agent-1"]))
+    def disconnect(self, instance_id: str) -> None:
+        self.break_stream(instance_id)
+        self.take(self.cluster.tell(AgentDisconnected(instance_id)))
+
+    @rule(instance_id=st.sampled_from(["agent-0", "agent-1"]))
+    def end_agent(self, instance_id: str) -> None:
+        self.break_stream(instance_id)
+        for rank in self.cluster.ranks.values():
+            if rank.instance_id == instance_id:
+                self.stop_trainer(rank)
+        self.take(self.cluster.tell(AgentLeft(instance_id)))
+
+    @rule(place=st.sampled_from(PLACES))
+    def run_one_iteration(self, place: Coordinates) -> None:
+        self.step(self.rank(place))
+
+    @rule(count=st.integers(1, 4))
+    def run_iterations(self, count: int) -> None:
+        for _ in range(count):
+            for rank in self.cluster.ranks.values():
+                self.step(rank)
+
+    @rule(count=st.integers(1, 3))
+    def run_and_deliver(self, count: int) -> None:
+        for _ in range(count):
+            while self.waiting:
+                self.deliver_one()
+            for rank in self.cluster.ranks.values():
+                self.step(rank)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def deliver(self) -> None:
+        self.deliver_one()
+
+    @precondition(lambda self: self.problems)
+    @rule()
+    def finish_solving(self) -> None:
+        frontier = solve(self.problems.popleft().problem, point_count=4)
+        self.take(self.cluster.tell(Solved(frontier)))
+
+    @rule(pipeline=st.integers(0, 1), factor=st.sampled_from([1.0, 1.1, 1.3, 5.0]))
+    def report_straggler(self, pipeline: int, factor: float) -> None:
+        self.take(self.cluster.tell(StragglerReported(Straggler(pipeline, slowdown_factor=factor))))
+
+    @rule(pipeline=st.integers(0, 1))
+    def clear_straggler(self, pipeline: int) -> None:
+        self.take(self.cluster.tell(StragglerCleared(pipeline)))
+
+    @rule(percent=st.sampled_from([0.0, 5.0, 20.0]))
+    def set_policy(self, percent: float) -> None:
+        self.take(self.cluster.tell(PolicySet(OperatingPolicy(percent))))
+
+    @rule(seconds=st.sampled_from([0.1, 4.0, LEASE_S]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.cluster.now_s += seconds
+        self.take(self.cluster.tell(Tick()))
+
+    @rule()
+    def heartbeats(self) -> None:
+        for instance_id in {self.rank(place).instance_id for place in self.joined}:
+            self.take(self.cluster.tell(AgentHeard(instance_id)))
+
+    @rule()
+    def restart_coordinator(self) -> None:
+        for instance_id in ("agent-0", "agent-1"):
+            self.break_stream(instance_id)
+        self.problems.clear()
+        self.cluster.restart_with(self.take)
+
+    @invariant()
+    def never_at_stock_for_no_reason(self) -> None:
+        assert self.cluster.machine.state not in (JobState.STOCK, JobState.FINISHED)
+
+    def teardown(self) -> None:
+        self.calm_down()
+        machine = self.cluster.machine
+        assert machine.state is JobState.PLANNED
+        for rank in self.cluster.ranks.values():
+            offer = machine._offers[rank.place.pipeline]
+            assert isinstance(offer.clocks, PlannedClocks)
+            assert (rank.in_force.version, rank.in_force.clocks) == (offer.version, offer.clocks)
+
+
+TestRandomLife = RandomLife.TestCase
+TestRandomLife.settings = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # Shrinking a life takes minutes.
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

@@ -1,6 +1,8 @@
 """The doors between the parts of the house: who may import whom, and what the base install may need."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,3 +68,39 @@ def test_a_closed_door_would_be_noticed(tmp_path: Path) -> None:
     path = tmp_path / "sly.py"
     path.write_text("def late():\n    from perseus import solver\n    import grpc.aio\n")
     assert trespasses(path, ["perseus.solver", "grpc"]) == ["perseus.solver", "grpc.aio"]
+
+
+# Stands in for the base install: the extras' modules can't be found.
+WITHOUT_EXTRAS = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"igraph", "grpc_health", "grpc_reflection", "matplotlib"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def run_without_extras(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS + code], capture_output=True, text=True, check=False
+    )
+
+
+def test_agent_and_stubs_need_no_extra() -> None:
+    done = run_without_extras("import perseus.agent.shell, perseus.v1.frontier_service_pb2_grpc")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [(["solve", "profile.csv", "--microbatches", "4"], "coordinator"), (["coordinator"], "coordinator")],
+)
+def test_command_that_needs_an_extra_names_it(command: list[str], extra: str) -> None:
+    call = f"sys.argv = ['perseus', *{command}]\nfrom perseus.cli.main import main\nmain()"
+    done = run_without_extras(call)
+    assert done.returncode == 1
+    assert f"pip install 'perseus-energy[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr

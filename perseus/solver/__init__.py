@@ -4,8 +4,10 @@ Pure computation on numpy and igraph. Start at :class:`Pipeline` and :func:`solv
 """
 
 from perseus.solver.computation import Computation, Kind
+from perseus.solver.dwell import dwell
 from perseus.solver.errors import DeadlineError, PipelineError, ProfileError, ScheduleError, SolverError
 from perseus.solver.frontier import Frontier, FrontierPoint, plan_at, solve
+from perseus.solver.latency import LatencyReplay, replay_with_latency
 from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import Plan, PlannedComputation, replay
 from perseus.solver.profile import Measurement
@@ -18,6 +20,7 @@ __all__ = [
     "Frontier",
     "FrontierPoint",
     "Kind",
+    "LatencyReplay",
     "Measurement",
     "Pipeline",
     "PipelineError",
@@ -28,10 +31,12 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SolverError",
+    "dwell",
     "gpipe",
     "one_forward_one_backward",
     "plan_at",
     "read_profile_csv",
     "replay",
+    "replay_with_latency",
     "solve",
 ]

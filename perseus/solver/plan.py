@@ -37,6 +37,11 @@ class Plan:
     stages: tuple[tuple[PlannedComputation, ...], ...]
 
     @property
+    def clocks_mhz(self) -> dict[Computation, int]:
+        """The clock of each computation that has one."""
+        return {p.computation: p.clock_mhz for stage in self.stages for p in stage}
+
+    @property
     def energy_j(self) -> float:
         """Energy of the pipeline over one iteration, waiting included."""
         return self.energy_until_j(self.iteration_time_s)

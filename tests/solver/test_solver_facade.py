@@ -13,6 +13,7 @@ def test_public_names() -> None:
         "Frontier",
         "FrontierPoint",
         "Kind",
+        "LatencyReplay",
         "Measurement",
         "Pipeline",
         "PipelineError",
@@ -23,11 +24,13 @@ def test_public_names() -> None:
         "Schedule",
         "ScheduleError",
         "SolverError",
+        "dwell",
         "gpipe",
         "one_forward_one_backward",
         "plan_at",
         "read_profile_csv",
         "replay",
+        "replay_with_latency",
         "solve",
     ]
     assert all(hasattr(perseus.solver, name) for name in perseus.solver.__all__)

@@ -1,0 +1,267 @@
+"""Minimum dwell: plans for GPUs whose clock takes a while to set.
+
+A plan made without regard to latency may ask for a new clock at almost every computation. Each lower clock
+comes late, so its computation spends a latency at the clock before; and where clocks change faster than they
+can be set, raises come late too, and that costs time. Here each stage gets runs of computations that share a
+clock: no run shorter than a dwell, no computation slower than its limit, and of all such runs those that
+cost the least energy with the latency in it (dynamic programming over where runs begin, and at which clock).
+
+The limits are the planned durations at first. A run that is faster than it needs to be leaves slack, so they
+are then stretched to what the iteration time has room for, and the runs are chosen anew.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus.solver.computation import Computation, Kind
+from perseus.solver.graph import order_computations
+from perseus.solver.latency import Curve, check_latency, replay_with_latency
+from perseus.solver.pipeline import Pipeline
+from perseus.solver.plan import Plan, PlannedComputation, replay
+from perseus.solver.profile import PS_PER_S, to_ps
+
+FloatArray = NDArray[np.float64]
+
+_LEAST_SHARE_ON_CLOCK = 0.9
+_STRETCH_COUNT = 4
+_FIRST_PRICE_W = 8.0
+_DOUBLING_COUNT = 16
+_BISECTION_COUNT = 6
+
+_NOISE = 0.002
+"""Measured times may rise with the clock, and then lateness slows down. Less than this is let happen."""
+
+
+def dwell(pipeline: Pipeline, plan: Plan, latency_s: float) -> Plan:
+    """Return a plan of the same iteration time that keeps its clocks for at least two latencies.
+
+    Two, because a clock that is lowered and raised again then has the time for both sets. With the latency,
+    at least 90 % of the computations' time is spent at the clocks of the result, where its stages allow
+    it; a stage where no runs are fast enough keeps its clocks. On the measured times the result is never
+    slower than ``plan``. With the latency it may be, by at most 0.2 %, where a clock comes late that was
+    measured to be faster than the higher one before it. What latency costs on both plans is told by
+    :func:`replay_with_latency`.
+
+    Raises:
+        SolverError: the latency is not a finite number of 0 or more.
+        ProfileError: a computation has no clock in the plan, or one at which it was not measured.
+    """
+    search = _Search(pipeline, replay(pipeline, plan.clocks_mhz), latency_s)
+    cheaper = search.dwelled(0.0)
+    if search.is_on_clock(cheaper):
+        return cheaper
+    # A price on each second at the clock before trades energy for sets: look for the lowest that is enough.
+    too_low_w, price_w = 0.0, _FIRST_PRICE_W
+    for _ in range(_DOUBLING_COUNT):
+        dwelled = search.dwelled(price_w)
+        if search.is_on_clock(dwelled):
+            break
+        too_low_w, price_w, cheaper = price_w, 2 * price_w, dwelled
+    for _ in range(_BISECTION_COUNT):
+        middle_w = (too_low_w + price_w) / 2
+        candidate = search.dwelled(middle_w)
+        if search.is_on_clock(candidate):
+            price_w, dwelled = middle_w, candidate
+        else:
+            too_low_w, cheaper = middle_w, candidate
+    return search.mixed(dwelled, cheaper)
+
+
+class _Search:
+    """Dwelled plans of one plan, by what lateness is made to cost."""
+
+    def __init__(self, pipeline: Pipeline, planned: Plan, latency_s: float) -> None:
+        self._pipeline, self._planned = pipeline, planned
+        self._latency_s, self._latency_ps = latency_s, check_latency(latency_s)
+        self._stages = [_StageCosts(pipeline, s) if stage else None for s, stage in enumerate(planned.stages)]
+
+    def is_on_clock(self, plan: Plan) -> bool:
+        replayed = replay_with_latency(self._pipeline, plan, self._latency_s)
+        return replayed.share_on_clock >= _LEAST_SHARE_ON_CLOCK
+
+    def mixed(self, plan: Plan, cheaper: Plan) -> Plan:
+        """Return ``plan`` with as many stages of the cheaper one as leave it fast and on its clocks."""
+        for stage in cheaper.stages:
+            candidate = replay(self._pipeline, plan.clocks_mhz | {p.computation: p.clock_mhz for p in stage})
+            if candidate.iteration_time_s <= self._planned.iteration_time_s and self.is_on_clock(candidate):
+                plan = candidate
+        return plan
+
+    def dwelled(self, lateness_price_w: float) -> Plan:
+        plan = self._planned
+        limits_ps = {p.computation: to_ps(p.duration_s) for stage in plan.stages for p in stage}
+        for _ in range(_STRETCH_COUNT):
+            clocks_mhz: dict[Computation, int] = {}
+            for costs, computations in zip(self._stages, plan.stages, strict=True):
+                if costs:
+                    limits = [limits_ps[p.computation] for p in computations]
+                    runs = _Runs(costs, computations, limits, self._latency_ps, lateness_price_w)
+                    clocks_mhz |= runs.cheapest_clocks() or {p.computation: p.clock_mhz for p in computations}
+            before, plan = plan, replay(self._pipeline, clocks_mhz)
+            if plan.clocks_mhz == before.clocks_mhz:
+                break
+            limits_ps = _stretch(self._pipeline, plan, to_ps(self._planned.iteration_time_s))
+        return plan
+
+
+def _stretch(pipeline: Pipeline, plan: Plan, deadline_ps: int) -> dict[Computation, int]:
+    """Return how long each computation may take so that all together meet the deadline.
+
+    Each is stretched by the deadline over the longest path through it. A path's own length is at most that of
+    the longest path through any of its computations, so stretched it is no longer than the deadline.
+    """
+    computations, dependencies = order_computations(pipeline)
+    index_of = {c: i for i, c in enumerate(computations)}
+    durations_ps = [to_ps(pipeline.fixed_times_s.get(c, 0.0)) for c in computations]
+    planned = [p for stage in plan.stages for p in stage]
+    for p in planned:
+        durations_ps[index_of[p.computation]] = to_ps(p.duration_s)
+    before_ps = [0] * len(computations)
+    for earlier, later, lag_ps in dependencies:
+        ready_ps = before_ps[earlier] + durations_ps[earlier] + lag_ps
+        before_ps[later] = max(before_ps[later], ready_ps)
+    after_ps = [0] * len(computations)
+    for earlier, later, lag_ps in reversed(dependencies):
+        rest_ps = lag_ps + durations_ps[later] + after_ps[later]
+        after_ps[earlier] = max(after_ps[earlier], rest_ps)
+    return {
+        computations[i]: durations_ps[i] * deadline_ps // (before_ps[i] + durations_ps[i] + after_ps[i])
+        for i in (index_of[p.computation] for p in planned)
+    }
+
+
+class _KindCosts(NamedTuple):
+    """One kind of computation at each of the stage's clocks."""
+
+    times_ps: FloatArray
+    effective_energies_j: FloatArray
+    measured: NDArray[np.bool_]
+
+
+class _StageCosts:
+    """What one stage's computations take and cost at all clocks at which any of them was measured."""
+
+    def __init__(self, pipeline: Pipeline, stage: int) -> None:
+        measured = {(key[1], key[2]): some for key, some in pipeline.profiles.items() if key[0] == stage}
+        self.clocks_mhz = np.array(sorted({m.clock_mhz for some in measured.values() for m in some}))
+        self._kinds: dict[tuple[int, Kind], _KindCosts] = {}
+        for key, some in measured.items():
+            curve = Curve(some)
+            times_ps, energies_j = np.array([curve.at(int(clock_mhz)) for clock_mhz in self.clocks_mhz]).T
+            self._kinds[key] = _KindCosts(
+                times_ps,
+                energies_j - pipeline.blocking_power_w[stage] * times_ps / PS_PER_S,
+                np.isin(self.clocks_mhz, [m.clock_mhz for m in some]),
+            )
+
+    def of(self, c: Computation) -> _KindCosts:
+        return self._kinds[c.chunk, c.kind]
+
+
+class _Runs:
+    """The dynamic program over one stage's n computations and F clocks."""
+
+    def __init__(
+        self,
+        stage: _StageCosts,
+        planned: Sequence[PlannedComputation],
+        limits_ps: Sequence[int],
+        latency_ps: int,
+        lateness_price_w: float,
+    ) -> None:
+        self._stage, self._planned, self._limits_ps = stage, planned, limits_ps
+        self._latency_ps, self._lateness_price_w = latency_ps, lateness_price_w
+        self._lateness_known: dict[tuple[int, Kind, int], _Lateness] = {}
+        self._costs = costs = [stage.of(p.computation) for p in planned]
+        times_ps = np.array([cost.times_ps for cost in costs])
+        measured = np.array([cost.measured for cost in costs])
+        self._refused_before = _sums_before(~measured | (times_ps > np.array(limits_ps)[:, None]))
+        self._energy_before_j = _sums_before(np.array([cost.effective_energies_j for cost in costs]))
+        # What a wait before a computation hides of the latency: lower clocks are set when the wait begins.
+        waits_ps = [0] + [
+            to_ps(later.start_s - earlier.start_s - earlier.duration_s)
+            for earlier, later in pairwise(planned)
+        ]
+        self._exposed_ps = [max(latency_ps - wait_ps, 0) for wait_ps in waits_ps]
+        # The end (exclusive) of the shortest run that begins with each computation, however fast it is.
+        fastest_before_ps = np.concatenate([[0.0], np.cumsum(times_ps.min(axis=1))])
+        ends = np.searchsorted(fastest_before_ps, fastest_before_ps[:-1] + 2 * latency_ps)
+        self._shortest_ends = np.clip(ends, np.arange(len(costs)) + 1, len(costs))
+
+    def cheapest_clocks(self) -> dict[Computation, int] | None:
+        """Return each computation's clock, or None if no runs are fast enough."""
+        count, clock_count = len(self._costs), self._energy_before_j.shape[1]
+        every_clock = np.arange(clock_count)
+        # Entry [j, f]: the least cost of the first j computations, the last of them in a run at clock f that
+        # has lasted a dwell; where that run's last step began, and at which clock before.
+        least_j = np.full((count + 1, clock_count), np.inf)
+        step_from = np.zeros((count + 1, clock_count), dtype=np.int64)
+        clock_before = np.zeros((count + 1, clock_count), dtype=np.int64)
+        for i in range(count):
+            if i:
+                entering_j = least_j[i][:, None] + self._lateness_j(i)
+                before = entering_j.argmin(axis=0)
+                entered_j = entering_j[before, every_clock]
+            else:
+                before, entered_j = every_clock, np.zeros(clock_count)
+            for end, before_j, clocks in (
+                (i + 1, least_j[i], every_clock),
+                (int(self._shortest_ends[i]), entered_j, before),
+            ):
+                total_j = before_j + self._energy_before_j[end] - self._energy_before_j[i]
+                fast_enough = self._refused_before[end] == self._refused_before[i]
+                better = fast_enough & (total_j < least_j[end])
+                least_j[end, better] = total_j[better]
+                step_from[end, better] = i
+                clock_before[end, better] = clocks[better]
+        if np.isinf(least_j[count]).all():
+            return None
+        chosen = [0] * count
+        end, f = count, int(least_j[count].argmin())
+        while end:
+            begin = int(step_from[end, f])
+            chosen[begin:end] = [f] * (end - begin)
+            end, f = begin, int(clock_before[end, f])
+        return {
+            p.computation: int(self._stage.clocks_mhz[f]) for p, f in zip(self._planned, chosen, strict=True)
+        }
+
+    def _lateness_j(self, i: int) -> FloatArray:
+        """Return, by clock before and clock of ``i``, what ``i`` costs more because a lower clock is late.
+
+        Infinite where lateness makes it too slow.
+        """
+        c = self._planned[i].computation
+        key = c.chunk, c.kind, self._exposed_ps[i]
+        if key not in self._lateness_known:
+            self._lateness_known[key] = self._find_lateness(self._costs[i], self._exposed_ps[i])
+        lateness = self._lateness_known[key]
+        return np.where(lateness.times_ps > (1 + _NOISE) * self._limits_ps[i], np.inf, lateness.costs_j)
+
+    def _find_lateness(self, cost: _KindCosts, exposed_ps: int) -> "_Lateness":
+        times_ps, energies_j = cost.times_ps, cost.effective_energies_j
+        lower = np.tri(len(times_ps), k=-1, dtype=bool)
+        late_ps = np.minimum(exposed_ps, times_ps)[:, None]
+        costs_j = late_ps / times_ps[:, None] * (energies_j[:, None] - energies_j)
+        costs_j += self._lateness_price_w * late_ps / PS_PER_S
+        # A shorter wait than planned may hide less of the latency: judged on time, nothing of it is hidden.
+        late_ps = np.minimum(self._latency_ps, times_ps)[:, None]
+        slowed_ps = late_ps + (1 - late_ps / times_ps[:, None]) * times_ps
+        return _Lateness(np.where(lower, slowed_ps, 0.0), np.where(lower, costs_j, 0.0))
+
+
+class _Lateness(NamedTuple):
+    """What lateness makes of a computation, by clock before × clock; 0 where the clock is not lowered."""
+
+    times_ps: FloatArray
+    costs_j: FloatArray
+
+
+def _sums_before(rows: NDArray[np.generic]) -> FloatArray:
+    """Return the sums of the rows before each row, and of all of them."""
+    sums: FloatArray = np.vstack([np.zeros(rows.shape[1]), np.cumsum(rows, axis=0)])
+    return sums

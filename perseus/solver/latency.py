@@ -1,0 +1,184 @@
+"""Replay of a plan on a GPU whose clock takes a while to set.
+
+A set clock comes into force one latency after it was issued. The agent issues a raise one latency before the
+previous computation ends, so that it is in force by then, and a lower clock when the previous computation
+ends: lateness costs joules, never seconds. One set is under way at a time, and the newest wanted clock wins:
+what was overtaken before it could be issued is never set.
+
+Ends are predicted rightly here, as they are once an agent has seen a few iterations of a plan. That needs no
+fixed point: what is issued within one latency of an end comes into force after it, so each end is known
+before the raise that is timed by it.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from perseus.solver.computation import Kind
+from perseus.solver.errors import SolverError
+from perseus.solver.graph import order_computations
+from perseus.solver.pipeline import Pipeline
+from perseus.solver.plan import Plan, replay
+from perseus.solver.profile import PS_PER_S, Measurement, to_ps
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyReplay:
+    """What a plan takes and costs when its clocks take a while to set.
+
+    Attributes:
+        iteration_time_s: from the first start to the last end.
+        effective_energy_j: of all stages, without the blocking power over the iteration.
+        blocking_power_w: of all GPUs of the pipeline together.
+        set_count: sets in an iteration on all stages, those back to the first clock at its end included.
+        share_on_clock: of the time in computations that have a clock, the share spent at the planned one.
+    """
+
+    iteration_time_s: float
+    effective_energy_j: float
+    blocking_power_w: float
+    set_count: int
+    share_on_clock: float
+
+    @property
+    def energy_j(self) -> float:
+        """Energy of the pipeline over one iteration, waiting included."""
+        return self.effective_energy_j + self.blocking_power_w * self.iteration_time_s
+
+
+def replay_with_latency(pipeline: Pipeline, plan: Plan, latency_s: float) -> LatencyReplay:
+    """Run the plan with its clocks coming into force ``latency_s`` after they were set.
+
+    Each stage begins at its first clock, which was set while the gradients of the iteration before were
+    synchronised. A computation whose clock changes underway does the work that each clock's measured time
+    allows, and costs that share of its measured energy. At a clock at which it was not measured, both are
+    interpolated between the measured clocks around it.
+
+    Raises:
+        SolverError: the latency is not a finite number of 0 or more.
+        ProfileError: a computation has no clock in the plan, or one at which it was not measured.
+    """
+    latency_ps = check_latency(latency_s)
+    clocks_mhz = replay(pipeline, plan.clocks_mhz).clocks_mhz
+    curves = {key: Curve(measurements) for key, measurements in pipeline.profiles.items()}
+    stage_clocks = [_StageClock(stage[0].clock_mhz, latency_ps) if stage else None for stage in plan.stages]
+    computations, dependencies = order_computations(pipeline)
+    starts_ps = [0] * len(computations)
+    last_end_ps = [0] * pipeline.schedule.stage_count
+    effective_energy_j = 0.0
+    busy_ps = on_clock_ps = 0
+    arcs = iter(dependencies)
+    arc = next(arcs, None)
+    for i, c in enumerate(computations):
+        clock = stage_clocks[c.stage]
+        if c.kind is Kind.FIXED or clock is None:
+            end_ps = starts_ps[i] + to_ps(pipeline.fixed_times_s[c])
+        else:
+            clock.want(clocks_mhz[c], last_end_ps[c.stage])
+            run = clock.run(curves[c.stage, c.chunk, c.kind], starts_ps[i], clocks_mhz[c])
+            end_ps = run.end_ps
+            effective_energy_j += run.energy_j
+            effective_energy_j -= pipeline.blocking_power_w[c.stage] * (end_ps - starts_ps[i]) / PS_PER_S
+            busy_ps += end_ps - starts_ps[i]
+            on_clock_ps += run.on_clock_ps
+        last_end_ps[c.stage] = end_ps
+        while arc and arc.earlier == i:
+            starts_ps[arc.later] = max(starts_ps[arc.later], end_ps + arc.lag_ps)
+            arc = next(arcs, None)
+    return LatencyReplay(
+        iteration_time_s=max(last_end_ps) / PS_PER_S,
+        effective_energy_j=effective_energy_j,
+        blocking_power_w=plan.blocking_power_w,
+        set_count=sum(clock.set_count for clock in stage_clocks if clock),
+        share_on_clock=on_clock_ps / busy_ps if busy_ps else 1.0,
+    )
+
+
+def check_latency(latency_s: float) -> int:
+    """Return the latency in picoseconds, or refuse it."""
+    if not (math.isfinite(latency_s) and latency_s >= 0):
+        raise SolverError(f"latency_s: expected a finite number of 0 or more, found {latency_s}")
+    return to_ps(latency_s)
+
+
+class Curve:
+    """A computation's time and energy at any clock: measured, or interpolated between the measured clocks.
+
+    Beyond the lowest and the highest measured clock it stays what it is there.
+    """
+
+    def __init__(self, measurements: Sequence[Measurement]) -> None:
+        by_clock = sorted(measurements, key=lambda m: m.clock_mhz)
+        self._clocks_mhz = [m.clock_mhz for m in by_clock]
+        self._times_ps = [to_ps(m.time_s) for m in by_clock]
+        self._energies_j = [m.energy_j for m in by_clock]
+        self._known: dict[int, tuple[int, float]] = {}
+
+    def at(self, clock_mhz: int) -> tuple[int, float]:
+        """Return the time in picoseconds and the energy in joules."""
+        if clock_mhz not in self._known:
+            time_ps = round(np.interp(clock_mhz, self._clocks_mhz, self._times_ps))
+            energy_j = float(np.interp(clock_mhz, self._clocks_mhz, self._energies_j))
+            self._known[clock_mhz] = (time_ps, energy_j)
+        return self._known[clock_mhz]
+
+
+class _Set(NamedTuple):
+    issued_ps: int
+    in_force_ps: int
+    clock_mhz: int
+
+
+class _Run(NamedTuple):
+    """A computation that was run: its end, its energy, and how long it was at the planned clock."""
+
+    end_ps: int
+    energy_j: float
+    on_clock_ps: int
+
+
+class _StageClock:
+    """One stage's clock over the iteration."""
+
+    def __init__(self, first_clock_mhz: int, latency_ps: int) -> None:
+        self._latency_ps = latency_ps
+        self._planned_mhz = first_clock_mhz
+        self._sets = [_Set(-latency_ps - 1, 0, first_clock_mhz)]
+
+    @property
+    def set_count(self) -> int:
+        """Sets up to now, and the one that the next iteration's first computation needs."""
+        return len(self._sets) - (self._sets[-1].clock_mhz == self._sets[0].clock_mhz)
+
+    def want(self, clock_mhz: int, previous_end_ps: int) -> None:
+        """Plan a clock for the computation after the one that ends then."""
+        raised = clock_mhz > self._planned_mhz
+        self._planned_mhz = clock_mhz
+        at_ps = previous_end_ps - self._latency_ps if raised else previous_end_ps
+        while self._sets[-1].issued_ps >= at_ps > self._sets[0].issued_ps:
+            self._sets.pop()
+        if clock_mhz != self._sets[-1].clock_mhz:
+            issued_ps = max(at_ps, self._sets[-1].in_force_ps)
+            self._sets.append(_Set(issued_ps, issued_ps + self._latency_ps, clock_mhz))
+
+    def run(self, curve: Curve, start_ps: int, planned_mhz: int) -> _Run:
+        """Run a computation from its start through all sets that come into force meanwhile."""
+        now_ps, work_left, energy_j, on_clock_ps = start_ps, 1.0, 0.0, 0
+        k = bisect_right(self._sets, start_ps, key=lambda one: one.in_force_ps) - 1
+        while True:
+            clock_mhz = self._sets[k].clock_mhz
+            time_ps, whole_j = curve.at(clock_mhz)
+            end_ps = now_ps + round(work_left * time_ps)
+            k += 1
+            changes = k < len(self._sets) and self._sets[k].in_force_ps < end_ps
+            until_ps = self._sets[k].in_force_ps if changes else end_ps
+            share = (until_ps - now_ps) / time_ps if changes else work_left
+            energy_j += share * whole_j
+            on_clock_ps += (until_ps - now_ps) * (clock_mhz == planned_mhz)
+            if not changes:
+                return _Run(end_ps, energy_j, on_clock_ps)
+            now_ps, work_left = until_ps, work_left - share

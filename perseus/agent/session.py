@@ -510,7 +510,9 @@ class Session:
         assert self._in_force is None or self._in_force.start_iteration <= self._begun_iteration
         if self._iteration is not None:
             assert self._iteration.number == self._begun_iteration
-            assert len(self._iteration.runs) <= len(self._positions)
+            if not self._iteration.has_deviated:
+                positions = [self._positions[run.computation] for run in self._iteration.runs]
+                assert positions == sorted(set(positions))
         assert not self._is_accepted or self._is_connected
         assert len(self._changes) <= _CHANGES_KEPT
         ends_s = [iteration.end_s for iteration in self._finished]

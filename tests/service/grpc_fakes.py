@@ -99,6 +99,13 @@ async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, str, dict[s
     return caught.value.code(), info.reason, dict(info.metadata)
 
 
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for something that tells nobody when it comes about."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 class FakeAgent:
     """An agent that serves some ranks of one job, iteration by iteration, as fast as it is acknowledged."""
 

@@ -1,0 +1,125 @@
+"""Iterations put together from their ranks, and the report's periods."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.iterations import OPEN_LIMIT, IterationLog
+from perseus.service.model import JobState
+from perseus.service.specification import Parallelism
+from perseus.service.telemetry import IterationColumns
+
+RANKS = list(Parallelism(2, 1, 2).all_coordinates())
+
+
+def rows(
+    iterations: Sequence[int],
+    version: int = 0,
+    time_s: float = 1.0,
+    energy_j: float = 5.0,
+    is_regular: bool = True,
+) -> IterationColumns:
+    count = len(iterations)
+    return IterationColumns(
+        np.array(iterations),
+        np.full(count, version),
+        np.full(count, time_s),
+        np.full(count, energy_j),
+        np.full(count, is_regular),
+    )
+
+
+def add_all(log: IterationLog, iteration: int, **values: float) -> None:
+    for rank in RANKS:
+        log.add(rank, rows([iteration], **values))  # type: ignore[arg-type]
+    log.validate()
+
+
+def test_a_pipelines_iteration_takes_as_long_as_its_slowest_rank_and_costs_the_sum() -> None:
+    log = IterationLog(RANKS)
+    assert log.add(RANKS[0], rows([0, 1], time_s=1.0, energy_j=3.0)) == ([], [])
+    summaries, complete = log.add(RANKS[1], rows([0], time_s=2.0, energy_j=4.0))
+    assert complete == []
+    ((summary),) = summaries
+    assert (summary.pipeline, summary.iteration) == (0, 0)
+    assert (summary.iteration_time_s, summary.energy_j) == (2.0, 7.0)
+
+
+def test_a_row_that_comes_twice_counts_once() -> None:
+    log = IterationLog(RANKS)
+    for _ in range(2):
+        log.add(RANKS[0], rows([0]))
+    assert log.add(RANKS[1], rows([0]))[0][0].energy_j == 10.0
+    assert log.add(RANKS[1], rows([0])) == ([], [])
+
+
+def test_the_first_iteration_under_new_plans_and_irregular_ones_are_left_out() -> None:
+    log = IterationLog(RANKS)
+    log.label(1, JobState.PROFILING)
+    for iteration, version in enumerate([0, 0, 0, 1, 1]):
+        add_all(log, iteration, version=version)
+    add_all(log, 5, version=1, is_regular=False)
+    assert [(p.state, p.first_iteration, p.iteration_count) for p in log.periods] == [
+        (JobState.BASELINE, 1, 2),
+        (JobState.PROFILING, 4, 1),
+    ]
+
+
+def test_an_iteration_in_which_a_pipeline_ran_two_plans_is_left_out() -> None:
+    log = IterationLog(RANKS)
+    add_all(log, 0)
+    for rank in RANKS:
+        (_, complete) = log.add(rank, rows([1], version=1 if rank == RANKS[0] else 0))
+    assert complete[0].versions is None
+    assert log.periods == []
+
+
+def test_a_straggler_begins_a_period_of_its_own() -> None:
+    log = IterationLog(RANKS)
+    log.mark_straggler(3, True)
+    log.mark_straggler(5, False)
+    for iteration in range(7):
+        add_all(log, iteration)
+    assert [(p.has_straggler, p.first_iteration, p.iteration_count) for p in log.periods] == [
+        (False, 1, 2),
+        (True, 3, 2),
+        (False, 5, 2),
+    ]
+
+
+def test_iterations_that_never_become_complete_do_not_pile_up() -> None:
+    log = IterationLog(RANKS)
+    for iteration in range(3 * OPEN_LIMIT):
+        log.add(RANKS[0], rows([iteration]))
+    log.validate()
+    assert log.closed_through == 2 * OPEN_LIMIT - 1
+
+
+def test_after_a_restart_of_the_trainers_earlier_iterations_count_again() -> None:
+    log = IterationLog(RANKS)
+    for iteration in range(4):
+        add_all(log, iteration)
+    log.restart()
+    for iteration in range(3):
+        add_all(log, iteration)
+    assert [period.iteration_count for period in log.periods] == [3 + 2]
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 1000)), min_size=2, max_size=20))
+def test_a_period_holds_mean_and_standard_error(measured: list[tuple[float, float]]) -> None:
+    log = IterationLog(RANKS)
+    add_all(log, 0)
+    for iteration, (time_s, energy_j) in enumerate(measured, start=1):
+        add_all(log, iteration, time_s=time_s, energy_j=energy_j)
+    (period,) = log.periods
+    times_s, energies_j = zip(*measured, strict=True)
+    assert math.isclose(period.iteration_time_s, statistics.fmean(times_s))
+    assert math.isclose(period.energy_j, 4 * statistics.fmean(energies_j), abs_tol=1e-9)
+    assert math.isclose(
+        period.iteration_time_se_s, statistics.stdev(times_s) / math.sqrt(len(times_s)), abs_tol=1e-9
+    )
+    assert math.isclose(sum(period.pipeline_energy_j), period.energy_j, abs_tol=1e-9)

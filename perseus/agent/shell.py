@@ -298,7 +298,8 @@ class Agent:
                     self._ranks[rank].handle(message)
             case RankRefused(rank, reason, text):
                 if self._refusals.get(rank) != reason:  # it is announced again every second
-                    _log.warning("rank refused", rank=str(rank), reason=reason, message=text)
+                    log = _log.info if reason == _JOB_NOT_FOUND else _log.warning
+                    log("coordinator does not take the rank yet", rank=str(rank), reason=reason, message=text)
                 self._refusals[rank] = reason
                 if reason == _JOB_NOT_FOUND:
                     self._register_again(rank.job_id)

@@ -489,7 +489,7 @@ class IterationColumns(google.protobuf.message.Message):
 
     @property
     def is_regular(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
-        """Whether the computations were those of the registered order, in that order."""
+        """Whether the computations were those of the registered order, in that order, and measured without a gap."""
 
     def __init__(
         self,
@@ -626,13 +626,15 @@ class EnergyEstimate(google.protobuf.message.Message):
     iteration_count: builtins.int
     """Iterations in the estimate."""
     blocking_power_w: builtins.float
-    """Power while waiting, watts."""
+    """Power while waiting, watts; 0 while the windows do not determine it (the rank may hardly ever wait)."""
     blocking_power_se_w: builtins.float
     """Standard error of blocking_power_w."""
     window_count: builtins.int
     """Counter windows used."""
     discarded_window_count: builtins.int
-    """Counter windows discarded because of a power cap, thermal or power-brake clock event."""
+    """Counter windows discarded: because of a power cap, thermal or power-brake clock event, or because it is
+    not known what ran in them.
+    """
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EnergySample]:
         """One sample per kind, chunk and clock."""

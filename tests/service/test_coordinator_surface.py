@@ -5,7 +5,6 @@ import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import grpc
 import pytest
 from grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -58,17 +57,6 @@ async def test_watching_shows_the_job_then_every_event_once_and_in_order_until_i
     assert all(iteration.energy_j == pytest.approx(160.0) for iteration in iterations)
     again = [update async for update in watch(client)]
     assert sequences(again) == events
-
-
-async def test_a_watcher_that_does_not_read_is_ended(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "NEWS_LIMIT", 3)
-    await client.register()
-    agent = FakeAgent(client, "agent", ALL_PLACES)
-    stream = watch(client)
-    await anext(stream)
-    await agent.join()
-    with pytest.raises(grpc.aio.AioRpcError, match="more than 3 messages"):
-        [update async for update in stream]
 
 
 async def test_a_watcher_that_goes_away_is_forgotten(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ class RandomLife(RuleBasedStateMachine):
 
 TestRandomLife = RandomLife.TestCase
 TestRandomLife.settings = settings(
-    max_examples=40,
+    max_examples=25,
     stateful_step_count=40,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # Shrinking a life takes minutes.

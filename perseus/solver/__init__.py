@@ -3,13 +3,14 @@
 Pure computation on numpy and igraph. Start at :class:`Pipeline` and :func:`solve`.
 """
 
+from perseus.solver.baselines import envpipe, zeus_global, zeus_per_stage
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.dwell import dwell
 from perseus.solver.errors import DeadlineError, PipelineError, ProfileError, ScheduleError, SolverError
 from perseus.solver.frontier import Frontier, FrontierPoint, plan_at, solve
 from perseus.solver.latency import LatencyReplay, replay_with_latency
 from perseus.solver.pipeline import Pipeline, ProfileKey
-from perseus.solver.plan import Plan, PlannedComputation, replay
+from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay
 from perseus.solver.profile import Measurement
 from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.schedule import Schedule, gpipe, one_forward_one_backward
@@ -32,6 +33,8 @@ __all__ = [
     "ScheduleError",
     "SolverError",
     "dwell",
+    "envpipe",
+    "fastest_clock_plan",
     "gpipe",
     "one_forward_one_backward",
     "plan_at",
@@ -39,4 +42,6 @@ __all__ = [
     "replay",
     "replay_with_latency",
     "solve",
+    "zeus_global",
+    "zeus_per_stage",
 ]

@@ -25,6 +25,8 @@ def test_public_names() -> None:
         "ScheduleError",
         "SolverError",
         "dwell",
+        "envpipe",
+        "fastest_clock_plan",
         "gpipe",
         "one_forward_one_backward",
         "plan_at",
@@ -32,6 +34,8 @@ def test_public_names() -> None:
         "replay",
         "replay_with_latency",
         "solve",
+        "zeus_global",
+        "zeus_per_stage",
     ]
     assert all(hasattr(perseus.solver, name) for name in perseus.solver.__all__)
 

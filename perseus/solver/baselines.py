@@ -1,0 +1,146 @@
+"""What Perseus is compared with: all-max, EnvPipe and Zeus, each as plans of the same pipeline.
+
+All-max is :func:`~perseus.solver.plan.fastest_clock_plan`: every computation at its highest clock. EnvPipe
+gives one plan. Zeus gives a frontier of its own, with one clock for all or one for each stage.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from perseus.solver.computation import Computation, Kind
+from perseus.solver.errors import ProfileError
+from perseus.solver.graph import order_computations
+from perseus.solver.pipeline import Pipeline, ProfileKey
+from perseus.solver.plan import Plan, critical_path, replay
+from perseus.solver.profile import Option, pareto_options, to_ps
+
+_BACKWARD_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def envpipe(pipeline: Pipeline) -> Plan:
+    """Return EnvPipe's plan, as the paper on Perseus compared it (§6.1): one plan, close to all-max's time.
+
+    The last stage, each stage's first forward and each stage's last backward run at their highest clocks:
+    the envelope. Every other computation starts at its slowest Pareto clock. Then, along one critical path
+    after the other, the computations at the path's lowest clock are raised by one step, until a critical path
+    lies inside the envelope, or nothing on it can be raised. Every round raises something, so there are at
+    most as many rounds as there are clocks to raise by.
+
+    EnvPipe assumes stages of equal weight: where the last stage is not the heaviest, its plan is slower.
+    """
+    computations, dependencies = order_computations(pipeline)
+    envelope = _envelope(pipeline)
+    options: list[tuple[Option, ...]] = []
+    for c in computations:
+        if c.kind is Kind.FIXED:
+            options.append((Option(0, to_ps(pipeline.fixed_times_s[c]), 0.0, 0.0),))
+            continue
+        measurements = pipeline.profiles[c.stage, c.chunk, c.kind]
+        if c in envelope:
+            measurements = (max(measurements, key=lambda m: m.clock_mhz),)
+        options.append(pareto_options(measurements, pipeline.blocking_power_w[c.stage]))
+    chosen = [len(some) - 1 for some in options]
+    while True:
+        durations_ps = [some[k].time_ps for some, k in zip(options, chosen, strict=True)]
+        path = critical_path(dependencies, durations_ps)
+        raisable = [i for i in path if chosen[i] > 0]
+        if not raisable:
+            break
+        lowest_mhz = min(options[i][chosen[i]].clock_mhz for i in raisable)
+        for i in raisable:
+            if options[i][chosen[i]].clock_mhz == lowest_mhz:
+                chosen[i] -= 1
+    return replay(
+        pipeline,
+        {
+            c: some[k].clock_mhz
+            for c, some, k in zip(computations, options, chosen, strict=True)
+            if c.kind is not Kind.FIXED
+        },
+    )
+
+
+def zeus_global(pipeline: Pipeline) -> tuple[Plan, ...]:
+    """Return the frontier of one clock for all computations, fastest first.
+
+    Raises:
+        ProfileError: no clock was measured for all computations.
+    """
+    stage_count = pipeline.schedule.stage_count
+    common_mhz = _common_clocks_mhz(pipeline, range(stage_count))
+    return _frontier(pipeline, ((clock_mhz,) * stage_count for clock_mhz in common_mhz))
+
+
+def zeus_per_stage(pipeline: Pipeline) -> tuple[Plan, ...]:
+    """Return the frontier of one clock for each stage, fastest first.
+
+    Under a limit on the forward's time, each stage takes its slowest clock whose forward, all chunks
+    together, is within the limit; every time that a stage's forward can take is tried as the limit. The limit
+    balances the forwards; the backwards run at the same clocks.
+
+    Raises:
+        ProfileError: a stage has no clock that was measured for all its computations.
+    """
+    forward_times_s: list[dict[int, float]] = []
+    for stage in range(pipeline.schedule.stage_count):
+        totals_s = dict.fromkeys(_common_clocks_mhz(pipeline, [stage]), 0.0)
+        for key in _used_profiles(pipeline, [stage]):
+            for m in pipeline.profiles[key]:
+                if key[2] is Kind.FORWARD and m.clock_mhz in totals_s:
+                    totals_s[m.clock_mhz] += m.time_s
+        forward_times_s.append(totals_s)
+
+    def clocks_under(limit_s: float) -> Iterator[int]:
+        for times_s in forward_times_s:
+            within = [clock_mhz for clock_mhz, time_s in times_s.items() if time_s <= limit_s]
+            yield max(within, key=lambda clock_mhz: (times_s[clock_mhz], -clock_mhz))
+
+    shortest_s = max(min(times_s.values()) for times_s in forward_times_s)
+    limits_s = {time_s for times_s in forward_times_s for time_s in times_s.values() if time_s >= shortest_s}
+    return _frontier(pipeline, {tuple(clocks_under(limit_s)) for limit_s in limits_s})
+
+
+def _envelope(pipeline: Pipeline) -> set[Computation]:
+    """Return the last stage's computations, and each stage's first forward and last backward."""
+    envelope = set(pipeline.schedule.orders[-1])
+    for order in pipeline.schedule.orders:
+        envelope |= {next(c for c in order if c.kind is Kind.FORWARD)}
+        envelope |= {next(c for c in reversed(order) if c.kind in _BACKWARD_KINDS)}
+    return envelope
+
+
+def _used_profiles(pipeline: Pipeline, stages: Iterable[int]) -> set[ProfileKey]:
+    return {
+        (c.stage, c.chunk, c.kind)
+        for stage in stages
+        for c in pipeline.schedule.orders[stage]
+        if c.kind is not Kind.FIXED
+    }
+
+
+def _common_clocks_mhz(pipeline: Pipeline, stages: Sequence[int]) -> list[int]:
+    """Return the clocks at which everything of these stages was measured."""
+    measured = [{m.clock_mhz for m in pipeline.profiles[key]} for key in _used_profiles(pipeline, stages)]
+    common_mhz = set.intersection(*measured)
+    if not common_mhz:
+        listed = ", ".join(str(stage) for stage in stages)
+        raise ProfileError(
+            f"stage {listed}: expected a clock at which all computations were measured, found none",
+            stage=listed,
+        )
+    return sorted(common_mhz)
+
+
+def _frontier(pipeline: Pipeline, stage_clocks_mhz: Iterable[tuple[int, ...]]) -> tuple[Plan, ...]:
+    """Return the plans of one clock a stage that are not beaten in both time and effective energy.
+
+    On effective energy, because a frontier is also asked what waiting for a straggler costs.
+    """
+    plans = [
+        replay(pipeline, {c: clocks_mhz[c.stage] for c in pipeline.schedule.computations})
+        for clocks_mhz in stage_clocks_mhz
+    ]
+    kept: list[Plan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.iteration_time_s, plan.effective_energy_j)):
+        if not kept or plan.effective_energy_j < kept[-1].effective_energy_j:
+            kept.append(plan)
+    return tuple(kept)

@@ -1,6 +1,8 @@
 """The whole agent on real sockets: a real probe, a real gRPC coordinator stub, an emulated GPU."""
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -13,7 +15,7 @@ from perseus.agent import Kind, NamedSchedule, Probe
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.agent.settings import AgentSettings
-from perseus.agent.shell import serving
+from perseus.agent.shell import run, serving
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import computation_pb2, frontier_pb2, job_pb2
 
@@ -283,3 +285,20 @@ async def test_an_agent_that_observes_refuses_clocks_and_measures(
         assert answer.refusal_reason == wire.PLAN_REFUSAL_REASON_NOT_PERMITTED
         await trainer.stop()
     assert gpu.sm_clock_mhz() == A100_SXM.clocks_mhz[5], "not even reset"
+
+
+async def test_sigterm_ends_the_agent_with_its_gpus_at_stock(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    coordinator = await start(Book())
+    running = asyncio.create_task(run(settings(tmp_path, coordinator.port)))
+    await until((tmp_path / "run" / "agent.sock").exists, "the socket")
+    trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+    await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
+    coordinator.say(hold(version=1, start_iteration=trainer.iteration_count + 3))
+    await until(lambda: gpu.sm_clock_mhz() == HELD_MHZ, "the held clock")
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, 10)
+    assert gpu.sm_clock_mhz() == STOCK_MHZ
+    assert coordinator.book.heard[-1].WhichOneof("message") == "goodbye"
+    await trainer.stop()

@@ -134,6 +134,7 @@ class FakeAgent:
         self.call = client.agents.Connect()
         self.reader = asyncio.create_task(self._read())
         self.news = asyncio.Condition()
+        self.writing = asyncio.Lock()
 
     async def _read(self) -> None:
         while (message := await self.call.read()) is not grpc.aio.EOF:
@@ -162,7 +163,8 @@ class FakeAgent:
             raise AssertionError("the stream ended")
 
     async def say(self, **message: Any) -> None:
-        await self.call.write(ConnectRequest(**message))
+        async with self.writing:  # Two writes at once fail.
+            await self.call.write(ConnectRequest(**message))
 
     async def hello(self) -> None:
         self.received.clear()

@@ -10,6 +10,7 @@ import grpc
 
 from perseus.service.coordinator import Coordinator
 from perseus.service.errors import InvalidFieldError
+from perseus.service.operating_point import with_fixed
 from perseus.service.solving import POINT_COUNT
 from perseus.service.statuses import mapped
 from perseus.service.translate import frontier_to_proto, plan_to_proto, problem_from_proto
@@ -42,7 +43,7 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
             raise InvalidFieldError(field="iteration_time_s", expected="a finite number", found=time_s)
         # Rounding is plain Python over all computations: too long for the event loop of a large job.
         plan = await asyncio.to_thread(frontier.plan, time_s)
-        return pb.GetPlanResponse(plan=plan_to_proto(plan))
+        return pb.GetPlanResponse(plan=plan_to_proto(with_fixed(plan, frontier.pipeline)))
 
     @mapped
     async def Solve(self, request: pb.SolveRequest, context: Context) -> pb.SolveResponse:

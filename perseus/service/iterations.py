@@ -117,6 +117,8 @@ class IterationLog:
 
     def label(self, version: int, state: JobState) -> None:
         """Say for what state of the job a version's clocks were offered."""
+        if self._labels.get(version) is state:
+            return
         self._labels[version] = state
         for old in sorted(self._labels)[1:-_LABEL_LIMIT]:
             del self._labels[old]

@@ -78,7 +78,7 @@ from perseus.service.model import (
     Straggler,
 )
 from perseus.service.offers import OfferBoard
-from perseus.service.operating_point import check_straggler, straggler_time_s, target_times_s
+from perseus.service.operating_point import check_straggler, planned_clocks, straggler_time_s, target_times_s
 from perseus.service.profiling import (
     ClockProfile,
     build_problem,
@@ -619,7 +619,7 @@ class JobMachine:
         targets_s = target_times_s(self.frontier, self.policy, self._straggler_times_s(), len(self._offers))
         for target_s in sorted(set(targets_s)):
             same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
-            self._offers.wish(same, PlannedClocks(self.frontier.plan_within(target_s)))
+            self._offers.wish(same, planned_clocks(self.frontier, target_s))
 
     # ------------------------------------------------------------------ checks
 

@@ -71,6 +71,8 @@ class OfferBoard:
             self._by_pipeline[rank.coordinates.pipeline].append(rank.coordinates)
         # The (version, start iteration) sent to each rank on its present stream.
         self._sent: dict[Coordinates, tuple[int, int]] = {}
+        # Pipelines of which something has changed: only these need a look, however large the job is.
+        self._unsettled: set[int] = set()
 
     def __getitem__(self, pipeline: int) -> Offer:
         return self._pipelines[pipeline].offer
@@ -97,6 +99,7 @@ class OfferBoard:
     def forget_sent(self, place: Coordinates) -> None:
         """What was sent to a rank is of no use any more: its stream ended, or it fell back to stock."""
         self._sent.pop(place, None)
+        self._unsettled.add(place.pipeline)
 
     def postpone(self, number: int) -> None:
         """Offer a pipeline its clocks anew, later: they came too late for a rank."""
@@ -106,7 +109,8 @@ class OfferBoard:
 
     def settle(self) -> None:
         """Send offers to the ranks that need one, and announce plans that are now in force everywhere."""
-        for number, pipeline in enumerate(self._pipelines):
+        for number in sorted(self._unsettled | self._ranks.take_changed_pipelines()):
+            pipeline = self._pipelines[number]
             ranks = [self._ranks[place] for place in self._by_pipeline[number]]
             needing = self._needing(pipeline, ranks)
             if needing and pipeline.offer.version == NO_VERSION:
@@ -121,6 +125,7 @@ class OfferBoard:
                 self._ranks.change(replace(rank, offered_version=offer.version))
                 self._journal.do(SendOffer(rank.coordinates, rank.instance_id, offer))
             self._announce_in_force(number, pipeline, ranks)
+        self._unsettled.clear()
 
     def validate(self) -> None:
         """Check what must always hold between two inputs."""
@@ -153,6 +158,7 @@ class OfferBoard:
             pipeline = self._pipelines[number]
             pipeline.late_count = 0
             pipeline.offer = Offer(self.version, self._start_iteration(pipeline), clocks)
+            self._unsettled.add(number)
             self._journal.store(OfferRecord(number, pipeline.offer))
             self._journal.announce(
                 EventType.PLAN_OFFERED,
@@ -164,6 +170,7 @@ class OfferBoard:
     def _restart(self, number: int) -> None:
         pipeline = self._pipelines[number]
         pipeline.offer = replace(pipeline.offer, start_iteration=self._start_iteration(pipeline))
+        self._unsettled.add(number)
         self._journal.store(OfferRecord(number, pipeline.offer))
 
     def _start_iteration(self, pipeline: _Pipeline) -> int:

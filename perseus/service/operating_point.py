@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from perseus.service.errors import InvalidFieldError
-from perseus.service.model import Straggler
+from perseus.service.model import PlannedClocks, Straggler
 from perseus.service.specification import OperatingPolicy
-from perseus.solver import Frontier
+from perseus.solver import Frontier, Kind, Pipeline, Plan, PlannedComputation
 
 
 def check_straggler(straggler: Straggler) -> None:
@@ -36,6 +37,33 @@ def straggler_time_s(straggler: Straggler, frontier: Frontier, baseline_time_s: 
     assert straggler.iteration_time_s is not None
     overhead_s = max(0.0, baseline_time_s - frontier.baseline.iteration_time_s) if baseline_time_s else 0.0
     return max(frontier.t_min_s, straggler.iteration_time_s - overhead_s)
+
+
+def planned_clocks(frontier: Frontier, target_s: float) -> PlannedClocks:
+    """Return the slowest realised plan that keeps a target time; below T_min there is none."""
+    return PlannedClocks(with_fixed(frontier.plan_within(target_s), frontier.pipeline))
+
+
+def with_fixed(plan: Plan, pipeline: Pipeline) -> Plan:
+    """Return the plan with the FIXED computations, which the solver leaves out, in their places.
+
+    They have no clock (0). Nothing but the stage's own order keeps them waiting, so each starts when the
+    one before ends.
+    """
+    if not pipeline.fixed_times_s:
+        return plan
+    stages = []
+    for order, planned in zip(pipeline.schedule.orders, plan.stages, strict=True):
+        others, stage, end_s = iter(planned), list[PlannedComputation](), 0.0
+        for computation in order:
+            if computation.kind is Kind.FIXED:
+                duration_s = pipeline.fixed_times_s[computation]
+                stage.append(PlannedComputation(computation, 0, end_s, duration_s))
+            else:
+                stage.append(next(others))
+            end_s = stage[-1].start_s + stage[-1].duration_s
+        stages.append(tuple(stage))
+    return replace(plan, stages=tuple(stages))
 
 
 def target_times_s(

@@ -24,7 +24,10 @@ RISES_TO_END = 3
 
 @dataclass(frozen=True, slots=True)
 class ClockProfile:
-    """One clock, measured on all ranks and merged. Energies and powers are those of whole stages."""
+    """One clock, measured on all ranks and merged. Energies and powers are those of whole stages.
+
+    A stage's blocking power is 0 where no rank of it told what it is (it may hardly ever wait).
+    """
 
     clock_mhz: int
     measurements: Mapping[ProfileKey, Measurement]
@@ -84,33 +87,38 @@ def merge(
             measurements[stage, chunk, kind] = Measurement(
                 clock_mhz, time_s, energy_j, time_se_s, energy_se_j
             )
-        power_w, power_se_w = _mean(
-            [
-                _sum(
-                    [(estimates[rank].blocking_power_w, estimates[rank].blocking_power_se_w) for rank in row]
-                )
-                for row in rows
-            ]
-        )
-        blocking_power_w.append(power_w)
-        blocking_power_se_w.append(power_se_w)
+        determined = [
+            (estimate.blocking_power_w, estimate.blocking_power_se_w)
+            for row in rows
+            for rank in row
+            if (estimate := estimates[rank]).blocking_power_w > 0
+        ]
+        power_w, power_se_w = _mean(determined) if determined else (0.0, 0.0)
+        blocking_power_w.append(parallelism.tensor_count * power_w)
+        blocking_power_se_w.append(parallelism.tensor_count * power_se_w)
     return ClockProfile(clock_mhz, measurements, tuple(blocking_power_w), tuple(blocking_power_se_w))
 
 
 def blocking_power_w(profiles: Sequence[ClockProfile]) -> tuple[float, ...]:
     """Return each stage's blocking power over all clocks, each clock weighted by the inverse of its variance.
 
-    Where a clock comes without a standard error, all weigh the same.
+    Where a clock comes without a standard error, all weigh the same. Clocks that do not tell a stage's power
+    are left out. A stage that never waits needs no power of its own: it gets the mean of the others, 0 if no
+    stage has one.
     """
-    powers_w = []
+    powers_w: list[float | None] = []
     for values_w, errors_w in zip(
         zip(*(profile.blocking_power_w for profile in profiles), strict=True),
         zip(*(profile.blocking_power_se_w for profile in profiles), strict=True),
         strict=True,
     ):
-        weights = [1 / error_w**2 for error_w in errors_w] if all(errors_w) else [1.0] * len(errors_w)
-        powers_w.append(sum(w * value_w for w, value_w in zip(weights, values_w, strict=True)) / sum(weights))
-    return tuple(powers_w)
+        known = [pair for pair in zip(values_w, errors_w, strict=True) if pair[0] > 0]
+        weights = [1 / error_w**2 if all(e for _, e in known) else 1.0 for _, error_w in known]
+        total_w = math.fsum(w * value_w for w, (value_w, _) in zip(weights, known, strict=True))
+        powers_w.append(total_w / math.fsum(weights) if known else None)
+    told_w = [power_w for power_w in powers_w if power_w is not None]
+    mean_w = math.fsum(told_w) / len(told_w) if told_w else 0.0
+    return tuple(mean_w if power_w is None else power_w for power_w in powers_w)
 
 
 def has_swept_enough(profiles: Sequence[ClockProfile], schedule: Schedule) -> bool:

@@ -22,6 +22,7 @@ class RankTable:
         self._ranks = {place: Rank(place) for place in spec.parallelism.all_coordinates()}
         # By agent instance: whatever it says renews the leases of all its ranks.
         self._heard_s: dict[str, float] = {}
+        self._changed_pipelines: set[int] = set()
 
     def __getitem__(self, place: Coordinates) -> Rank:
         return self._ranks[place]
@@ -93,7 +94,7 @@ class RankTable:
         self.change(joined, why="")
 
     def hear(self, place: Coordinates, instance_id: str, now_s: float) -> bool:
-        """Renew the leases of a rank's agent; False if the agent does not serve it (any more): what it says is stale.
+        """Renew the leases of a rank's agent; False if it does not serve the rank: what it says is stale.
 
         Raises:
             RankOutOfRangeError: the job has no such rank.
@@ -131,6 +132,7 @@ class RankTable:
         if rank == self._ranks[rank.coordinates]:
             return
         self._ranks[rank.coordinates] = rank
+        self._changed_pipelines.add(rank.coordinates.pipeline)
         self._journal.store(rank)
         if why is not None:
             self._journal.announce(
@@ -143,6 +145,11 @@ class RankTable:
                 gpu_uuid=rank.gpu.uuid if rank.gpu else "",
                 reason=why,
             )
+
+    def take_changed_pipelines(self) -> set[int]:
+        """Return the pipelines of which a rank has changed since this was asked last."""
+        changed, self._changed_pipelines = self._changed_pipelines, set()
+        return changed
 
     def validate(self) -> None:
         """Check what must always hold."""

@@ -108,7 +108,7 @@ class SolveRequest(google.protobuf.message.Message):
     PROBLEM_FIELD_NUMBER: builtins.int
     POINT_COUNT_FIELD_NUMBER: builtins.int
     point_count: builtins.int
-    """Realised plans wanted between T_min and T_slow, both included; 2 to 10000, or 0 for 100."""
+    """Realised plans wanted between T_min and T_slow, both included; 3 to 10000, or 0 for 100."""
     @property
     def problem(self) -> perseus.v1.frontier_pb2.PipelineProblem:
         """The problem."""

@@ -1,0 +1,69 @@
+"""Target times, and plans with the computations that have no clock."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+from service_fakes import CLOCKS_MHZ, energy_j, time_s
+
+from perseus.service.model import Straggler
+from perseus.service.operating_point import planned_clocks, straggler_time_s, target_times_s
+from perseus.service.specification import OperatingPolicy
+from perseus.solver import Computation, Frontier, Kind, Measurement, Pipeline, Schedule, solve
+
+
+def make_frontier(fixed_s: float) -> Frontier:
+    def order(stage: int) -> tuple[Computation, ...]:
+        middle = [Computation(stage, kind, m) for m in range(3) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+        return (Computation(stage, Kind.FIXED, 0), *middle, Computation(stage, Kind.FIXED, 1))
+
+    schedule = Schedule((order(0), order(1)))
+    profiles = {
+        (stage, 0, kind): tuple(
+            Measurement(clock, time_s(stage, kind, clock), energy_j(stage, kind, clock))
+            for clock in CLOCKS_MHZ
+        )
+        for stage in range(2)
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    fixed = {c: fixed_s for c in schedule.computations if c.kind is Kind.FIXED}
+    return solve(Pipeline(schedule, profiles, (60.0, 60.0), fixed_times_s=fixed), point_count=8)
+
+
+FRONTIER = make_frontier(0.01)
+
+
+def test_a_plan_has_the_fixed_computations_in_their_places_without_a_clock() -> None:
+    plan = planned_clocks(FRONTIER, 1.1 * FRONTIER.t_min_s).plan
+    for order, stage in zip(FRONTIER.pipeline.schedule.orders, plan.stages, strict=True):
+        assert tuple(planned.computation for planned in stage) == order
+        for planned in stage:
+            assert (planned.clock_mhz == 0) == (planned.computation.kind is Kind.FIXED)
+        for before, after in pairwise(stage):
+            assert after.start_s >= before.start_s + before.duration_s - 1e-9
+    ends_s = [stage[-1].start_s + stage[-1].duration_s for stage in plan.stages]
+    assert abs(max(ends_s) - plan.iteration_time_s) < 1e-9
+
+
+@given(
+    percent=st.floats(0, 100),
+    stragglers=st.dictionaries(st.integers(0, 4), st.floats(1, 10), max_size=5),
+)
+def test_targets_keep_the_policy_and_wait_for_the_slowest(
+    percent: float, stragglers: dict[int, float]
+) -> None:
+    times_s = {p: straggler_time_s(Straggler(p, None, f), FRONTIER, 0.0) for p, f in stragglers.items()}
+    targets_s = target_times_s(FRONTIER, OperatingPolicy(percent), times_s, 5)
+    own_s = FRONTIER.t_min_s * (1 + percent / 100)
+    for pipeline, target_s in enumerate(targets_s):
+        assert target_s >= FRONTIER.t_min_s
+        if pipeline in stragglers or not stragglers:
+            assert target_s == own_s
+        else:
+            assert target_s == max(own_s, min(FRONTIER.t_slow_s, max(times_s.values())))
+
+
+@given(st.floats(0.01, 10), st.floats(0, 10))
+def test_seconds_never_fall_below_t_min_nor_rise(measured_s: float, baseline_s: float) -> None:
+    time_s = straggler_time_s(Straggler(0, measured_s), FRONTIER, baseline_s)
+    assert FRONTIER.t_min_s <= time_s <= max(FRONTIER.t_min_s, measured_s)

@@ -1,0 +1,44 @@
+from collections.abc import Iterator
+from ctypes import CDLL
+from pathlib import Path
+
+import pynvml
+import pytest
+from stub_gpus import MODEL, UUIDS
+
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.demo import nvml_stub
+
+
+@pytest.fixture(scope="session")
+def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library, compiled once; without a compiler the test is skipped."""
+    if nvml_stub.compiler() is None:
+        pytest.skip("no C compiler here to build the NVML stub with")
+    return nvml_stub.build(tmp_path_factory.mktemp("stub"))
+
+
+@pytest.fixture
+def gpu_files(tmp_path: Path) -> list[Path]:
+    """Three emulated A100s in a folder of their own."""
+    folder = tmp_path / "gpus"
+    folder.mkdir()
+    files = [folder / f"gpu-{index}" for index in range(len(UUIDS))]
+    for file, uuid in zip(files, UUIDS, strict=True):
+        EmulatedGpu.create(file, MODEL, uuid).close()
+    return files
+
+
+@pytest.fixture
+def stub(stub_library: Path, gpu_files: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The stub library under pynvml, in this process; yields the folder of its GPUs.
+
+    The loader knows a loaded library by its name: pynvml, asking for libnvidia-ml.so.1, gets this one.
+    """
+    CDLL(str(stub_library))
+    folder = gpu_files[0].parent
+    monkeypatch.setenv("PERSEUS_NVML_STUB", str(folder))
+    yield folder
+    nvml_stub.instruct(folder, [])
+    with pytest.raises(pynvml.NVMLError_Uninitialized):  # whoever initialised NVML has shut it down
+        pynvml.nvmlShutdown()

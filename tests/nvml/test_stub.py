@@ -1,0 +1,155 @@
+"""The stand-in for libnvidia-ml.so.1 against the emulated GPU whose file it shares."""
+
+import json
+import math
+import struct
+import time
+from ctypes import CDLL, c_char_p, c_double, create_string_buffer
+from dataclasses import asdict, fields
+from operator import attrgetter
+from pathlib import Path
+
+import pynvml
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stub_gpus import UUIDS
+
+from perseus.agent.gpu.dynamics import GpuState
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.physics import A40, A100_SXM, GpuModel, Work
+from perseus.demo.nvml_stub import NO_LOCKS, Locks, instruct
+
+STATE = struct.Struct("<dd q dd q dddddd q")
+state_values = attrgetter(*(field.name for field in fields(GpuState)))
+
+durations_s = st.floats(0.0, 0.4)
+works = st.builds(
+    Work,
+    compute_s=st.floats(0.001, 0.2),
+    memory_s=st.floats(0.0, 0.1),
+    activity=st.floats(0.05, 1.0),
+)
+events = st.one_of(
+    st.tuples(st.just("begin"), works),
+    st.tuples(st.just("set"), st.integers(0, 60)),
+    st.tuples(st.just("slow"), st.floats(0.5, 3.0)),
+)
+
+
+@given(model=st.sampled_from([A40, A100_SXM]), steps=st.lists(st.tuples(durations_s, events), max_size=20))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+def test_its_physics_are_those_of_the_emulated_gpu(
+    stub_library: Path, model: GpuModel, steps: list[tuple[float, tuple[str, object]]]
+) -> None:
+    advance = CDLL(str(stub_library)).perseus_stub_advance
+    advance.argtypes, advance.restype = [c_char_p, c_char_p, c_double], None
+    identity = json.dumps({"uuid": "GPU-0", "model": asdict(model)}).encode()
+    ours = theirs = GpuState(at_s=100.0, counter_origin_s=100.0, clock_mhz=model.max_clock_mhz)
+    now_s = 100.0
+    for duration_s, (kind, value) in steps:
+        now_s += duration_s
+        buffer = create_string_buffer(STATE.pack(*state_values(ours)), STATE.size)
+        advance(identity, buffer, now_s)
+        theirs = GpuState(*STATE.unpack(buffer.raw))
+        ours.advance(model, now_s)
+        assert state_values(theirs) == pytest.approx(state_values(ours), rel=1e-12, abs=1e-12)
+        match kind, value:
+            case "begin", Work() if not ours.busy:
+                ours.begin(value)
+            case "set", int():
+                ours.set_clock(model, model.clocks_mhz[value])
+            case "slow", float():
+                ours.slowdown = value
+
+
+def test_pynvml_sees_the_gpus_of_the_folder(stub: Path) -> None:
+    pynvml.nvmlInit()
+    try:
+        assert pynvml.nvmlDeviceGetCount() == len(UUIDS)
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(len(UUIDS))]
+        assert tuple(map(pynvml.nvmlDeviceGetUUID, handles)) == UUIDS
+        handle = pynvml.nvmlDeviceGetHandleByUUID(UUIDS[1])
+        assert pynvml.nvmlDeviceGetUUID(handle) == UUIDS[1]
+        assert pynvml.nvmlDeviceGetName(handle) == A100_SXM.name
+        assert pynvml.nvmlDeviceGetCudaComputeCapability(handle) == (8, 0)
+        (memory_mhz,) = pynvml.nvmlDeviceGetSupportedMemoryClocks(handle)
+        clocks_mhz = pynvml.nvmlDeviceGetSupportedGraphicsClocks(handle, memory_mhz)
+        assert tuple(clocks_mhz) == A100_SXM.clocks_mhz
+        with pytest.raises(pynvml.NVMLError_NotFound):
+            pynvml.nvmlDeviceGetHandleByUUID("GPU-9")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def test_a_lock_is_in_force_on_the_shared_gpu_after_the_set_latency(
+    stub: Path, gpu_files: list[Path]
+) -> None:
+    gpu = EmulatedGpu(gpu_files[0])
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(UUIDS[0])
+        begun_s = time.monotonic()
+        pynvml.nvmlDeviceSetGpuLockedClocks(handle, 1200, 1200)
+        assert time.monotonic() - begun_s >= A100_SXM.set_latency_s
+        assert gpu.sm_clock_mhz() == pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM) == 1200
+        assert Locks.read(gpu_files[0]).graphics_mhz == (1200, 1200)
+        pynvml.nvmlDeviceSetGpuLockedClocks(handle, 600, 1001)
+        assert gpu.sm_clock_mhz() == 990, "the highest within the limits"
+        with pytest.raises(pynvml.NVMLError_InvalidArgument):
+            pynvml.nvmlDeviceSetGpuLockedClocks(handle, 1001, 1002)
+        pynvml.nvmlDeviceSetMemoryLockedClocks(handle, 1593, 1593)
+        assert Locks.read(gpu_files[0]).memory_mhz == (1593, 1593)
+        pynvml.nvmlDeviceResetGpuLockedClocks(handle)
+        pynvml.nvmlDeviceResetMemoryLockedClocks(handle)
+        assert gpu.sm_clock_mhz() == A100_SXM.max_clock_mhz
+        assert Locks.read(gpu_files[0]) == NO_LOCKS == Locks.read(gpu_files[1])
+    finally:
+        pynvml.nvmlShutdown()
+        gpu.close()
+
+
+def test_energy_power_and_events_are_those_of_the_shared_gpu(stub: Path, gpu_files: list[Path]) -> None:
+    gpu = EmulatedGpu(gpu_files[2])
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(UUIDS[2])
+        gpu.degrade(1.0, clock_event_reasons=0x44)
+        assert pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle) == 0x44
+        instant, average = pynvml.nvmlDeviceGetFieldValues(
+            handle, [pynvml.NVML_FI_DEV_POWER_INSTANT, pynvml.NVML_FI_DEV_POWER_AVERAGE]
+        )
+        assert instant.value.uiVal == math.floor(gpu.power_w() * 1000)
+        assert pynvml.nvmlDeviceGetPowerUsage(handle) == instant.value.uiVal
+        assert average.nvmlReturn == pynvml.NVML_ERROR_NOT_SUPPORTED
+        while not (energy_mj := pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)):
+            pass
+        assert energy_mj == math.floor(gpu.total_energy_j() * 1000)
+    finally:
+        pynvml.nvmlShutdown()
+        gpu.close()
+
+
+def test_errors_delays_and_properties_are_instructed_while_it_runs(stub: Path) -> None:
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        instruct(stub, [f"error nvmlDeviceGetPowerUsage {pynvml.NVML_ERROR_GPU_IS_LOST} 2 1"])
+        pynvml.nvmlDeviceGetPowerUsage(handle)
+        pynvml.nvmlDeviceGetPowerUsage(handle)
+        with pytest.raises(pynvml.NVMLError_GpuIsLost):
+            pynvml.nvmlDeviceGetPowerUsage(handle)
+        pynvml.nvmlDeviceGetPowerUsage(handle)
+        instruct(stub, [f"error nvmlInit {pynvml.NVML_ERROR_DRIVER_NOT_LOADED} 0 0", "property mig_mode 1"])
+        for _ in range(2):
+            with pytest.raises(pynvml.NVMLError_DriverNotLoaded):
+                pynvml.nvmlInit()
+        assert pynvml.nvmlDeviceGetMigMode(handle) == [1, 1]
+        instruct(stub, ["delay nvmlDeviceGetName 0.05", "property second_memory_clock_mhz 405"])
+        assert pynvml.nvmlDeviceGetMigMode(handle) == [0, 0]
+        assert pynvml.nvmlDeviceGetSupportedMemoryClocks(handle) == [1593, 405]
+        begun_s = time.monotonic()
+        pynvml.nvmlDeviceGetName(handle)
+        assert time.monotonic() - begun_s >= 0.05
+    finally:
+        pynvml.nvmlShutdown()

@@ -254,6 +254,7 @@ class FakeAgent:
                 duration_s=rows.duration_s.tolist(),
                 energy_j=rows.energy_j.tolist(),
                 is_regular=rows.is_regular.tolist(),
+                clock_event_reasons=rows.clock_event_reasons.tolist(),
             ),
             computations=agent_service_pb2.ComputationColumns(
                 iteration=computations.iteration.tolist(),

@@ -129,6 +129,7 @@ def batch(
             np.full(count, duration_s),
             np.full(count, 100.0 * duration_s),
             np.full(count, is_regular),
+            np.zeros(count, np.int64),
         ),
         computations=ComputationColumns(
             np.repeat(np.array(iterations, np.int64), len(order)),

@@ -100,13 +100,14 @@ class PlanInForce:
 
 @dataclass(frozen=True, slots=True)
 class IterationRow:
-    """A finished iteration: from its begin to its end."""
+    """A finished iteration: from its begin to its end. `clock_event_reasons`: those that throttled it."""
 
     iteration: int
     plan_version: int
     duration_s: float
     energy_j: float
     is_regular: bool
+    clock_event_reasons: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from perseus.agent.energy import (
     cumulative_energy_j,
     estimate_power,
 )
+from perseus.agent.gpu import ClockEventReason
 from perseus.agent.messages import EnergyEstimate, EnergySample
 
 # Between iterations nothing is marked. So short a gap holds no work worth noticing and counts as waiting;
@@ -151,3 +152,15 @@ def energy_at_j(changes: Sequence[CounterChange], time_s: float) -> float | None
     before, last = changes[-2:]
     power_w = (last.energy_j - before.energy_j) / (last.time_s - before.time_s)
     return last.energy_j + power_w * (time_s - last.time_s)
+
+
+def throttling_reasons(changes: Sequence[CounterChange], begin_s: float, end_s: float) -> int:
+    """The reasons (`ClockEventReason`) for which the GPU was throttled at some time between two moments.
+
+    Known from the counter's windows, so what happened up to one window before or after counts, too.
+    """
+    reasons = 0
+    for before, change in pairwise(changes):
+        if before.time_s < end_s and change.time_s > begin_s:
+            reasons |= change.clock_event_reasons
+    return reasons & ClockEventReason.THROTTLED

@@ -84,7 +84,13 @@ from perseus.agent.messages import (
     Stock,
     Telemetry,
 )
-from perseus.agent.sampling import FinishedComputation, FinishedIteration, Sampler, energy_at_j
+from perseus.agent.sampling import (
+    FinishedComputation,
+    FinishedIteration,
+    Sampler,
+    energy_at_j,
+    throttling_reasons,
+)
 
 JOIN_RETRY_S = 1.0
 """How long after a refusal a rank is announced again."""
@@ -462,6 +468,7 @@ class Session:
                 duration_s=iteration.end_s - iteration.begin_s,
                 energy_j=end_j - begin_j if begin_j is not None and end_j is not None else 0.0,
                 is_regular=is_regular,
+                clock_event_reasons=throttling_reasons(self._changes, iteration.begin_s, iteration.end_s),
             )
         )
         computations += [

@@ -153,6 +153,7 @@ def _iteration_columns(rows: tuple[IterationRow, ...]) -> wire.IterationColumns:
         duration_s=[row.duration_s for row in rows],
         energy_j=[row.energy_j for row in rows],
         is_regular=[row.is_regular for row in rows],
+        clock_event_reasons=[row.clock_event_reasons for row in rows],
     )
 
 

@@ -228,6 +228,9 @@ class JobMachine:
             epoch=self._epoch,
             ranks=tuple(self._ranks),
             straggler_times_s=self._straggler_times_s(),
+            detected_stragglers=frozenset(
+                straggler.pipeline for straggler in self._stragglers.values() if straggler.is_detected
+            ),
             profiled_clock_count=len(self.profiles),
             t_min_s=self.frontier.t_min_s if self.frontier else 0.0,
             t_slow_s=self.frontier.t_slow_s if self.frontier else 0.0,

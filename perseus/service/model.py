@@ -67,6 +67,8 @@ class EventType(enum.Enum):
     STRAGGLER_REPORTED = "straggler reported"
     STRAGGLER_CLEARED = "straggler cleared"
     POLICY_SET = "policy set"
+    STRAGGLER_DETECTED = "straggler detected"
+    STRAGGLER_WITHDRAWN = "straggler withdrawn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +146,15 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A pipeline that was reported as slow: its measured iteration time, or its factor of T_min."""
+    """A pipeline that is slow: its measured iteration time, or its factor of T_min.
+
+    Somebody reported it, or it was detected in the telemetry.
+    """
 
     pipeline: int
     iteration_time_s: float | None = None
     slowdown_factor: float | None = None
+    is_detected: bool = False
 
     def __str__(self) -> str:
         if self.slowdown_factor is not None:
@@ -188,6 +194,8 @@ class JobView:
     ranks: tuple[Rank, ...]
     straggler_times_s: Mapping[int, float]
     """T' by pipeline; 0 before the frontier is known."""
+    detected_stragglers: frozenset[int]
+    """The pipelines among them that nobody reported."""
     profiled_clock_count: int
     t_min_s: float
     t_slow_s: float

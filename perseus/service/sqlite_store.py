@@ -338,5 +338,6 @@ def _load_iteration(
         np.array([duration_s]),
         np.array([energy_j]),
         np.array([bool(is_regular)]),
+        np.array([0]),  # they matter when they come, and are not stored
     )
     return IterationRows(Coordinates(pipeline, stage, tensor), rows, closed_through=-1)

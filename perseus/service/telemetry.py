@@ -25,13 +25,14 @@ MAX_ROWS = 1_000_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IterationColumns:
-    """Finished iterations of one rank."""
+    """Finished iterations of one rank. `clock_event_reasons` holds NVML's bits, 0 for none."""
 
     iteration: IntColumn
     plan_version: IntColumn
     duration_s: FloatColumn
     energy_j: FloatColumn
     is_regular: BoolColumn
+    clock_event_reasons: IntColumn
 
     def check(self) -> None:
         """Refuse columns that can't be.
@@ -48,6 +49,8 @@ class IterationColumns:
         _check_column(
             "iterations.energy_j", self.energy_j, _is_amount(self.energy_j), "a number of 0 or more"
         )
+        reasons = self.clock_event_reasons
+        _check_column("iterations.clock_event_reasons", reasons, reasons >= 0, "0 or more")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

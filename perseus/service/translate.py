@@ -272,7 +272,11 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         epoch=view.epoch,
         ranks=[rank_to_proto(rank) for rank in view.ranks],
         stragglers=[
-            job_pb2.Straggler(pipeline=pipeline, iteration_time_s=time_s)
+            job_pb2.Straggler(
+                pipeline=pipeline,
+                iteration_time_s=time_s,
+                is_detected=pipeline in view.detected_stragglers,
+            )
             for pipeline, time_s in sorted(view.straggler_times_s.items())
         ],
         profiled_clock_count=view.profiled_clock_count,
@@ -452,6 +456,7 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
             duration_s=np.array(iterations.duration_s, dtype=np.float64),
             energy_j=np.array(iterations.energy_j, dtype=np.float64),
             is_regular=np.array(iterations.is_regular, dtype=np.bool_),
+            clock_event_reasons=np.array(iterations.clock_event_reasons, dtype=np.int64),
         ),
         computations=ComputationColumns(
             iteration=np.array(computations.iteration, dtype=np.int64),

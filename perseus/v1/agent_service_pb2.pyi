@@ -471,6 +471,7 @@ class IterationColumns(google.protobuf.message.Message):
     DURATION_S_FIELD_NUMBER: builtins.int
     ENERGY_J_FIELD_NUMBER: builtins.int
     IS_REGULAR_FIELD_NUMBER: builtins.int
+    CLOCK_EVENT_REASONS_FIELD_NUMBER: builtins.int
     @property
     def iteration(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Iteration, from 0."""
@@ -491,6 +492,13 @@ class IterationColumns(google.protobuf.message.Message):
     def is_regular(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
         """Whether the computations were those of the registered order, in that order, and measured without a gap."""
 
+    @property
+    def clock_event_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Why the rank's GPU was held below its clock at some time between begin and end, as NVML's bits: 0x4
+        software power cap, 0x8 hardware slowdown, 0x20 and 0x40 software and hardware thermal slowdown, 0x80
+        power brake. NVML's other reasons are left out; 0 if there was none.
+        """
+
     def __init__(
         self,
         *,
@@ -499,8 +507,9 @@ class IterationColumns(google.protobuf.message.Message):
         duration_s: collections.abc.Iterable[builtins.float] | None = ...,
         energy_j: collections.abc.Iterable[builtins.float] | None = ...,
         is_regular: collections.abc.Iterable[builtins.bool] | None = ...,
+        clock_event_reasons: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "energy_j", b"energy_j", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version"]) -> None: ...
 
 Global___IterationColumns: typing_extensions.TypeAlias = IterationColumns
 

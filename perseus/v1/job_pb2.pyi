@@ -135,6 +135,13 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """A straggler was cleared."""
     JOB_EVENT_TYPE_POLICY_SET: _JobEventType.ValueType  # 12
     """The operating policy was set."""
+    JOB_EVENT_TYPE_STRAGGLER_DETECTED: _JobEventType.ValueType  # 13
+    """A straggler was detected in the telemetry, or one that was detected before has another pace now. Its
+    attributes are the evidence: measured and planned span of computation, the ratios that were judged, the
+    limits that they were held against.
+    """
+    JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN: _JobEventType.ValueType  # 14
+    """A straggler that was detected is itself again; the same evidence."""
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """What kind of thing happened to a job."""
@@ -165,6 +172,13 @@ JOB_EVENT_TYPE_STRAGGLER_CLEARED: JobEventType.ValueType  # 11
 """A straggler was cleared."""
 JOB_EVENT_TYPE_POLICY_SET: JobEventType.ValueType  # 12
 """The operating policy was set."""
+JOB_EVENT_TYPE_STRAGGLER_DETECTED: JobEventType.ValueType  # 13
+"""A straggler was detected in the telemetry, or one that was detected before has another pace now. Its
+attributes are the evidence: measured and planned span of computation, the ratios that were judged, the
+limits that they were held against.
+"""
+JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN: JobEventType.ValueType  # 14
+"""A straggler that was detected is itself again; the same evidence."""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 @typing.final
@@ -351,17 +365,21 @@ class Straggler(google.protobuf.message.Message):
 
     PIPELINE_FIELD_NUMBER: builtins.int
     ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    IS_DETECTED_FIELD_NUMBER: builtins.int
     pipeline: builtins.int
     """Pipeline, from 0."""
     iteration_time_s: builtins.float
-    """T': its iteration time on the frontier's scale, seconds."""
+    """T': its iteration time on the frontier's scale, seconds; 0 before the job is solved."""
+    is_detected: builtins.bool
+    """Whether it was detected in the telemetry; otherwise somebody reported it."""
     def __init__(
         self,
         *,
         pipeline: builtins.int = ...,
         iteration_time_s: builtins.float = ...,
+        is_detected: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["iteration_time_s", b"iteration_time_s", "pipeline", b"pipeline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["is_detected", b"is_detected", "iteration_time_s", b"iteration_time_s", "pipeline", b"pipeline"]) -> None: ...
 
 Global___Straggler: typing_extensions.TypeAlias = Straggler
 

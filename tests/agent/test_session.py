@@ -440,7 +440,7 @@ def test_an_iteration_becomes_telemetry_when_the_counter_has_passed_its_end(benc
     (message,) = telemetry(counted(bench, 85.0))
     assert message.rank == RANK
     assert message.iterations == (
-        IterationRow(0, 0, pytest.approx(0.8), pytest.approx(80.0), True),  # type: ignore[arg-type]
+        IterationRow(0, 0, pytest.approx(0.8), pytest.approx(80.0), True, 0),  # type: ignore[arg-type]
     )
     clocks_mhz = [None, None, 1000, 1000]
     assert message.computations == tuple(
@@ -454,6 +454,19 @@ def test_an_iteration_becomes_telemetry_when_the_counter_has_passed_its_end(benc
         for index, (computation, clock_mhz) in enumerate(zip(ORDER, clocks_mhz, strict=True))
     )
     assert message.energy is None, "two changes of the counter determine nothing"
+
+
+def test_what_throttled_the_gpu_is_told_with_the_iteration_that_it_touched(bench: Bench) -> None:
+    counted(bench, 0.0)
+    for iteration in range(3):
+        bench.run(iteration)
+        bench.now_s += 0.05
+        reasons = 0x1 | (0x40 | 0x80 if iteration == 1 else 0)  # an idle GPU (0x1) is not throttled
+        change = CounterChange(bench.now_s, 90.0 * iteration + 85.0, 0.002, reasons)
+        (message,) = telemetry(bench.do(change))
+        assert message.iterations[0].clock_event_reasons == (0xC0 if iteration == 1 else 0)
+        bench.now_s += 0.05
+        counted(bench, 90.0 * (iteration + 1))
 
 
 def test_a_counter_that_stands_still_is_not_waited_for_long(bench: Bench) -> None:

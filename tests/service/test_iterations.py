@@ -30,6 +30,7 @@ def rows(
         np.full(count, time_s),
         np.full(count, energy_j),
         np.full(count, is_regular),
+        np.zeros(count, np.int64),
     )
 
 

@@ -25,7 +25,9 @@ from perseus.v1 import agent_service_pb2, computation_pb2, frontier_pb2, job_pb2
 
 
 def spec_through_the_wire(spec: JobSpec) -> JobSpec:
-    view = model.JobView(spec, spec.policy, model.JobState.WAITING, "epoch", (), {}, 0, 0.0, 0.0, (), 1.5)
+    view = model.JobView(
+        spec, spec.policy, model.JobState.WAITING, "epoch", (), {}, frozenset(), 0, 0.0, 0.0, (), 1.5
+    )
     message = job_pb2.Job.FromString(job_to_proto(view).SerializeToString())
     assert message.create_time.ToNanoseconds() == 1_500_000_000
     return spec_from_proto(message.spec)

@@ -66,6 +66,7 @@ def rows(rank: Coordinates, iterations: list[int], closed_through: int) -> Itera
         np.full(count, 1 / 3),
         np.full(count, 2 / 3),
         np.full(count, True),
+        np.zeros(count, np.int64),
     )
     return IterationRows(rank, columns, closed_through)
 

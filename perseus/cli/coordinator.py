@@ -22,6 +22,9 @@ def coordinator(
     baseline_iterations: Annotated[int | None, typer.Option(help="Iterations measured at stock.")] = None,
     profile_iterations: Annotated[int | None, typer.Option(help="Iterations measured at each clock.")] = None,
     solver_processes: Annotated[int | None, typer.Option(help="Frontiers solved at the same time.")] = None,
+    shutdown_grace_s: Annotated[
+        float | None, typer.Option(help="Time for open calls when stopping, seconds.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json.")] = None,
 ) -> None:
@@ -37,6 +40,7 @@ def coordinator(
         "baseline_iterations": baseline_iterations,
         "profile_iterations": profile_iterations,
         "solver_processes": solver_processes,
+        "shutdown_grace_s": shutdown_grace_s,
         "log_level": log_level,
         "log_format": log_format,
     }

@@ -7,16 +7,27 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus.solver.assignment import Choice
 from perseus.solver.errors import DeadlineError, SolverError
 from perseus.solver.graph import EventGraph, build_event_graph
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
 from perseus.solver.profile import PS_PER_S, to_ps
-from perseus.solver.rounding import Choice, Rounder
+from perseus.solver.rounding import Rounder, refine
 from perseus.solver.sweep import Sweep, sweep_frontier
 
 _GRACE_PS = 1000
 """A deadline this little below T_min means T_min: sums of the same seconds differ in their last digits."""
+
+_UPDATES_PER_COMPUTATION = 8
+"""How much search a point is worth; the next one goes on from what it found (see Rounder.improve)."""
+
+_GOOD_ENOUGH = 0.001
+"""A point this close to its bound, as a share of its energy, is not searched."""
+
+_TURN = 7919
+"""By how many computations the search of one point begins after that of the point before: a prime, so that
+the turns reach all of them."""
 
 _SWEEP_SHARE = 0.3
 """About the share of solving that the sweep takes; the points take the rest."""
@@ -95,14 +106,10 @@ class Frontier:
             DeadlineError: the iteration time is shorter than T_min.
         """
         deadline_ps = _check_deadline(iteration_time_s, self._sweep)
-        made = _round(self._graph, Rounder(self._graph), self._sweep, deadline_ps)
-        return min(
-            (
-                _assemble(self.pipeline, self._graph, choice)
-                for choice in (made, self._choice_within(deadline_ps))
-            ),
-            key=lambda plan: plan.effective_energy_j,
-        )
+        relaxed_ps = self._sweep.event_times_at(deadline_ps)
+        within = self._choice_within(deadline_ps)
+        choice = refine(self._graph, Rounder(self._graph), relaxed_ps, deadline_ps, [within])
+        return _assemble(self.pipeline, self._graph, choice)
 
     def plan_within(self, iteration_time_s: float) -> Plan:
         """Return the slowest of the points' plans that is not slower than that: a look-up, nothing is solved.
@@ -141,10 +148,20 @@ def solve(
     rounder = Rounder(graph)
     choices: list[Choice] = []
     for deadline_ps in deadlines_ps:
-        choice = _round(graph, rounder, sweep, deadline_ps)
-        # Rounding luck must not make more time cost more energy: then the faster plan is the better one.
-        if choices and rounder.effective_energy_j(choices[-1]) <= rounder.effective_energy_j(choice):
-            choice = choices[-1]
+        relaxed_ps = sweep.event_times_at(deadline_ps)
+        if not choices:
+            # Most iterations run at T_min; it is the hardest to round, and all others build on it.
+            choice = refine(graph, rounder, relaxed_ps, deadline_ps)
+        else:
+            choice = rounder.round(relaxed_ps, deadline_ps, choices[-1:])
+            deadline_s = deadline_ps / PS_PER_S
+            excess_j = rounder.effective_energy_j(choice) - sweep.effective_energy_j_at(deadline_s)
+            if excess_j > _GOOD_ENOUGH * _bound_energy_j(pipeline, sweep, deadline_s):
+                first = len(choices) * _TURN % len(choice)
+                choice = rounder.improve(choice, deadline_ps, _UPDATES_PER_COMPUTATION * len(choice), first)
+            # More time must not cost more energy, not even by a rounding error of the sums.
+            if rounder.effective_energy_j(choices[-1]) <= rounder.effective_energy_j(choice):
+                choice = choices[-1]
         choices.append(choice)
         report(_SWEEP_SHARE + (1 - _SWEEP_SHARE) * len(choices) / len(deadlines_ps))
     return Frontier(
@@ -171,7 +188,8 @@ def plan_at(pipeline: Pipeline, iteration_time_s: float) -> Plan:
     graph = build_event_graph(pipeline)
     sweep = sweep_frontier(graph, stop_s=iteration_time_s)
     deadline_ps = _check_deadline(iteration_time_s, sweep)
-    return _assemble(pipeline, graph, _round(graph, Rounder(graph), sweep, deadline_ps))
+    choice = refine(graph, Rounder(graph), sweep.event_times_at(deadline_ps), deadline_ps)
+    return _assemble(pipeline, graph, choice)
 
 
 def _check_deadline(iteration_time_s: float, sweep: Sweep) -> int:
@@ -204,11 +222,6 @@ def _space_deadlines_ps(sweep: Sweep, t_star_ps: int, point_count: int) -> list[
             t_star_ps
         )
     return sorted({*deadlines_ps})
-
-
-def _round(graph: EventGraph, rounder: Rounder, sweep: Sweep, deadline_ps: int) -> Choice:
-    event_times_ps = sweep.event_times_at(deadline_ps)
-    return rounder.round(event_times_ps[graph.start_event], event_times_ps[graph.finish_event], deadline_ps)
 
 
 def _assemble(pipeline: Pipeline, graph: EventGraph, choice: Choice) -> Plan:

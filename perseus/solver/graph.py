@@ -81,7 +81,7 @@ def build_event_graph(pipeline: Pipeline) -> EventGraph:
         computations=computations,
         profile_of=profile_of,
         options=options,
-        hulls=_convex_hulls(options, profile_of, pipeline.schedule.stage_count),
+        hulls=convex_hulls(options, profile_of, pipeline.schedule.stage_count),
         dependencies=dependencies,
         start_event=event_of[0:-2:2],
         finish_event=event_of[1:-2:2],
@@ -145,7 +145,7 @@ def _collect_options(
     return profile_of, tuple(options)
 
 
-def _convex_hulls(
+def convex_hulls(
     options: Sequence[tuple[Option, ...]], profile_of: Int64Array, stage_count: int
 ) -> tuple[Hull, ...]:
     """Return each profile's hull, its slopes small enough that all flows stay exact in doubles."""

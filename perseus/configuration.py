@@ -45,9 +45,15 @@ def load(model: type[Settings], toml: Path | None, overrides: Mapping[str, objec
         layered = Layered(**given)
     except ValidationError as error:
         prefix = str(model.model_config.get("env_prefix", ""))
-        lines = [_describe(problem, given, from_file, prefix, toml) for problem in error.errors()]
+        lines = [_explain(problem, given, from_file, prefix, toml) for problem in error.errors()]
         raise ConfigurationError("\n".join(lines)) from None
     return model.model_construct(**{name: getattr(layered, name) for name in model.model_fields})
+
+
+def describe(model: type[BaseSettings], name: str) -> str:
+    """A setting's description and default, for the help of its flag."""
+    field = model.model_fields[name]
+    return f"{field.description} (default {field.default})"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -59,7 +65,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path}: expected TOML in UTF-8, found: {error}") from None
 
 
-def _describe(
+def _explain(
     problem: ErrorDetails,
     given: Mapping[str, object],
     from_file: Mapping[str, object],

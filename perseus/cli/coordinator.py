@@ -2,36 +2,34 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from perseus import configuration, logs
 from perseus.cli.terminal import FAILURE, fail
+from perseus.service.settings import CoordinatorSettings
+
+
+def _flag(name: str) -> Any:
+    return typer.Option(help=configuration.describe(CoordinatorSettings, name), show_default=False)
 
 
 def coordinator(
     config: Annotated[Path | None, typer.Option(help="TOML file with the settings below.")] = None,
-    listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one.")
-    ] = None,
-    database: Annotated[Path | None, typer.Option(help="SQLite file that holds all jobs.")] = None,
-    lease_s: Annotated[
-        float | None, typer.Option(help="How long a plan outlives the last word, seconds.")
-    ] = None,
-    baseline_iterations: Annotated[int | None, typer.Option(help="Iterations measured at stock.")] = None,
-    profile_iterations: Annotated[int | None, typer.Option(help="Iterations measured at each clock.")] = None,
-    solver_processes: Annotated[int | None, typer.Option(help="Frontiers solved at the same time.")] = None,
-    shutdown_grace_s: Annotated[
-        float | None, typer.Option(help="Time for open calls when stopping, seconds.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="console or json.")] = None,
+    listen: Annotated[str | None, _flag("listen")] = None,
+    database: Annotated[Path | None, _flag("database")] = None,
+    lease_s: Annotated[float | None, _flag("lease_s")] = None,
+    baseline_iterations: Annotated[int | None, _flag("baseline_iterations")] = None,
+    profile_iterations: Annotated[int | None, _flag("profile_iterations")] = None,
+    solver_processes: Annotated[int | None, _flag("solver_processes")] = None,
+    shutdown_grace_s: Annotated[float | None, _flag("shutdown_grace_s")] = None,
+    log_level: Annotated[str | None, _flag("log_level")] = None,
+    log_format: Annotated[str | None, _flag("log_format")] = None,
 ) -> None:
     """Run the coordinator of many jobs. Every flag is also PERSEUS_COORDINATOR_… in the environment."""
     from perseus.service.errors import StartupError
     from perseus.service.server import serve
-    from perseus.service.settings import CoordinatorSettings
 
     flags = {
         "listen": listen,

@@ -19,7 +19,7 @@ class CoordinatorSettings(BaseSettings):
         default=30.0,
         ge=0.1,
         le=3600,
-        description="How long plans outlive the last word between agent and coordinator.",
+        description="How long plans outlive the last word between agent and coordinator, seconds.",
     )
     baseline_iterations: int = Field(
         default=5, ge=1, le=1000, description="Iterations of the stock baseline."
@@ -29,7 +29,7 @@ class CoordinatorSettings(BaseSettings):
     )
     solver_processes: int = Field(default=1, ge=1, le=64, description="Problems solved at a time.")
     shutdown_grace_s: float = Field(
-        default=5.0, ge=0, le=600, description="Time for open calls when stopping."
+        default=5.0, ge=0, le=600, description="Time for open calls when stopping, seconds."
     )
-    log_level: LogLevel = "info"
-    log_format: LogFormat = "console"
+    log_level: LogLevel = Field(default="info", description="Least severe log lines that are shown.")
+    log_format: LogFormat = Field(default="console", description="How log lines look: console or json.")

@@ -7,6 +7,7 @@ from perseus.solver.baselines import envpipe, zeus_global, zeus_per_stage
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.dwell import dwell
 from perseus.solver.errors import DeadlineError, PipelineError, ProfileError, ScheduleError, SolverError
+from perseus.solver.fitting import FittedTimes, MeasuredIteration, emulated_iteration_time_s, fit_times
 from perseus.solver.frontier import Frontier, FrontierPoint, plan_at, solve
 from perseus.solver.latency import LatencyReplay, replay_with_latency
 from perseus.solver.pipeline import Pipeline, ProfileKey
@@ -18,10 +19,12 @@ from perseus.solver.schedule import Schedule, gpipe, one_forward_one_backward
 __all__ = [
     "Computation",
     "DeadlineError",
+    "FittedTimes",
     "Frontier",
     "FrontierPoint",
     "Kind",
     "LatencyReplay",
+    "MeasuredIteration",
     "Measurement",
     "Pipeline",
     "PipelineError",
@@ -33,8 +36,10 @@ __all__ = [
     "ScheduleError",
     "SolverError",
     "dwell",
+    "emulated_iteration_time_s",
     "envpipe",
     "fastest_clock_plan",
+    "fit_times",
     "gpipe",
     "one_forward_one_backward",
     "plan_at",

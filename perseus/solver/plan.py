@@ -117,7 +117,7 @@ def critical_path(dependencies: Sequence[Dependency], durations_ps: Sequence[int
     waits_for = [-1] * len(durations_ps)
     for earlier, later, lag_ps in dependencies:
         ready_ps = starts_ps[earlier] + durations_ps[earlier] + lag_ps
-        if ready_ps > starts_ps[later]:
+        if ready_ps > starts_ps[later] or waits_for[later] < 0:
             starts_ps[later] = ready_ps
             waits_for[later] = earlier
     last = max(range(len(durations_ps)), key=lambda i: starts_ps[i] + durations_ps[i])

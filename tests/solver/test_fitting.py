@@ -1,0 +1,169 @@
+"""Fitted lags and fixed times: planted ones come back, and measured iterations are matched."""
+
+import csv
+import gzip
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import pipelines
+
+from perseus.solver import (
+    Computation,
+    FittedTimes,
+    Kind,
+    MeasuredIteration,
+    Pipeline,
+    Schedule,
+    SolverError,
+    emulated_iteration_time_s,
+    fit_times,
+    gpipe,
+    one_forward_one_backward,
+    replay,
+)
+from perseus.solver.fitting import _non_negative_solution
+
+_RUNS = Path(__file__).resolve().parents[3] / "shared" / "data" / "runs"
+LOAD = Computation(0, Kind.FIXED, 0)
+
+
+def with_load(schedule: Schedule) -> Schedule:
+    first, *others = schedule.orders
+    return Schedule(((LOAD, *first), *others))
+
+
+def random_times_s(schedule: Schedule, random: np.random.Generator) -> dict[Computation, float]:
+    """Each kind of each stage takes another time in every plan, so that critical paths differ."""
+    times_s = {
+        (stage, kind): random.uniform(0.05, 0.3)
+        for stage in range(schedule.stage_count)
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    return {
+        c: times_s[c.stage, c.kind] * random.uniform(0.95, 1.05)
+        for c in schedule.computations
+        if c.kind is not Kind.FIXED
+    }
+
+
+def test_emulated_time_by_hand() -> None:
+    """Load 1, forward 2, activations 0.5, forward 3 and backward 3, gradients 0.25, backward 2."""
+    schedule = with_load(gpipe(2, 1))
+    times_s = {c: 2.0 + c.stage for c in schedule.computations if c is not LOAD and c.kind is not Kind.FIXED}
+    fitted = FittedTimes({(0, 1): 0.5}, {(1, 0): 0.25}, {LOAD: 1.0})
+    assert emulated_iteration_time_s(schedule, times_s, fitted) == 1.0 + 2.0 + 0.5 + 3.0 + 3.0 + 0.25 + 2.0
+
+
+@given(pipeline=pipelines())
+@settings(max_examples=40, deadline=None)
+def test_emulated_time_is_that_of_the_replay(pipeline: Pipeline) -> None:
+    lowest_mhz = {key: min(m.clock_mhz for m in some) for key, some in pipeline.profiles.items()}
+    clocked = [c for c in pipeline.schedule.computations if c.kind is not Kind.FIXED]
+    plan = replay(pipeline, {c: lowest_mhz[c.stage, c.chunk, c.kind] for c in clocked})
+    times_s = {p.computation: p.duration_s for stage in plan.stages for p in stage}
+    fitted = FittedTimes(pipeline.activation_lags_s, pipeline.gradient_lags_s, pipeline.fixed_times_s)
+    assert emulated_iteration_time_s(pipeline.schedule, times_s, fitted) == plan.iteration_time_s
+
+
+def test_planted_lags_and_fixed_times_are_recovered() -> None:
+    """What crosses a boundary upwards comes back down it, so only the sum of both lags shows in the times."""
+    schedule = with_load(one_forward_one_backward(3, 6))
+    planted = FittedTimes({(0, 1): 0.02, (1, 2): 0.05}, {(1, 0): 0.03, (2, 1): 0.01}, {LOAD: 0.4})
+    random = np.random.default_rng(7)
+    plans = [random_times_s(schedule, random) for _ in range(24)]
+    iterations = [MeasuredIteration(t, emulated_iteration_time_s(schedule, t, planted)) for t in plans]
+    fitted = fit_times(schedule, iterations[:12])
+    assert fitted.fixed_times_s[LOAD] == pytest.approx(0.4, abs=1e-4)
+    for boundary, both_s in (((0, 1), 0.05), ((1, 2), 0.06)):
+        sum_s = fitted.activation_lags_s[boundary] + fitted.gradient_lags_s[boundary[::-1]]
+        assert sum_s == pytest.approx(both_s, abs=1e-4)
+    for iteration in iterations[12:]:
+        emulated_s = emulated_iteration_time_s(schedule, iteration.times_s, fitted)
+        assert emulated_s == pytest.approx(iteration.iteration_time_s, rel=1e-5)
+
+
+def test_a_measured_fixed_time_is_not_sought() -> None:
+    schedule = with_load(gpipe(1, 1))
+    times_s = dict.fromkeys(schedule.computations, 1.0) | {LOAD: 0.5}
+    fitted = fit_times(schedule, [MeasuredIteration(times_s, 3.0)])
+    assert fitted == FittedTimes({}, {}, {})
+    assert emulated_iteration_time_s(schedule, times_s, fitted) == 2.5
+
+
+def test_nothing_is_fitted_below_zero() -> None:
+    """The iteration is said to be shorter than its computations."""
+    schedule = with_load(gpipe(2, 1))
+    times_s = {c: 1.0 for c in schedule.computations if c.kind is not Kind.FIXED}
+    fitted = fit_times(schedule, [MeasuredIteration(times_s, 3.0)])
+    assert fitted == FittedTimes({(0, 1): 0.0}, {(1, 0): 0.0}, {LOAD: 0.0})
+
+
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 7))
+def test_non_negative_solutions_are_optimal(seed: int, count: int) -> None:
+    """The conditions of Karush, Kuhn and Tucker: no gain left anywhere, none lost where it is not 0."""
+    random = np.random.default_rng(seed)
+    rows = random.normal(size=(count + 2, count))
+    gram, projected = rows.T @ rows + 1e-3 * np.eye(count), random.normal(size=count)
+    solution = _non_negative_solution(gram, projected)
+    gains = projected - gram @ solution
+    assert (solution >= 0).all()
+    assert (gains <= 1e-8).all()
+    assert np.abs(gains[solution > 0]).max(initial=0.0) <= 1e-8
+
+
+def test_impossible_measurements_are_refused() -> None:
+    schedule = with_load(gpipe(1, 1))
+    _, forward, backward = schedule.orders[0]
+    times_s = {forward: 1.0, backward: 1.0}
+    with pytest.raises(SolverError, match="iterations: expected at least one, found none"):
+        fit_times(schedule, [])
+    for time_s in (0.0, math.nan, math.inf):
+        with pytest.raises(SolverError, match="iteration 1: expected a positive, finite iteration_time_s"):
+            fit_times(schedule, [MeasuredIteration(times_s, 3.0), MeasuredIteration(times_s, time_s)])
+    with pytest.raises(SolverError, match=r"stage 0 backward of microbatch 0: .* found none"):
+        fit_times(schedule, [MeasuredIteration({forward: 1.0}, 3.0)])
+    with pytest.raises(SolverError, match=r"stage 0 forward of microbatch 0: .* found -1"):
+        fit_times(schedule, [MeasuredIteration({forward: -1.0, backward: 1.0}, 3.0)])
+    with pytest.raises(SolverError, match=r"stage 0 fixed of microbatch 0: .* found none"):
+        emulated_iteration_time_s(schedule, times_s, FittedTimes({}, {}, {}))
+
+
+def measured_iterations(run: str) -> tuple[Schedule, list[MeasuredIteration]]:
+    path = _RUNS / f"{run}.json"
+    if not path.exists():
+        pytest.skip(f"the measured run {path.name} is not at ../shared/data")
+    description = json.loads(path.read_text(encoding="utf-8"))
+    times_s: dict[int, dict[Computation, float]] = {}
+    with gzip.open(_RUNS / f"{run}.csv.gz", "rt", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            c = Computation(int(row["stage"]), Kind(row["instruction"]), int(row["microbatch"]))
+            times_s.setdefault(int(row["plan"]), {})[c] = float(row["time_s"])
+    schedule = with_load(one_forward_one_backward(description["stages"], description["microbatches"]))
+    plans = description["plans"]
+    return schedule, [MeasuredIteration(times_s[plan["plan"]], plan["iteration_time_s"]) for plan in plans]
+
+
+@pytest.mark.parametrize(
+    ("run", "mean_error", "worst_error"),
+    [
+        ("a100-t5-3b", 0.003, 0.01),
+        ("a100-wide-resnet101_8", 0.008, 0.02),
+        ("a40-bert-huge-uncased", 0.003, 0.01),
+    ],
+)
+def test_measured_iterations_are_matched(run: str, mean_error: float, worst_error: float) -> None:
+    """Fitted on every third plan, judged on the others. The larger runs are in the benchmarks."""
+    schedule, iterations = measured_iterations(run)
+    fitted = fit_times(schedule, iterations[::3])
+    judged = [iteration for n, iteration in enumerate(iterations) if n % 3]
+    errors = [
+        abs(emulated_iteration_time_s(schedule, one.times_s, fitted) / one.iteration_time_s - 1)
+        for one in judged
+    ]
+    assert np.mean(errors) <= mean_error
+    assert max(errors) <= worst_error

@@ -6,6 +6,13 @@ Pure computation on numpy and igraph. Start at :class:`Pipeline` and :func:`solv
 from perseus.solver.baselines import envpipe, zeus_global, zeus_per_stage
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.dwell import dwell
+from perseus.solver.emulation import (
+    EmulatedComputation,
+    EmulatedIteration,
+    EmulatedPipeline,
+    Replicas,
+    emulate,
+)
 from perseus.solver.errors import DeadlineError, PipelineError, ProfileError, ScheduleError, SolverError
 from perseus.solver.fitting import FittedTimes, MeasuredIteration, emulated_iteration_time_s, fit_times
 from perseus.solver.frontier import Frontier, FrontierPoint, plan_at, solve
@@ -19,6 +26,9 @@ from perseus.solver.schedule import Schedule, gpipe, one_forward_one_backward
 __all__ = [
     "Computation",
     "DeadlineError",
+    "EmulatedComputation",
+    "EmulatedIteration",
+    "EmulatedPipeline",
     "FittedTimes",
     "Frontier",
     "FrontierPoint",
@@ -32,10 +42,12 @@ __all__ = [
     "PlannedComputation",
     "ProfileError",
     "ProfileKey",
+    "Replicas",
     "Schedule",
     "ScheduleError",
     "SolverError",
     "dwell",
+    "emulate",
     "emulated_iteration_time_s",
     "envpipe",
     "fastest_clock_plan",

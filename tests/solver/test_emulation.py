@@ -1,0 +1,121 @@
+"""A cluster's iteration by hand, against its plans, and against the published accounting."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pipelines import measurements, pipelines, published_pipeline
+
+from perseus.pictures import Bar, Timeline, draw_timelines
+from perseus.solver import (
+    EmulatedComputation,
+    Kind,
+    Pipeline,
+    PipelineError,
+    Plan,
+    Replicas,
+    SolverError,
+    emulate,
+    fastest_clock_plan,
+    gpipe,
+    plan_at,
+    replay,
+)
+
+
+def two_stages() -> tuple[Pipeline, Plan]:
+    """One microbatch; each computation 1 s and 300 J at 1000 MHz, 2 s and 200 J at 500; 10 and 20 W waiting.
+
+    Stage 0 runs its forward at 1000 and its backward at 500 MHz, stage 1 both at 1000: 0–1, 3–5; 1–2, 2–3.
+    """
+    curve = measurements((1000, 1.0, 300.0), (500, 2.0, 200.0))
+    profiles = {(stage, 0, kind): curve for stage in (0, 1) for kind in (Kind.FORWARD, Kind.BACKWARD)}
+    pipeline = Pipeline(gpipe(2, 1), profiles, (10.0, 20.0))
+    backward = pipeline.schedule.orders[0][1]
+    return pipeline, replay(pipeline, dict.fromkeys(pipeline.schedule.computations, 1000) | {backward: 500})
+
+
+def test_pipelines_wait_for_the_straggler() -> None:
+    pipeline, plan = two_stages()
+    iteration = emulate(pipeline, [Replicas(plan, count=3), Replicas(plan, slowdown=2.0)])
+    others, straggler = iteration.pipelines
+    assert (iteration.iteration_time_s, others.busy_until_s, straggler.busy_until_s) == (10.0, 5.0, 10.0)
+    assert others.energy_j == pytest.approx(3 * 300 + 200 + 10 * 7 + 20 * 8)
+    assert straggler.energy_j == pytest.approx(2 * (3 * 300 + 200 + 10 * 2 + 20 * 3))
+    assert iteration.energy_j == pytest.approx(3 * others.energy_j + straggler.energy_j)
+    backward = plan.stages[0][1].computation
+    assert straggler.stages[0][1] == EmulatedComputation(backward, 500, 6.0, 4.0, 100.0)
+
+
+def test_waiting_costs_what_it_costs_at_the_clock_that_is_held() -> None:
+    """Stage 0 holds its backward's 500 MHz from 1 to 3 s, stage 1 1000 MHz; at the end both hold 1000."""
+    pipeline, plan = two_stages()
+    waiting_power_w = ({1000: 16.0, 500: 8.0}, {1000: 20.0})
+    iteration = emulate(pipeline, [Replicas(plan), Replicas(plan, slowdown=1.2)], waiting_power_w)
+    assert iteration.pipelines[0].energy_j == pytest.approx(1100 + 8 * 2 + 16 * 1 + 20 * 4)
+
+
+@given(pipeline=pipelines(), count=st.integers(1, 200), slowdown=st.floats(1.0, 2.0))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_energies_are_those_of_the_plans(pipeline: Pipeline, count: int, slowdown: float) -> None:
+    fast, slow = fastest_clock_plan(pipeline), plan_at(pipeline, 1e9)
+    alone = emulate(pipeline, [Replicas(fast, count)])
+    assert alone.iteration_time_s == fast.iteration_time_s
+    assert alone.energy_j == pytest.approx(count * fast.energy_j)
+    with_straggler = emulate(pipeline, [Replicas(slow), Replicas(fast, 1, slowdown)])
+    assert with_straggler.pipelines[0].energy_j == pytest.approx(
+        slow.energy_until_j(with_straggler.iteration_time_s)
+    )
+    every_clock = {m.clock_mhz for some in pipeline.profiles.values() for m in some}
+    by_clock = [dict.fromkeys(every_clock, power_w) for power_w in pipeline.blocking_power_w]
+    again = emulate(pipeline, [Replicas(slow), Replicas(fast, 1, slowdown)], by_clock)
+    assert again.energy_j == pytest.approx(with_straggler.energy_j)
+
+
+def test_impossible_clusters_are_refused() -> None:
+    pipeline, plan = two_stages()
+    with pytest.raises(SolverError, match="cluster: expected at least one pipeline, found none"):
+        emulate(pipeline, [])
+    with pytest.raises(SolverError, match="count: expected at least 1 pipeline, found 0"):
+        Replicas(plan, count=0)
+    for slowdown in (0.99, math.nan, math.inf):
+        with pytest.raises(SolverError, match="slowdown: expected a finite factor of 1 or more, found"):
+            Replicas(plan, slowdown=slowdown)
+    with pytest.raises(PipelineError, match="one mapping for each of 2 stages, found 1"):
+        emulate(pipeline, [Replicas(plan)], [{1000: 1.0}])
+    with pytest.raises(PipelineError, match=r"stage 0: expected .* at 500 MHz, found none"):
+        emulate(pipeline, [Replicas(plan)], [{1000: 1.0}, {1000: 1.0}])
+
+
+def test_savings_with_a_straggler_beat_the_published_ones() -> None:
+    """128 pipelines of GPT-3 175B with 12 microbatches on A100 SXM, one of them slowed down by 1.1."""
+    pipeline = published_pipeline("a100-sxm", 12)
+    baseline = fastest_clock_plan(pipeline)
+    at_t_min, waiting = (plan_at(pipeline, factor * baseline.iteration_time_s) for factor in (1.0, 1.1))
+    before = emulate(pipeline, [Replicas(baseline, 127), Replicas(baseline, 1, 1.1)])
+    after = emulate(pipeline, [Replicas(waiting, 127), Replicas(at_t_min, 1, 1.1)])
+    assert after.iteration_time_s == before.iteration_time_s
+    assert 100 * (1 - after.energy_j / before.energy_j) > 24.379
+
+
+def test_the_timeline_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pipeline, plan = two_stages()
+    iteration = emulate(pipeline, [Replicas(plan), Replicas(plan, slowdown=1.5)])
+    timelines = [
+        Timeline(
+            title,
+            iteration.iteration_time_s,
+            [
+                Bar(one.computation.stage, str(one.clock_mhz), one.start_s, one.duration_s, one.power_w)
+                for stage in emulated.stages
+                for one in stage
+            ],
+            pipeline.blocking_power_w,
+        )
+        for title, emulated in zip(("others", "straggler"), iteration.pipelines, strict=True)
+    ]
+    draw_timelines(tmp_path / "timeline.png", timelines)
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000

@@ -1,7 +1,8 @@
 """Setting a GPU's clock without making anybody wait for it.
 
 A set takes 10–20 ms, so each GPU has a worker thread for its sets. Only the newest wanted clock counts: what
-was wanted while a set was under way and has been overtaken since is never set.
+was wanted while a set was under way and has been overtaken since is never set. A clock can be wanted from a
+moment to come: the thread keeps the time itself, whatever else keeps the agent busy.
 """
 
 import threading
@@ -12,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from perseus.agent.gpu import Gpu
+from perseus.agent.gpu import Gpu, GpuError
 
 _log = structlog.get_logger(__name__)
 
@@ -21,6 +22,10 @@ STOCK: Final = None
 
 _UNKNOWN_MHZ = -1
 
+# How often, and how long at most, the effective clock is looked at after a set.
+_LOOK_INTERVAL_S = 0.001
+_LOOK_S = 0.050
+
 
 @dataclass(frozen=True, slots=True)
 class ClockResult:
@@ -28,9 +33,19 @@ class ClockResult:
 
     target_mhz: int | None
     """The clock, or `STOCK`."""
-    requested_at_s: float
-    completed_at_s: float
+    due_s: float
+    """When it was to begin."""
+    begun_at_s: float
+    """When it did: the set before it may have been under way."""
+    in_force_at_s: float
+    """When the GPU's effective clock was seen to be the target; when the call returned, if it was not."""
     error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    target_mhz: int | None
+    due_s: float
 
 
 class ClockWorker:
@@ -51,19 +66,26 @@ class ClockWorker:
         self._on_result = on_result
         self._monotonic = monotonic
         self._changed = threading.Condition()
-        self._wanted: tuple[int | None, float] | None = None
+        self._wanted: _Wish | None = None
+        self._scheduled: _Wish | None = None
         self._closing = False
         self._in_force_mhz: int | None = _UNKNOWN_MHZ  # a crashed agent may have left any clock
         self._thread = threading.Thread(target=self._run, name=f"clocks of {gpu.uuid}", daemon=True)
         self._thread.start()
 
     def request(self, target_mhz: int | None) -> None:
-        """Want this clock, or `STOCK`, from now on; returns at once. RuntimeError after `close`."""
-        with self._changed:
-            if self._closing:
-                raise RuntimeError(f"GPU {self._gpu.uuid}: its clock worker is closed")
-            self._wanted = (target_mhz, self._monotonic())
-            self._changed.notify()
+        """Want this clock, or `STOCK`, from now on, in place of all that was wanted before; returns at once.
+
+        RuntimeError after `close`.
+        """
+        self._wish(_Wish(target_mhz, self._monotonic()), None)
+
+    def schedule(self, target_mhz: int | None, due_s: float) -> None:
+        """Want this clock, or `STOCK`, from `due_s` on, in place of what was scheduled; returns at once.
+
+        RuntimeError after `close`.
+        """
+        self._wish(self._wanted, _Wish(target_mhz, due_s))
 
     def close(self) -> None:
         """Carry out the last request, if it is still open, and end the thread; blocks until then."""
@@ -72,29 +94,65 @@ class ClockWorker:
             self._changed.notify()
         self._thread.join()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted is not None or self._closing)
-                if self._wanted is None:
-                    return
-                target_mhz, requested_at_s = self._wanted
-                self._wanted = None
-            if target_mhz != self._in_force_mhz:
-                self._set(target_mhz, requested_at_s)
+    def _wish(self, wanted: _Wish | None, scheduled: _Wish | None) -> None:
+        with self._changed:
+            if self._closing:
+                raise RuntimeError(f"GPU {self._gpu.uuid}: its clock worker is closed")
+            self._wanted, self._scheduled = wanted, scheduled
+            self._changed.notify()
 
-    def _set(self, target_mhz: int | None, requested_at_s: float) -> None:
+    def _run(self) -> None:
+        while (wish := self._next()) is not None:
+            if wish.target_mhz != self._in_force_mhz:
+                self._set(wish)
+
+    def _next(self) -> _Wish | None:
+        """The newest wish, as soon as there is one; None when the worker is closing."""
+        with self._changed:
+            while True:
+                left_s = self._scheduled.due_s - self._monotonic() if self._scheduled else None
+                if left_s is not None and left_s <= 0:
+                    self._wanted, self._scheduled = self._scheduled, None
+                wish, self._wanted = self._wanted, None
+                if wish is not None or self._closing:
+                    return wish
+                self._changed.wait(left_s)
+
+    def _set(self, wish: _Wish) -> None:
         error: Exception | None = None
+        begun_at_s = self._monotonic()
         try:
-            if target_mhz is STOCK:
+            if wish.target_mhz is STOCK:
                 self._gpu.reset_clock()
             else:
-                self._gpu.set_clock_mhz(target_mhz)
-            self._in_force_mhz = target_mhz
+                self._gpu.set_clock_mhz(wish.target_mhz)
+            self._in_force_mhz = wish.target_mhz
         except Exception as caught:  # whatever it was, the next set (a reset, perhaps) must still be tried
             error = caught
             self._in_force_mhz = _UNKNOWN_MHZ
+        in_force_at_s = self._monotonic()
+        if error is None and wish.target_mhz is not STOCK:
+            in_force_at_s = self._seen_at_s(wish.target_mhz, in_force_at_s)
         try:
-            self._on_result(ClockResult(target_mhz, requested_at_s, self._monotonic(), error))
+            self._on_result(ClockResult(wish.target_mhz, wish.due_s, begun_at_s, in_force_at_s, error))
         except Exception:  # for the same reason
-            _log.exception("clock result not delivered", gpu=self._gpu.uuid, target_mhz=target_mhz)
+            _log.exception("clock result not delivered", gpu=self._gpu.uuid, target_mhz=wish.target_mhz)
+
+    def _seen_at_s(self, target_mhz: int, returned_at_s: float) -> float:
+        """When the effective clock was the target; `returned_at_s` if it was not, as on a throttled GPU.
+
+        Looks no longer than until another clock is wanted.
+        """
+        while True:
+            try:
+                is_there = self._gpu.sm_clock_mhz() == target_mhz
+            except GpuError:
+                return returned_at_s
+            now_s = self._monotonic()
+            if is_there:
+                return returned_at_s if now_s - returned_at_s < _LOOK_INTERVAL_S else now_s
+            with self._changed:
+                due_s = self._scheduled.due_s if self._scheduled else now_s + _LOOK_S
+                if self._wanted or self._closing or due_s <= now_s or now_s > returned_at_s + _LOOK_S:
+                    return returned_at_s
+                self._changed.wait(min(_LOOK_INTERVAL_S, due_s - now_s))

@@ -146,7 +146,7 @@ def estimate_power(
     usable = moves.usable_windows(unknown)
     needed = len(keys) + 1 + _SPARE_WINDOWS
     if usable.sum() >= needed:
-        usable = _without_outliers(moves, usable, spans, keys)
+        usable = _without_outliers(moves, usable, spans, keys, needed)
     window_count = int(usable.sum())
     dropped_window_count = len(usable) - window_count
     if window_count < needed:
@@ -232,9 +232,9 @@ def _check_order(spans: Sequence[Span[K]]) -> None:
 
 
 def _without_outliers(
-    moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K]
+    moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K], needed: int
 ) -> NDArray[np.bool_]:
-    """The usable windows but those whose increments no powers explain."""
+    """The usable windows but those whose increments no powers explain, as long as the `needed` are left."""
     spent_s = _time_spent_s(moves, 0.0, spans, keys)
     for _ in range(_OUTLIER_ROUNDS):
         regression = _Regression(moves, np.flatnonzero(usable))
@@ -245,6 +245,8 @@ def _without_outliers(
             break
         usable = usable.copy()
         usable[regression.rows[outlying]] = False
+        if usable.sum() < needed:
+            break
     return usable
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from perseus.agent.energy import CounterChange
 from perseus.agent.marks import ComputationMark, Finish, IterationMark
 from perseus.agent.messages import (
+    EnergyEstimate,
     PlanAnswer,
     PlanInForce,
     PlanOffer,
@@ -17,6 +18,7 @@ from perseus.agent.messages import (
     RankRefused,
     Telemetry,
 )
+from perseus.agent.sampling import EstimateRequest
 
 # --- Events -------------------------------------------------------------------------------------------------
 
@@ -50,10 +52,22 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class ClockSet:
-    """A set was carried out (MHz, None for stock); in force since `time_s`."""
+    """A set was carried out (MHz, None for stock); in force since `time_s`.
+
+    `due_s`: when it was to begin; `begun_at_s`: when it did, once the set before it was done.
+    """
 
     clock_mhz: int | None
     time_s: float
+    begun_at_s: float
+    due_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """An energy estimate that was asked for is there."""
+
+    estimate: EnergyEstimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +108,7 @@ Event = (
     | PlanOffer
     | CounterChange
     | ClockSet
+    | Estimated
     | SetNotPermitted
     | GpuFailed
     | AgentStops
@@ -106,14 +121,32 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SetClock:
-    """Lock the GPU's clock."""
+    """Lock the GPU's clock, in place of all that was asked for before."""
 
     clock_mhz: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResetClock:
-    """Back to stock."""
+    """Back to stock, in place of all that was asked for before."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleClock:
+    """Lock the GPU's clock (None: back to stock) at a moment to come, in place of what was scheduled before.
+
+    What is asked for meanwhile takes its place.
+    """
+
+    clock_mhz: int | None
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateEnergy:
+    """Work an energy estimate out, which takes milliseconds; answered with `Estimated` if there is one."""
+
+    request: EstimateRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,4 +158,4 @@ class Send:
     message: RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry
 
 
-Command = SetClock | ResetClock | Send
+Command = SetClock | ResetClock | ScheduleClock | EstimateEnergy | Send

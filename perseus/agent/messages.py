@@ -152,13 +152,33 @@ class EnergyEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class ClockStatistics:
+    """How well the clocks followed a plan so far; replaces the statistics before for that version.
+
+    `prediction_error_s` is None as long as nothing was predicted.
+    """
+
+    plan_version: int
+    set_count: int
+    computation_count: int
+    late_raise_count: int
+    missed_count: int
+    computation_time_s: float
+    on_clock_time_s: float
+    set_latency_s: float
+    margin_s: float
+    prediction_error_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Measurements of one rank."""
+    """Measurements of one rank. `clocks` is None where none may be set."""
 
     rank: Rank
     iterations: tuple[IterationRow, ...]
     computations: tuple[ComputationRow, ...]
     energy: EnergyEstimate | None
+    clocks: ClockStatistics | None
 
 
 # --- What the coordinator says ------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What ran under one plan, collected until the energy counter can tell what it cost.
 
-Pure. A `Sampler` lives as long as a plan is in force; it is given the finished iterations and, when asked,
-regresses the counter's windows (`perseus.agent.energy`) on them.
+Pure. A `Sampler` lives as long as a plan is in force; it is given the finished iterations and says when it is
+time for an estimate. `estimate` regresses the counter's windows (`perseus.agent.energy`) on them.
 """
 
 from collections import deque
@@ -60,6 +60,15 @@ class FinishedIteration:
     is_regular: bool
 
 
+@dataclass(frozen=True, slots=True)
+class EstimateRequest:
+    """What an energy estimate is made of: at least one regular iteration, and the counter's changes."""
+
+    plan_version: int
+    iterations: tuple[FinishedIteration, ...]
+    changes: tuple[CounterChange, ...]
+
+
 class Sampler:
     """The finished iterations under one plan, in the order in which they ran."""
 
@@ -74,8 +83,8 @@ class Sampler:
         self._iterations.append(iteration)
         self._iteration_count += 1
 
-    def refreshed_estimate(self, changes: Sequence[CounterChange]) -> EnergyEstimate | None:
-        """The estimate from the counter's changes at hand, if it is time for one and they determine it.
+    def estimate_request(self, changes: Sequence[CounterChange]) -> EstimateRequest | None:
+        """What to estimate from the counter's changes at hand, if it is time for that.
 
         Iterations that ended before the first change are forgotten: the caller bounds memory by its changes.
         """
@@ -84,46 +93,48 @@ class Sampler:
         while self._iterations and self._iterations[0].end_s < changes[0].time_s:
             self._iterations.popleft()
         self._estimated_count = self._iteration_count
-        return self._estimate(changes)
+        if not any(iteration.is_regular for iteration in self._iterations):
+            return None
+        return EstimateRequest(self.plan_version, tuple(self._iterations), tuple(changes))
 
-    def _estimate(self, changes: Sequence[CounterChange]) -> EnergyEstimate | None:
-        regular = [iteration for iteration in self._iterations if iteration.is_regular]
-        if not regular:
-            return None
-        computations = [computation for iteration in regular for computation in iteration.computations]
-        unknown = [(each.begin_s, each.end_s) for each in computations if not each.is_pure]
-        unknown += [(each.begin_s, each.end_s) for each in self._iterations if not each.is_regular]
-        unknown += [
-            (before.end_s, after.begin_s)
-            for before, after in pairwise(self._iterations)
-            if after.begin_s - before.end_s > _NEGLIGIBLE_GAP_S
-        ]
-        pure = [computation for computation in computations if computation.is_pure]
-        fit = estimate_power(
-            changes,
-            [Span(each.key, each.begin_s, each.end_s) for each in pure],
-            begin_s=self._iterations[0].begin_s,
-            end_s=self._iterations[-1].end_s,
-            unknown=unknown,
-        )
-        if isinstance(fit, NotDetermined):
-            return None
-        durations_s: dict[Key, list[float]] = {}
-        for each in pure:
-            durations_s.setdefault(each.key, []).append(each.end_s - each.begin_s)
-        blocking = fit.blocking_power_w
-        return EnergyEstimate(
-            plan_version=self.plan_version,
-            iteration_count=len(regular),
-            samples=tuple(
-                _sample(key, durations_s[key], computation_energy_j(power_w, durations_s[key]))
-                for key, power_w in fit.power_w.items()
-            ),
-            blocking_power_w=blocking.value if blocking else None,
-            blocking_power_se_w=blocking.standard_error if blocking else 0.0,
-            window_count=fit.window_count,
-            discarded_window_count=fit.dropped_window_count,
-        )
+
+def estimate(request: EstimateRequest) -> EnergyEstimate | None:
+    """What the counter's windows say of the iterations, if they determine it."""
+    regular = [iteration for iteration in request.iterations if iteration.is_regular]
+    computations = [computation for iteration in regular for computation in iteration.computations]
+    unknown = [(each.begin_s, each.end_s) for each in computations if not each.is_pure]
+    unknown += [(each.begin_s, each.end_s) for each in request.iterations if not each.is_regular]
+    unknown += [
+        (before.end_s, after.begin_s)
+        for before, after in pairwise(request.iterations)
+        if after.begin_s - before.end_s > _NEGLIGIBLE_GAP_S
+    ]
+    pure = [computation for computation in computations if computation.is_pure]
+    fit = estimate_power(
+        request.changes,
+        [Span(each.key, each.begin_s, each.end_s) for each in pure],
+        begin_s=request.iterations[0].begin_s,
+        end_s=request.iterations[-1].end_s,
+        unknown=unknown,
+    )
+    if isinstance(fit, NotDetermined):
+        return None
+    durations_s: dict[Key, list[float]] = {}
+    for each in pure:
+        durations_s.setdefault(each.key, []).append(each.end_s - each.begin_s)
+    blocking = fit.blocking_power_w
+    return EnergyEstimate(
+        plan_version=request.plan_version,
+        iteration_count=len(regular),
+        samples=tuple(
+            _sample(key, durations_s[key], computation_energy_j(power_w, durations_s[key]))
+            for key, power_w in fit.power_w.items()
+        ),
+        blocking_power_w=blocking.value if blocking else None,
+        blocking_power_se_w=blocking.standard_error if blocking else 0.0,
+        window_count=fit.window_count,
+        discarded_window_count=fit.dropped_window_count,
+    )
 
 
 def _sample(key: Key, durations_s: Sequence[float], energy_j: Estimate) -> EnergySample:

@@ -14,18 +14,30 @@ import structlog
 from perseus.agent.clocks import STOCK, ClockResult, ClockWorker
 from perseus.agent.computation import Rank
 from perseus.agent.counter import CounterPoller
+from perseus.agent.estimator import Estimator
 from perseus.agent.events import (
     ClockSet,
+    Estimated,
+    EstimateEnergy,
     Event,
     GpuFailed,
     ResetClock,
+    ScheduleClock,
     Send,
     SetClock,
     SetNotPermitted,
     TrainerJoined,
 )
 from perseus.agent.gpu import Gpu, GpuError, GpuPermissionError
-from perseus.agent.messages import GpuDescription, PlanAnswer, PlanInForce, RankJoined, RankLeft, Telemetry
+from perseus.agent.messages import (
+    EnergyEstimate,
+    GpuDescription,
+    PlanAnswer,
+    PlanInForce,
+    RankJoined,
+    RankLeft,
+    Telemetry,
+)
 from perseus.agent.session import Session
 
 T = TypeVar("T")
@@ -36,9 +48,12 @@ Message = RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry
 class ServedRank:
     """A rank from its trainer's hello to its end. `say` takes what is for the coordinator."""
 
-    def __init__(self, rank: Rank, gpu: Gpu, *, observe: bool, say: Callable[[Message], None]) -> None:
+    def __init__(
+        self, rank: Rank, gpu: Gpu, estimator: Estimator, *, observe: bool, say: Callable[[Message], None]
+    ) -> None:
         self.rank = rank
         self._gpu = gpu
+        self._estimator = estimator
         self._say = say
         self._loop = asyncio.get_running_loop()
         self._log = structlog.get_logger(__name__).bind(rank=str(rank), gpu=gpu.uuid)
@@ -73,6 +88,12 @@ class ServedRank:
                     self._worker.request(clock_mhz)
                 case ResetClock():
                     self._worker.request(STOCK)
+                case ScheduleClock(clock_mhz, at_s):
+                    self._worker.schedule(clock_mhz, at_s)
+                case EstimateEnergy(request):
+                    self._estimator.request(
+                        self.rank, request, lambda estimate: self._hand_over(self._estimated, estimate)
+                    )
                 case Send(RankLeft() as message):
                     last_words.append(message)  # it says that the GPU is back on stock
                 case Send(message):
@@ -104,13 +125,18 @@ class ServedRank:
     def _clock_result(self, result: ClockResult) -> None:
         match result.error:
             case None:
-                self.handle(ClockSet(result.target_mhz, result.completed_at_s))
+                self.handle(
+                    ClockSet(result.target_mhz, result.in_force_at_s, result.begun_at_s, result.due_s)
+                )
             case GpuPermissionError():
                 self._log.error("clocks can not be set: the rank is only observed", reason=str(result.error))
                 self.handle(SetNotPermitted(str(result.error)))
             case error:
                 self._log.error("clock not set", clock_mhz=result.target_mhz, reason=str(error))
                 self.handle(GpuFailed(str(error)))
+
+    def _estimated(self, estimate: EnergyEstimate) -> None:
+        self.handle(Estimated(estimate))
 
     def _gpu_failed(self, error: GpuError) -> None:
         self._log.error("GPU failed", reason=str(error))

@@ -12,17 +12,13 @@ are answered with a refusal until the rank is accepted.
 of any other, and comes into force whole at the begin of its start iteration. Without a word from the
 coordinator for the lease, once refused, or without the right to set clocks, no plan is in force.
 
-*Clocks.* What is wanted follows from the marks. A set takes 10–20 ms, so (DESIGN §7, in its simple form) when
-a computation begins, the clock of the next one is wanted already if it is higher, and when it ends, the clock
-of the next one is wanted: lateness costs joules, never seconds. Next is cyclic: after the last computation
-comes the first of the next iteration, under the pending plan if that begins there. Stock counts as the
-highest clock. Computations are known by identity; an iteration that deviates from the registered order runs
-at stock to its end. Lost marks only lose samples.
+*Clocks.* What is wanted follows from the marks; `perseus.agent.keeper` decides it, and when. Computations are
+known by identity; an iteration that deviates from the registered order runs at stock to its end. Lost marks
+only lose samples. Marks never come from the future and never go back in time here, whatever the trainer
+says.
 
-*Measurement.* A finished iteration waits until the energy counter has moved past its end (or 300 ms), and
-then becomes telemetry. Which clocks were in force when is settled only then, as the worker's completions may
-be heard after the marks that they precede. Marks never come from the future and never go back in time here,
-whatever the trainer says.
+*Measurement.* `perseus.agent.recorder` makes telemetry of finished iterations. What the energy counter says
+of a plan takes milliseconds to work out, so it is asked for (`EstimateEnergy`) and comes back as an event.
 
     event                    what it does
     ------------------------ --------------------------------------------------------------------------------
@@ -32,6 +28,7 @@ whatever the trainer says.
     RankAccepted, RankRefused, PlanOffer           as above
     IterationMark, ComputationMark                 as above
     CounterChange, ClockSet  measurement
+    Estimated                telemetry
     SetNotPermitted          stock from now on; offers of clocks are refused
     GpuFailed                reset, RankLeft(GPU_FAILED); the session has ended
     Finish, TrainerGone      reset, RankLeft(FINISHED, TRAINER_GONE); the session has ended
@@ -39,8 +36,7 @@ whatever the trainer says.
     Tick                     lease, announcing again, telemetry that waits for the counter
 """
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import assert_never
 
 from perseus.agent.computation import Computation, Kind, Rank
@@ -51,24 +47,25 @@ from perseus.agent.events import (
     Command,
     Connected,
     Disconnected,
+    Estimated,
+    EstimateEnergy,
     Event,
     GpuFailed,
     Heard,
     ResetClock,
     Send,
-    SetClock,
     SetNotPermitted,
     Tick,
     TrainerGone,
     TrainerJoined,
 )
+from perseus.agent.keeper import ClockKeeper, Clocks
 from perseus.agent.marks import ComputationMark, Edge, Finish, IterationMark
 from perseus.agent.messages import (
     NO_PLAN,
-    ComputationRow,
+    ClockStatistics,
     GpuDescription,
     Hold,
-    IterationRow,
     PlanAnswer,
     PlanId,
     PlanInForce,
@@ -84,21 +81,10 @@ from perseus.agent.messages import (
     Stock,
     Telemetry,
 )
-from perseus.agent.sampling import (
-    FinishedComputation,
-    FinishedIteration,
-    Sampler,
-    energy_at_j,
-    throttling_reasons,
-)
+from perseus.agent.recorder import Iteration, PlanRecord, Recorder, Run
 
 JOIN_RETRY_S = 1.0
 """How long after a refusal a rank is announced again."""
-
-COUNTER_WAIT_S = 0.3
-"""How long a finished iteration waits for the energy counter: some of its longest periods."""
-
-_CHANGES_KEPT = 256  # of the counter: 25 s at 100 ms, which bounds the regression to some 10 ms
 
 
 # --- State --------------------------------------------------------------------------------------------------
@@ -111,30 +97,7 @@ class _Plan:
     plan: PlanId
     start_iteration: int
     lease_s: float
-    clocks_mhz: tuple[int | None, ...]
-
-
-@dataclass(slots=True)
-class _Run:
-    """A computation that has begun."""
-
-    computation: Computation
-    begin_s: float
-    end_s: float | None = None
-
-
-@dataclass(slots=True)
-class _Iteration:
-    """An iteration that has begun. `begin_s` is None if its begin mark was lost."""
-
-    number: int
-    begin_s: float | None
-    sampler: Sampler
-    end_s: float = 0.0
-    runs: list[_Run] = field(default_factory=list)
-    position: int = -1
-    """Of the latest computation seen, in the order."""
-    has_deviated: bool = False
+    clocks_mhz: Clocks
 
 
 class Session:
@@ -160,15 +123,12 @@ class Session:
         self._pending: _Plan | None = None
         self._forbidden: str | None = "the agent only observes" if observe else None
         # Clocks.
-        self._wanted_mhz: int | None = None
-        self._iteration: _Iteration | None = None
+        self._keeper = ClockKeeper()
+        self._iteration: Iteration | None = None
         self._begun_iteration = -1
         self._marked_at_s = 0.0
         # Measurement.
-        self._sampler = Sampler(NO_PLAN.version)
-        self._finished: deque[_Iteration] = deque()
-        self._changes: list[CounterChange] = []
-        self._clock_sets: list[ClockSet] = []
+        self._recorder = Recorder()
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """What is to be done, in order, about something that is now known. Times are CLOCK_MONOTONIC."""
@@ -180,19 +140,21 @@ class Session:
     def _dispatch(self, event: Event, now_s: float) -> None:
         match event:
             case ComputationMark(Edge.BEGIN):
-                self._begin_computation(event, self._mark_s(event.time_ns, now_s))
+                self._begin_computation(event, self._mark_s(event.time_ns, now_s), now_s)
             case ComputationMark():
-                self._end_computation(event, self._mark_s(event.time_ns, now_s))
+                self._end_computation(event, self._mark_s(event.time_ns, now_s), now_s)
             case IterationMark(Edge.BEGIN, iteration):
-                time_s = self._mark_s(event.time_ns, now_s)
-                self._begin_iteration(iteration, time_s)
+                self._begin_iteration(iteration, self._mark_s(event.time_ns, now_s), now_s)
             case IterationMark(_, iteration):
-                self._end_iteration(iteration, self._mark_s(event.time_ns, now_s))
+                self._end_iteration(iteration, self._mark_s(event.time_ns, now_s), now_s)
             case CounterChange():
-                self._changes.append(event)
-                self._emit_telemetry(now_s)
+                self._recorder.counter_changed(event)
+                self._report(now_s)
             case ClockSet():
-                self._clock_sets.append(event)
+                self._recorder.clock_set(event)
+                self._keeper.lead.clock_set(event)
+            case Estimated(estimate):
+                self._commands.append(Send(Telemetry(self.rank, (), (), estimate, None)))
             case Tick():
                 self._tick(now_s)
             case Heard():
@@ -215,7 +177,7 @@ class Session:
                 self._drop_plans()
             case SetNotPermitted(message):
                 self._forbidden = message
-                self._wanted_mhz = None  # nothing was ever set, so there is nothing to reset
+                self._keeper = ClockKeeper()  # nothing was ever set, so there is nothing to reset
                 self._drop_plans()
             case TrainerJoined():
                 if self._forbidden is None:
@@ -245,6 +207,7 @@ class Session:
             self._deviate()
             self._order = order
             self._positions = {computation: position for position, computation in enumerate(order)}
+            self._follow(None)
 
     def _send(self, message: RankJoined | PlanAnswer | PlanInForce) -> None:
         if self._is_connected:
@@ -256,10 +219,9 @@ class Session:
 
     def _end(self, now_s: float) -> None:
         self._pending = self._in_force = self._iteration = None
-        self._wanted_mhz = None
         if self._forbidden is None:
             self._commands.append(ResetClock())
-        self._emit_telemetry(now_s, waits=False)
+        self._report(now_s, waits=False)
         self.has_ended = True
 
     def _tick(self, now_s: float) -> None:
@@ -268,7 +230,7 @@ class Session:
         leases_s = [plan.lease_s for plan in (self._in_force, self._pending) if plan]
         if leases_s and now_s - self._heard_at_s > min(leases_s):
             self._drop_plans()
-        self._emit_telemetry(now_s)
+        self._report(now_s)
 
     # --- Plans ----------------------------------------------------------------------------------------------
 
@@ -320,69 +282,71 @@ class Session:
         return None
 
     def _come_into_force(self, plan: _Plan, iteration: int) -> None:
-        self._in_force, self._pending = plan, None
-        self._sampler = Sampler(plan.plan.version)
+        self._pending = None
+        self._follow(plan)
         self._send(PlanInForce(self.rank, plan.plan, iteration))
 
     def _drop_plans(self) -> None:
         """Stock at once, and no plan in force."""
         self._pending = None
         if self._in_force is not None:
-            self._in_force = None
-            self._sampler = Sampler(NO_PLAN.version)
+            self._follow(None)
             self._deviate()
             self._send(PlanInForce(self.rank, NO_PLAN, self._begun_iteration + 1))
-        self._want(None)
+        self._stock()
+
+    def _follow(self, plan: _Plan | None) -> None:
+        """This plan is in force from now on, or none."""
+        self._in_force = plan
+        clocks_mhz = plan.clocks_mhz if plan is not None else (None,) * len(self._positions)
+        self._keeper.follow(clocks_mhz)
+        self._recorder.follow(plan.plan.version if plan is not None else NO_PLAN.version, clocks_mhz)
 
     # --- Clocks ---------------------------------------------------------------------------------------------
 
-    def _want(self, clock_mhz: int | None) -> None:
-        if clock_mhz != self._wanted_mhz and self._forbidden is None:
-            self._wanted_mhz = clock_mhz
-            self._commands.append(ResetClock() if clock_mhz is None else SetClock(clock_mhz))
-
-    def _clock_at(self, position: int, iteration: int) -> int | None:
-        """The clock planned for a position in the order; beyond the last comes the next iteration's first."""
-        plan = self._in_force
-        if position == len(self._positions):
-            position, iteration = 0, iteration + 1
-            if self._pending is not None and iteration >= self._pending.start_iteration:
-                plan = self._pending
-        return plan.clocks_mhz[position] if plan is not None else None
+    def _stock(self) -> None:
+        if self._forbidden is None:
+            self._commands += self._keeper.stock()
 
     def _deviate(self) -> None:
         """The iteration under way is not as planned: stock until the next one begins."""
         if self._iteration is not None:
             self._iteration.has_deviated = True
-            self._want(None)
+            self._stock()
+
+    def _following_clocks(self, iteration: int) -> Clocks:
+        """The clocks of the iteration after this one."""
+        plan = self._in_force
+        if self._pending is not None and iteration + 1 >= self._pending.start_iteration:
+            plan = self._pending
+        return plan.clocks_mhz if plan is not None else (None,) * len(self._positions)
 
     def _mark_s(self, time_ns: int, now_s: float) -> float:
         self._marked_at_s = min(max(time_ns / 1e9, self._marked_at_s), now_s)
         return self._marked_at_s
 
-    def _begin_iteration(self, number: int, begin_s: float | None) -> None:
+    def _begin_iteration(self, number: int, begin_s: float | None, now_s: float) -> None:
         if number <= self._begun_iteration:
             return
         self._begun_iteration = number
         if self._pending is not None and number >= self._pending.start_iteration:
             self._come_into_force(self._pending, number)
         # One whose end mark was lost is forgotten here.
-        self._iteration = _Iteration(number, begin_s, self._sampler)
-        if self._order is not None:
-            self._want(self._clock_at(0, number))
+        self._iteration = self._recorder.iteration(number, begin_s)
+        if self._order is not None and self._forbidden is None:
+            self._commands += self._keeper.begin_iteration(now_s)
 
-    def _end_iteration(self, number: int, end_s: float) -> None:
-        self._begin_iteration(number, None)  # its begin mark may have been lost
+    def _end_iteration(self, number: int, end_s: float, now_s: float) -> None:
+        self._begin_iteration(number, None, now_s)  # its begin mark may have been lost
         iteration = self._iteration
         if iteration is None or iteration.number != number:
             return
         self._iteration = None
         if iteration.begin_s is not None and self._order is not None:
-            iteration.end_s = end_s
-            self._finished.append(iteration)
+            self._recorder.finish(iteration, end_s)
 
-    def _begin_computation(self, mark: ComputationMark, begin_s: float) -> None:
-        iteration = self._marked_iteration(mark)
+    def _begin_computation(self, mark: ComputationMark, begin_s: float, now_s: float) -> None:
+        iteration = self._marked_iteration(mark, now_s)
         if iteration is None:
             return
         # The ordinal tells a lost mark from a deviation.
@@ -391,13 +355,13 @@ class Session:
             self._deviate()
             return
         iteration.position = position
-        iteration.runs.append(_Run(mark.computation, begin_s))
-        own_mhz = self._clock_at(position, iteration.number)
-        next_mhz = self._clock_at(position + 1, iteration.number)
-        self._want(None if own_mhz is None or next_mhz is None else max(own_mhz, next_mhz))
+        iteration.runs.append(Run(mark.computation, position, begin_s))
+        if self._forbidden is None:
+            following = self._following_clocks(iteration.number)
+            self._commands += self._keeper.begin(position, begin_s, now_s, following)
 
-    def _end_computation(self, mark: ComputationMark, end_s: float) -> None:
-        iteration = self._marked_iteration(mark)
+    def _end_computation(self, mark: ComputationMark, end_s: float, now_s: float) -> None:
+        iteration = self._marked_iteration(mark, now_s)
         if iteration is None:
             return
         position = self._positions.get(mark.computation)
@@ -406,11 +370,13 @@ class Session:
         iteration.position = position
         if iteration.runs and iteration.runs[-1].computation == mark.computation:
             iteration.runs[-1].end_s = end_s
-        self._want(self._clock_at(position + 1, iteration.number))
+        if self._forbidden is None:
+            following = self._following_clocks(iteration.number)
+            self._commands += self._keeper.end(position, end_s, now_s, following)
 
-    def _marked_iteration(self, mark: ComputationMark) -> _Iteration | None:
+    def _marked_iteration(self, mark: ComputationMark, now_s: float) -> Iteration | None:
         """The iteration under way, if it is the mark's and runs to order."""
-        self._begin_iteration(mark.iteration, None)  # its begin mark may have been lost
+        self._begin_iteration(mark.iteration, None, now_s)  # its begin mark may have been lost
         iteration = self._iteration
         if (
             iteration is None
@@ -423,94 +389,39 @@ class Session:
 
     # --- Measurement ----------------------------------------------------------------------------------------
 
-    def _emit_telemetry(self, now_s: float, *, waits: bool = True) -> None:
-        counted_until_s = self._changes[-1].time_s if self._changes else 0.0
-        while self._finished:
-            sampler = self._finished[0].sampler
-            iterations: list[IterationRow] = []
-            computations: list[ComputationRow] = []
-            # One message for all that are ready and ran under the same plan.
-            while self._finished and self._finished[0].sampler is sampler:
-                end_s = self._finished[0].end_s
-                if waits and counted_until_s < end_s and now_s < end_s + COUNTER_WAIT_S:
-                    break
-                self._measure(self._finished.popleft(), iterations, computations)
-            if not iterations:
-                break
-            estimate = sampler.refreshed_estimate(self._changes)
-            telemetry = Telemetry(self.rank, tuple(iterations), tuple(computations), estimate)
-            self._commands.append(Send(telemetry))
-        self._forget()
-
-    def _measure(
-        self, iteration: _Iteration, iterations: list[IterationRow], computations: list[ComputationRow]
-    ) -> None:
-        assert iteration.begin_s is not None  # others are not kept
-        complete = [
-            self._finished_computation(run.computation, run.begin_s, run.end_s)
-            for run in iteration.runs
-            if run.end_s is not None
-        ]
-        begin_j = energy_at_j(self._changes, iteration.begin_s)
-        end_j = energy_at_j(self._changes, iteration.end_s)
-        is_regular = (
-            not iteration.has_deviated
-            and tuple(each.computation for each in complete) == self._order
-            and begin_j is not None  # the counter was not yet watched: of no use for energy
-        )
-        iteration.sampler.add(
-            FinishedIteration(iteration.begin_s, iteration.end_s, tuple(complete), is_regular)
-        )
-        iterations.append(
-            IterationRow(
-                iteration=iteration.number,
-                plan_version=iteration.sampler.plan_version,
-                duration_s=iteration.end_s - iteration.begin_s,
-                energy_j=end_j - begin_j if begin_j is not None and end_j is not None else 0.0,
-                is_regular=is_regular,
-                clock_event_reasons=throttling_reasons(self._changes, iteration.begin_s, iteration.end_s),
+    def _report(self, now_s: float, *, waits: bool = True) -> None:
+        """Tell of all iterations that can be measured by now; of all that have ended, if nothing waits."""
+        needed_s = self._marked_at_s
+        if self._iteration is not None and self._iteration.begin_s is not None:
+            needed_s = self._iteration.begin_s
+        for report in self._recorder.report(self._order, now_s, needed_s=needed_s, waits=waits):
+            clocks = None if self._forbidden is not None else self._clock_statistics(report.plan)
+            self._commands.append(
+                Send(Telemetry(self.rank, report.iterations, report.computations, None, clocks))
             )
+            if report.request is not None and waits:
+                self._commands.append(EstimateEnergy(report.request))
+
+    def _clock_statistics(self, plan: PlanRecord) -> ClockStatistics:
+        tally = plan.tally
+        return ClockStatistics(
+            plan_version=plan.version,
+            set_count=tally.set_count,
+            computation_count=tally.computation_count,
+            late_raise_count=tally.late_raise_count,
+            missed_count=tally.missed_count,
+            computation_time_s=tally.computation_time_s,
+            on_clock_time_s=tally.on_clock_time_s,
+            set_latency_s=self._keeper.lead.latency_s,
+            margin_s=self._keeper.lead.margin_s,
+            prediction_error_s=self._keeper.prediction_error_s,
         )
-        computations += [
-            ComputationRow(
-                iteration=iteration.number,
-                computation=each.computation,
-                begin_s=each.begin_s - iteration.begin_s,
-                duration_s=each.end_s - each.begin_s,
-                clock_mhz=each.clock_mhz,
-            )
-            for each in complete
-        ]
-
-    def _finished_computation(
-        self, computation: Computation, begin_s: float, end_s: float
-    ) -> FinishedComputation:
-        clock_mhz = None
-        is_pure = True
-        for clock_set in self._clock_sets:
-            if clock_set.time_s <= begin_s:
-                clock_mhz = clock_set.clock_mhz
-            elif clock_set.time_s < end_s:
-                is_pure = False
-        return FinishedComputation(computation, begin_s, end_s, clock_mhz, is_pure)
-
-    def _forget(self) -> None:
-        """Drop what no iteration still to be measured can need."""
-        del self._changes[:-_CHANGES_KEPT]
-        waiting = [*self._finished, *([self._iteration] if self._iteration else [])]
-        begins_s = [each.begin_s for each in waiting if each.begin_s is not None]
-        needed_s = min(begins_s, default=self._marked_at_s)
-        obsolete = 0
-        for index, clock_set in enumerate(self._clock_sets):
-            if clock_set.time_s <= needed_s:
-                obsolete = index  # this one is in force then; those before are not
-        del self._clock_sets[:obsolete]
 
     def validate(self) -> None:
         """Check what must always hold; AssertionError otherwise. Called by tests after every event."""
         assert not self._commands
-        assert self._wanted_mhz is None or self._wanted_mhz in self._gpu.supported_clocks_mhz
-        assert self._forbidden is None or self._wanted_mhz is None
+        self._keeper.validate(self._gpu.supported_clocks_mhz)
+        assert self._forbidden is None or self._keeper.wanted_mhz is None
         assert self._pending is None or self._pending.start_iteration > self._begun_iteration
         for plan in (self._in_force, self._pending):
             assert plan is None or (self._order is not None and len(plan.clocks_mhz) == len(self._order))
@@ -521,15 +432,12 @@ class Session:
                 positions = [self._positions[run.computation] for run in self._iteration.runs]
                 assert positions == sorted(set(positions))
         assert not self._is_accepted or self._is_connected
-        assert len(self._changes) <= _CHANGES_KEPT
-        ends_s = [iteration.end_s for iteration in self._finished]
-        assert ends_s == sorted(ends_s)
+        self._recorder.validate()
         if not self.has_ended:
             in_force = self._in_force.plan if self._in_force else NO_PLAN
-            assert self._sampler.plan_version == in_force.version
+            assert self._recorder.plan_version == in_force.version
         else:
-            assert self._wanted_mhz is None
-            assert not self._finished
+            assert not self._recorder.has_unreported
             assert self._in_force is None
             assert self._pending is None
             assert self._iteration is None

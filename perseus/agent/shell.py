@@ -20,6 +20,8 @@ from perseus.agent import translate
 from perseus.agent.backends import Backend, backend
 from perseus.agent.computation import Rank
 from perseus.agent.connection import Connection
+from perseus.agent.estimator import Estimator
+from perseus.agent.estimator import Estimator
 from perseus.agent.events import AgentStops, Connected, Disconnected, Heard, Tick, TrainerGone
 from perseus.agent.gpu import GpuError
 from perseus.agent.local import Line, LocalServer
@@ -108,6 +110,7 @@ class Agent:
         # GPUs that are being opened, or belong to a rank that is served.
         self._taken: set[str] = set()
         self._ring = TelemetryRing()
+        self._estimator = Estimator()
         self._welcome: Welcome | None = None
         # Said when there was no stream; the only messages besides telemetry that can wait for the next.
         self._farewells: list[RankLeft] = []
@@ -134,6 +137,7 @@ class Agent:
         for rank in ranks:
             rank.handle(AgentStops())
         await asyncio.gather(*(rank.ended() for rank in ranks))
+        await asyncio.to_thread(self._estimator.close)
         for registering in self._registering.values():
             registering.cancel()
         self._connection.close(translate.goodbye("the agent was stopped"))
@@ -182,7 +186,7 @@ class Agent:
             _log.error("rank refused", rank=str(hello.rank), reason=refusal.reason, message=refusal.message)
             line.reply(refusal)
             return None
-        rank = ServedRank(hello.rank, gpu, observe=self._settings.observe, say=self._say)
+        rank = ServedRank(hello.rank, gpu, self._estimator, observe=self._settings.observe, say=self._say)
         self._ranks[hello.rank] = rank
         _log.info("rank served", rank=str(rank.rank), gpu=rank.gpu_uuid)
         line.reply(Reply(True))

@@ -21,6 +21,7 @@ class FakeGpu:
         self.permit.set()
         self.errors: dict[int | None, Exception] = {}
         self.reasons = 0
+        self.effective_mhz: Iterator[int | GpuError] = repeat(1400)
         self._readings = readings or repeat(0.0)
 
     def set_clock_mhz(self, clock_mhz: int) -> None:
@@ -43,7 +44,10 @@ class FakeGpu:
         return reading
 
     def sm_clock_mhz(self) -> int:
-        return 1400
+        reading = next(self.effective_mhz)
+        if isinstance(reading, GpuError):
+            raise reading
+        return reading
 
     def power_w(self) -> float:
         return 70.0

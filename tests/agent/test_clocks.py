@@ -1,5 +1,6 @@
 import queue
-from itertools import count
+import time
+from itertools import chain, count, repeat
 from typing import cast
 
 import pytest
@@ -8,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.agent.clocks import STOCK, ClockResult, ClockWorker
-from perseus.agent.gpu import GpuPermissionError
+from perseus.agent.gpu import GpuLostError, GpuPermissionError
 
 
 def make_worker(gpu: FakeGpu) -> tuple[ClockWorker, list[ClockResult]]:
+    """A worker whose time moves on by a millisecond whenever it is looked at."""
     results: list[ClockResult] = []
     ticks = count()
-    return ClockWorker(gpu, results.append, monotonic=lambda: float(next(ticks))), results
+    return ClockWorker(gpu, results.append, monotonic=lambda: next(ticks) / 1000), results
 
 
 def test_a_set_is_reported_with_its_times() -> None:
@@ -23,7 +25,68 @@ def test_a_set_is_reported_with_its_times() -> None:
     worker.request(1200)
     worker.close()
     assert gpu.sets == [1200]
-    assert results == [ClockResult(target_mhz=1200, requested_at_s=0.0, completed_at_s=1.0, error=None)]
+    (result,) = results
+    assert (result.target_mhz, result.due_s, result.error) == (1200, 0.0, None)
+    assert 0.0 < result.begun_at_s < result.in_force_at_s
+
+
+def test_a_set_is_in_force_when_the_effective_clock_has_changed() -> None:
+    gpu = FakeGpu()
+    gpu.effective_mhz = chain([1400] * 5, repeat(1200))
+    worker, results = make_worker(gpu)
+    worker.request(1200)
+    assert gpu.begun.acquire(timeout=10)
+    while not results:
+        time.sleep(0.001)
+    worker.close()
+    assert results[0].in_force_at_s - results[0].begun_at_s >= 0.006
+
+
+@pytest.mark.parametrize("effective_mhz", [1000, GpuLostError("gone")])
+def test_where_the_effective_clock_does_not_tell_the_call_does(effective_mhz: int | GpuLostError) -> None:
+    gpu = FakeGpu()
+    gpu.effective_mhz = repeat(effective_mhz)
+    worker, results = make_worker(gpu)
+    worker.request(1200)
+    while not results:
+        time.sleep(0.001)
+    worker.close()
+    assert results[0].error is None
+    assert results[0].in_force_at_s - results[0].begun_at_s < 0.003
+
+
+def test_a_scheduled_clock_is_set_when_it_is_due() -> None:
+    gpu = FakeGpu()
+    results: queue.Queue[ClockResult] = queue.Queue()
+    worker = ClockWorker(gpu, results.put)
+    due_s = time.monotonic() + 0.05
+    worker.schedule(1400, due_s)
+    worker.request(1000)
+    worker.schedule(1200, due_s)
+    assert [results.get(timeout=10).target_mhz for _ in range(2)] == [1000, 1200]
+    worker.close()
+
+
+def test_a_request_takes_the_place_of_what_is_scheduled() -> None:
+    gpu = FakeGpu()
+    worker, _ = make_worker(gpu)
+    worker.schedule(1200, 1e9)
+    worker.request(1000)
+    worker.close()
+    assert gpu.sets == [1000]
+
+
+def test_a_scheduled_clock_that_is_due_overtakes_an_older_request() -> None:
+    gpu = FakeGpu()
+    gpu.permit.clear()
+    worker, _ = make_worker(gpu)
+    worker.request(1000)
+    assert gpu.begun.acquire(timeout=10)
+    worker.request(1200)
+    worker.schedule(1400, 0.0)
+    gpu.permit.set()
+    worker.close()
+    assert gpu.sets == [1000, 1400]
 
 
 def test_only_the_newest_wanted_clock_counts_and_the_caller_never_waits() -> None:
@@ -37,7 +100,8 @@ def test_only_the_newest_wanted_clock_counts_and_the_caller_never_waits() -> Non
     gpu.permit.set()
     worker.close()
     assert gpu.sets == [1000, 1400]
-    assert [(result.target_mhz, result.requested_at_s) for result in results] == [(1000, 0.0), (1400, 4.0)]
+    assert [result.target_mhz for result in results] == [1000, 1400]
+    assert results[0].due_s < results[0].begun_at_s < results[1].due_s < results[1].begun_at_s
 
 
 def test_what_is_in_force_already_is_not_set_again() -> None:

@@ -10,6 +10,8 @@ from perseus.agent.events import (
     Command,
     Connected,
     Disconnected,
+    Estimated,
+    EstimateEnergy,
     Event,
     GpuFailed,
     Heard,
@@ -42,7 +44,9 @@ from perseus.agent.messages import (
     Stock,
     Telemetry,
 )
-from perseus.agent.session import COUNTER_WAIT_S, JOIN_RETRY_S, Session
+from perseus.agent.recorder import COUNTER_WAIT_S
+from perseus.agent.sampling import estimate
+from perseus.agent.session import JOIN_RETRY_S, Session
 
 RANK = Rank("job", 0, 1, 0)
 GPU = GpuDescription("GPU-1", "A100", (1400, 1200, 1000, 800))
@@ -62,7 +66,14 @@ class Bench:
         self.now_s = 100.0
 
     def do(self, event: Event) -> list[Command]:
-        commands = self.session.handle(event, self.now_s)
+        """What the session wants done; energy estimates are worked out at once."""
+        commands: list[Command] = []
+        for command in self.session.handle(event, self.now_s):
+            if isinstance(command, EstimateEnergy):
+                found = estimate(command.request)
+                commands += self.session.handle(Estimated(found), self.now_s) if found else []
+            else:
+                commands.append(command)
         self.session.validate()
         return commands
 
@@ -117,6 +128,10 @@ def accepted(version: int, iteration: int) -> Send:
 
 def in_force(version: int, iteration: int) -> Send:
     return Send(PlanInForce(RANK, PlanId("e", version) if version else NO_PLAN, iteration))
+
+
+def clock_set(clock_mhz: int, time_s: float) -> ClockSet:
+    return ClockSet(clock_mhz, time_s, time_s - 0.010, time_s - 0.010)
 
 
 def refusal(commands: list[Command]) -> tuple[PlanRefusalReason, str]:
@@ -413,7 +428,7 @@ def test_every_end_resets_the_clock_and_says_why(bench: Bench, event: Event, rea
     bench.iteration(Edge.BEGIN, 0)
     assert bench.do(event) == [ResetClock(), Send(RankLeft(RANK, reason))]
     assert bench.session.has_ended
-    for late in (TrainerGone(), Tick(), Connected(LEASE_S), ClockSet(1000, 0.0)):
+    for late in (TrainerGone(), Tick(), Connected(LEASE_S), clock_set(1000, 0.0)):
         assert bench.do(late) == []
     assert bench.offer(2, 9, Hold(800)) == []
 
@@ -434,7 +449,7 @@ def counted(bench: Bench, energy_j: float) -> list[Command]:
 
 def test_an_iteration_becomes_telemetry_when_the_counter_has_passed_its_end(bench: Bench) -> None:
     counted(bench, 0.0)  # at 100 s; 100 W from here on
-    bench.do(ClockSet(1000, bench.now_s + 0.45))  # between F1 and B0
+    bench.do(clock_set(1000, bench.now_s + 0.45))  # between F1 and B0
     assert bench.run(0) == []
     bench.now_s += 0.05
     (message,) = telemetry(counted(bench, 85.0))
@@ -552,7 +567,7 @@ def test_the_energy_estimate_is_that_of_the_plan_and_its_clock(bench: Bench) -> 
     """Forwards draw 300 W, backwards 400 W and waiting 100 W; the counter moves every 70 ms."""
     power_w = {Kind.FORWARD: 300.0, Kind.BACKWARD: 400.0}
     bench.offer(7, 0, Hold(1000))
-    bench.do(ClockSet(1000, bench.now_s))
+    bench.do(clock_set(1000, bench.now_s))
     messages: list[Telemetry] = []
     energy_j = 0.0
     tick = 0
@@ -591,7 +606,7 @@ def test_a_computation_during_which_the_clock_changed_is_no_sample(bench: Bench)
         for computation in ORDER:
             bench.mark(Edge.BEGIN, number, computation)
             if computation == F0:  # every forward of microbatch 0 sees its clock change
-                bench.do(ClockSet(1000 if number % 2 else 800, bench.now_s + 0.04))
+                bench.do(clock_set(1000 if number % 2 else 800, bench.now_s + 0.04))
             for _ in range(2):
                 bench.now_s += 0.05
                 energy_j += 10.0

@@ -11,10 +11,13 @@ from perseus.agent.events import (
     ClockSet,
     Connected,
     Disconnected,
+    Estimated,
+    EstimateEnergy,
     Event,
     GpuFailed,
     Heard,
     ResetClock,
+    ScheduleClock,
     Send,
     SetClock,
     SetNotPermitted,
@@ -38,6 +41,7 @@ from perseus.agent.messages import (
     Stock,
     Telemetry,
 )
+from perseus.agent.sampling import EstimateRequest, estimate
 from perseus.agent.session import Session
 
 RANK = Rank("job", 0, 0, 0)
@@ -70,6 +74,8 @@ class SessionMachine(RuleBasedStateMachine):
         self.connected = False
         self.heard_at_s = self.now_s
         self.clock_mhz: int | None = None
+        self.scheduled: ScheduleClock | None = None
+        self.requests: list[EstimateRequest] = []
         self.in_force = 0
         self.accepted: set[int] = set()
         self.reported: list[int] = []
@@ -79,6 +85,8 @@ class SessionMachine(RuleBasedStateMachine):
 
     def do(self, event: Event) -> None:
         had_ended = self.session.has_ended
+        if self.scheduled is not None and self.scheduled.at_s <= self.now_s:
+            self.clock_mhz, self.scheduled = self.scheduled.clock_mhz, None
         commands = self.session.handle(event, self.now_s)
         self.session.validate()
         assert not (had_ended and commands), "nothing comes after the end"
@@ -87,12 +95,19 @@ class SessionMachine(RuleBasedStateMachine):
                 case SetClock(clock_mhz):
                     assert not self.observe
                     assert clock_mhz in GPU.supported_clocks_mhz
-                    assert clock_mhz != self.clock_mhz, "a clock is not set twice"
-                    self.clock_mhz = clock_mhz
+                    assert clock_mhz != self.clock_mhz or self.scheduled, "a clock is not set twice"
+                    self.clock_mhz, self.scheduled = clock_mhz, None
                 case ResetClock():
                     assert not self.observe
-                    self.clock_mhz = None
-                case Send(Telemetry(_, iterations, _, _)):
+                    self.clock_mhz, self.scheduled = None, None
+                case ScheduleClock(clock_mhz, at_s):
+                    assert not self.observe
+                    assert clock_mhz is None or clock_mhz in GPU.supported_clocks_mhz
+                    assert at_s > self.now_s
+                    self.scheduled = command
+                case EstimateEnergy(request):
+                    self.requests.append(request)
+                case Send(Telemetry(_, iterations)):
                     self.reported += [row.iteration for row in iterations]
                     assert all(row.duration_s >= 0 for row in iterations)
                 case Send(RankLeft()):
@@ -200,7 +215,14 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(late_s=st.sampled_from([0.0, 0.005]))
     def set_clock(self, late_s: float) -> None:
-        self.do(ClockSet(self.clock_mhz, self.now_s - late_s))
+        begun_at_s = self.now_s - late_s - 0.015
+        self.do(ClockSet(self.clock_mhz, self.now_s - late_s, begun_at_s, begun_at_s))
+
+    @precondition(lambda self: self.requests)
+    @rule()
+    def estimate(self) -> None:
+        if (found := estimate(self.requests.pop())) is not None:
+            self.do(Estimated(found))
 
     @precondition(lambda self: self.iteration > 8)
     @rule(

@@ -6,7 +6,7 @@ from perseus.agent.computation import Rank
 from perseus.agent.messages import Telemetry
 from perseus.agent.telemetry import TelemetryRing
 
-TELEMETRY = Telemetry(Rank("job", 0, 0, 0), (), (), None)
+TELEMETRY = Telemetry(Rank("job", 0, 0, 0), (), (), None, None)
 
 
 def filled(count: int, *, capacity: int = 8, window: int = 4) -> TelemetryRing:

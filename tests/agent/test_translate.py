@@ -90,6 +90,7 @@ def test_rows_become_columns() -> None:
             ComputationRow(7, Computation(Kind.BACKWARD, 2, 1), 0.2, 0.1, None),
         ),
         EnergyEstimate(3, 2, (sample,), None, 0.0, 12, 1),
+        None,
     )
     batch = translate.telemetry(Batch(5, telemetry, 2)).telemetry
     assert (batch.sequence, batch.job_id, batch.rank, batch.dropped_batch_count) == (5, "job", COORDINATES, 2)
@@ -105,7 +106,9 @@ def test_rows_become_columns() -> None:
     assert batch.energy.blocking_power_w == 0
     assert batch.energy.samples[0].energy_j == 20.0
     assert batch.energy.samples[0].clock_mhz == 0
-    assert not translate.telemetry(Batch(6, Telemetry(RANK, (), (), None), 0)).telemetry.HasField("energy")
+    assert not translate.telemetry(Batch(6, Telemetry(RANK, (), (), None, None), 0)).telemetry.HasField(
+        "energy"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-<<<<<<< /tmp/m_head
-=======
 """Which clock a rank's GPU is to have, and from when: raises early, lowers at the end. Pure.
 
 A set takes 10–20 ms, and only one is under way at a time. **Lateness costs joules, never seconds** (DESIGN
@@ -180,4 +178,3 @@ def _height(clock_mhz: int | None) -> float:
 
 def _highest(needs: Sequence[_Need]) -> int | None:
     return max((need.clock_mhz for need in needs), key=_height)
->>>>>>> /tmp/mine/perseus/agent/keeper.py

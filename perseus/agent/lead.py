@@ -1,5 +1,3 @@
-<<<<<<< /tmp/m_head
-=======
 """How long before it is needed a clock must be asked for: what sets and predictions have shown. Pure.
 
 The lead is the latency of the clock, from the begin of a set to the change of the clock (the median of its
@@ -66,4 +64,3 @@ class Lead:
 
 def _enough(values_s: Sequence[float]) -> float:
     return max(0.0, sorted(values_s)[int(_COVERED_SHARE * (len(values_s) - 1) + 0.5)])
->>>>>>> /tmp/mine/perseus/agent/lead.py

@@ -26,7 +26,7 @@ on a Tick only. The time is any clock that never goes back; only differences cou
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import singledispatchmethod
 
 from perseus.service.commands import (
@@ -88,7 +88,9 @@ from perseus.service.profiling import (
     merge,
 )
 from perseus.service.ranks import LIVE, RankTable, named
+from perseus.service.spans import SpanBook
 from perseus.service.specification import Coordinates, JobSpec
+from perseus.service.stragglers import Finding, StragglerDetector
 from perseus.service.telemetry import EnergyEstimate
 from perseus.service.timeline import TimelineMemory
 from perseus.solver import Frontier, SolverError
@@ -155,6 +157,8 @@ class JobMachine:
         self._is_solving = False
         self._estimates: dict[Coordinates, EnergyEstimate] = {}
         self._stragglers: dict[int, Straggler] = {}
+        self._spans = SpanBook(self.schedule, spec.parallelism)
+        self._detector = StragglerDetector(spec.parallelism.pipeline_count)
         self._stored_record: JobRecord | None = None
 
     # ------------------------------------------------------------------ the way in and out
@@ -187,6 +191,9 @@ class JobMachine:
             machine._baseline_time_s = record.baseline_time_s
             machine._is_profile_complete = record.is_profile_complete
             machine._stragglers = {straggler.pipeline: straggler for straggler in record.stragglers}
+            for straggler in record.stragglers:
+                if straggler.is_detected and straggler.slowdown_factor is not None:
+                    machine._detector.restore(straggler.pipeline, straggler.slowdown_factor)
         machine._offers.restore(version, stored.offers)
         machine._ranks.restore(stored.ranks, now_s)
         machine.profiles = sorted(stored.profiles, key=lambda profile: -profile.clock_mhz)
@@ -312,6 +319,7 @@ class JobMachine:
         assert gpu is not None
         batch.check_clocks(gpu.supported_clocks_mhz)
         batch.check_order(self.schedule.orders[event.rank.stage])
+        self._spans.add(event.rank, batch)
         if len(batch.iterations.iteration):
             self._ranks.note_iteration(event.rank, int(batch.iterations.iteration.max()))
             self._take_iterations(event)
@@ -381,12 +389,19 @@ class JobMachine:
     def _(self, event: StragglerCleared, _now_s: float) -> None:
         self._check_running()
         self.spec.check_pipeline(event.pipeline)
-        if self._stragglers.pop(event.pipeline, None) is not None:
+        cleared = self._stragglers.pop(event.pipeline, None)
+        if cleared is not None:
+            if cleared.is_detected:
+                self._detector.forget(event.pipeline)
+            factor = self._detector.factor(event.pipeline)
             self._journal.announce(
                 EventType.STRAGGLER_CLEARED,
-                f"pipeline {event.pipeline} is no longer slow",
+                f"pipeline {event.pipeline} is no longer reported as slow"
+                + (f"; it was detected to be {factor:.3f} × slower" if factor > 1 else ""),
                 pipeline=event.pipeline,
+                detected_slowdown_factor=factor,
             )
+            self._note_detected(event.pipeline, factor)
             self._after_straggler_change()
 
     @_on.register
@@ -453,6 +468,8 @@ class JobMachine:
             self._ranks.drop(rank.coordinates, RankState.LOST, why)
         if ranks:
             self.log.restart()
+            self._spans.restart()
+            self._detector.restart()
             self._journal.store(ForgetIterations())
             if self.state in _NEEDS_ALL_RANKS:
                 self._enter(JobState.WAITING, f"{ranks[0].coordinates} is lost: {why}")
@@ -476,6 +493,8 @@ class JobMachine:
         self._journal.store(IterationRows(event.rank, event.batch.iterations, self.log.closed_through))
         if complete:
             self._offers.iteration_time_s = complete[-1].iteration_time_s
+        for iteration in complete:
+            self._watch_stragglers(iteration)
         if self.state is JobState.BASELINE:
             self._measure_baseline(complete)
 
@@ -492,10 +511,20 @@ class JobMachine:
             self._baseline_time_s = math.fsum(measured_s) / len(measured_s)
 
     def _label_versions(self) -> None:
-        """Let the report know for what state the clocks were offered."""
+        """Let the report know for what state clocks were offered, and the detection what plans promise."""
         if self.state is not JobState.WAITING:
             for offer in self._offers:
                 self.log.label(offer.version, self.state)
+                clocks = offer.clocks
+                if (
+                    self.frontier
+                    and isinstance(clocks, PlannedClocks)
+                    and not self._spans.knows(offer.version)
+                ):
+                    planned_s = {
+                        each.computation: each.duration_s for stage in clocks.plan.stages for each in stage
+                    }
+                    self._spans.expect(offer.version, {**self.frontier.pipeline.fixed_times_s, **planned_s})
 
     # ------------------------------------------------------------------ states
 
@@ -600,12 +629,46 @@ class JobMachine:
             self._journal.announce(EventType.SOLVE_FAILED, f"no frontier: {cause}", cause=cause)
             self._fall_back(f"no frontier: {cause}")
 
+    # ------------------------------------------------------------------ stragglers
+
+    def _watch_stragglers(self, iteration: JobIteration) -> None:
+        """Judge who was slow. What somebody reported overrides what is found until it is cleared."""
+        spans = self._spans.take(iteration.iteration, iteration.versions) if iteration.versions else None
+        has_changed = False
+        for finding in self._detector.judge(spans) if spans else ():
+            known = self._stragglers.get(finding.pipeline)
+            is_overridden = known is not None and not known.is_detected
+            self._announce_finding(finding, is_overridden)
+            if not is_overridden:
+                self._note_detected(finding.pipeline, finding.slowdown_factor)
+                has_changed = True
+        if has_changed:
+            self._after_straggler_change()
+
+    def _note_detected(self, pipeline: int, factor: float) -> None:
+        if factor > 1:
+            self._stragglers[pipeline] = Straggler(pipeline, slowdown_factor=factor, is_detected=True)
+        else:
+            self._stragglers.pop(pipeline, None)
+
+    def _announce_finding(self, finding: Finding, is_overridden: bool) -> None:
+        measure = "its plan" if finding.planned_span_s else "its peers"
+        self._journal.announce(
+            EventType.STRAGGLER_DETECTED if finding.is_straggler else EventType.STRAGGLER_WITHDRAWN,
+            f"pipeline {finding.pipeline} is slow: {finding.slowdown_factor:.3f} × {measure}, "
+            f"stage {finding.slowest_stage} the most"
+            if finding.is_straggler
+            else f"pipeline {finding.pipeline} is itself again",
+            **asdict(finding),
+            is_overridden=is_overridden,
+        )
+
     # ------------------------------------------------------------------ plans
 
     def _straggler_times_s(self) -> dict[int, float]:
         """Return T' of each straggler; 0 while there is no frontier to measure it by."""
         return {
-            pipeline: straggler_time_s(straggler, self.frontier, self._baseline_time_s)
+            pipeline: straggler_time_s(straggler, self.frontier, self._baseline_time_s, self.policy)
             if self.frontier
             else 0.0
             for pipeline, straggler in sorted(self._stragglers.items())
@@ -656,3 +719,6 @@ class JobMachine:
             assert self._is_profile_complete
         assert not self._estimates or self.state is JobState.PROFILING or self.state in _NEEDS_ALL_RANKS
         assert len({profile.clock_mhz for profile in self.profiles}) == len(self.profiles)
+        for straggler in self._stragglers.values():
+            if straggler.is_detected:
+                assert straggler.slowdown_factor == self._detector.factor(straggler.pipeline)

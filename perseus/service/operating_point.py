@@ -25,15 +25,20 @@ def check_straggler(straggler: Straggler) -> None:
         raise InvalidFieldError(field="iteration_time_s", expected="a positive number", found=time_s)
 
 
-def straggler_time_s(straggler: Straggler, frontier: Frontier, baseline_time_s: float) -> float:
+def straggler_time_s(
+    straggler: Straggler, frontier: Frontier, baseline_time_s: float, policy: OperatingPolicy
+) -> float:
     """Return T': the straggler's iteration time on the frontier's scale, never below T_min.
+
+    A detected straggler is slower than its own plan by its factor, whatever that plan is.
 
     A measured iteration holds more than the computations that the frontier knows (transfers, optimizer).
     What the stock baseline took beyond the all-max prediction is that share; it does not shrink or stretch
     with the clocks, so it is taken off. `baseline_time_s` is 0 where no baseline was measured.
     """
     if straggler.slowdown_factor is not None:
-        return frontier.t_min_s * straggler.slowdown_factor
+        scale_s = _planned_time_s(frontier, policy) if straggler.is_detected else frontier.t_min_s
+        return scale_s * straggler.slowdown_factor
     assert straggler.iteration_time_s is not None
     overhead_s = max(0.0, baseline_time_s - frontier.baseline.iteration_time_s) if baseline_time_s else 0.0
     return max(frontier.t_min_s, straggler.iteration_time_s - overhead_s)
@@ -75,6 +80,19 @@ def target_times_s(
     waited for, so every other pipeline may take min(T_slow, T'); the stragglers themselves must not get any
     slower.
     """
-    own_s = frontier.t_min_s * (1 + policy.max_slowdown_percent / 100)
+    own_s = _own_time_s(frontier, policy)
     others_s = max([own_s, min(frontier.t_slow_s, max(straggler_times_s.values(), default=0.0))])
     return tuple(own_s if pipeline in straggler_times_s else others_s for pipeline in range(pipeline_count))
+
+
+def _own_time_s(frontier: Frontier, policy: OperatingPolicy) -> float:
+    """Return the iteration time that a pipeline may take that waits for nobody."""
+    return frontier.t_min_s * (1 + policy.max_slowdown_percent / 100)
+
+
+def _planned_time_s(frontier: Frontier, policy: OperatingPolicy) -> float:
+    """Return the iteration time of the plan that such a pipeline has."""
+    own_s = _own_time_s(frontier, policy)
+    return max(
+        (t for point in frontier.points if (t := point.iteration_time_s) <= own_s), default=frontier.t_min_s
+    )

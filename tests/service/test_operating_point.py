@@ -52,7 +52,10 @@ def test_a_plan_has_the_fixed_computations_in_their_places_without_a_clock() -> 
 def test_targets_keep_the_policy_and_wait_for_the_slowest(
     percent: float, stragglers: dict[int, float]
 ) -> None:
-    times_s = {p: straggler_time_s(Straggler(p, None, f), FRONTIER, 0.0) for p, f in stragglers.items()}
+    times_s = {
+        p: straggler_time_s(Straggler(p, None, f), FRONTIER, 0.0, OperatingPolicy())
+        for p, f in stragglers.items()
+    }
     targets_s = target_times_s(FRONTIER, OperatingPolicy(percent), times_s, 5)
     own_s = FRONTIER.t_min_s * (1 + percent / 100)
     for pipeline, target_s in enumerate(targets_s):
@@ -65,5 +68,5 @@ def test_targets_keep_the_policy_and_wait_for_the_slowest(
 
 @given(st.floats(0.01, 10), st.floats(0, 10))
 def test_seconds_never_fall_below_t_min_nor_rise(measured_s: float, baseline_s: float) -> None:
-    time_s = straggler_time_s(Straggler(0, measured_s), FRONTIER, baseline_s)
+    time_s = straggler_time_s(Straggler(0, measured_s), FRONTIER, baseline_s, OperatingPolicy())
     assert FRONTIER.t_min_s <= time_s <= max(FRONTIER.t_min_s, measured_s)

@@ -39,6 +39,18 @@ class RankLeftReason(IntEnum):
     GPU_FAILED = 3
 
 
+class GpuErrorReason(IntEnum):
+    """What it was that went wrong with a GPU; the numbers of the wire."""
+
+    NOT_FOUND = 1
+    DRIVER_FAILED = 2
+    NO_PERMISSION = 3
+    LOST = 4
+    NOT_SUPPORTED = 5
+    IN_USE = 6
+    NOT_RECORDED = 7
+
+
 class PlanRefusalReason(IntEnum):
     """Why a plan offer was refused; the numbers of the wire."""
 
@@ -69,6 +81,16 @@ class RankLeft:
 
     rank: Rank
     reason: RankLeftReason
+
+
+@dataclass(frozen=True, slots=True)
+class GpuErrorReport:
+    """A rank's GPU, or the way to it, refused or failed to do something; for the coordinator's event log."""
+
+    rank: Rank
+    gpu_uuid: str
+    reason: GpuErrorReason
+    message: str
 
 
 @dataclass(frozen=True, slots=True)

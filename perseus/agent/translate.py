@@ -17,6 +17,7 @@ from perseus.agent.messages import (
     Drain,
     EnergyEstimate,
     GpuDescription,
+    GpuErrorReport,
     HeartbeatAnswer,
     Hold,
     Incoming,
@@ -63,8 +64,10 @@ def goodbye(reason: str) -> wire.ConnectRequest:
     return wire.ConnectRequest(goodbye=wire.Goodbye(reason=reason))
 
 
-def request(message: RankJoined | RankLeft | PlanAnswer | PlanInForce) -> wire.ConnectRequest:
-    """What a session wants to say."""
+def request(
+    message: RankJoined | RankLeft | GpuErrorReport | PlanAnswer | PlanInForce,
+) -> wire.ConnectRequest:
+    """What a session, or the agent on behalf of one, wants to say."""
     match message:
         case RankJoined(rank, gpu, iteration, in_force):
             return wire.ConnectRequest(
@@ -83,6 +86,16 @@ def request(message: RankJoined | RankLeft | PlanAnswer | PlanInForce) -> wire.C
                     job_id=rank.job_id,
                     rank=_coordinates(rank),
                     reason=wire.RankLeftReason.ValueType(int(reason)),
+                )
+            )
+        case GpuErrorReport(rank, gpu_uuid, gpu_reason, text):
+            return wire.ConnectRequest(
+                gpu_error=wire.GpuError(
+                    job_id=rank.job_id,
+                    rank=_coordinates(rank),
+                    gpu_uuid=gpu_uuid,
+                    reason=wire.GpuErrorReason.ValueType(int(gpu_reason)),
+                    message=text,
                 )
             )
         case PlanAnswer(rank, plan, refusal, iteration):

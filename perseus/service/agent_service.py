@@ -26,6 +26,7 @@ from perseus.service.statuses import MAPPED, error_info, to_status
 from perseus.service.translate import (
     answer_from_proto,
     coordinates_to_proto,
+    gpu_error_from_proto,
     in_force_from_proto,
     joined_from_proto,
     left_from_proto,
@@ -35,7 +36,7 @@ from perseus.service.translate import (
     text_from_proto,
 )
 from perseus.solver import Computation
-from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc
+from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, job_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 
 log = structlog.get_logger(__name__)
@@ -168,6 +169,8 @@ class _Stream:
             case "rank_left":
                 left = left_from_proto(request.rank_left, self.instance_id)
                 self._coordinator.tell(request.rank_left.job_id, left)
+            case "gpu_error":
+                self._note_gpu_error(request.gpu_error)
             case "telemetry":
                 telemetry = telemetry_from_proto(request.telemetry, self.instance_id)
                 await self._coordinator.take_telemetry(request.telemetry.job_id, telemetry)
@@ -190,12 +193,18 @@ class _Stream:
         try:
             self._coordinator.join(message.job_id, event)
         except CoordinatorError as error:
-            info = error_info(error)
-            refused = agent_service_pb2.RankRefused(
-                job_id=message.job_id,
-                rank=message.rank,
-                reason=info.reason,
-                message=str(error),
-                metadata=info.metadata,
-            )
-            self._outbox.answer(ConnectResponse(rank_refused=refused))
+            self._refuse(message.job_id, message.rank, error)
+
+    def _note_gpu_error(self, message: agent_service_pb2.GpuError) -> None:
+        event = gpu_error_from_proto(message)
+        try:
+            self._coordinator.note_gpu_error(message.job_id, event)
+        except CoordinatorError as error:
+            self._refuse(message.job_id, message.rank, error)
+
+    def _refuse(self, job_id: str, rank: job_pb2.RankCoordinates, error: CoordinatorError) -> None:
+        info = error_info(error)
+        refused = agent_service_pb2.RankRefused(
+            job_id=job_id, rank=rank, reason=info.reason, message=str(error), metadata=info.metadata
+        )
+        self._outbox.answer(ConnectResponse(rank_refused=refused))

@@ -42,6 +42,7 @@ from perseus.service.inputs import (
     AgentHeard,
     AgentLeft,
     FinishRequested,
+    GpuErrorReported,
     Input,
     OfferAnswered,
     PlanInForce,
@@ -346,6 +347,16 @@ class Coordinator:
             log.warning("message for an unknown job ignored", job_id=job_id, message=type(event).__name__)
             return
         self._perform(job_id, job.machine.handle(event, time.monotonic()))
+
+    def note_gpu_error(self, job_id: str, event: GpuErrorReported) -> None:
+        """Take what an agent says of a rank's GPU.
+
+        Raises:
+            JobNotFoundError: the job is not registered (yet); the agent may say it again.
+            RankOutOfRangeError: the job has no such rank.
+        """
+        machine = self._find(job_id).machine
+        self._perform(job_id, machine.handle(event, time.monotonic()))
 
     async def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
         """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.

@@ -6,7 +6,7 @@ say.
 
 from dataclasses import dataclass
 
-from perseus.service.model import Gpu, RankLeftReason, RefusalReason, Straggler
+from perseus.service.model import Gpu, GpuErrorReason, RankLeftReason, RefusalReason, Straggler
 from perseus.service.specification import Coordinates, OperatingPolicy
 from perseus.service.telemetry import TelemetryBatch
 from perseus.solver import Frontier
@@ -32,6 +32,16 @@ class RankLeft:
     rank: Coordinates
     instance_id: str
     reason: RankLeftReason
+
+
+@dataclass(frozen=True, slots=True)
+class GpuErrorReported:
+    """A rank's GPU, or the way to it, refused or failed to do something. The rank may never have joined."""
+
+    rank: Coordinates
+    gpu_uuid: str
+    reason: GpuErrorReason
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +146,7 @@ class Tick:
 Input = (
     RankJoined
     | RankLeft
+    | GpuErrorReported
     | AgentDisconnected
     | AgentLeft
     | AgentHeard

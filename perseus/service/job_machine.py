@@ -46,6 +46,7 @@ from perseus.service.inputs import (
     AgentHeard,
     AgentLeft,
     FinishRequested,
+    GpuErrorReported,
     Input,
     OfferAnswered,
     PlanInForce,
@@ -159,6 +160,7 @@ class JobMachine:
         self._stragglers: dict[int, Straggler] = {}
         self._spans = SpanBook(self.schedule, spec.parallelism)
         self._detector = StragglerDetector(spec.parallelism.pipeline_count)
+        self._gpu_errors: set[GpuErrorReported] = set()
         self._stored_record: JobRecord | None = None
 
     # ------------------------------------------------------------------ the way in and out
@@ -296,6 +298,21 @@ class JobMachine:
                 self._ranks.drop(event.rank, RankState.FINISHED, event.reason.value)
             else:
                 self._lose([rank], event.reason.value)
+
+    @_on.register
+    def _(self, event: GpuErrorReported, _now_s: float) -> None:
+        self.spec.check_rank(event.rank)
+        if event in self._gpu_errors:
+            return  # Agents say it again on every stream.
+        self._gpu_errors.add(event)
+        self._journal.announce(
+            EventType.GPU_ERROR,
+            f"{event.rank}: {event.reason.value}: {event.message}",
+            **named(event.rank),
+            gpu_uuid=event.gpu_uuid,
+            reason=event.reason.name,
+            agent_message=event.message,
+        )
 
     @_on.register
     def _(self, event: AgentDisconnected, now_s: float) -> None:

@@ -52,6 +52,18 @@ class RefusalReason(enum.Enum):
     GPU_FAILED = "GPU failed"
 
 
+class GpuErrorReason(enum.Enum):
+    """What it was that went wrong with a GPU."""
+
+    NOT_FOUND = "not found"
+    DRIVER_FAILED = "driver failed"
+    NO_PERMISSION = "no permission"
+    LOST = "lost"
+    NOT_SUPPORTED = "not supported"
+    IN_USE = "in use"
+    NOT_RECORDED = "not recorded"
+
+
 class EventType(enum.Enum):
     """What kind of thing happened to a job."""
 
@@ -69,6 +81,7 @@ class EventType(enum.Enum):
     POLICY_SET = "policy set"
     STRAGGLER_DETECTED = "straggler detected"
     STRAGGLER_WITHDRAWN = "straggler withdrawn"
+    GPU_ERROR = "GPU error"
 
 
 @dataclass(frozen=True, slots=True)

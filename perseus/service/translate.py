@@ -12,11 +12,19 @@ import numpy as np
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from perseus.service.errors import InvalidFieldError
-from perseus.service.inputs import OfferAnswered, PlanInForce, RankJoined, RankLeft, TelemetryArrived
+from perseus.service.inputs import (
+    GpuErrorReported,
+    OfferAnswered,
+    PlanInForce,
+    RankJoined,
+    RankLeft,
+    TelemetryArrived,
+)
 from perseus.service.iterations import Period
 from perseus.service.model import (
     EventType,
     Gpu,
+    GpuErrorReason,
     HoldClock,
     IterationSummary,
     JobState,
@@ -83,6 +91,10 @@ _EVENT_TYPE = {kind: job_pb2.JobEventType.Value(f"JOB_EVENT_TYPE_{kind.name}") f
 _LEFT_REASON = {
     agent_service_pb2.RankLeftReason.Value(f"RANK_LEFT_REASON_{reason.name}"): reason
     for reason in RankLeftReason
+}
+_GPU_ERROR_REASON = {
+    agent_service_pb2.GpuErrorReason.Value(f"GPU_ERROR_REASON_{reason.name}"): reason
+    for reason in GpuErrorReason
 }
 _REFUSAL_REASON = {
     agent_service_pb2.PlanRefusalReason.Value(f"PLAN_REFUSAL_REASON_{reason.name}"): reason
@@ -401,6 +413,18 @@ def left_from_proto(message: agent_service_pb2.RankLeft, instance_id: str) -> Ra
     if reason is None:
         raise InvalidFieldError(field="rank_left.reason", expected="a known reason", found=message.reason)
     return RankLeft(coordinates_from_proto(message.rank), instance_id, reason)
+
+
+def gpu_error_from_proto(message: agent_service_pb2.GpuError) -> GpuErrorReported:
+    """Return what went wrong with a rank's GPU.
+
+    Raises:
+        InvalidFieldError: the reason is unspecified or unknown.
+    """
+    reason = _GPU_ERROR_REASON.get(message.reason)
+    if reason is None:
+        raise InvalidFieldError(field="gpu_error.reason", expected="a known reason", found=message.reason)
+    return GpuErrorReported(coordinates_from_proto(message.rank), message.gpu_uuid, reason, message.message)
 
 
 def answer_from_proto(message: agent_service_pb2.PlanAnswer, instance_id: str) -> OfferAnswered:

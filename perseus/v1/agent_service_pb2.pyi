@@ -56,6 +56,54 @@ RANK_LEFT_REASON_GPU_FAILED: RankLeftReason.ValueType  # 3
 """The GPU can not be used any more."""
 Global___RankLeftReason: typing_extensions.TypeAlias = RankLeftReason
 
+class _GpuErrorReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _GpuErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_GpuErrorReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    GPU_ERROR_REASON_UNSPECIFIED: _GpuErrorReason.ValueType  # 0
+    """Never valid on the wire."""
+    GPU_ERROR_REASON_NOT_FOUND: _GpuErrorReason.ValueType  # 1
+    """The node has no such GPU, or the agent may not see it."""
+    GPU_ERROR_REASON_DRIVER_FAILED: _GpuErrorReason.ValueType  # 2
+    """The driver or its library is absent, was unloaded, or failed."""
+    GPU_ERROR_REASON_NO_PERMISSION: _GpuErrorReason.ValueType  # 3
+    """The agent may not set clocks; it goes on measuring."""
+    GPU_ERROR_REASON_LOST: _GpuErrorReason.ValueType  # 4
+    """The GPU fell off the bus or needs a reset."""
+    GPU_ERROR_REASON_NOT_SUPPORTED: _GpuErrorReason.ValueType  # 5
+    """The GPU, or the mode that it is in, can not do what was asked for."""
+    GPU_ERROR_REASON_IN_USE: _GpuErrorReason.ValueType  # 6
+    """Another client of the driver stands in the way."""
+    GPU_ERROR_REASON_NOT_RECORDED: _GpuErrorReason.ValueType  # 7
+    """What is to be restored could not be written to the node's disk, so no clock is set; the agent goes on
+    measuring.
+    """
+
+class GpuErrorReason(_GpuErrorReason, metaclass=_GpuErrorReasonEnumTypeWrapper):
+    """What it was that went wrong with a GPU."""
+
+GPU_ERROR_REASON_UNSPECIFIED: GpuErrorReason.ValueType  # 0
+"""Never valid on the wire."""
+GPU_ERROR_REASON_NOT_FOUND: GpuErrorReason.ValueType  # 1
+"""The node has no such GPU, or the agent may not see it."""
+GPU_ERROR_REASON_DRIVER_FAILED: GpuErrorReason.ValueType  # 2
+"""The driver or its library is absent, was unloaded, or failed."""
+GPU_ERROR_REASON_NO_PERMISSION: GpuErrorReason.ValueType  # 3
+"""The agent may not set clocks; it goes on measuring."""
+GPU_ERROR_REASON_LOST: GpuErrorReason.ValueType  # 4
+"""The GPU fell off the bus or needs a reset."""
+GPU_ERROR_REASON_NOT_SUPPORTED: GpuErrorReason.ValueType  # 5
+"""The GPU, or the mode that it is in, can not do what was asked for."""
+GPU_ERROR_REASON_IN_USE: GpuErrorReason.ValueType  # 6
+"""Another client of the driver stands in the way."""
+GPU_ERROR_REASON_NOT_RECORDED: GpuErrorReason.ValueType  # 7
+"""What is to be restored could not be written to the node's disk, so no clock is set; the agent goes on
+measuring.
+"""
+Global___GpuErrorReason: typing_extensions.TypeAlias = GpuErrorReason
+
 class _PlanRefusalReason:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -110,6 +158,7 @@ class ConnectRequest(google.protobuf.message.Message):
     PLAN_IN_FORCE_FIELD_NUMBER: builtins.int
     HEARTBEAT_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
+    GPU_ERROR_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___Hello:
         """First message on every stream."""
@@ -142,6 +191,10 @@ class ConnectRequest(google.protobuf.message.Message):
     def goodbye(self) -> Global___Goodbye:
         """Last message: the agent ends on purpose."""
 
+    @property
+    def gpu_error(self) -> Global___GpuError:
+        """A GPU, or the way to it, refused or failed to do something."""
+
     def __init__(
         self,
         *,
@@ -153,10 +206,11 @@ class ConnectRequest(google.protobuf.message.Message):
         plan_in_force: Global___PlanInForce | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         goodbye: Global___Goodbye | None = ...,
+        gpu_error: Global___GpuError | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "rank_joined", "rank_left", "telemetry", "plan_answer", "plan_in_force", "heartbeat", "goodbye"] | None: ...
+    def HasField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "rank_joined", "rank_left", "telemetry", "plan_answer", "plan_in_force", "heartbeat", "goodbye", "gpu_error"] | None: ...
 
 Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 
@@ -342,6 +396,47 @@ class RankJoined(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["gpu", b"gpu", "in_force_epoch", b"in_force_epoch", "in_force_version", b"in_force_version", "iteration", b"iteration", "job_id", b"job_id", "rank", b"rank"]) -> None: ...
 
 Global___RankJoined: typing_extensions.TypeAlias = RankJoined
+
+@typing.final
+class GpuError(google.protobuf.message.Message):
+    """A rank's GPU, or the way to it, refused or failed to do something. It changes nothing by itself: RankLeft
+    and PlanAnswer say what it led to, and the rank may not even have joined. The same error of the same rank is
+    sent again on every new stream; for a job that is not registered the answer is RankRefused, and it is sent
+    again later.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    GPU_UUID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job."""
+    gpu_uuid: builtins.str
+    """NVML UUID of the GPU, as the trainer gave it."""
+    reason: Global___GpuErrorReason.ValueType
+    """What it was."""
+    message: builtins.str
+    """One sentence for people: the call that failed, how, and what can be done."""
+    @property
+    def rank(self) -> perseus.v1.job_pb2.RankCoordinates:
+        """The rank."""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        rank: perseus.v1.job_pb2.RankCoordinates | None = ...,
+        gpu_uuid: builtins.str = ...,
+        reason: Global___GpuErrorReason.ValueType = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["gpu_uuid", b"gpu_uuid", "job_id", b"job_id", "message", b"message", "rank", b"rank", "reason", b"reason"]) -> None: ...
+
+Global___GpuError: typing_extensions.TypeAlias = GpuError
 
 @typing.final
 class RankLeft(google.protobuf.message.Message):

@@ -142,6 +142,8 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """
     JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN: _JobEventType.ValueType  # 14
     """A straggler that was detected is itself again; the same evidence."""
+    JOB_EVENT_TYPE_GPU_ERROR: _JobEventType.ValueType  # 15
+    """A rank's GPU, or the way to it, refused or failed to do something."""
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """What kind of thing happened to a job."""
@@ -179,6 +181,8 @@ limits that they were held against.
 """
 JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN: JobEventType.ValueType  # 14
 """A straggler that was detected is itself again; the same evidence."""
+JOB_EVENT_TYPE_GPU_ERROR: JobEventType.ValueType  # 15
+"""A rank's GPU, or the way to it, refused or failed to do something."""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 @typing.final

@@ -125,6 +125,10 @@ class Probe:
             )
             line.close()
             return cls(rank, None)
+        if reply.message:
+            _log.warning(
+                "%s: the agent at %s: %s: training goes on at stock clocks", rank, path, reply.message
+            )
         line.setblocking(False)
         return cls(rank, line)
 

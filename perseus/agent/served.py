@@ -28,10 +28,21 @@ from perseus.agent.events import (
     SetNotPermitted,
     TrainerJoined,
 )
-from perseus.agent.gpu import Gpu, GpuError, GpuPermissionError
+from perseus.agent.gpu import (
+    Gpu,
+    GpuError,
+    GpuInUseError,
+    GpuLostError,
+    GpuNotFoundError,
+    GpuPermissionError,
+    GpuUnsupportedError,
+    RecordError,
+)
 from perseus.agent.messages import (
     EnergyEstimate,
     GpuDescription,
+    GpuErrorReason,
+    GpuErrorReport,
     PlanAnswer,
     PlanInForce,
     RankJoined,
@@ -45,16 +56,44 @@ T = TypeVar("T")
 Message = RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry
 
 
+_REASONS: dict[type[GpuError], GpuErrorReason] = {
+    GpuNotFoundError: GpuErrorReason.NOT_FOUND,
+    GpuPermissionError: GpuErrorReason.NO_PERMISSION,
+    GpuLostError: GpuErrorReason.LOST,
+    GpuUnsupportedError: GpuErrorReason.NOT_SUPPORTED,
+    GpuInUseError: GpuErrorReason.IN_USE,
+    RecordError: GpuErrorReason.NOT_RECORDED,
+}
+
+
+def gpu_error_report(rank: Rank, gpu_uuid: str, error: GpuError) -> GpuErrorReport:
+    """What the coordinator is told of a GPU's error."""
+    reasons = (reason for error_class, reason in _REASONS.items() if isinstance(error, error_class))
+    return GpuErrorReport(rank, gpu_uuid, next(reasons, GpuErrorReason.DRIVER_FAILED), str(error))
+
+
 class ServedRank:
-    """A rank from its trainer's hello to its end. `say` takes what is for the coordinator."""
+    """A rank from its trainer's hello to its end.
+
+    `say` takes what is for the coordinator, `report` what went wrong with the GPU.
+    """
 
     def __init__(
-        self, rank: Rank, gpu: Gpu, estimator: Estimator, *, observe: bool, say: Callable[[Message], None]
+        self,
+        rank: Rank,
+        gpu: Gpu,
+        estimator: Estimator,
+        *,
+        observe: bool,
+        say: Callable[[Message], None],
+        report: Callable[[GpuError], None],
     ) -> None:
         self.rank = rank
         self._gpu = gpu
         self._estimator = estimator
+        self._observe = observe
         self._say = say
+        self._report = report
         self._loop = asyncio.get_running_loop()
         self._log = structlog.get_logger(__name__).bind(rank=str(rank), gpu=gpu.uuid)
         self._session = Session(
@@ -108,6 +147,8 @@ class ServedRank:
         await asyncio.shield(self._ending)
 
     async def _end(self, last_words: list[Message]) -> None:
+        if not self._observe:  # also where setting was forbidden on the way: resetting may not be
+            self._worker.request(STOCK)
         # Both join a thread; the worker carries out the reset first.
         await asyncio.to_thread(self._worker.close)
         await asyncio.to_thread(self._poller.close)
@@ -115,6 +156,7 @@ class ServedRank:
             self._gpu.close()
         except GpuError as error:
             self._log.warning("GPU not closed", reason=str(error))
+            self._report(error)
         for message in last_words:
             self._note(message)
             self._say(message)
@@ -128,18 +170,26 @@ class ServedRank:
                 self.handle(
                     ClockSet(result.target_mhz, result.in_force_at_s, result.begun_at_s, result.due_s)
                 )
-            case GpuPermissionError():
-                self._log.error("clocks can not be set: the rank is only observed", reason=str(result.error))
-                self.handle(SetNotPermitted(str(result.error)))
-            case error:
+            case GpuPermissionError() | GpuUnsupportedError() | RecordError() as error:
+                self._log.error("clocks can not be set: the rank is only observed", reason=str(error))
+                self._report(error)
+                if not self._session.has_ended:
+                    if result.target_mhz is not STOCK:  # the one before may be in force
+                        self._worker.request(STOCK)
+                    self.handle(SetNotPermitted(str(error)))
+            case GpuError() as error:
                 self._log.error("clock not set", clock_mhz=result.target_mhz, reason=str(error))
-                self.handle(GpuFailed(str(error)))
+                self._gpu_failed(error)
+            case error:  # a mistake of ours, and yet the GPU's clock is unknown
+                self._log.error("clock not set", clock_mhz=result.target_mhz, exc_info=error)
+                self.handle(GpuFailed(repr(error)))
 
     def _estimated(self, estimate: EnergyEstimate) -> None:
         self.handle(Estimated(estimate))
 
     def _gpu_failed(self, error: GpuError) -> None:
         self._log.error("GPU failed", reason=str(error))
+        self._report(error)
         self.handle(GpuFailed(str(error)))
 
     def _note(self, message: Message) -> None:

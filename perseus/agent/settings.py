@@ -1,5 +1,6 @@
 """The agent's settings: flags, environment (PERSEUS_AGENT_…) and TOML file; see `perseus.configuration`."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -7,7 +8,16 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.agent.probe import DEFAULT_SOCKET_PATH
+from perseus.agent.records import ClockRange
 from perseus.logs import LogFormat, LogLevel
+
+
+def default_restore_folder() -> Path:
+    """Root's is /var/lib/perseus/restore; others have theirs under $XDG_STATE_HOME (~/.local/state)."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/perseus/restore")
+    state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state_home) / "perseus" / "restore"
 
 
 class AgentSettings(BaseSettings):
@@ -22,6 +32,13 @@ class AgentSettings(BaseSettings):
         None, validate_default=True, description="Folder with one state file per emulated GPU."
     )
     observe: bool = Field(False, description="Measure, but never set a clock.")
+    restore_folder: Path = Field(
+        default_factory=default_restore_folder,
+        description="Folder with a record of every GPU whose clocks are changed; it must outlive the agent.",
+    )
+    restore_clocks: str | None = Field(
+        None, description="MIN,MAX in MHz: lock GPUs to this range when done, instead of unlocking them."
+    )
     log_level: LogLevel = Field("info", description="Least severe log lines that are shown.")
     log_format: LogFormat = Field("console", description="How log lines look.")
 
@@ -31,3 +48,15 @@ class AgentSettings(BaseSettings):
         if info.data.get("gpu_backend") == "emulated" and folder is None:
             raise ValueError("expected a folder, as gpu_backend is emulated")
         return folder
+
+    @field_validator("restore_clocks")
+    @classmethod
+    def _is_a_range(cls, text: str | None) -> str | None:
+        if text is not None:
+            ClockRange.parse(text)
+        return text
+
+    @property
+    def stock(self) -> ClockRange | None:
+        """What GPUs go back to: a range that they are locked to, or their own clocks (None)."""
+        return ClockRange.parse(self.restore_clocks) if self.restore_clocks is not None else None

@@ -1,10 +1,17 @@
 """The agent: local socket, ranks and the coordinator's stream brought together. `run` is the entry point.
 
 Everything that decides is elsewhere: `session` (one rank's life), `telemetry` (what is kept until
-acknowledged), `connection` (the stream). On every way out the GPUs are reset before the agent says goodbye.
+acknowledged), `connection` (the stream), `guarded` and `records` (what is to be restored).
+
+On every way out the GPUs are reset before the agent says goodbye. A reset that fails leaves its record on
+disk, and so does an agent that dies; every agent looks after such records, from its start to its end.
+
+A rank whose GPU can't be used is not served, but its trainer's line stays open: its job can be registered,
+and the coordinator learns what is wrong.
 """
 
 import asyncio
+import os
 import random
 import signal
 import socket
@@ -17,13 +24,13 @@ from typing import Any, assert_never
 import structlog
 
 from perseus.agent import translate
-from perseus.agent.backends import Backend, backend
+from perseus.agent.backends import Backend, VisibleGpus, backend
 from perseus.agent.computation import Rank
 from perseus.agent.connection import Connection
 from perseus.agent.estimator import Estimator
-from perseus.agent.estimator import Estimator
 from perseus.agent.events import AgentStops, Connected, Disconnected, Heard, Tick, TrainerGone
-from perseus.agent.gpu import GpuError
+from perseus.agent.gpu import GpuError, RecordError
+from perseus.agent.guarded import GuardedGpu
 from perseus.agent.local import Line, LocalServer
 from perseus.agent.marks import (
     ComputationMark,
@@ -37,6 +44,7 @@ from perseus.agent.marks import (
 )
 from perseus.agent.messages import (
     Drain,
+    GpuErrorReport,
     HeartbeatAnswer,
     Incoming,
     PlanAnswer,
@@ -52,8 +60,9 @@ from perseus.agent.messages import (
     TelemetryAck,
     Welcome,
 )
+from perseus.agent.records import RecordFolder, restore_found
 from perseus.agent.registration import Refused, Registered, Unreachable, register_job
-from perseus.agent.served import ServedRank
+from perseus.agent.served import ServedRank, gpu_error_report
 from perseus.agent.settings import AgentSettings
 from perseus.agent.telemetry import TelemetryRing
 
@@ -61,16 +70,28 @@ _log = structlog.get_logger(__name__)
 
 _TICK_S = 0.1
 _STOP_S = 5.0
+_RESTORE_RETRY_S = 0.5
+_RESTORE_ATTEMPTS = 6
+_REPORT_RETRY_S = 1.0
 # What the coordinator answers to a rank whose job it does not know.
 _JOB_NOT_FOUND = "JOB_NOT_FOUND"
 
 
-async def run(settings: AgentSettings) -> None:
-    """Serve this node's trainers until SIGTERM or SIGINT. OSError if the local socket can not be had."""
+async def run(settings: AgentSettings, lifeline: int | None = None) -> None:
+    """Serve this node's trainers until SIGTERM or SIGINT, or until the supervisor is gone.
+
+    `lifeline` is a file descriptor that becomes readable when the supervisor's end of it is closed.
+
+    Raises:
+        OSError: the local socket can not be had.
+        RecordError: a GPU could not be brought back to stock; its record stays.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if lifeline is not None:
+        loop.add_reader(lifeline, stop.set)
     try:
         async with serving(settings) as failure:
             stopped = asyncio.create_task(stop.wait())
@@ -79,14 +100,23 @@ async def run(settings: AgentSettings) -> None:
             if failure.done():
                 failure.result()
     finally:
+        if lifeline is not None:
+            loop.remove_reader(lifeline)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
 @asynccontextmanager
 async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
-    """An agent that serves until the context is left; yields the task that ends only if the agent fails."""
-    agent = Agent(settings, backend(settings))
+    """An agent that serves until the context is left; yields the task that ends only if the agent fails.
+
+    Raises:
+        OSError, RecordError: as `run`.
+    """
+    gpus = backend(settings)
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible_gpus = gpus if visible_devices is None else VisibleGpus(gpus, visible_devices)
+    agent = Agent(settings, visible_gpus, gpus)
     server = LocalServer(settings.socket, agent.converse)
     working = asyncio.create_task(agent.work())
     _log.info("serving", socket=str(settings.socket), coordinator=settings.coordinator)
@@ -97,23 +127,34 @@ async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
         await server.close()
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
+        await agent.restore_all()
         _log.info("stopped")
 
 
 class Agent:
-    """All ranks of this node, and their coordinator."""
+    """All ranks of this node, and their coordinator.
 
-    def __init__(self, settings: AgentSettings, gpus: Backend) -> None:
+    Trainers may use `gpus`; whatever a dead agent has left is restored on `all_gpus`.
+    """
+
+    def __init__(self, settings: AgentSettings, gpus: Backend, all_gpus: Backend) -> None:
         self._settings = settings
         self._gpus = gpus
+        self._all_gpus = all_gpus
+        self._records = RecordFolder(settings.restore_folder)
         self._ranks: dict[Rank, ServedRank] = {}
-        # GPUs that are being opened, or belong to a rank that is served.
+        # GPUs that are being opened, or belong to a rank that is served; `_restore` leaves them alone.
         self._taken: set[str] = set()
+        self._restoring = asyncio.Lock()
+        # What was said of GPUs that could not be brought back, so that it is said once.
+        self._not_restored: dict[str, str] = {}
         self._ring = TelemetryRing()
         self._estimator = Estimator()
         self._welcome: Welcome | None = None
         # Said when there was no stream; the only messages besides telemetry that can wait for the next.
-        self._farewells: list[RankLeft] = []
+        self._farewells: list[RankLeft | GpuErrorReport] = []
+        # What went wrong with the GPUs of trainers that are connected: told on every stream, each once.
+        self._reports: dict[Rank, list[GpuErrorReport]] = {}
         # Registrations, to be made (again) whenever the coordinator does not know the job.
         self._specs: dict[str, dict[str, Any]] = {}
         self._registering: dict[str, asyncio.Task[None]] = {}
@@ -129,6 +170,8 @@ class Agent:
         async with asyncio.TaskGroup() as parts:
             self._connecting = parts.create_task(self._connection.run())
             parts.create_task(self._tick())
+            if not self._settings.observe:
+                parts.create_task(self._keep_restoring())
 
     async def stop(self) -> None:
         """Every GPU back to stock, then goodbye."""
@@ -149,81 +192,151 @@ class Agent:
             await asyncio.sleep(_TICK_S)
             self._tell_all(Tick())
 
+    # --- What dead agents left ------------------------------------------------------------------------------
+
+    async def restore_all(self) -> None:
+        """Bring back what is left, trying for a while. `RecordError` if a GPU can't be brought back."""
+        if self._settings.observe:
+            return
+        for _ in range(_RESTORE_ATTEMPTS):
+            await self._restore()
+            if not self._not_restored:
+                return
+            await asyncio.sleep(_RESTORE_RETRY_S)
+        raise RecordError("; ".join(self._not_restored.values()))
+
+    async def _keep_restoring(self) -> None:
+        while True:
+            await self._restore()
+            await asyncio.sleep(_RESTORE_RETRY_S)
+
+    async def _restore(self) -> None:
+        async with self._restoring:
+            try:
+                done = await asyncio.to_thread(
+                    restore_found, self._records, self._all_gpus.open, but=frozenset(self._taken)
+                )
+            except RecordError as error:
+                self._note_not_restored({"": str(error)})
+                return
+            self._note_not_restored({each.gpu_uuid: str(each.error) for each in done if each.error})
+            for each in done:
+                if each.error is None:
+                    _log.info("GPU restored", gpu=each.gpu_uuid)
+
+    def _note_not_restored(self, reasons: dict[str, str]) -> None:
+        for gpu_uuid, reason in reasons.items():
+            if self._not_restored.get(gpu_uuid) != reason:
+                _log.error("GPU not restored", gpu=gpu_uuid, reason=reason)
+        self._not_restored = reasons
+
     # --- Trainers -------------------------------------------------------------------------------------------
 
     async def converse(self, line: Line) -> None:
         """One trainer's connection, from its first packet to its last."""
-        rank: ServedRank | None = None
+        admitted: Hello | None = None
         try:
             hello = await line.receive()
             if hello is None:
                 return
             if not isinstance(hello, Hello):
                 raise MalformedPacket(f"expected a hello, found {type(hello).__name__}")
-            rank = await self._admit(hello, line)
-            while rank is not None and (message := await line.receive()) is not None:
-                await self._trainer_said(rank, message, line)
+            refusal = self._refusal(hello)
+            if refusal is not None:
+                _log.error(
+                    "rank refused", rank=str(hello.rank), reason=refusal.reason, message=refusal.message
+                )
+                line.reply(refusal)
+                return
+            admitted = hello
+            await self._admit(hello, line)
+            while (message := await line.receive()) is not None:
+                await self._trainer_said(hello.rank, message, line)
         except MalformedPacket as error:
-            _log.error("trainer not understood", rank=str(rank.rank) if rank else None, reason=str(error))
+            rank = str(admitted.rank) if admitted else None
+            _log.error("trainer not understood", rank=rank, reason=str(error))
             line.reply(Reply(False, "MALFORMED_PACKET", str(error)))
         finally:
-            if rank is not None:
-                rank.handle(TrainerGone())
-                await rank.ended()
-                self._forget(rank)
+            if admitted is not None:
+                if (served := self._ranks.get(admitted.rank)) is not None:
+                    served.handle(TrainerGone())
+                    await served.ended()
+                self._forget(admitted)
 
-    async def _admit(self, hello: Hello, line: Line) -> ServedRank | None:
-        """Serve a rank, or tell its probe why not."""
-        refusal = self._refusal(hello)
-        if refusal is None:
-            self._taken.add(hello.gpu_uuid)
-            try:
+    async def _admit(self, hello: Hello, line: Line) -> None:
+        """Serve a rank, or tell its probe and the coordinator what is wrong with its GPU."""
+        self._reports[hello.rank] = []
+        self._taken.add(hello.gpu_uuid)
+        try:
+            async with self._restoring:
                 gpu = await asyncio.to_thread(self._gpus.open, hello.gpu_uuid)
-            except GpuError as error:
-                self._taken.discard(hello.gpu_uuid)
-                refusal = Reply(False, "GPU_NOT_USABLE", str(error))
-        if refusal is not None:
-            _log.error("rank refused", rank=str(hello.rank), reason=refusal.reason, message=refusal.message)
-            line.reply(refusal)
-            return None
-        rank = ServedRank(hello.rank, gpu, self._estimator, observe=self._settings.observe, say=self._say)
+        except GpuError as error:
+            self._taken.discard(hello.gpu_uuid)
+            _log.error("GPU not usable", rank=str(hello.rank), gpu=hello.gpu_uuid, reason=str(error))
+            line.reply(Reply(True, "GPU_NOT_USABLE", f"the rank is not served: {error}"))
+            self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error))
+            return
+        observe = self._settings.observe
+        rank = ServedRank(
+            hello.rank,
+            gpu if observe else GuardedGpu(gpu, self._records, self._settings.stock),
+            self._estimator,
+            observe=observe,
+            say=self._say,
+            report=lambda error: self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error)),
+        )
         self._ranks[hello.rank] = rank
         _log.info("rank served", rank=str(rank.rank), gpu=rank.gpu_uuid)
         line.reply(Reply(True))
         if self._welcome is not None:
             rank.handle(Connected(self._welcome.lease_s))
-        return rank
 
     def _refusal(self, hello: Hello) -> Reply | None:
         if self._is_stopping:
             return Reply(False, "AGENT_STOPS", "the agent is being stopped")
-        if hello.rank in self._ranks:
+        if hello.rank in self._reports:
             message = f"{hello.rank}: another trainer is connected as this rank"
             return Reply(False, "RANK_ALREADY_SERVED", message)
         if hello.gpu_uuid in self._taken:
             return Reply(False, "GPU_ALREADY_IN_USE", f"GPU {hello.gpu_uuid}: another rank runs on it")
         return None
 
-    async def _trainer_said(self, rank: ServedRank, message: Message, line: Line) -> None:
+    async def _trainer_said(self, rank: Rank, message: Message, line: Line) -> None:
         match message:
             case IterationMark() | ComputationMark() | Finish():
-                rank.handle(message)
+                if rank in self._ranks:
+                    self._ranks[rank].handle(message)
             case Registration(spec):
-                reply = await self._register(rank.rank.job_id, spec)
+                reply = await self._register(rank.job_id, spec)
                 if not reply.ok:
-                    _log.error("registration refused", job=rank.rank.job_id, reason=reply.message)
+                    _log.error("registration refused", job=rank.job_id, reason=reply.message)
                 line.reply(reply)
             case Hello() | Reply():
                 raise MalformedPacket(f"expected a registration or a mark, found {type(message).__name__}")
             case _:
                 assert_never(message)
 
-    def _forget(self, rank: ServedRank) -> None:
-        self._taken.discard(rank.gpu_uuid)
-        del self._ranks[rank.rank]
-        self._refusals.pop(rank.rank, None)
-        if not any(other.job_id == rank.rank.job_id for other in self._ranks):
-            self._specs.pop(rank.rank.job_id, None)
+    def _forget(self, hello: Hello) -> None:
+        rank = hello.rank
+        if self._ranks.pop(rank, None) is not None:
+            self._taken.discard(hello.gpu_uuid)
+        self._refusals.pop(rank, None)
+        reports = self._reports.pop(rank)
+        if not self._connection.is_connected:
+            self._farewells += reports
+        if not any(other.job_id == rank.job_id for other in self._reports):
+            self._specs.pop(rank.job_id, None)
+
+    def _report(self, report: GpuErrorReport) -> None:
+        """Let the coordinator know what went wrong with a GPU, once; its log keeps it."""
+        reports = self._reports[report.rank]
+        if report not in reports:
+            reports.append(report)
+            self._connection.send(translate.request(report))
+
+    def _report_again(self, rank: Rank) -> None:
+        for report in self._reports.get(rank, []):
+            self._connection.send(translate.request(report))
 
     def _tell_all(self, event: Tick | Heard | Connected | Disconnected) -> None:
         for rank in list(self._ranks.values()):
@@ -279,7 +392,9 @@ class Agent:
         self._send_telemetry()
         farewells, self._farewells = self._farewells, []
         for farewell in farewells:
-            self._say(farewell)
+            self._connection.send(translate.request(farewell))
+        for rank in self._reports:
+            self._report_again(rank)
 
     def disconnected(self) -> None:
         """See `Handler.disconnected`."""
@@ -307,6 +422,8 @@ class Agent:
                 self._refusals[rank] = reason
                 if reason == _JOB_NOT_FOUND:
                     self._register_again(rank.job_id)
+                    if self._reports.get(rank):
+                        asyncio.get_running_loop().call_later(_REPORT_RETRY_S, self._report_again, rank)
                 if rank in self._ranks:
                     self._ranks[rank].handle(message)
             case TelemetryAck(sequence):

@@ -1,13 +1,19 @@
-"""`perseus agent`: run the sidecar."""
+"""`perseus agent`: run the sidecar, bring back what a dead one left, or see what this node's GPUs offer."""
 
 import asyncio
+import json
+import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from perseus import configuration, logs
-from perseus.cli.terminal import FAILURE, fail
+from perseus.cli.terminal import FAILURE, console, error_console, fail
+
+if TYPE_CHECKING:
+    from perseus.agent.settings import AgentSettings
 
 
 def agent(
@@ -19,13 +25,24 @@ def agent(
     observe: Annotated[
         bool | None, typer.Option("--observe", help="Measure, but never set a clock; needs no privileges.")
     ] = None,
+    restore_folder: Annotated[
+        Path | None, typer.Option(help="Folder for records of what to restore; must outlive the agent.")
+    ] = None,
+    restore_clocks: Annotated[
+        str | None, typer.Option(help="MIN,MAX in MHz: lock GPUs to this when done, not unlock them.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json.")] = None,
+    restore: Annotated[
+        bool, typer.Option("--restore", help="Bring back the GPUs that a dead agent left locked, and end.")
+    ] = False,
+    self_test: Annotated[
+        bool,
+        typer.Option("--self-test", help="Read what this node's GPUs offer, set nothing, and end."),
+    ] = False,
 ) -> None:
     """Run the agent of one node. Every flag is also PERSEUS_AGENT_… in the environment."""
-    from perseus.agent.gpu import GpuError
     from perseus.agent.settings import AgentSettings
-    from perseus.agent.shell import run
 
     flags = {
         "coordinator": coordinator,
@@ -33,6 +50,8 @@ def agent(
         "gpu_backend": gpu_backend,
         "emulated_gpus": emulated_gpus,
         "observe": observe,
+        "restore_folder": restore_folder,
+        "restore_clocks": restore_clocks,
         "log_level": log_level,
         "log_format": log_format,
     }
@@ -41,7 +60,84 @@ def agent(
     except configuration.ConfigurationError as error:
         fail(str(error))
     logs.configure(settings.log_level, settings.log_format)
+    if restore:
+        _restore(settings)
+    elif self_test:
+        _self_test(settings)
+    else:
+        _serve(settings)
+
+
+def _serve(settings: "AgentSettings") -> None:
+    from perseus.agent import supervisor
+
+    lifeline = os.environ.get(supervisor.LIFELINE)
+    if lifeline is None and not settings.observe:
+        # This process becomes the supervisor, and the agent its child.
+        command = [sys.executable, "-m", "perseus.cli", *sys.argv[1:]]
+        os.execv(sys.executable, [sys.executable, "-m", supervisor.__name__, *command])
+
+    from perseus.agent.gpu import GpuError
+    from perseus.agent.shell import run
+
     try:
-        asyncio.run(run(settings))
+        asyncio.run(run(settings, int(lifeline) if lifeline is not None else None))
     except (OSError, GpuError) as error:
         fail(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error), FAILURE)
+
+
+def _restore(settings: "AgentSettings") -> None:
+    from perseus.agent.backends import backend
+    from perseus.agent.gpu import GpuError
+    from perseus.agent.records import RecordFolder, restore_found
+
+    try:
+        done = restore_found(RecordFolder(settings.restore_folder), backend(settings).open)
+    except GpuError as error:
+        fail(str(error), FAILURE)
+    for each in done:
+        if each.error is None:
+            error_console.print(f"GPU {each.gpu_uuid}: restored", highlight=False)
+    if complaints := [str(each.error) for each in done if each.error is not None]:
+        fail("; ".join(complaints), FAILURE)
+
+
+def _self_test(settings: "AgentSettings") -> None:
+    """A table for people on standard error, the same as JSON on standard output."""
+    import pynvml
+    from rich.table import Table
+
+    from perseus.agent.backends import NvmlBackend
+    from perseus.agent.gpu import GpuError
+    from perseus.agent.gpu.nvml import calling
+    from perseus.agent.self_test import Finding, gpu_findings, node_findings
+
+    if settings.gpu_backend != "nvml":
+        fail(f"--self-test: expected --gpu-backend nvml, found {settings.gpu_backend}")
+    try:
+        with calling("nvmlInit", "GPUs", pynvml):
+            pynvml.nvmlInit()
+        node = node_findings()
+        gpus = [gpu_findings(uuid) for uuid in NvmlBackend().uuids()]
+    except GpuError as error:
+        fail(str(error), FAILURE)
+
+    def rows(title: str, findings: tuple[Finding, ...]) -> None:
+        table = Table("", "found", "problem", title=title, title_justify="left")
+        for each in findings:
+            table.add_row(each.name, "" if each.value is None else str(each.value), each.problem)
+        error_console.print(table)
+
+    def values(findings: tuple[Finding, ...]) -> dict[str, object]:
+        return {
+            each.name: {"value": each.value} | ({"problem": each.problem} if each.problem else {})
+            for each in findings
+        }
+
+    rows("node", node)
+    for gpu in gpus:
+        rows(gpu.uuid, gpu.findings)
+    report = {"node": values(node), "gpus": {gpu.uuid: values(gpu.findings) for gpu in gpus}}
+    console.print_json(json.dumps(report))
+    if not gpus or not all(gpu.is_usable for gpu in gpus):
+        raise typer.Exit(FAILURE)

@@ -30,6 +30,9 @@ class FakeGpu:
     def reset_clock(self) -> None:
         self._set(None)
 
+    def lock_range(self, lowest_mhz: int, highest_mhz: int) -> None:
+        self._set(highest_mhz)
+
     def _set(self, target_mhz: int | None) -> None:
         self.begun.release()
         assert self.permit.wait(10)

@@ -9,6 +9,7 @@ from perseus.agent.gpu import (
     Gpu,
     GpuDriverError,
     GpuError,
+    GpuInUseError,
     GpuLostError,
     GpuNotFoundError,
     GpuPermissionError,
@@ -24,7 +25,10 @@ CONNECT = [
     ("nvmlDeviceGetName", "handle"),
     ("nvmlDeviceGetSupportedMemoryClocks", "handle"),
     ("nvmlDeviceGetSupportedGraphicsClocks", "handle", 7251),
+    ("nvmlDeviceGetPersistenceMode", "handle"),
 ]
+LOCK_MEMORY = ("nvmlDeviceSetMemoryLockedClocks", "handle", 7251, 7251)
+RESET_MEMORY = ("nvmlDeviceResetMemoryLockedClocks", "handle")
 
 
 class FakeNvml:
@@ -37,7 +41,8 @@ class FakeNvml:
             "nvmlDeviceGetArchitecture": pynvml.NVML_DEVICE_ARCH_AMPERE,
             "nvmlDeviceGetMigMode": [pynvml.NVML_DEVICE_MIG_DISABLE, pynvml.NVML_DEVICE_MIG_DISABLE],
             "nvmlDeviceGetName": "NVIDIA A40",
-            "nvmlDeviceGetSupportedMemoryClocks": [7251, 6251, 405],
+            "nvmlDeviceGetSupportedMemoryClocks": [7251],
+            "nvmlDeviceGetPersistenceMode": pynvml.NVML_FEATURE_ENABLED,
             "nvmlDeviceGetSupportedGraphicsClocks": [1740, 1725, 1710],
             **answers,
         }
@@ -76,6 +81,7 @@ def test_connects_by_uuid() -> None:
     [
         ("set_clock_mhz", (1725,), None, ("nvmlDeviceSetGpuLockedClocks", "handle", 1725, 1725), None),
         ("reset_clock", (), None, ("nvmlDeviceResetGpuLockedClocks", "handle"), None),
+        ("lock_range", (600, 1200), None, ("nvmlDeviceSetGpuLockedClocks", "handle", 600, 1200), None),
         ("total_energy_j", (), 1234567, ("nvmlDeviceGetTotalEnergyConsumption", "handle"), 1234.567),
         ("sm_clock_mhz", (), 1410, ("nvmlDeviceGetClockInfo", "handle", pynvml.NVML_CLOCK_SM), 1410),
         (
@@ -99,6 +105,77 @@ def test_each_method_is_one_call(
     assert nvml.calls == [call]
 
 
+def test_average_power_is_a_field() -> None:
+    nvml = FakeNvml(nvmlDeviceGetFieldValues=power_field(pynvml.NVML_SUCCESS, 250_000))
+    gpu = NvmlGpu("GPU-a", nvml=nvml)
+    assert gpu.average_power_w() == 250.0
+    assert nvml.calls[-1] == ("nvmlDeviceGetFieldValues", "handle", [pynvml.NVML_FI_DEV_POWER_AVERAGE])
+
+
+def test_power_without_the_field_is_the_power_usage() -> None:
+    nvml = FakeNvml(
+        nvmlDeviceGetFieldValues=power_field(pynvml.NVML_ERROR_NOT_SUPPORTED), nvmlDeviceGetPowerUsage=71_000
+    )
+    assert NvmlGpu("GPU-a", nvml=nvml).power_w() == 71.0
+
+
+MEMORY_CHOICE = {"nvmlDeviceGetSupportedMemoryClocks": [405, 7251, 6251]}
+
+
+def test_memory_is_locked_once_at_its_top_clock_where_there_is_a_choice() -> None:
+    nvml = FakeNvml(**MEMORY_CHOICE)
+    gpu = NvmlGpu("GPU-a", nvml=nvml)
+    nvml.calls.clear()
+    gpu.set_clock_mhz(1725)
+    gpu.set_clock_mhz(1710)
+    gpu.reset_clock()
+    gpu.set_clock_mhz(1740)
+    gpu.lock_range(600, 1200)
+    assert nvml.calls == [
+        LOCK_MEMORY,
+        ("nvmlDeviceSetGpuLockedClocks", "handle", 1725, 1725),
+        ("nvmlDeviceSetGpuLockedClocks", "handle", 1710, 1710),
+        ("nvmlDeviceResetGpuLockedClocks", "handle"),
+        RESET_MEMORY,
+        LOCK_MEMORY,
+        ("nvmlDeviceSetGpuLockedClocks", "handle", 1740, 1740),
+        ("nvmlDeviceSetGpuLockedClocks", "handle", 600, 1200),
+        RESET_MEMORY,
+    ]
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"nvmlDeviceGetArchitecture": pynvml.NVML_DEVICE_ARCH_TURING},
+        {"nvmlDeviceSetMemoryLockedClocks": pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)},
+    ],
+)
+def test_memory_that_can_not_be_locked_is_left_alone(answers: dict[str, Any]) -> None:
+    nvml = FakeNvml(**MEMORY_CHOICE, **answers)
+    gpu = NvmlGpu("GPU-a", nvml=nvml)
+    gpu.set_clock_mhz(1725)
+    nvml.calls.clear()
+    gpu.set_clock_mhz(1710)
+    gpu.reset_clock()
+    assert RESET_MEMORY not in nvml.calls
+    assert LOCK_MEMORY not in nvml.calls
+
+
+def test_graphics_and_memory_are_locked_both_or_neither() -> None:
+    refused = pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+    nvml = FakeNvml(**MEMORY_CHOICE, nvmlDeviceSetGpuLockedClocks=refused)
+    gpu = NvmlGpu("GPU-a", nvml=nvml)
+    nvml.calls.clear()
+    with pytest.raises(GpuPermissionError, match="--observe"):
+        gpu.set_clock_mhz(1725)
+    assert nvml.calls == [
+        LOCK_MEMORY,
+        ("nvmlDeviceSetGpuLockedClocks", "handle", 1725, 1725),
+        RESET_MEMORY,
+    ]
+
+
 def test_an_unsupported_clock_never_reaches_nvml() -> None:
     nvml = FakeNvml()
     gpu = NvmlGpu("GPU-a", nvml=nvml)
@@ -115,6 +192,10 @@ def test_an_unsupported_clock_never_reaches_nvml() -> None:
         (pynvml.NVML_ERROR_GPU_IS_LOST, GpuLostError, "see the kernel log"),
         (pynvml.NVML_ERROR_RESET_REQUIRED, GpuLostError, "needs a reset"),
         (pynvml.NVML_ERROR_NOT_SUPPORTED, GpuUnsupportedError, "does not offer it"),
+        (pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, GpuUnsupportedError, "does not offer it"),
+        (pynvml.NVML_ERROR_IN_USE, GpuInUseError, "another client of the driver"),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, GpuDriverError, "was unloaded"),
+        (pynvml.NVML_ERROR_UNINITIALIZED, GpuDriverError, "was unloaded"),
         (pynvml.NVML_ERROR_UNKNOWN, GpuDriverError, "Unknown Error"),
     ],
 )
@@ -124,7 +205,7 @@ def test_an_unsupported_clock_never_reaches_nvml() -> None:
         ("set_clock_mhz", (1725,), "nvmlDeviceSetGpuLockedClocks"),
         ("reset_clock", (), "nvmlDeviceResetGpuLockedClocks"),
         ("total_energy_j", (), "nvmlDeviceGetTotalEnergyConsumption"),
-        ("power_w", (), "nvmlDeviceGetFieldValues"),
+        ("average_power_w", (), "nvmlDeviceGetFieldValues"),
     ],
 )
 def test_errors_are_mapped_and_name_the_gpu_and_the_call(
@@ -143,8 +224,8 @@ def test_errors_are_mapped_and_name_the_gpu_and_the_call(
 def test_a_failed_field_is_an_error() -> None:
     nvml = FakeNvml(nvmlDeviceGetFieldValues=power_field(pynvml.NVML_ERROR_NOT_SUPPORTED))
     gpu = NvmlGpu("GPU-a", nvml=nvml)
-    with pytest.raises(GpuUnsupportedError, match="NVML_FI_DEV_POWER_INSTANT"):
-        gpu.power_w()
+    with pytest.raises(GpuUnsupportedError, match="NVML_FI_DEV_POWER_AVERAGE"):
+        gpu.average_power_w()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +280,8 @@ def test_an_unfit_gpu_is_refused_and_let_go(
     assert nvml.calls[-1] == ("nvmlShutdown",)
 
 
-def test_a_gpu_that_knows_no_mig_is_fit() -> None:
-    nvml = failing("nvmlDeviceGetMigMode", pynvml.NVML_ERROR_NOT_SUPPORTED)
+@pytest.mark.parametrize("function", ["nvmlDeviceGetMigMode", "nvmlDeviceGetPersistenceMode"])
+def test_a_gpu_that_knows_no_such_mode_is_fit(function: str) -> None:
+    nvml = failing(function, pynvml.NVML_ERROR_NOT_SUPPORTED)
     NvmlGpu("GPU-a", nvml=nvml)
     assert nvml.calls == CONNECT

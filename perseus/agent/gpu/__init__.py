@@ -7,10 +7,13 @@ from perseus.agent.gpu.interface import (
     Gpu,
     GpuDriverError,
     GpuError,
+    GpuInUseError,
     GpuLostError,
     GpuNotFoundError,
     GpuPermissionError,
     GpuUnsupportedError,
+    RecordError,
+    RecordHeldError,
 )
 
 __all__ = [
@@ -20,8 +23,11 @@ __all__ = [
     "Gpu",
     "GpuDriverError",
     "GpuError",
+    "GpuInUseError",
     "GpuLostError",
     "GpuNotFoundError",
     "GpuPermissionError",
     "GpuUnsupportedError",
+    "RecordError",
+    "RecordHeldError",
 ]

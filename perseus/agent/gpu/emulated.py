@@ -133,6 +133,13 @@ class EmulatedGpu:
         """Go back to stock: the highest clock."""
         self.set_clock_mhz(self.model.max_clock_mhz)
 
+    def lock_range(self, lowest_mhz: int, highest_mhz: int) -> None:
+        """Lock the highest clock within the limits: the model runs at the highest that it may have."""
+        within_mhz = [clock for clock in self.model.clocks_mhz if lowest_mhz <= clock <= highest_mhz]
+        if not within_mhz:
+            raise ClockNotSupportedError(self.uuid, highest_mhz, self.model.clocks_mhz)
+        self.set_clock_mhz(within_mhz[0])
+
     def total_energy_j(self) -> float:
         """The energy since creation as of the last counter tick."""
         with self._state() as state:

@@ -9,6 +9,9 @@ Two implementations: `perseus.agent.gpu.nvml.NvmlGpu` (a real one) and
     ├── GpuPermissionError      the caller may not set clocks
     ├── GpuLostError            the GPU fell off the bus or needs a reset
     ├── GpuUnsupportedError     this GPU or this mode of it cannot do what Perseus needs
+    ├── GpuInUseError           another client of the driver stands in the way
+    ├── RecordError             what is to be restored can't be written down, so no clock is set
+    │   └── RecordHeldError     another agent that runs has changed this GPU's clocks
     ├── ClockNotSupportedError  the GPU has no such clock
     └── EmulatedGpuError        an emulated GPU's shared file is foreign or truncated, or it is misused
 """
@@ -38,6 +41,18 @@ class GpuLostError(GpuError):
 
 class GpuUnsupportedError(GpuError):
     """This GPU, or the mode that it is in, cannot do what Perseus needs."""
+
+
+class GpuInUseError(GpuError):
+    """Another client of the driver stands in the way."""
+
+
+class RecordError(GpuError):
+    """What is to be restored can't be written down or read, so no clock is set."""
+
+
+class RecordHeldError(RecordError):
+    """Another agent, which still runs, has changed this GPU's clocks."""
 
 
 class ClockNotSupportedError(GpuError):
@@ -92,6 +107,9 @@ class Gpu(Protocol):
 
     def reset_clock(self) -> None:
         """Go back to stock; blocks like `set_clock_mhz`."""
+
+    def lock_range(self, lowest_mhz: int, highest_mhz: int) -> None:
+        """Let the clock move between two clocks only, as an operator does; blocks like `set_clock_mhz`."""
 
     def total_energy_j(self) -> float:
         """The energy counter as read: it moves in steps, every 20–100 ms on real GPUs."""

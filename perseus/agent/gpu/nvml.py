@@ -1,36 +1,65 @@
 """A real NVIDIA GPU, through NVML (the module `pynvml`, which the distribution nvidia-ml-py provides)."""
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pynvml
+import structlog
 
 from perseus.agent.gpu.interface import (
     ClockNotSupportedError,
     GpuDriverError,
     GpuError,
+    GpuInUseError,
     GpuLostError,
     GpuNotFoundError,
     GpuPermissionError,
     GpuUnsupportedError,
 )
 
+_log = structlog.get_logger(__name__)
+
+_NOT_OFFERED = "this GPU, or this driver, does not offer it"
+_DRIVER_GONE = "the NVIDIA kernel driver is not loaded, or was unloaded: load it and start training anew"
+# Every error that NVML is documented to return; what is missing here means that the driver has failed.
 _ERRORS: dict[int, tuple[type[GpuError], str]] = {
     pynvml.NVML_ERROR_NO_PERMISSION: (
         GpuPermissionError,
-        "setting clocks needs root or CAP_SYS_ADMIN: run the agent as root or grant it that capability",
+        "setting clocks needs root or CAP_SYS_ADMIN: run the agent as root, grant it that capability, "
+        "or run it with --observe to measure only",
     ),
     pynvml.NVML_ERROR_GPU_IS_LOST: (GpuLostError, "the GPU fell off the bus: see the kernel log"),
     pynvml.NVML_ERROR_RESET_REQUIRED: (GpuLostError, "the GPU needs a reset (nvidia-smi --gpu-reset)"),
     pynvml.NVML_ERROR_NOT_FOUND: (GpuNotFoundError, "compare with the UUIDs that nvidia-smi -L lists"),
-    pynvml.NVML_ERROR_NOT_SUPPORTED: (GpuUnsupportedError, "this GPU does not offer it"),
+    pynvml.NVML_ERROR_GPU_NOT_FOUND: (GpuNotFoundError, "compare with the UUIDs that nvidia-smi -L lists"),
+    pynvml.NVML_ERROR_NOT_SUPPORTED: (GpuUnsupportedError, _NOT_OFFERED),
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (GpuUnsupportedError, _NOT_OFFERED),
+    pynvml.NVML_ERROR_DEPRECATED: (GpuUnsupportedError, _NOT_OFFERED),
+    pynvml.NVML_ERROR_IN_USE: (GpuInUseError, "another client of the driver holds the GPU"),
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
         GpuDriverError,
         "libnvidia-ml.so.1 is missing: install the NVIDIA driver, or pass it into the container",
     ),
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (GpuDriverError, "the NVIDIA kernel driver is not loaded"),
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (GpuDriverError, _DRIVER_GONE),
+    pynvml.NVML_ERROR_UNINITIALIZED: (GpuDriverError, _DRIVER_GONE),
+    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+        GpuDriverError,
+        "the driver was updated while its kernel module stayed loaded: reload it, or reboot",
+    ),
+    pynvml.NVML_ERROR_OPERATING_SYSTEM: (GpuDriverError, "the operating system or its cgroups block it"),
 }
+
+
+@contextmanager
+def calling(function: str, subject: str, nvml: Any) -> Iterator[None]:
+    """Turn an NVML error of `function` into the `GpuError` that it means; its text begins with `subject`."""
+    try:
+        yield
+    except nvml.NVMLError as error:
+        error_class, advice = _ERRORS.get(error.value, (GpuDriverError, "the driver failed: see its log"))
+        raise error_class(f"{subject}: {function}: {error}: {advice}") from error
 
 
 class NvmlGpu:
@@ -43,12 +72,14 @@ class NvmlGpu:
         """Connect to the GPU; `close` disconnects. Raises any `GpuError` but `ClockNotSupportedError`."""
         self._nvml = nvml
         self._uuid = uuid
+        self._is_memory_locked = False
         with self._call("nvmlInit"):
             nvml.nvmlInit()
         try:
             self._connect()
         except BaseException:
-            nvml.nvmlShutdown()
+            with contextlib.suppress(nvml.NVMLError):  # the error that brought us here says more
+                nvml.nvmlShutdown()
             raise
 
     def _connect(self) -> None:
@@ -73,10 +104,15 @@ class NvmlGpu:
         with self._call("nvmlDeviceGetName"):
             self._name = str(nvml.nvmlDeviceGetName(self._handle))
         with self._call("nvmlDeviceGetSupportedMemoryClocks"):
-            memory_clock_mhz = max(nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle))
+            memory_clocks_mhz = nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle)
+        self._top_memory_clock_mhz = max(memory_clocks_mhz)
+        # Locking memory needs a choice of clocks, and Ampere (NVML: nvmlDeviceSetMemoryLockedClocks).
+        self._locks_memory = len(memory_clocks_mhz) > 1 and architecture >= nvml.NVML_DEVICE_ARCH_AMPERE
         with self._call("nvmlDeviceGetSupportedGraphicsClocks"):
-            clocks_mhz = nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, memory_clock_mhz)
+            clocks_mhz = nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, self._top_memory_clock_mhz)
         self._supported_clocks_mhz = tuple(sorted(clocks_mhz, reverse=True))
+        if self._in_persistence_mode() is False:
+            _log.info("persistence mode is off: locks end with NVML's last client", gpu=self._uuid)
 
     def _in_mig_mode(self) -> bool:
         nvml = self._nvml
@@ -86,6 +122,14 @@ class NvmlGpu:
         except GpuUnsupportedError:  # a GPU that knows no MIG
             return False
         return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
+
+    def _in_persistence_mode(self) -> bool | None:
+        nvml = self._nvml
+        try:
+            with self._call("nvmlDeviceGetPersistenceMode"):
+                return bool(nvml.nvmlDeviceGetPersistenceMode(self._handle) == nvml.NVML_FEATURE_ENABLED)
+        except GpuUnsupportedError:
+            return None
 
     @property
     def uuid(self) -> str:
@@ -102,17 +146,61 @@ class NvmlGpu:
         """The graphics clocks at the highest memory clock, descending."""
         return self._supported_clocks_mhz
 
+    @property
+    def locks_memory(self) -> bool:
+        """Whether the memory's clock is locked too: there is a choice, and the GPU is Ampere or newer."""
+        return self._locks_memory
+
     def set_clock_mhz(self, clock_mhz: int) -> None:
-        """Lock the graphics clock (nvmlDeviceSetGpuLockedClocks)."""
+        """Lock the graphics clock (nvmlDeviceSetGpuLockedClocks).
+
+        The first time the memory's is locked too, at the top (nvmlDeviceSetMemoryLockedClocks), where the GPU
+        has a choice: the graphics clocks that are supported belong to it. Both are locked, or neither.
+        """
         if clock_mhz not in self._supported_clocks_mhz:
             raise ClockNotSupportedError(self._uuid, clock_mhz, self._supported_clocks_mhz)
-        with self._call("nvmlDeviceSetGpuLockedClocks"):
-            self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, clock_mhz, clock_mhz)
+        had_locked_memory = self._is_memory_locked
+        if self._locks_memory and not had_locked_memory:
+            self._lock_memory()
+        try:
+            self._lock_graphics(clock_mhz, clock_mhz)
+        except GpuError:
+            if not had_locked_memory:
+                with contextlib.suppress(GpuError):  # the first error says more
+                    self._reset_memory()
+            raise
 
     def reset_clock(self) -> None:
-        """Unlock the graphics clock (nvmlDeviceResetGpuLockedClocks)."""
+        """Unlock graphics and memory (nvmlDeviceResetGpuLockedClocks, nvmlDeviceResetMemoryLockedClocks)."""
         with self._call("nvmlDeviceResetGpuLockedClocks"):
             self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
+        self._reset_memory()
+
+    def lock_range(self, lowest_mhz: int, highest_mhz: int) -> None:
+        """Lock the graphics clock to a range (nvmlDeviceSetGpuLockedClocks); unlock the memory's."""
+        self._lock_graphics(lowest_mhz, highest_mhz)
+        self._reset_memory()
+
+    def _lock_graphics(self, lowest_mhz: int, highest_mhz: int) -> None:
+        with self._call("nvmlDeviceSetGpuLockedClocks"):
+            self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, lowest_mhz, highest_mhz)
+
+    def _lock_memory(self) -> None:
+        top_mhz = self._top_memory_clock_mhz
+        try:
+            with self._call("nvmlDeviceSetMemoryLockedClocks"):
+                self._nvml.nvmlDeviceSetMemoryLockedClocks(self._handle, top_mhz, top_mhz)
+            self._is_memory_locked = True
+        except GpuUnsupportedError as error:
+            self._locks_memory = False
+            _log.info("memory clock left alone", gpu=self._uuid, reason=str(error))
+
+    def _reset_memory(self) -> None:
+        # Whoever set the lock may have died: it is reset wherever it could have been set.
+        if self._locks_memory:
+            with contextlib.suppress(GpuUnsupportedError), self._call("nvmlDeviceResetMemoryLockedClocks"):
+                self._nvml.nvmlDeviceResetMemoryLockedClocks(self._handle)
+        self._is_memory_locked = False
 
     def total_energy_j(self) -> float:
         """The counter (nvmlDeviceGetTotalEnergyConsumption), since the driver was loaded."""
@@ -125,10 +213,24 @@ class NvmlGpu:
             return int(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
 
     def power_w(self) -> float:
-        """The instant power field; nvmlDeviceGetPowerUsage averages over a second since Ampere."""
+        """The power now: NVML_FI_DEV_POWER_INSTANT, or nvmlDeviceGetPowerUsage where there is no such field.
+
+        The latter averages over a second since Ampere, and since then GPUs have the field.
+        """
+        try:
+            return self._power_field_w("NVML_FI_DEV_POWER_INSTANT")
+        except GpuUnsupportedError:
+            with self._call("nvmlDeviceGetPowerUsage"):
+                return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1000
+
+    def average_power_w(self) -> float:
+        """The power averaged over a second (NVML_FI_DEV_POWER_AVERAGE)."""
+        return self._power_field_w("NVML_FI_DEV_POWER_AVERAGE")
+
+    def _power_field_w(self, name: str) -> float:
         nvml = self._nvml
-        with self._call("nvmlDeviceGetFieldValues(NVML_FI_DEV_POWER_INSTANT)"):
-            (field,) = nvml.nvmlDeviceGetFieldValues(self._handle, [nvml.NVML_FI_DEV_POWER_INSTANT])
+        with self._call(f"nvmlDeviceGetFieldValues({name})"):
+            (field,) = nvml.nvmlDeviceGetFieldValues(self._handle, [getattr(nvml, name)])
             if field.nvmlReturn != nvml.NVML_SUCCESS:
                 raise nvml.NVMLError(field.nvmlReturn)
         return float(field.value.uiVal) / 1000
@@ -143,10 +245,5 @@ class NvmlGpu:
         with self._call("nvmlShutdown"):
             self._nvml.nvmlShutdown()
 
-    @contextmanager
-    def _call(self, function: str) -> Iterator[None]:
-        try:
-            yield
-        except self._nvml.NVMLError as error:
-            error_class, advice = _ERRORS.get(error.value, (GpuDriverError, "see the driver's documentation"))
-            raise error_class(f"GPU {self._uuid}: {function}: {error}: {advice}") from error
+    def _call(self, function: str) -> contextlib.AbstractContextManager[None]:
+        return calling(function, f"GPU {self._uuid}", self._nvml)

@@ -1,0 +1,250 @@
+"""What is to be restored, on disk: written before a GPU's clock is changed, gone when the GPU is back.
+
+NVML can set and reset locked clocks but not read them back, so whoever finds a GPU after its agent's death
+can not see whether it was touched. Hence one record per GPU, in a folder that survives the agent:
+
+- It is there before the first change: written beside and linked into place, with file and folder synced.
+- It is never overwritten: the one that is found says what the GPU was like before Perseus.
+- Who has it open holds it (flock), and the kernel lets go of it when the holder dies, however it dies. A
+  record that nobody holds belongs to a dead agent: whoever comes by restores the GPU and removes it.
+
+`GuardedGpu` keeps the record of a GPU that an agent serves; `restore_found` sees to those of the dead.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from perseus.agent.gpu import Gpu, GpuError, RecordError, RecordHeldError
+
+_VERSION = 1
+_SUFFIX = ".json"
+_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class ClockRange:
+    """The lock of an operator who keeps some of his own: what a GPU goes back to instead of none."""
+
+    lowest_mhz: int
+    highest_mhz: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lowest_mhz <= self.highest_mhz:
+            raise ValueError(
+                f"clock range: expected 0 < MIN <= MAX in MHz, found {self.lowest_mhz},{self.highest_mhz}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From ``MIN,MAX``. ValueError, naming the form, for anything else."""
+        match text.split(","):
+            case [lowest, highest] if lowest.strip().isdecimal() and highest.strip().isdecimal():
+                return cls(int(lowest), int(highest))
+        raise ValueError(f"clock range: expected MIN,MAX in MHz, found {text!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One GPU, and what it goes back to: the range that it was locked to, or its own clocks (None)."""
+
+    gpu_uuid: str
+    stock: ClockRange | None
+
+    def encode(self) -> bytes:
+        """As kept in the file."""
+        return json.dumps({"version": _VERSION, **asdict(self)}).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> Self:
+        """From the file's content. ValueError if it is no record."""
+        found: Any = json.loads(content)
+        match found:
+            case {"version": version, "gpu_uuid": str(uuid), "stock": None} if version == _VERSION:
+                return cls(uuid, None)
+            case {
+                "version": version,
+                "gpu_uuid": str(uuid),
+                "stock": {"lowest_mhz": int(lowest_mhz), "highest_mhz": int(highest_mhz)},
+            } if version == _VERSION:
+                return cls(uuid, ClockRange(lowest_mhz, highest_mhz))
+        raise ValueError(f"expected version {_VERSION}, gpu_uuid and stock, found {found}")
+
+
+class HeldRecord:
+    """A record that this process holds, until it lets go of it or dies."""
+
+    def __init__(self, path: Path, file: int, record: Record) -> None:
+        self.record = record
+        self._path = path
+        self._file = file
+
+    def restore(self, gpu: Gpu) -> None:
+        """Bring the GPU back and remove the record, in this order. `GpuError`; the record is then kept."""
+        stock = self.record.stock
+        if stock is None:
+            gpu.reset_clock()
+        else:
+            gpu.lock_range(stock.lowest_mhz, stock.highest_mhz)
+        self.remove()
+
+    def remove(self) -> None:
+        """The GPU is as it was: nothing is left to restore. `RecordError` if the file can't be removed."""
+        try:
+            self._path.unlink()
+            _sync_folder(self._path.parent)
+        except OSError as error:
+            raise RecordError(f"{self._path}: can't be removed: {error.strerror}") from error
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the record; it stays, for whoever comes by."""
+        os.close(self._file)
+
+
+class RecordFolder:
+    """The records of one node."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def gpu_uuids(self) -> list[str]:
+        """The GPUs that have a record, in order. `RecordError` if the folder can't be read."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise RecordError(f"{self.path}: can't be read: {error.strerror}") from error
+        return sorted(
+            name.removesuffix(_SUFFIX)
+            for name in names
+            if name.endswith(_SUFFIX) and _UUID.fullmatch(name.removesuffix(_SUFFIX))
+        )
+
+    def find(self, gpu_uuid: str) -> HeldRecord | None:
+        """Hold the record of a GPU, if it has one.
+
+        `RecordHeldError` if another process holds it, `RecordError` if it can't be read.
+        """
+        path = self._path(gpu_uuid)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise RecordError(f"{path}: can't be read: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_nlink == 0:  # whoever held it has restored the GPU meanwhile
+                os.close(file)
+                return None
+            record = Record.decode(os.pread(file, os.fstat(file).st_size, 0))
+        except BlockingIOError:
+            os.close(file)
+            raise RecordHeldError(
+                f"GPU {gpu_uuid}: another agent that runs holds {path}: it has changed this GPU's clocks"
+            ) from None
+        except ValueError as error:
+            os.close(file)
+            raise RecordError(f"{path}: expected a record of what to restore: {error}") from error
+        return HeldRecord(path, file, record)
+
+    def write(self, record: Record) -> HeldRecord:
+        """Put a record on disk, and hold it. `RecordError` if there is one, or it can't be written."""
+        path = self._path(record.gpu_uuid)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            _make_folder(self.path)
+            file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held before anybody can see it
+                os.write(file, record.encode())
+                os.fsync(file)
+                os.link(draft, path)  # unlike a rename, it never replaces
+                _sync_folder(self.path)
+            except BaseException:
+                os.close(file)
+                raise
+            finally:
+                draft.unlink()
+        except OSError as error:
+            raise RecordError(
+                f"{path}: what to restore can't be written down, so no clock is set: {error.strerror}"
+            ) from error
+        return HeldRecord(path, file, record)
+
+    def _path(self, gpu_uuid: str) -> Path:
+        if not _UUID.fullmatch(gpu_uuid):
+            raise RecordError(f"GPU {gpu_uuid!r}: expected a UUID that can name a file")
+        return self.path / f"{gpu_uuid}{_SUFFIX}"
+
+
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """What became of one record: the GPU is back, or why not."""
+
+    gpu_uuid: str
+    error: GpuError | None
+
+
+def restore_found(
+    folder: RecordFolder, open_gpu: Callable[[str], Gpu], *, but: frozenset[str] = frozenset()
+) -> list[Restoration]:
+    """Bring back every GPU whose record nobody holds, `but` some; one that fails keeps its record.
+
+    `RecordError` if the folder can't be read.
+    """
+    done: list[Restoration] = []
+    for gpu_uuid in folder.gpu_uuids():
+        if gpu_uuid in but:
+            continue
+        try:
+            held = folder.find(gpu_uuid)
+        except RecordHeldError:
+            continue  # it lives
+        except RecordError as error:
+            done.append(Restoration(gpu_uuid, error))
+            continue
+        if held is not None:
+            done.append(Restoration(gpu_uuid, _restore(held, open_gpu)))
+    return done
+
+
+def _restore(held: HeldRecord, open_gpu: Callable[[str], Gpu]) -> GpuError | None:
+    try:
+        gpu = open_gpu(held.record.gpu_uuid)
+    except GpuError as error:
+        held.release()
+        return error
+    try:
+        held.restore(gpu)
+    except GpuError as error:
+        held.release()
+        return error
+    finally:
+        with contextlib.suppress(GpuError):
+            gpu.close()
+    return None
+
+
+def _make_folder(folder: Path) -> None:
+    """With its parents; each new one is on disk before the next."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(mode=0o755, exist_ok=True)
+        _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -8,13 +8,16 @@ SERVICES := $(wildcard protos/perseus/v1/*_service.proto)
 # Where `make protos` writes; a test regenerates elsewhere and compares.
 OUT ?= .
 
+# `make demo NVML=stub` runs the main job through NVML, on a stand-in for its library.
+NVML ?=
+
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
 .PHONY: demo test check bench protos clean
 
 demo: $(STAMP)
-	$(BIN)/perseus demo
+	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
 
 test: check
 	$(BIN)/pytest

@@ -1,4 +1,7 @@
-"""The processes of the demo on loopback: one coordinator, an agent per pipeline, a trainer per rank."""
+"""The processes of the demo on loopback: one coordinator, an agent per pipeline, a trainer per rank.
+
+The agents touch the emulated GPUs directly, or through NVML and its stand-in (`perseus.demo.nvml_stub`).
+"""
 
 import json
 import os
@@ -6,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from perseus import solver
 from perseus.agent.computation import Kind
 from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.demo import nvml_stub
 from perseus.demo.trainer import STOP_FILE, RankTask
 from perseus.demo.workload import Workload
 
@@ -28,13 +33,16 @@ class Cluster:
     """All processes of one demo. Leaving the context ends those that still run.
 
     `run_dir` holds sockets, GPU files and the database: a short path, since a socket's may have 107 bytes.
-    `log_dir` receives each process's output.
+    `log_dir` receives each process's output. With `nvml_library`, a stand-in for NVML's, the agents use that.
     """
 
-    def __init__(self, workload: Workload, run_dir: Path, log_dir: Path) -> None:
+    def __init__(
+        self, workload: Workload, run_dir: Path, log_dir: Path, *, nvml_library: Path | None = None
+    ) -> None:
         self._workload = workload
         self._run_dir = run_dir
         self._log_dir = log_dir
+        self._nvml_library = nvml_library
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._agents: list[subprocess.Popen[bytes]] = []
         self._trainers: list[subprocess.Popen[bytes]] = []
@@ -80,15 +88,21 @@ class Cluster:
         """Start one agent for each pipeline's GPUs, and wait until they serve their sockets."""
         for pipeline in range(self._workload.pipeline_count):
             log = self._log_dir / f"agent-{pipeline}.log"
+            gpu_folder = self._gpu_file(pipeline, 0).parent
+            backend, environment = ["--gpu-backend=emulated", f"--emulated-gpus={gpu_folder}"], {}
+            if self._nvml_library is not None:
+                backend = ["--gpu-backend=nvml"]
+                environment = nvml_stub.environment(self._nvml_library, gpu_folder)
             agent = self._start(
                 log,
                 "perseus.cli",
                 "agent",
                 f"--coordinator={coordinator}",
                 f"--socket={self._socket(pipeline)}",
-                "--gpu-backend=emulated",
-                f"--emulated-gpus={self._gpu_file(pipeline, 0).parent}",
+                f"--restore-folder={self._run_dir / 'restore'}",
+                *backend,
                 "--log-format=json",
+                environment=environment,
             )
             self._agents.append(agent)
         for pipeline, agent in enumerate(self._agents):
@@ -174,16 +188,18 @@ class Cluster:
     def _gpu_file(self, pipeline: int, stage: int) -> Path:
         return self._run_dir / f"gpus-{pipeline}" / f"gpu-{stage}.bin"
 
-    def _start(self, log: Path, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def _start(
+        self, log: Path, module: str, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[bytes]:
         # One thread per process for numerical libraries: a dozen processes share this machine.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         with log.open("wb") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**os.environ, **threads, **environment},
             )
 
     def _await(self, process: subprocess.Popen[bytes], name: str, is_ready: Callable[[], bool]) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 import grpc.aio
 
 from perseus import pictures
+from perseus.demo import nvml_stub
 from perseus.demo.cluster import Cluster
 from perseus.demo.observation import Observer
 from perseus.demo.summary import Measurements, as_json, complaints
@@ -61,17 +62,27 @@ class Display(Protocol):
         """Something is new."""
 
 
-async def tell(workload: Workload, plot: Plot, out_dir: Path, display: Display) -> Measurements:
+async def tell(
+    workload: Workload, plot: Plot, out_dir: Path, display: Display, *, through_nvml: bool = False
+) -> Measurements:
     """Run the whole story; summary.json, frontier.png and timeline.png are left in `out_dir`.
 
+    `through_nvml`: the agents use NVML, whose library shows them the emulated GPUs.
+
     Raises:
+        StubError: that library can't be built.
         ClusterError: a process did not start or died.
         ObservationError: something did not happen in time.
         OSError: `out_dir` can't be written.
     """
     with (
         tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
-        Cluster(workload, Path(run_dir), out_dir / "logs") as cluster,
+        Cluster(
+            workload,
+            Path(run_dir),
+            out_dir / "logs",
+            nvml_library=nvml_stub.build(Path(run_dir)) if through_nvml else None,
+        ) as cluster,
     ):
         address = cluster.start_coordinator()
         cluster.start_agents(address)

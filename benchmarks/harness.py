@@ -1,8 +1,8 @@
 """What all benchmarks share: result files, the machine that they ran on, and the published data.
 
 A benchmark is a module with a ``run`` that returns its tables; under ``if __name__ == "__main__":`` it calls
-``main("<name>", run)``. Its figures go to ``benchmarks/results/<name>.json``; :mod:`benchmarks.report` renders
-them into the README.
+``main("<name>", run)``. Its figures go to ``benchmarks/results/<name>.json``; :mod:`benchmarks.report`
+renders them into the README.
 """
 
 import json

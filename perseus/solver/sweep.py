@@ -21,12 +21,14 @@ weights change.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import igraph
 import numpy as np
 from numpy.typing import NDArray
 
 from perseus.solver.errors import PipelineError
+from perseus.solver.event_times import EventTimes, EventTimesRecorder
 from perseus.solver.graph import EXACT, EventGraph, Int64Array
 from perseus.solver.profile import PS_PER_S, UW_PER_W, to_ps
 
@@ -42,7 +44,7 @@ class Sweep:
         iteration_times_ps: falling; the first is T_slow, the last T_min or where the sweep was told to stop.
         effective_energies_j: rising, convex in the iteration time.
         slopes_w: between one corner and the next, what a second less costs in effective energy.
-        event_times_ps: per corner, every event's time.
+        corners: per corner, every event's time.
     """
 
     t_min_ps: int
@@ -50,16 +52,16 @@ class Sweep:
     iteration_times_ps: Int64Array
     effective_energies_j: FloatArray
     slopes_w: FloatArray
-    event_times_ps: Int64Array
+    corners: EventTimes
 
     def event_times_at(self, iteration_time_ps: int) -> Int64Array:
         """Return the events' times of the relaxed plan at an iteration time that the sweep covers."""
         after = int(np.searchsorted(-self.iteration_times_ps, -iteration_time_ps))
         if after == 0:
-            return np.copy(self.event_times_ps[0])
+            return self.corners.at(0)
         left_ps = self.iteration_times_ps[after - 1] - iteration_time_ps
-        moved_ps = self.event_times_ps[after - 1] - self.event_times_ps[after]
-        times_ps: Int64Array = self.event_times_ps[after - 1] - np.minimum(moved_ps, left_ps)
+        times_ps = self.corners.at(after - 1)
+        times_ps -= np.minimum(self.corners.steps[after - 1].moves_ps, left_ps)
         return times_ps
 
     def effective_energy_j_at(self, iteration_time_s: float) -> float:
@@ -93,20 +95,27 @@ def sweep_frontier(
         )
     stop_ps = max(to_ps(max(stop_s, 0.0)), t_min_ps) if stop_s < t_slow_ps / PS_PER_S else t_slow_ps
     residual = _Residual(graph, hulls)
-    corners = [times_ps]
+    recorder = EventTimesRecorder(times_ps)
+    iteration_times_ps = [t_slow_ps]
     slopes_uw: list[float] = []
     while times_ps[end] > stop_ps:
-        slopes_uw.append(residual.augment(times_ps))
-        times_ps = times_ps - residual.descent(times_ps, int(times_ps[end]) - stop_ps)
-        corners.append(times_ps)
-        on_progress((t_slow_ps - int(times_ps[end])) / (t_slow_ps - stop_ps))
-    event_times_ps = np.array(corners)
-    iteration_times_ps = event_times_ps[:, end].copy()
+        moves_ps = residual.descend(times_ps, int(times_ps[end]) - stop_ps)
+        slopes_uw.append(residual.flow_value_uw)
+        times_ps = times_ps - moves_ps
+        recorder.record(moves_ps, times_ps)
+        iteration_times_ps.append(int(times_ps[end]))
+        on_progress((t_slow_ps - iteration_times_ps[-1]) / (t_slow_ps - stop_ps))
     slopes_w = np.array(slopes_uw) / UW_PER_W
     slowest_j = sum(graph.hulls[p].slowest_effective_energy_j for p in graph.profile_of)
     steps_j = slopes_w * (-np.diff(iteration_times_ps) / PS_PER_S)
-    effective_energies_j = slowest_j + np.concatenate(([0.0], np.cumsum(steps_j)))
-    return Sweep(t_min_ps, t_slow_ps, iteration_times_ps, effective_energies_j, slopes_w, event_times_ps)
+    return Sweep(
+        t_min_ps=t_min_ps,
+        t_slow_ps=t_slow_ps,
+        iteration_times_ps=np.array(iteration_times_ps, dtype=np.int64),
+        effective_energies_j=slowest_j + np.concatenate(([0.0], np.cumsum(steps_j))),
+        slopes_w=slopes_w,
+        corners=recorder.finish(),
+    )
 
 
 def _earliest_event_times(graph: EventGraph, durations_ps: Int64Array) -> Int64Array:
@@ -199,56 +208,55 @@ class _Residual:
         edges = np.concatenate([np.column_stack(pair) for pair in ends])
         self._igraph = igraph.Graph(graph.event_count, edges.tolist(), directed=True)
         computation_count, dependency_count = len(graph.start_event), len(graph.tail_event)
-        self._splits = np.cumsum([computation_count, computation_count, dependency_count])
+        bounds = np.cumsum([0, computation_count, computation_count, dependency_count, dependency_count])
+        self._forward, self._backward, self._dependency_forward, self._dependency_backward = (
+            slice(*ends) for ends in pairwise(bounds.tolist())
+        )
+        self._arcs = np.empty(bounds[-1])
         self._flow_uw = np.zeros(computation_count)
         self._dependency_flow_uw = np.zeros(dependency_count)
+        self._starts_at_begin = graph.start_event == 0
+        self._leads_from_begin = graph.tail_event == 0
         # No flow exceeds it: until T_min is reached, every path has an arc of finite slope.
         self._unbounded_uw = 1 + hulls.steepest_uw.sum()
 
-    def augment(self, event_times_ps: Int64Array) -> float:
-        """Augment the flow to a maximum at these event times; return its value."""
-        position = self._locate(event_times_ps)
-        tight = self._slack_ps(event_times_ps) == 0
-        capacities = np.concatenate(
-            (
-                np.minimum(position.faster_slope_uw - self._flow_uw, self._unbounded_uw),
-                self._flow_uw - position.slower_slope_uw,
-                np.where(tight, self._unbounded_uw, 0),
-                self._dependency_flow_uw,
-            )
-        )
-        _, added, _, _ = igraph.GraphBase.maxflow(self._igraph, 0, self._end, capacities.tolist())
-        forward, backward, dependency_forward, dependency_backward = np.split(np.array(added), self._splits)
-        self._flow_uw += forward - backward
-        self._dependency_flow_uw += dependency_forward - dependency_backward
+    @property
+    def flow_value_uw(self) -> float:
+        """What flows from the first event to the last: the slope of the frontier."""
         return float(
-            self._flow_uw[self._graph.start_event == 0].sum()
-            + self._dependency_flow_uw[self._graph.tail_event == 0].sum()
+            self._flow_uw[self._starts_at_begin].sum()
+            + self._dependency_flow_uw[self._leads_from_begin].sum()
         )
 
-    def descent(self, event_times_ps: Int64Array, limit_ps: int) -> Int64Array:
-        """Return how far down each event can move with this flow, the last one by at most ``limit_ps``."""
-        position = self._locate(event_times_ps)
+    def descend(self, event_times_ps: Int64Array, limit_ps: int) -> Int64Array:
+        """Augment the flow; return how far down each event can move, the last one by at most ``limit_ps``."""
+        graph = self._graph
+        position = self._hulls.locate(event_times_ps[graph.finish_event] - event_times_ps[graph.start_event])
+        slack_ps = event_times_ps[graph.head_event] - event_times_ps[graph.tail_event] - graph.lag_ps
+        self._augment(position, slack_ps)
+        return self._distances_ps(position, slack_ps, limit_ps)
+
+    def _augment(self, position: "_Position", slack_ps: Int64Array) -> None:
+        """Augment the flow to a maximum."""
+        capacities = self._arcs
+        capacities[self._forward] = np.minimum(position.faster_slope_uw - self._flow_uw, self._unbounded_uw)
+        capacities[self._backward] = self._flow_uw - position.slower_slope_uw
+        capacities[self._dependency_forward] = np.where(slack_ps == 0, self._unbounded_uw, 0.0)
+        capacities[self._dependency_backward] = self._dependency_flow_uw
+        _, flow, _, _ = igraph.GraphBase.maxflow(self._igraph, 0, self._end, capacities.tolist())
+        added = np.array(flow)
+        self._flow_uw += added[self._forward] - added[self._backward]
+        self._dependency_flow_uw += added[self._dependency_forward] - added[self._dependency_backward]
+
+    def _distances_ps(self, position: "_Position", slack_ps: Int64Array, limit_ps: int) -> Int64Array:
         at_faster_slope = self._flow_uw == position.faster_slope_uw
         at_slower_slope = self._flow_uw == position.slower_slope_uw
-        flat = position.slower_slope_uw == 0
-        margins = np.concatenate(
-            (
-                np.where(at_faster_slope, position.to_faster_ps, 0),
-                np.where(at_slower_slope, np.where(flat, np.inf, position.to_slower_ps), 0),
-                self._slack_ps(event_times_ps),
-                np.where(self._dependency_flow_uw > 0, 0, np.inf),
-            )
-        )
+        to_slower_ps = np.where(position.slower_slope_uw == 0, np.inf, position.to_slower_ps)
+        margins = self._arcs
+        margins[self._forward] = np.where(at_faster_slope, position.to_faster_ps, 0)
+        margins[self._backward] = np.where(at_slower_slope, to_slower_ps, 0.0)
+        margins[self._dependency_forward] = slack_ps
+        margins[self._dependency_backward] = np.where(self._dependency_flow_uw > 0, 0.0, np.inf)
         distances = np.array(self._igraph.distances(0, weights=margins.tolist())[0])
         moves_ps: Int64Array = np.minimum(distances, min(distances[self._end], limit_ps)).astype(np.int64)
         return moves_ps
-
-    def _locate(self, event_times_ps: Int64Array) -> _Position:
-        durations_ps = event_times_ps[self._graph.finish_event] - event_times_ps[self._graph.start_event]
-        return self._hulls.locate(durations_ps)
-
-    def _slack_ps(self, event_times_ps: Int64Array) -> Int64Array:
-        gaps_ps = event_times_ps[self._graph.head_event] - event_times_ps[self._graph.tail_event]
-        slack_ps: Int64Array = gaps_ps - self._graph.lag_ps
-        return slack_ps

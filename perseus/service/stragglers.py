@@ -10,10 +10,10 @@ Each iteration gives every pipeline two figures:
 - its *excess*: its pace over the median pace of its peers, less 1. What all have in common, a profile that
   is off or a shift of the whole job (drift), cancels out.
 
-A pipeline is *slow* in an iteration if its excess is above `leave` and its own plan is broken by as much.
+A pipeline is *slow* in an iteration if its excess is above `LEAVE` and its own plan is broken by as much.
 What comes of it depends on how long that lasts:
 
-    jitter      `enter` is twice `leave`, and both widen with the noise: nothing.
+    jitter      `enter` is at least twice `LEAVE`, and rises with the noise: nothing.
     transient   slow once, and all is well: nothing.
     lasting     slow for `PATIENCE` iterations, on average by more than `enter`: a straggler. If they differ
                 much, it may have begun within the first, and one more decides. A single one is enough if a
@@ -46,6 +46,9 @@ from perseus.service.telemetry import FloatColumn, IntColumn
 ENTER = 0.02
 """Least excess of a straggler. Healthy pipelines of real jobs differ by 0.4 % (one standard deviation)."""
 
+LEAVE = ENTER / 2
+"""Least excess of a slow iteration."""
+
 NOISE_FACTOR = 3.0
 """The excess of a straggler in standard deviations of the noise, where that is more."""
 
@@ -77,7 +80,7 @@ class Finding:
         span_s, planned_span_s: measured and promised; the latter is 0 without a plan.
         excess: over its peers.
         noise: standard deviation of the excess from iteration to iteration.
-        enter, leave: the limits for the excess.
+        enter: the limit for the mean excess of the iterations that found it.
         slowest_stage, stage_ratio: the stage that fell behind the most, and how much.
         clock_event_reasons: NVML's bits.
     """
@@ -91,7 +94,6 @@ class Finding:
     excess: float
     noise: float
     enter: float
-    leave: float
     slowest_stage: int
     stage_ratio: float
     clock_event_reasons: int
@@ -209,9 +211,8 @@ class StragglerDetector:
         pace, excess, factor = _compare(spans_s, spans.planned_s, spans.versions)
         noise = self._note_noise(excess)
         enter = np.maximum(ENTER, NOISE_FACTOR * noise)
-        leave = enter / 2
-        keeps_plan = ~np.isnan(spans.planned_s) & (pace < 1 + leave)
-        is_slow = (excess > leave) & ~keeps_plan
+        keeps_plan = ~np.isnan(spans.planned_s) & (pace < 1 + LEAVE)
+        is_slow = (excess > LEAVE) & ~keeps_plan
         is_slowed = (spans.clock_event_reasons & SLOWING_REASONS) != 0
         found = []
         for pipeline in sorted({*self._suspects, *np.flatnonzero(is_slow).tolist()}):
@@ -239,7 +240,6 @@ class StragglerDetector:
                         excess=float(excess[pipeline]),
                         noise=float(noise[pipeline]),
                         enter=float(enter[pipeline]),
-                        leave=float(leave[pipeline]),
                         slowest_stage=int(spans.slowest_stages[pipeline]),
                         stage_ratio=float(spans.stage_ratios[pipeline]),
                         clock_event_reasons=int(spans.clock_event_reasons[pipeline]),

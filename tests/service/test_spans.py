@@ -1,0 +1,218 @@
+"""Compute spans: the compiled replay against a plain one, and what telemetry makes of it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus.service.spans import SpanBook, SpanGraph
+from perseus.service.specification import Coordinates, Parallelism
+from perseus.service.telemetry import KINDS, ComputationColumns, IterationColumns, TelemetryBatch
+from perseus.solver import Computation, Kind, Schedule, gpipe, one_forward_one_backward
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+
+INTERLEAVED = Schedule(
+    tuple(
+        tuple(Computation(stage, F, m, chunk) for chunk in (0, 1) for m in (0, 1))
+        + tuple(Computation(stage, B, m, chunk) for chunk in (1, 0) for m in (0, 1))
+        + (Computation(stage, Kind.FIXED, 0),)
+        for stage in (0, 1)
+    )
+)
+
+
+def plain_span_s(schedule: Schedule, durations_s: dict[Computation, float]) -> float:
+    """The definition: everything starts when all that it waits for has ended."""
+    ends_s: dict[Computation, float] = {}
+
+    def end_s(computation: Computation) -> float:
+        if computation not in ends_s:
+            order = schedule.orders[computation.stage]
+            place = order.index(computation)
+            awaited = [*order[place - 1 : place]] if place else []
+            awaited += [earlier for earlier, later in schedule.dependencies if later == computation]
+            ends_s[computation] = max(map(end_s, awaited), default=0.0) + durations_s[computation]
+        return ends_s[computation]
+
+    return max(map(end_s, schedule.computations))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    schedule=st.one_of(
+        st.builds(one_forward_one_backward, st.integers(1, 4), st.integers(1, 5)),
+        st.builds(gpipe, st.integers(1, 3), st.integers(1, 4)),
+        st.just(INTERLEAVED),
+    ),
+    data=st.data(),
+)
+def test_the_compiled_replay_is_the_plain_one(schedule: Schedule, data: st.DataObject) -> None:
+    graph = SpanGraph(schedule)
+    count = len(graph.columns)
+    times_s = st.lists(st.floats(0, 10), min_size=count, max_size=count)
+    pipelines = [data.draw(times_s) for _ in range(2)]
+    found_s = graph.spans_s(np.array(pipelines).T)
+    for durations_s, span_s in zip(pipelines, found_s, strict=True):
+        by_computation = {c: durations_s[column] for c, column in graph.columns.items()}
+        assert span_s == pytest.approx(plain_span_s(schedule, by_computation))
+
+
+SCHEDULE = one_forward_one_backward(2, 3)
+
+
+def batch(
+    rows: Sequence[tuple[Computation, float]], iteration: int = 0, clock_event_reasons: int = 0
+) -> TelemetryBatch:
+    count = len(rows)
+    return TelemetryBatch(
+        sequence=1,
+        iterations=IterationColumns(
+            np.array([iteration]),
+            np.array([0]),
+            np.array([1.0]),
+            np.array([1.0]),
+            np.array([True]),
+            np.array([clock_event_reasons]),
+        ),
+        computations=ComputationColumns(
+            np.full(count, iteration),
+            np.array([KINDS.index(c.kind) for c, _ in rows], np.int64),
+            np.array([c.microbatch for c, _ in rows], np.int64),
+            np.array([c.chunk for c, _ in rows], np.int64),
+            np.zeros(count),
+            np.array([time_s for _, time_s in rows]),
+            np.zeros(count, np.int64),
+        ),
+        energy=None,
+        dropped_batch_count=0,
+    )
+
+
+def order_rows(
+    stage: int, forward_s: float = 1.0, backward_s: float = 2.0
+) -> list[tuple[Computation, float]]:
+    return [(c, forward_s if c.kind is F else backward_s) for c in SCHEDULE.orders[stage]]
+
+
+def book(pipelines: int = 2, tensors: int = 1) -> SpanBook:
+    return SpanBook(SCHEDULE, Parallelism(pipelines, 2, tensors))
+
+
+def fill(found: SpanBook, iteration: int = 0, pipelines: int = 2) -> None:
+    for pipeline in range(pipelines):
+        for stage in (0, 1):
+            found.add(Coordinates(pipeline, stage, 0), batch(order_rows(stage), iteration))
+
+
+UNIFORM_S = plain_span_s(SCHEDULE, {c: 1.0 if c.kind is F else 2.0 for c in SCHEDULE.computations})
+
+
+def test_spans_come_from_durations_alone() -> None:
+    some = book()
+    fill(some)
+    spans = some.take(0, (0, 0))
+    assert spans is not None
+    assert spans.spans_s.tolist() == [UNIFORM_S, UNIFORM_S]
+    assert np.isnan(spans.planned_s).all()
+    assert spans.clock_event_reasons.tolist() == [0, 0]
+    assert some.take(0, (0, 0)) is None, "taken"
+
+
+def test_the_backward_that_holds_the_reduction_counts_with_the_median_of_its_likes() -> None:
+    some = book()
+    fill(some)
+    last = [c for c in SCHEDULE.orders[0] if c.kind is B][-1]
+    some.add(Coordinates(1, 0, 0), batch([(last, 50.0)]))
+    spans = some.take(0, (0, 0))
+    assert spans is not None
+    assert spans.spans_s.tolist() == [UNIFORM_S, UNIFORM_S]
+
+
+def test_any_other_slow_computation_counts_in_full() -> None:
+    some = book()
+    fill(some)
+    some.add(Coordinates(1, 1, 0), batch([(SCHEDULE.orders[1][0], 4.0)]))
+    spans = some.take(0, (0, 0))
+    assert spans is not None
+    assert spans.spans_s.tolist() == [UNIFORM_S, UNIFORM_S + 3.0]
+
+
+def test_a_stage_is_as_slow_as_its_slowest_rank() -> None:
+    some = book(pipelines=1, tensors=2)
+    for stage in (0, 1):
+        some.add(Coordinates(0, stage, 0), batch(order_rows(stage, 2.0, 4.0)))
+        some.add(Coordinates(0, stage, 1), batch(order_rows(stage)))
+    spans = some.take(0, (0,))
+    assert spans is not None
+    assert spans.spans_s.tolist() == [2 * UNIFORM_S]
+
+
+def test_a_computation_that_is_missing_leaves_only_its_pipeline_unknown() -> None:
+    some = book()
+    some.add(Coordinates(0, 0, 0), batch(order_rows(0)[1:]))
+    some.add(Coordinates(0, 1, 0), batch(order_rows(1)))
+    for stage in (0, 1):
+        some.add(Coordinates(1, stage, 0), batch(order_rows(stage)))
+    spans = some.take(0, (0, 0))
+    assert spans is not None
+    assert np.isnan(spans.spans_s).tolist() == [True, False]
+
+
+def test_computations_that_the_order_does_not_have_are_passed_over() -> None:
+    some = book()
+    fill(some)
+    strange = [Computation(0, F, 3), Computation(0, F, 0, 9), Computation(0, Kind.RECOMPUTATION, 0)]
+    some.add(Coordinates(0, 0, 0), batch([(c, 99.0) for c in strange]))
+    spans = some.take(0, (0, 0))
+    assert spans is not None
+    assert spans.spans_s.tolist() == [UNIFORM_S, UNIFORM_S]
+
+
+def test_a_plan_is_compared_by_the_version_that_the_iteration_ran_under() -> None:
+    some = book()
+    planned_s = {c: 1.5 if c.kind is F else 2.0 for c in SCHEDULE.computations}
+    some.expect(7, planned_s)
+    assert some.knows(7)
+    assert not some.knows(8)
+    fill(some)
+    spans = some.take(0, (7, 8))
+    assert spans is not None
+    assert spans.planned_s[0] == plain_span_s(SCHEDULE, planned_s)
+    assert np.isnan(spans.planned_s[1])
+
+
+def test_plans_of_long_ago_are_forgotten() -> None:
+    some = book()
+    for version in range(1, 100):
+        some.expect(version, dict.fromkeys(SCHEDULE.computations, 1.0))
+    assert some.knows(99)
+    assert not some.knows(1)
+
+
+@pytest.mark.parametrize("version", [0, 7])
+def test_the_stage_that_fell_behind_is_named(version: int) -> None:
+    some = book(pipelines=3)
+    some.expect(7, {c: 1.0 if c.kind is F else 2.0 for c in SCHEDULE.computations})
+    fill(some, pipelines=2)
+    some.add(Coordinates(2, 0, 0), batch(order_rows(0)))
+    some.add(Coordinates(2, 1, 0), batch(order_rows(1, 1.25, 2.5), clock_event_reasons=0x40))
+    spans = some.take(0, (version,) * 3)
+    assert spans is not None
+    assert spans.slowest_stages[2] == 1
+    assert spans.stage_ratios[2] == pytest.approx(1.25)
+    assert spans.clock_event_reasons.tolist() == [0, 0, 0x40]
+
+
+def test_a_few_iterations_may_be_open_at_a_time() -> None:
+    some = book()
+    for iteration in range(6):
+        some.add(Coordinates(0, 0, 0), batch(order_rows(0), iteration))
+    assert some.take(0, (0, 0)) is None, "the oldest made way"
+    assert some.take(5, (0, 0)) is not None
+    assert some.take(4, (0, 0)) is None, "a later one was taken"
+    some.add(Coordinates(0, 0, 0), batch(order_rows(0), 6))
+    some.restart()
+    assert some.take(6, (0, 0)) is None

@@ -1,0 +1,279 @@
+"""The detector on hand-made series: who is slow, since when, and who is not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from perseus.service.spans import IterationSpans
+from perseus.service.stragglers import CALM, ENTER, SLOWING_REASONS, Finding, StragglerDetector
+
+PLANNED_S = 10.0
+VERSION = 5
+
+
+class Series:
+    """A detector, and the paces that it is fed: spans over 10 s, which are also planned or not."""
+
+    def __init__(self, pipeline_count: int, *, is_planned: bool = True) -> None:
+        self.detector = StragglerDetector(pipeline_count)
+        self.count = pipeline_count
+        self.is_planned = is_planned
+        self.iteration = -1
+        self.feed([1.0] * pipeline_count)
+
+    def feed(
+        self,
+        paces: Sequence[float] | NDArray[np.float64],
+        version: int | None = None,
+        reasons: Sequence[int] = (),
+    ) -> list[Finding]:
+        self.iteration += 1
+        planned_s = np.full(self.count, PLANNED_S if self.is_planned else np.nan)
+        return self.detector.judge(
+            IterationSpans(
+                iteration=self.iteration,
+                versions=np.full(self.count, VERSION if version is None else version),
+                spans_s=PLANNED_S * np.array(paces),
+                planned_s=planned_s,
+                slowest_stages=np.zeros(self.count, np.int64),
+                stage_ratios=np.array(paces),
+                clock_event_reasons=np.array(reasons or [0] * self.count),
+            )
+        )
+
+    def feed_first(self, paces: Sequence[float]) -> list[tuple[int, int, Any]]:
+        """Feed a series of the first pipeline's paces, all others keep theirs; say what was found when."""
+        return [
+            (index, finding.pipeline, finding.slowdown_factor)
+            for index, pace in enumerate(paces, 1)
+            for finding in self.feed([pace] + [1.0] * (self.count - 1))
+        ]
+
+
+@pytest.fixture(params=[2, 3, 4, 9], ids="{} pipelines".format)
+def count(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
+
+
+@pytest.fixture(params=[True, False], ids=["planned", "unplanned"])
+def series(request: pytest.FixtureRequest, count: int) -> Series:
+    return Series(count, is_planned=request.param)
+
+
+def test_a_lasting_slowdown_is_found_and_its_end_too(series: Series) -> None:
+    assert series.feed_first([1.2] * 10) == [(2, 0, pytest.approx(1.2))]
+    assert series.feed_first([1.0] * 10) == [(2, 0, 1.0)]
+
+
+def test_a_slowdown_that_began_within_an_iteration_is_found_with_its_full_factor(series: Series) -> None:
+    assert series.feed_first([1.1, 1.2, 1.2, 1.2]) == [(3, 0, pytest.approx(1.2))]
+    assert series.feed_first([1.1, 1.0, 1.0]) == [(2, 0, 1.0)]
+
+
+def test_a_single_slow_iteration_is_nothing(series: Series) -> None:
+    assert series.feed_first([1.0, 1.5, *[1.0] * 5, 3.0, *[1.0] * 5]) == []
+
+
+def test_alternating_jitter_is_nothing(series: Series) -> None:
+    assert series.feed_first([1.2, 1.0] * 20) == []
+
+
+def test_a_straggler_below_the_limit_is_none(series: Series) -> None:
+    assert series.feed_first([1 + 0.9 * ENTER] * 20) == []
+
+
+def test_flapping_that_is_slower_than_the_patience_is_given_up(series: Series) -> None:
+    found = series.feed_first([1.2, 1.2, 1.0, 1.0] * 10)
+    assert found == [(2, 0, pytest.approx(1.2)), (4, 0, 1.0)]
+
+
+def test_patience_comes_back_with_calm(series: Series) -> None:
+    series.feed_first([1.2, 1.2, 1.0, 1.0])
+    assert series.feed_first([1.2] * 3 + [1.0] * CALM) == []
+    assert series.feed_first([1.2, 1.2]) == [(2, 0, pytest.approx(1.2))]
+
+
+def test_a_step_of_the_whole_job_is_no_straggler(series: Series) -> None:
+    for pace in (1.0, 1.15, 1.3, 1.3, 1.3, 0.9, 0.9):
+        assert series.feed([pace] * series.count) == []
+
+
+def test_a_straggler_is_found_amid_a_step_of_the_whole_job(series: Series) -> None:
+    found = [series.feed([1.3 * 1.2] + [1.3] * (series.count - 1)) for _ in range(2)]
+    assert [finding.pipeline for finding in found[1]] == [0]
+    assert found[1][0].slowdown_factor == pytest.approx(1.2), "on the scale that the peers keep"
+
+
+def test_a_pipeline_that_keeps_its_plan_is_none_however_fast_its_peer() -> None:
+    series = Series(2)
+    for _ in range(5):
+        assert series.feed([1.0, 0.8]) == []
+
+
+def test_without_plans_the_slower_of_two_is_the_straggler() -> None:
+    series = Series(2, is_planned=False)
+    found = [series.feed([1.0, 0.8]) for _ in range(2)]
+    assert [finding.pipeline for finding in found[1]] == [0]
+
+
+def test_two_stragglers_have_factors_of_their_own() -> None:
+    series = Series(4)
+    series.feed([1.2, 1.1, 1.0, 1.0])
+    found = series.feed([1.2, 1.1, 1.0, 1.0])
+    assert {finding.pipeline: round(finding.slowdown_factor, 3) for finding in found} == {0: 1.2, 1: 1.1}
+
+
+def test_one_iteration_is_enough_if_the_gpu_says_that_it_is_slowed(series: Series) -> None:
+    others = [1.0] * (series.count - 1)
+    reasons = [0] * (series.count - 1)
+    assert series.feed([1.2, *others], reasons=[0x4, *reasons]) == [], "a power cap is no sign"
+    assert series.feed([1.0, *others], reasons=[0x40, *reasons]) == [], "nor is heat that costs nothing"
+    (finding,) = series.feed([1.2, *others], reasons=[0x40, *reasons])
+    assert (finding.iteration_count, finding.clock_event_reasons) == (1, 0x40)
+    assert SLOWING_REASONS & 0x40
+
+
+def test_the_first_iteration_under_other_clocks_says_nothing(series: Series) -> None:
+    slow = [1.2] + [1.0] * (series.count - 1)
+    for version in range(10, 20):
+        assert series.feed(slow, version) == []
+    series.feed(slow, 19)
+    assert len(series.feed(slow, 19)) == 1
+
+
+def test_iterations_that_are_not_known_neither_count_nor_interrupt(series: Series) -> None:
+    assert series.feed_first([1.2, np.nan, 1.2]) == [(3, 0, pytest.approx(1.2))]
+    assert series.feed_first([1.0, np.nan, np.nan, 1.0]) == [(4, 0, 1.0)]
+
+
+def test_the_factor_follows_the_straggler(series: Series) -> None:
+    series.feed_first([1.2] * 2)
+    assert series.feed_first([1.3] * 3) == [(3, 0, pytest.approx(1.3))], "up with patience"
+    assert series.feed_first([1.1] * 2) == [(2, 0, pytest.approx(1.1))], "down at once"
+    assert series.feed_first([1.1 * (1 + ENTER / 2), 1.1] * 5) == [], "within the limits it stays"
+
+
+def test_a_jumpy_straggler_has_the_factor_of_its_fast_iterations(series: Series) -> None:
+    assert series.feed_first([1.3, 1.15] * 10) == [(3, 0, pytest.approx(1.15))]
+
+
+def test_evidence_is_complete() -> None:
+    series = Series(3)
+    series.feed([1.0, 1.25, 1.0])
+    (finding,) = series.feed([1.0, 1.25, 1.0])
+    assert finding == Finding(
+        pipeline=1,
+        slowdown_factor=1.25,
+        iteration=2,
+        iteration_count=2,
+        span_s=12.5,
+        planned_span_s=10.0,
+        excess=0.25,
+        noise=0.0,
+        enter=ENTER,
+        slowest_stage=0,
+        stage_ratio=1.25,
+        clock_event_reasons=0,
+    )
+    assert finding.is_straggler
+
+
+def test_somebody_may_know_better(series: Series) -> None:
+    series.feed_first([1.2] * 2)
+    series.detector.forget(0)
+    assert series.detector.factor(0) == 1
+    assert series.feed_first([1.2] * 2) == [(2, 0, pytest.approx(1.2))]
+
+
+def test_a_restart_keeps_stragglers_and_drops_what_is_under_way(series: Series) -> None:
+    series.detector.restore(0, 1.2)
+    series.feed_first([1.0])
+    series.detector.restart()
+    assert series.feed_first([1.0, 1.0]) == [], "the first iteration says nothing"
+    assert series.feed_first([1.0]) == [(1, 0, 1.0)]
+
+
+def test_noise_widens_the_limits() -> None:
+    rng = np.random.default_rng(0)
+    series = Series(4)
+    found = [series.feed(1 + 0.02 * rng.standard_normal(4)) for _ in range(500)]
+    assert sum(map(len, found)) == 0
+    series.feed(np.array([1.2, 1, 1, 1]))
+    (finding,) = series.feed(np.array([1.2, 1, 1, 1]))
+    assert finding.noise == pytest.approx(0.02, rel=0.9)
+
+
+series_settings = settings(max_examples=50, deadline=None)
+LEVELS = st.floats(-0.99, 0.99)
+
+
+@series_settings
+@given(jitter=st.lists(LEVELS, min_size=20, max_size=60), count=st.integers(2, 5), planned=st.booleans())
+def test_jitter_about_the_limit_is_found_at_most_once(jitter: list[float], count: int, planned: bool) -> None:
+    """As a straggler, that is; its factor may follow it."""
+    series = Series(count, is_planned=planned)
+    found = series.feed_first([1 + ENTER * (1 + each / 2) for each in jitter])
+    assert sum(factor == 1 for _, _, factor in found) == 0
+
+
+@pytest.mark.parametrize(
+    ("amplitude", "period"), [(0.1, 1), (0.5, 1), (0.9, 1), (2.0, 1), (9.0, 1), (0.5, 2), (0.5, 3), (0.5, 7)]
+)
+def test_alternation_about_the_limit_changes_at_most_once(
+    series: Series, amplitude: float, period: int
+) -> None:
+    up, down = 1 + ENTER * (1 + amplitude / 2), 1 + ENTER * (1 - amplitude / 2)
+    assert len(series.feed_first((([up] * period + [down] * period) * 20)[:40])) <= 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(slow=st.integers(1, 8), fast=st.integers(1, 8), high=st.floats(1.05, 1.5), count=st.integers(2, 5))
+def test_no_rhythm_flaps(slow: int, fast: int, high: float, count: int) -> None:
+    """After some attempts it is left alone: in the long run hardly anything changes."""
+    series = Series(count)
+    found = series.feed_first(([high] * slow + [1.0] * fast) * 12)
+    assert len(found) <= 6
+
+
+@series_settings
+@given(
+    paces=st.lists(st.lists(st.floats(0.9, 1.4), min_size=3, max_size=3), min_size=1, max_size=40),
+    shift=st.floats(1, 1.5),
+    planned=st.booleans(),
+)
+def test_findings_make_sense(paces: list[list[float]], shift: float, planned: bool) -> None:
+    series = Series(3, is_planned=planned)
+    shifted = Series(3, is_planned=False)
+    factors = [1.0] * 3
+    for row in paces:
+        found = series.feed(row)
+        for finding in found:
+            assert finding.slowdown_factor != factors[finding.pipeline], "a finding is a change"
+            assert finding.slowdown_factor >= 1
+            factors[finding.pipeline] = finding.slowdown_factor
+        assert [series.detector.factor(pipeline) for pipeline in range(3)] == factors
+        if not planned:
+            again = shifted.feed([shift * pace for pace in row])
+            assert [finding.pipeline for finding in again] == [finding.pipeline for finding in found]
+
+
+@series_settings
+@given(
+    paces=st.lists(st.lists(st.floats(0.9, 1.4), min_size=4, max_size=4), min_size=1, max_size=20),
+    order=st.permutations(range(4)),
+)
+def test_pipelines_are_judged_alike(paces: list[list[float]], order: list[int]) -> None:
+    here, there = Series(4), Series(4)
+    for row in paces:
+        found = {finding.pipeline: finding.slowdown_factor for finding in here.feed(row)}
+        moved = {
+            order[finding.pipeline]: finding.slowdown_factor
+            for finding in there.feed([row[pipeline] for pipeline in order])
+        }
+        assert moved == found

@@ -29,7 +29,7 @@ FloatArray = NDArray[np.float64]
 _LEAST_SHARE_ON_CLOCK = 0.9
 _STRETCH_COUNT = 4
 _FIRST_PRICE_W = 8.0
-_DOUBLING_COUNT = 16
+_PRICE_COUNT = 8
 _BISECTION_COUNT = 6
 
 _NOISE = 0.002
@@ -43,8 +43,8 @@ def dwell(pipeline: Pipeline, plan: Plan, latency_s: float) -> Plan:
     at least 90 % of the computations' time is spent at the clocks of the result, where its stages allow
     it; a stage where no runs are fast enough keeps its clocks. On the measured times the result is never
     slower than ``plan``. With the latency it may be, by at most 0.2 %, where a clock comes late that was
-    measured to be faster than the higher one before it. What latency costs on both plans is told by
-    :func:`replay_with_latency`.
+    measured to be faster than the higher one before it; and where a stage keeps its clocks. What latency
+    costs on both plans is told by :func:`replay_with_latency`.
 
     Raises:
         SolverError: the latency is not a finite number of 0 or more.
@@ -56,11 +56,13 @@ def dwell(pipeline: Pipeline, plan: Plan, latency_s: float) -> Plan:
         return cheaper
     # A price on each second at the clock before trades energy for sets: look for the lowest that is enough.
     too_low_w, price_w = 0.0, _FIRST_PRICE_W
-    for _ in range(_DOUBLING_COUNT):
+    for _ in range(_PRICE_COUNT):
         dwelled = search.dwelled(price_w)
         if search.is_on_clock(dwelled):
             break
-        too_low_w, price_w, cheaper = price_w, 2 * price_w, dwelled
+        too_low_w, price_w, cheaper = price_w, 4 * price_w, dwelled
+    else:
+        return dwelled
     for _ in range(_BISECTION_COUNT):
         middle_w = (too_low_w + price_w) / 2
         candidate = search.dwelled(middle_w)

@@ -80,7 +80,7 @@ def test_zeus_needs_a_clock_that_all_share() -> None:
 
 
 @given(pipeline=pipelines())
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_baseline_beats_the_bound(pipeline: Pipeline) -> None:
     frontier = solve(pipeline, point_count=3)
     for plan in (envpipe(pipeline), *zeus_global(pipeline), *zeus_per_stage(pipeline)):
@@ -90,7 +90,7 @@ def test_no_baseline_beats_the_bound(pipeline: Pipeline) -> None:
 
 
 @given(pipeline=pipelines())
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_envpipe_keeps_its_envelope_at_the_highest_clocks(pipeline: Pipeline) -> None:
     clocks_mhz, highest_mhz = envpipe(pipeline).clocks_mhz, fastest_clock_plan(pipeline).clocks_mhz
     for order in pipeline.schedule.orders:
@@ -111,10 +111,3 @@ def test_envpipe_saves_what_was_published(gpu: str, published_percent: float, wi
     baseline, plan = fastest_clock_plan(pipeline), envpipe(pipeline)
     assert plan.iteration_time_s == baseline.iteration_time_s
     assert 100 * (1 - plan.energy_j / baseline.energy_j) == pytest.approx(published_percent, abs=within)
-
-
-def test_perseus_saves_more_than_any_baseline() -> None:
-    pipeline = published_pipeline("a100-sxm", 12)
-    frontier = solve(pipeline, point_count=3)
-    for plan in (envpipe(pipeline), zeus_global(pipeline)[5], zeus_per_stage(pipeline)[0]):
-        assert frontier.plan(plan.iteration_time_s).energy_j <= plan.energy_j

@@ -18,6 +18,7 @@ from perseus.solver import (
     Schedule,
     SolverError,
     dwell,
+    fastest_clock_plan,
     gpipe,
     plan_at,
     replay,
@@ -97,7 +98,7 @@ def test_at_a_clock_that_was_not_measured_time_and_energy_are_interpolated() -> 
 
 
 @given(pipeline=pipelines(), share=st.floats(0, 1))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_without_latency_it_is_the_replay(pipeline: Pipeline, share: float) -> None:
     slowest = plan_at(pipeline, 1e9)
     fastest_s = solve(pipeline, point_count=3).t_min_s
@@ -109,7 +110,7 @@ def test_without_latency_it_is_the_replay(pipeline: Pipeline, share: float) -> N
 
 
 @given(pipeline=pipelines(), latency_s=st.sampled_from([0.0, 0.003, 0.02, 1.0]))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_dwelled_plan_is_never_slower(pipeline: Pipeline, latency_s: float) -> None:
     plan = plan_at(pipeline, solve(pipeline, point_count=3).t_min_s * 1.1)
     dwelled = dwell(pipeline, plan, latency_s)
@@ -136,7 +137,7 @@ def monotone_pipelines(draw: st.DrawFn) -> Pipeline:
 
 
 @given(pipeline=monotone_pipelines(), latency_s=st.sampled_from([0.003, 0.02, 0.2]), slowdown=st.floats(1, 2))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_dwelled_plan_is_not_slowed_by_latency(
     pipeline: Pipeline, latency_s: float, slowdown: float
 ) -> None:
@@ -173,13 +174,11 @@ def test_impossible_latencies_and_plans_are_refused() -> None:
         replay_with_latency(pipeline, other, 0.01)
 
 
-@pytest.mark.parametrize(("gpu", "least_energy_cost"), [("a100-sxm", 0.011), ("a40", 0.004)])
-def test_latency_on_published_profiles(gpu: str, least_energy_cost: float) -> None:
+@pytest.mark.parametrize(("gpu", "most_energy"), [("a100-sxm", 0.011), ("a40", 0.004)])
+def test_latency_on_published_profiles(gpu: str, most_energy: float) -> None:
     pipeline = published_pipeline(gpu, 12)
-    frontier = solve(pipeline, point_count=3)
-    for slowdown in (1.0, 1.1):
-        plan = frontier.plan(frontier.t_min_s * slowdown)
-        late = replay_with_latency(pipeline, dwell(pipeline, plan, 0.02), 0.02)
-        assert late.iteration_time_s <= 1.002 * plan.iteration_time_s
-        assert late.share_on_clock >= 0.9
-        assert late.energy_j <= (1 + least_energy_cost) * plan.energy_j
+    plan = plan_at(pipeline, fastest_clock_plan(pipeline).iteration_time_s)
+    late = replay_with_latency(pipeline, dwell(pipeline, plan, 0.02), 0.02)
+    assert late.iteration_time_s <= 1.002 * plan.iteration_time_s
+    assert late.share_on_clock >= 0.9
+    assert late.energy_j <= (1 + most_energy) * plan.energy_j

@@ -54,7 +54,7 @@ class LinearProgram:
         rows += [(self._deadline, c, 0.0) for c in start if c not in awaited]
         columns = [[later, start[earlier], *pieces[earlier]] for later, earlier, _ in rows]
         values = [[1.0, -1.0, *[-1.0] * len(pieces[earlier])] for _, earlier, _ in rows]
-        self._highs = highspy.Highs()
+        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         self._highs.setOptionValue("output_flag", False)
         self._highs.setOptionValue("threads", 1)
         if tolerance is not None:

@@ -17,11 +17,18 @@ from perseus.solver.errors import DeadlineError, PipelineError, ProfileError, Sc
 from perseus.solver.fitting import FittedTimes, MeasuredIteration, emulated_iteration_time_s, fit_times
 from perseus.solver.frontier import Frontier, FrontierPoint, plan_at, solve
 from perseus.solver.latency import LatencyReplay, replay_with_latency
+from perseus.solver.named_schedules import (
+    early_recomputation,
+    gpipe,
+    interleaved_one_forward_one_backward,
+    one_forward_one_backward,
+    zero_bubble_h1,
+)
 from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay
 from perseus.solver.profile import Measurement
 from perseus.solver.profile_csv import read_profile_csv
-from perseus.solver.schedule import Schedule, gpipe, one_forward_one_backward
+from perseus.solver.schedule import Path, Schedule
 
 __all__ = [
     "Computation",
@@ -36,6 +43,7 @@ __all__ = [
     "LatencyReplay",
     "MeasuredIteration",
     "Measurement",
+    "Path",
     "Pipeline",
     "PipelineError",
     "Plan",
@@ -47,18 +55,21 @@ __all__ = [
     "ScheduleError",
     "SolverError",
     "dwell",
+    "early_recomputation",
     "emulate",
     "emulated_iteration_time_s",
     "envpipe",
     "fastest_clock_plan",
     "fit_times",
     "gpipe",
+    "interleaved_one_forward_one_backward",
     "one_forward_one_backward",
     "plan_at",
     "read_profile_csv",
     "replay",
     "replay_with_latency",
     "solve",
+    "zero_bubble_h1",
     "zeus_global",
     "zeus_per_stage",
 ]

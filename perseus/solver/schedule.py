@@ -1,9 +1,12 @@
 """Schedules: in which order each stage runs its computations, and what each of them waits for.
 
-A schedule is each stage's explicit order. The named ones are functions that write such orders down, so
-everything behind this module is the same for any of them. From the orders follow the data dependencies:
-activations flow through all stages of chunk 0, then through all stages of chunk 1 and so on; gradients flow
-back the same way.
+A schedule is each stage's explicit order, and the *paths* along which activations flow through the stages'
+chunks; gradients flow back the same way. With no path given, activations flow through all stages of chunk 0,
+then through all stages of chunk 1 and so on. A V-shaped schedule has one path that turns round at the last
+stage; a dual (bidirectional) one has two, from either end, and each microbatch takes one of them. So a
+framework's own table is given as it is.
+
+:mod:`perseus.solver.named_schedules` writes down the orders that are known by name.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,27 +21,43 @@ _GRADIENT_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 """The kinds whose end lets the stage before go on with its own backward."""
 
 
+Path = tuple[tuple[int, int], ...]
+"""(stage, chunk) after (stage, chunk), as activations flow."""
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Each stage's computations in the order in which the stage runs them.
 
-    ``orders[s]`` is the order of stage ``s``. ``dependencies`` are the (earlier, later) pairs between
-    different stages; those inside a stage are kept by its order.
+    Attributes:
+        orders: ``orders[s]`` is the order of stage ``s``.
+        paths: how activations flow; no two share a stage's chunk. Left empty, it is filled with the one path
+            through all stages chunk by chunk.
+        extra_dependencies: further (earlier, later) pairs, for what activations and gradients don't imply: a
+            synchronisation between stages, for one.
+        dependencies: all (earlier, later) pairs between different stages; those inside a stage are kept by
+            its order.
 
     Raises:
-        ScheduleError: a computation stands in the wrong stage, twice, or lacks one that it needs (a forward
-            without backward, a microbatch that another stage never sees); or the orders deadlock, and then
-            the cycle is named.
+        ScheduleError: a computation stands in the wrong stage, twice, on no path, or lacks one that it needs
+            (a forward without backward, a microbatch that another stage of its path never sees); a path or
+            an extra dependency names what is not there; or the orders deadlock, and then the cycle is named.
     """
 
     orders: tuple[tuple[Computation, ...], ...]
+    paths: tuple[Path, ...] = ()
+    extra_dependencies: tuple[tuple[Computation, Computation], ...] = ()
     dependencies: tuple[tuple[Computation, Computation], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         _check_orders(self.orders)
-        dependencies = tuple(_data_dependencies(self.orders))
+        object.__setattr__(self, "paths", self.paths or _path_chunk_by_chunk(self.orders))
+        _check_paths(self.orders, self.paths)
+        _check_complete(self.orders, self.paths)
+        _check_extra(self.orders, self.extra_dependencies)
+        dependencies = (*_data_dependencies(self.orders, self.paths), *self.extra_dependencies)
         _check_deadlock(self.orders, dependencies)
-        across = tuple(pair for pair in dependencies if pair[0].stage != pair[1].stage)
+        across = tuple(dict.fromkeys(pair for pair in dependencies if pair[0].stage != pair[1].stage))
         object.__setattr__(self, "dependencies", across)
 
     @property
@@ -50,41 +69,6 @@ class Schedule:
     def computations(self) -> Iterator[Computation]:
         """Every computation, stage by stage, in order."""
         return (computation for order in self.orders for computation in order)
-
-
-def gpipe(stage_count: int, microbatch_count: int) -> Schedule:
-    """GPipe: all forwards, then all backwards, last microbatch first."""
-    _check_counts(stage_count, microbatch_count)
-    return Schedule(
-        tuple(
-            tuple(Computation(stage, Kind.FORWARD, m) for m in range(microbatch_count))
-            + tuple(Computation(stage, Kind.BACKWARD, m) for m in reversed(range(microbatch_count)))
-            for stage in range(stage_count)
-        )
-    )
-
-
-def one_forward_one_backward(stage_count: int, microbatch_count: int) -> Schedule:
-    """1F1B (PipeDream-flush): some forwards, then forward and backward in turn, then the last backwards."""
-    _check_counts(stage_count, microbatch_count)
-
-    def order(stage: int) -> Iterator[Computation]:
-        warm_up = min(stage_count - stage - 1, microbatch_count)
-        for m in range(warm_up):
-            yield Computation(stage, Kind.FORWARD, m)
-        for m in range(warm_up, microbatch_count):
-            yield Computation(stage, Kind.FORWARD, m)
-            yield Computation(stage, Kind.BACKWARD, m - warm_up)
-        for m in range(microbatch_count - warm_up, microbatch_count):
-            yield Computation(stage, Kind.BACKWARD, m)
-
-    return Schedule(tuple(tuple(order(stage)) for stage in range(stage_count)))
-
-
-def _check_counts(stage_count: int, microbatch_count: int) -> None:
-    for name, count in (("stage_count", stage_count), ("microbatch_count", microbatch_count)):
-        if count < 1:
-            raise ScheduleError(f"{name}: expected at least 1, found {count}", field=name, found=count)
 
 
 def _check_orders(orders: Sequence[Sequence[Computation]]) -> None:
@@ -115,21 +99,55 @@ def _check_orders(orders: Sequence[Sequence[Computation]]) -> None:
                     computation=computation,
                 )
             seen.add(computation)
-    _check_complete(orders)
 
 
-def _check_complete(orders: Sequence[Sequence[Computation]]) -> None:
-    """Refuse a chunk of a stage that a microbatch does not pass forward and backward, whole or split."""
-    present = {computation for order in orders for computation in order}
-    worked = [computation for computation in present if computation.kind is not Kind.FIXED]
-    chunks = range(max((c.chunk for c in worked), default=-1) + 1)
-    for microbatch in sorted({c.microbatch for c in worked}):
-        for stage in range(len(orders)):
-            for chunk in chunks:
-                kinds = frozenset(
-                    kind for kind in Kind if Computation(stage, kind, microbatch, chunk) in present
+def _path_chunk_by_chunk(orders: Sequence[Sequence[Computation]]) -> tuple[Path, ...]:
+    """Return the path through all stages of chunk 0, then of chunk 1, and so on."""
+    chunk_count = 1 + max(
+        (c.chunk for order in orders for c in order if c.kind is not Kind.FIXED), default=-1
+    )
+    path = tuple((stage, chunk) for chunk in range(chunk_count) for stage in range(len(orders)))
+    return (path,) if path else ()
+
+
+def _check_paths(orders: Sequence[Sequence[Computation]], paths: Iterable[Path]) -> None:
+    """Refuse paths that leave the pipeline or cross, and computations off every path."""
+    seen: set[tuple[int, int]] = set()
+    for path in paths:
+        for stage, chunk in path:
+            if not (0 <= stage < len(orders) and chunk >= 0):
+                raise ScheduleError(
+                    f"paths: expected stages 0 to {len(orders) - 1} and chunks of 0 or more, "
+                    f"found stage {stage}, chunk {chunk}",
+                    stage=stage,
+                    chunk=chunk,
                 )
-                needed = kinds - {Kind.FIXED, Kind.RECOMPUTATION}
+            if (stage, chunk) in seen:
+                raise ScheduleError(
+                    f"paths: expected each stage's chunk once, found stage {stage}, chunk {chunk} again",
+                    stage=stage,
+                    chunk=chunk,
+                )
+            seen.add((stage, chunk))
+    for order in orders:
+        for c in order:
+            if c.kind is not Kind.FIXED and (c.stage, c.chunk) not in seen:
+                raise ScheduleError(f"{c} is on no path", computation=c, stage=c.stage, chunk=c.chunk)
+
+
+def _check_complete(orders: Sequence[Sequence[Computation]], paths: Iterable[Path]) -> None:
+    """Refuse a chunk of a path that a microbatch of that path does not pass forward and backward."""
+    kinds_of: dict[tuple[int, int, int], set[Kind]] = {}
+    microbatches_at: dict[tuple[int, int], set[int]] = {}
+    for order in orders:
+        for c in order:
+            if c.kind is not Kind.FIXED:
+                kinds_of.setdefault((c.stage, c.chunk, c.microbatch), set()).add(c.kind)
+                microbatches_at.setdefault((c.stage, c.chunk), set()).add(c.microbatch)
+    for path in paths:
+        for microbatch in sorted(set().union(*(microbatches_at.get(place, ()) for place in path))):
+            for stage, chunk in path:
+                needed = kinds_of.get((stage, chunk, microbatch), set()) - {Kind.RECOMPUTATION}
                 if needed not in (
                     {Kind.FORWARD, Kind.BACKWARD},
                     {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT},
@@ -145,38 +163,50 @@ def _check_complete(orders: Sequence[Sequence[Computation]]) -> None:
                     )
 
 
+def _check_extra(
+    orders: Sequence[Sequence[Computation]], extra: Iterable[tuple[Computation, Computation]]
+) -> None:
+    present = {computation for order in orders for computation in order}
+    for pair in extra:
+        for computation in pair:
+            if computation not in present:
+                raise ScheduleError(
+                    f"extra_dependencies: {computation} is in no stage's order", computation=computation
+                )
+
+
 def _data_dependencies(
-    orders: Sequence[Sequence[Computation]],
+    orders: Sequence[Sequence[Computation]], paths: Iterable[Path]
 ) -> Iterator[tuple[Computation, Computation]]:
     """Yield (earlier, later) for every activation, gradient and same-stage dependency."""
     present = {computation for order in orders for computation in order}
-    last_chunk = max((c.chunk for c in present if c.kind is not Kind.FIXED), default=0)
-    last_stage = len(orders) - 1
+    previous: dict[tuple[int, int], tuple[int, int]] = {}
+    following: dict[tuple[int, int], tuple[int, int]] = {}
+    for path in paths:
+        for here, there in pairwise(path):
+            following[here], previous[there] = there, here
 
-    def existing(stage: int, chunk: int, microbatch: int, kinds: Iterable[Kind]) -> Iterator[Computation]:
-        wanted = (Computation(stage, kind, microbatch, chunk) for kind in kinds)
-        return (computation for computation in wanted if computation in present)
+    def existing(place: tuple[int, int] | None, m: int, kinds: Iterable[Kind]) -> Iterator[Computation]:
+        if place is not None:
+            stage, chunk = place
+            wanted = (Computation(stage, kind, m, chunk) for kind in kinds)
+            yield from (computation for computation in wanted if computation in present)
 
     for later in sorted(present):
-        stage, chunk, m = later.stage, later.chunk, later.microbatch
+        here, m = (later.stage, later.chunk), later.microbatch
+        earlier: Iterable[Computation] = ()
         if later.kind is Kind.FORWARD:
-            if stage > 0:
-                earlier = existing(stage - 1, chunk, m, [Kind.FORWARD])
-            elif chunk > 0:
-                earlier = existing(last_stage, chunk - 1, m, [Kind.FORWARD])
-            else:
-                continue
-            yield from ((one, later) for one in earlier)
+            earlier = existing(previous.get(here), m, [Kind.FORWARD])
         elif later.kind is Kind.RECOMPUTATION:
-            yield Computation(stage, Kind.FORWARD, m, chunk), later
+            earlier = existing(here, m, [Kind.FORWARD])
         elif later.kind is Kind.BACKWARD_WEIGHT:
-            yield Computation(stage, Kind.BACKWARD_INPUT, m, chunk), later
+            earlier = existing(here, m, [Kind.BACKWARD_INPUT])
         elif later.kind in _GRADIENT_KINDS:
-            yield from ((one, later) for one in existing(stage, chunk, m, [Kind.FORWARD, Kind.RECOMPUTATION]))
-            if stage < last_stage:
-                yield from ((one, later) for one in existing(stage + 1, chunk, m, _GRADIENT_KINDS))
-            elif chunk < last_chunk:
-                yield from ((one, later) for one in existing(0, chunk + 1, m, _GRADIENT_KINDS))
+            earlier = (
+                *existing(here, m, [Kind.FORWARD, Kind.RECOMPUTATION]),
+                *existing(following.get(here), m, _GRADIENT_KINDS),
+            )
+        yield from ((one, later) for one in earlier)
 
 
 def _check_deadlock(

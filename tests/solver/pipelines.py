@@ -1,7 +1,7 @@
 """Random pipelines, the published profiles, and two independent judges: a replay and a linear program."""
 
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import NamedTuple
 
 import highspy
@@ -13,6 +13,7 @@ from perseus.solver import (
     Computation,
     Kind,
     Measurement,
+    Path,
     Pipeline,
     Plan,
     ProfileKey,
@@ -21,12 +22,12 @@ from perseus.solver import (
 )
 from perseus.solver import one_forward_one_backward as one_f_one_b
 
-_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+_DATA = FilePath(__file__).resolve().parents[3] / "shared" / "data"
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
 GPUS_PER_STAGE = 8
 
 
-def published_profile_path(gpu: str) -> Path:
+def published_profile_path(gpu: str) -> FilePath:
     path = _DATA / "profiles" / f"gpt3-175b-{gpu}.csv"
     if not path.exists():
         pytest.skip(f"the published profile {path.name} is not at ../shared/data")
@@ -65,13 +66,13 @@ class _Waits(NamedTuple):
     """What a computation waits for besides its stage's order, written down anew from the definition."""
 
     orders: tuple[tuple[Computation, ...], ...]
+    paths: tuple[Path, ...]
 
     def of(self, c: Computation) -> list[Computation]:
         everything = {one for order in self.orders for one in order}
-        chunk_count = 1 + max((one.chunk for one in everything if one.kind is not Kind.FIXED), default=0)
-        path = [(stage, chunk) for chunk in range(chunk_count) for stage in range(len(self.orders))]
         if c.kind is Kind.FIXED:
             return []
+        (path,) = (path for path in self.paths if (c.stage, c.chunk) in path)
         place = path.index((c.stage, c.chunk))
         wanted: list[tuple[tuple[int, int], Kind]] = []
         if c.kind is Kind.FORWARD and place:
@@ -90,7 +91,7 @@ class _Waits(NamedTuple):
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Any valid order: chunks, split backwards, recomputations and fixed-time computations included.
+    """Any valid order: chunks on any paths, split backwards, recomputations, fixed-time computations.
 
     Orders come from executing at random whatever is ready, so they can't deadlock.
     """
@@ -105,7 +106,12 @@ def schedules(draw: st.DrawFn) -> Schedule:
                 kinds = (*kinds, Kind.RECOMPUTATION)
             pending += [Computation(stage, kind, m, chunk) for kind in kinds for m in range(microbatch_count)]
         pending += [Computation(stage, Kind.FIXED, n) for n in range(draw(st.integers(0, 2)))]
-    waits = _Waits((tuple(pending), *[()] * (stage_count - 1)))
+    places = draw(
+        st.permutations([(stage, chunk) for chunk in range(chunk_count) for stage in range(stage_count)])
+    )
+    cut = draw(st.integers(1, len(places)))
+    paths = tuple(path for path in (tuple(places[:cut]), tuple(places[cut:])) if path)
+    waits = _Waits((tuple(pending), *[()] * (stage_count - 1)), paths)
     waiting_for = {c: set(waits.of(c)) for c in pending}
     orders: list[list[Computation]] = [[] for _ in range(stage_count)]
     random = draw(st.randoms(use_true_random=False))
@@ -115,7 +121,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         for others in waiting_for.values():
             others.discard(c)
         orders[c.stage].append(c)
-    return Schedule(tuple(tuple(order) for order in orders))
+    return Schedule(tuple(tuple(order) for order in orders), paths)
 
 
 @st.composite
@@ -149,7 +155,7 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
 def _arcs(pipeline: Pipeline) -> list[tuple[Computation, Computation, float]]:
     """All (earlier, later, lag in s)."""
     orders = pipeline.schedule.orders
-    waits = _Waits(orders)
+    waits = _Waits(orders, pipeline.schedule.paths)
     arcs = [(a, b, 0.0) for order in orders for a, b in pairwise(order)]
     for later in pipeline.schedule.computations:
         lags_s = pipeline.activation_lags_s if later.kind is Kind.FORWARD else pipeline.gradient_lags_s

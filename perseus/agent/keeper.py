@@ -138,12 +138,14 @@ class ClockKeeper:
     ) -> ScheduleClock | None:
         """The raise that falls due before the next mark can be expected."""
         raises = [need for need in needs if is_higher(need.clock_mhz, wanted_mhz)]
-        due_s = min(map(self._due_s, raises), default=next_mark_s)
-        if not raises or due_s > next_mark_s:
+        if not raises:
             return None
-        return ScheduleClock(
-            _highest([need for need in raises if need.begin_s <= due_s + self.lead.reach_s]), due_s
-        )
+        first = min(raises, key=self._due_s)
+        due_s = self._due_s(first)
+        if due_s > next_mark_s:
+            return None
+        reach_s = due_s + self.lead.reach_s
+        return ScheduleClock(_highest([first, *(need for need in raises if need.begin_s <= reach_s)]), due_s)
 
     def _due_s(self, need: _Need) -> float:
         return need.begin_s - self.lead.of(need.clock_mhz)

@@ -34,6 +34,8 @@ PURE = [
     "service/profiling.py",
     "service/operating_point.py",
     "service/iterations.py",
+    "service/spans.py",
+    "service/stragglers.py",
 ]
 IMPURE = ["asyncio", "grpc", "google", "sqlite3", "socket", "threading", "time", "os", "random", "perseus.v1"]
 

@@ -14,13 +14,18 @@ NVML ?=
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test check bench protos clean
+.PHONY: demo test torture check bench protos clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
 
 test: check
 	$(BIN)/pytest
+
+# The kill tests of `make test`, many more times; leaves its figures in docs/torture.md.
+KILLS ?= 50
+torture: $(STAMP)
+	$(BIN)/python tests/nvml/torture.py $(KILLS) docs/torture.md
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

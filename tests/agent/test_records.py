@@ -153,10 +153,10 @@ def test_a_reset_that_fails_keeps_the_record_until_one_succeeds(folder: RecordFo
     assert folder.gpu_uuids() == []
 
 
-def test_without_a_record_no_clock_is_set(tmp_path: Path) -> None:
-    (tmp_path / "var").write_text("a file where a folder is needed")
+def test_without_a_record_no_clock_is_set(folder: RecordFolder) -> None:
+    (folder.path / f".{UUID}.json.{os.getpid()}").mkdir(parents=True)  # in the way of the draft
     gpu = FakeGpu()
-    guarded = GuardedGpu(gpu, RecordFolder(tmp_path / "var" / "restore"), None)
+    guarded = GuardedGpu(gpu, folder, None)
     with pytest.raises(RecordError, match=r"GPU-fake.json.*so no clock is set"):
         guarded.set_clock_mhz(1000)
     assert gpu.sets == []

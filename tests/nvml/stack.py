@@ -1,0 +1,315 @@
+"""A whole node with its coordinator, in real processes that can be killed one by one and started again.
+
+One emulated GPU behind the NVML stub, an agent (and its supervisor), a trainer and a coordinator of its own:
+what happens to one stack concerns no other, so that several can be tried at once.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from perseus.agent.computation import Kind
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.physics import A100_SXM
+from perseus.demo import nvml_stub
+from perseus.demo.nvml_stub import NO_LOCKS, Locks
+from perseus.demo.trainer import RankTask
+
+UUID = "GPU-0"
+LEASE_S = 2.0
+START_TIMEOUT_S = 60.0
+# Few clocks and a quick counter, so that a job is profiled and planned within a second or two.
+MODEL = replace(A100_SXM.with_clocks(4), counter_period_s=0.02)
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_POLL_S = 0.01
+
+
+class Stack:
+    """Everything from GPU to coordinator, in a folder. `start` starts what does not run."""
+
+    def __init__(self, folder: Path, library: Path) -> None:
+        self.folder = folder
+        self.gpu_folder = folder / "gpus"
+        self.gpu_folder.mkdir(parents=True)
+        self.gpu_file = self.gpu_folder / "gpu-0"
+        self.restore_folder = folder / "restore"
+        self._gpu = EmulatedGpu.create(self.gpu_file, MODEL, UUID)
+        self._environment = nvml_stub.environment(library, self.gpu_folder)
+        self._port = 0
+        self._job_count = 0
+        self.coordinator: subprocess.Popen[bytes] | None = None
+        self.supervisor: subprocess.Popen[bytes] | None = None
+        self.trainer: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Stack":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (self.trainer, self.supervisor, self.coordinator):
+            if process is not None and process.poll() is None:
+                process.terminate()
+                process.wait()
+        self._gpu.close()
+
+    @property
+    def job_id(self) -> str:
+        """The job that the trainer trains, or trained last."""
+        return f"job-{self._job_count}"
+
+    @property
+    def address(self) -> str:
+        """The coordinator's."""
+        return f"127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Start whatever does not run; a trainer without its agent starts anew, with a new job."""
+        if not _runs(self.coordinator):
+            self.start_coordinator()
+        if not _runs(self.supervisor):
+            self._end_trainer()
+            self.start_agent()
+        if not _runs(self.trainer):
+            self._start_trainer()
+
+    def start_agent(self, *flags: str, **environment: str) -> None:
+        """Start the agent under its supervisor, and wait until it serves its socket."""
+        self.supervisor = self._start(
+            "agent",
+            "perseus.cli",
+            *["agent", f"--coordinator={self.address}", f"--socket={self.folder / 'agent.sock'}"],
+            *[f"--restore-folder={self.restore_folder}", "--log-format=json", *flags],
+            **self._environment,
+            **environment,
+        )
+        self.until(lambda: (self.folder / "agent.sock").exists(), "agent")
+
+    def run_agent_command(self, *flags: str) -> subprocess.CompletedProcess[str]:
+        """`perseus agent` with flags that let it end by itself."""
+        command = [sys.executable, "-m", "perseus.cli", "agent", f"--restore-folder={self.restore_folder}"]
+        return subprocess.run(
+            [*command, *flags],
+            env={**os.environ, **self._environment, "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=START_TIMEOUT_S,
+        )
+
+    def agent_pid(self) -> int:
+        """The agent itself, the supervisor's only child."""
+        assert self.supervisor is not None
+        pid = self.supervisor.pid
+        found: list[str] = []
+
+        def has_child() -> bool:
+            found[:] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            return bool(found)
+
+        self.until(has_child, "agent's process")
+        return int(found[0])
+
+    def kill_agent(self) -> None:
+        """SIGKILL to the agent; its supervisor lives."""
+        os.kill(self.agent_pid(), signal.SIGKILL)
+        (self.folder / "agent.sock").unlink(missing_ok=True)  # the next one's is awaited
+
+    def is_locked(self) -> bool:
+        """Whether the GPU is under any lock."""
+        return Locks.read(self.gpu_file) != NO_LOCKS
+
+    def has_record(self) -> bool:
+        """Whether a record of what to restore is on disk."""
+        return self.restore_folder.exists() and any(self.restore_folder.glob("*.json"))
+
+    def is_at_stock(self) -> bool:
+        """Unlocked, at the highest clock, and nothing left to restore."""
+        clock_mhz = self._gpu.sm_clock_mhz()
+        return not self.is_locked() and clock_mhz == MODEL.max_clock_mhz and not self.has_record()
+
+    def until(self, is_true: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> float:
+        """Wait; the seconds that it took. AssertionError after `timeout_s`."""
+        begun_s = time.monotonic()
+        while not is_true():
+            waited_s = time.monotonic() - begun_s
+            assert waited_s < timeout_s, f"{what}: not within {timeout_s:g} s; logs in {self.folder}"
+            time.sleep(_POLL_S)
+        return time.monotonic() - begun_s
+
+    def log(self, name: str) -> list[dict[str, object]]:
+        """What a process has logged so far."""
+        lines = (self.folder / f"{name}.log").read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+    def events(self) -> list[str]:
+        """The messages of the coordinator's event log so far."""
+        return [str(entry["message"]) for entry in self.log("coordinator") if entry["event"] == "job event"]
+
+    def start_coordinator(self) -> None:
+        self.coordinator = self._start(
+            "coordinator",
+            "perseus.cli",
+            *["coordinator", f"--listen={self.address}", f"--database={self.folder / 'perseus.db'}"],
+            "--log-format=json",
+            PERSEUS_COORDINATOR_LEASE_S=str(LEASE_S),
+            PERSEUS_COORDINATOR_BASELINE_ITERATIONS="2",
+            PERSEUS_COORDINATOR_PROFILE_ITERATIONS="2",
+        )
+
+        def listens() -> bool:
+            addresses = [entry for entry in self.log("coordinator") if entry["event"] == "listening"]
+            if addresses:
+                self._port = int(str(addresses[-1]["address"]).rpartition(":")[2])
+            return bool(addresses)
+
+        self.until(listens, "coordinator")
+
+    def _start_trainer(self) -> None:
+        self._job_count += 1
+        (self.folder / self.job_id).mkdir()
+        microbatches = 2
+        task = RankTask(
+            run_dir=str(self.folder / self.job_id),
+            agent_socket=str(self.folder / "agent.sock"),
+            gpu_file=str(self.gpu_file),
+            job_id=self.job_id,
+            pipeline=0,
+            pipeline_count=1,
+            stage=0,
+            stage_count=1,
+            microbatch_count=microbatches,
+            order=[(kind, each) for each in range(microbatches) for kind in (Kind.FORWARD, Kind.BACKWARD)],
+            forward=(0.008, 0.002, 0.85),
+            backward=(0.016, 0.004, 0.95),
+            optimizer_s=0.005,
+        )
+        self.trainer = self._start("trainer", "perseus.demo.trainer", task.to_json())
+
+    def _end_trainer(self) -> None:
+        if self.trainer is not None and self.trainer.poll() is None:
+            self.trainer.kill()
+            self.trainer.wait()
+            # What it had begun ends, as kernels do that are queued already; the next one needs a free GPU.
+            time.sleep(0.1)
+
+    def _start(
+        self, name: str, module: str, *arguments: str, **environment: str
+    ) -> "subprocess.Popen[bytes]":
+        with (self.folder / f"{name}.log").open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **_ONE_THREAD, **environment},
+            )
+
+
+def _runs(process: "subprocess.Popen[bytes] | None") -> bool:
+    return process is not None and process.poll() is None
+
+
+# --- Kills --------------------------------------------------------------------------------------------------
+
+
+def _kill(process: "subprocess.Popen[bytes] | None") -> None:
+    assert process is not None
+    process.kill()
+
+
+def agent_sigkill(stack: Stack) -> None:
+    stack.kill_agent()
+
+
+def agent_sigterm(stack: Stack) -> None:
+    assert stack.supervisor is not None
+    stack.supervisor.terminate()
+
+
+def trainer_sigkill(stack: Stack) -> None:
+    _kill(stack.trainer)
+
+
+def coordinator_sigkill(stack: Stack) -> None:
+    _kill(stack.coordinator)
+
+
+def all_sigkill(stack: Stack) -> None:
+    _kill(stack.coordinator)
+    _kill(stack.trainer)
+    stack.kill_agent()
+
+
+# kill → within how many seconds the GPU must be at stock.
+KILLS: dict[str, tuple[Callable[[Stack], None], float]] = {
+    "agent SIGKILL": (agent_sigkill, 5.0),
+    "agent SIGTERM": (agent_sigterm, 5.0),
+    "trainer SIGKILL": (trainer_sigkill, 5.0),
+    "coordinator SIGKILL": (coordinator_sigkill, LEASE_S + 1.0),
+    "all at once, SIGKILL": (all_sigkill, 5.0),
+}
+_LONGEST_DELAY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One kill: whether the GPU was locked at that moment, and how long until it was at stock."""
+
+    was_locked: bool
+    restored_after_s: float
+
+
+def try_kill(stack: Stack, name: str, delay_s: float) -> Outcome:
+    """Kill as named, `delay_s` after the job has locked the GPU for the first time, and wait for stock."""
+    kill, limit_s = KILLS[name]
+    stack.start()
+    stack.until(stack.is_locked, "a locked clock")
+    assert stack.has_record(), "a clock was locked without a record"
+    time.sleep(delay_s)
+    was_locked = stack.is_locked()
+    kill(stack)
+    restored_after_s = stack.until(stack.is_at_stock, f"stock after {name}", limit_s)
+    if kill in (agent_sigkill, agent_sigterm, all_sigkill):
+        assert stack.supervisor is not None
+        status = stack.supervisor.wait(10)
+        assert status == (0 if kill is agent_sigterm else 128 + signal.SIGKILL)
+    if kill in (trainer_sigkill, all_sigkill):
+        assert stack.trainer is not None
+        stack.trainer.wait(10)
+        time.sleep(0.1)  # what it had begun ends
+    if kill in (coordinator_sigkill, all_sigkill):
+        assert stack.coordinator is not None
+        stack.coordinator.wait(10)
+    assert stack.is_at_stock(), "stock lasts"
+    return Outcome(was_locked, restored_after_s)
+
+
+def try_kills(
+    folder: Path, library: Path, names: Sequence[str], count: int, seed: int, at_a_time: int
+) -> dict[str, list[Outcome]]:
+    """`count` of each kill at random points, on `at_a_time` stacks at once."""
+    chance = random.Random(seed)
+    delays_s = {name: [chance.uniform(0, _LONGEST_DELAY_S) for _ in range(count)] for name in names}
+    with ExitStack() as stacks, ThreadPoolExecutor(at_a_time) as pool:
+        ours = [stacks.enter_context(Stack(folder / str(index), library)) for index in range(at_a_time)]
+
+        def work(index: int) -> list[tuple[str, Outcome]]:
+            return [
+                (name, try_kill(ours[index], name, delay_s))
+                for name in names
+                for delay_s in delays_s[name][index::at_a_time]
+            ]
+
+        outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
+        for done in pool.map(work, range(at_a_time)):
+            for name, outcome in done:
+                outcomes[name].append(outcome)
+    return outcomes

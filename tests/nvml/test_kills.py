@@ -1,0 +1,75 @@
+"""Whatever dies, the GPU goes back to stock, and nothing is left to restore. `make torture` kills more."""
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stack import KILLS, Stack, try_kills
+
+from perseus.demo.nvml_stub import Locks
+
+AT_A_TIME = 3
+
+
+@pytest.fixture
+def stack(tmp_path: Path, stub_library: Path) -> Iterator[Stack]:
+    with Stack(tmp_path / "node", stub_library) as stack:
+        yield stack
+
+
+@pytest.mark.timeout(300)
+def test_the_gpu_is_at_stock_after_every_kill(tmp_path: Path, stub_library: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # shown if it fails
+    outcomes = try_kills(tmp_path, stub_library, list(KILLS), AT_A_TIME, seed, AT_A_TIME)
+    assert {name: len(each) for name, each in outcomes.items()} == dict.fromkeys(KILLS, AT_A_TIME)
+    assert any(outcome.was_locked for each in outcomes.values() for outcome in each)
+
+
+@pytest.mark.timeout(180)
+def test_agent_and_supervisor_killed_the_next_agent_restores(stack: Stack) -> None:
+    stack.start()
+    stack.until(stack.is_locked, "a locked clock")
+    assert stack.supervisor is not None
+    stack.supervisor.send_signal(signal.SIGSTOP)  # so that it neither restores nor is heard
+    stack.kill_agent()
+    stack.supervisor.kill()
+    stack.supervisor.wait()
+    time.sleep(0.5)
+    assert stack.has_record()
+    assert stack.is_locked(), "nobody is left"
+    stack.start_agent()
+    stack.until(stack.is_at_stock, "stock", 5.0)
+
+
+@pytest.mark.timeout(180)
+def test_restored_by_hand_to_the_range_that_the_operator_keeps(stack: Stack) -> None:
+    stack.start_coordinator()
+    stack.start_agent("--restore-clocks=800,1200")
+    stack.start()
+    stack.until(stack.is_locked, "a locked clock")
+    assert stack.supervisor is not None
+    stack.supervisor.send_signal(signal.SIGSTOP)
+    stack.kill_agent()
+    stack.supervisor.kill()
+    stack.supervisor.wait()
+    done = stack.run_agent_command("--restore")
+    assert (done.returncode, done.stderr) == (0, "GPU GPU-0: restored\n")
+    assert Locks.read(stack.gpu_file) == Locks((800, 1200), (0, 0)), "what the record says, not the flags"
+    assert not stack.has_record()
+    done = stack.run_agent_command("--restore")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.timeout(180)
+def test_an_agent_whose_supervisor_is_killed_restores_and_ends(stack: Stack) -> None:
+    stack.start()
+    stack.until(stack.is_locked, "a locked clock")
+    assert stack.supervisor is not None
+    stack.supervisor.kill()
+    stack.until(stack.is_at_stock, "stock", 5.0)
+    assert stack.trainer is not None
+    assert stack.trainer.poll() is None, "training goes on"

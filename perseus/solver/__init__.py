@@ -17,6 +17,7 @@ from perseus.solver.errors import DeadlineError, PipelineError, ProfileError, Sc
 from perseus.solver.fitting import FittedTimes, MeasuredIteration, emulated_iteration_time_s, fit_times
 from perseus.solver.frontier import Frontier, FrontierPoint, plan_at, solve
 from perseus.solver.latency import LatencyReplay, replay_with_latency
+from perseus.solver.measurements import interpolate_clocks, merge_measurements
 from perseus.solver.named_schedules import (
     early_recomputation,
     gpipe,
@@ -63,6 +64,8 @@ __all__ = [
     "fit_times",
     "gpipe",
     "interleaved_one_forward_one_backward",
+    "interpolate_clocks",
+    "merge_measurements",
     "one_forward_one_backward",
     "plan_at",
     "read_profile_csv",

@@ -127,21 +127,34 @@ class Frontier:
 
 
 def solve(
-    pipeline: Pipeline, *, point_count: int = 100, on_progress: Callable[[float], None] | None = None
+    pipeline: Pipeline,
+    *,
+    point_count: int = 100,
+    hull_tolerance: float = 0.0,
+    on_progress: Callable[[float], None] | None = None,
 ) -> Frontier:
     """Solve for the whole frontier and realise ``point_count`` evenly spaced plans on it, T* among them.
+
+    ``hull_tolerance`` makes large problems quicker: it leaves out what matters less to a computation's curve
+    than this share of its energy. Bounds stay bounds, lower by at most that share of all computations'
+    energy; plans are of measured clocks as ever.
 
     ``on_progress`` is called with the share of the work that is done, from 0 to 1. A frontier of a single
     iteration time has a single point.
 
     Raises:
-        SolverError: fewer than 3 points (T_min, T*, T_slow) are asked for.
+        SolverError: fewer than 3 points (T_min, T*, T_slow) are asked for, or the tolerance is no share.
         PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
     """
     if point_count < 3:
         raise SolverError(f"point_count: expected at least 3, found {point_count}", found=point_count)
+    if not 0 <= hull_tolerance < 1:
+        raise SolverError(
+            f"hull_tolerance: expected a share from 0 to less than 1, found {hull_tolerance}",
+            found=hull_tolerance,
+        )
     report = on_progress or (lambda _: None)
-    graph = build_event_graph(pipeline)
+    graph = build_event_graph(pipeline, hull_tolerance)
     sweep = sweep_frontier(graph, lambda share: report(_SWEEP_SHARE * share))
     t_star_ps = _t_star_ps(pipeline, sweep)
     deadlines_ps = _space_deadlines_ps(sweep, t_star_ps, point_count)

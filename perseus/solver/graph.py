@@ -71,8 +71,12 @@ class EventGraph:
     event_count: int
 
 
-def build_event_graph(pipeline: Pipeline) -> EventGraph:
-    """Lay the pipeline's iteration out as events."""
+def build_event_graph(pipeline: Pipeline, hull_tolerance: float = 0.0) -> EventGraph:
+    """Lay the pipeline's iteration out as events.
+
+    ``hull_tolerance`` is a share of each computation's energy at its slowest option (see
+    :func:`perseus.solver.profile.convex_hull`).
+    """
     computations, dependencies = order_computations(pipeline)
     profile_of, options = _collect_options(pipeline, computations)
     event_of, event_count, arcs = _merge_events(len(computations), dependencies)
@@ -81,7 +85,7 @@ def build_event_graph(pipeline: Pipeline) -> EventGraph:
         computations=computations,
         profile_of=profile_of,
         options=options,
-        hulls=convex_hulls(options, profile_of, pipeline.schedule.stage_count),
+        hulls=convex_hulls(options, profile_of, pipeline.schedule.stage_count, hull_tolerance),
         dependencies=dependencies,
         start_event=event_of[0:-2:2],
         finish_event=event_of[1:-2:2],
@@ -146,16 +150,21 @@ def _collect_options(
 
 
 def convex_hulls(
-    options: Sequence[tuple[Option, ...]], profile_of: Int64Array, stage_count: int
+    options: Sequence[tuple[Option, ...]],
+    profile_of: Int64Array,
+    stage_count: int,
+    hull_tolerance: float = 0.0,
 ) -> tuple[Hull, ...]:
     """Return each profile's hull, its slopes small enough that all flows stay exact in doubles."""
-    hulls = tuple(convex_hull(some, _STEEPEST_UW) for some in options)
-    steepest_uw = [max(hull.slopes_uw, default=0) for hull in hulls]
+
+    def hulls(steepest_uw: int) -> tuple[Hull, ...]:
+        return tuple(convex_hull(some, steepest_uw, hull_tolerance * some[-1].energy_j) for some in options)
+
+    free = hulls(_STEEPEST_UW)
+    steepest_uw = [max(hull.slopes_uw, default=0) for hull in free]
     # At most this much can leave the first event at once: every arc out of it full (see sweep.py).
     most_flow_uw = stage_count * sum(steepest_uw[p] for p in profile_of)
-    if most_flow_uw < EXACT:
-        return hulls
-    return tuple(convex_hull(some, EXACT // (stage_count * len(profile_of) + 1)) for some in options)
+    return free if most_flow_uw < EXACT else hulls(EXACT // (stage_count * len(profile_of) + 1))
 
 
 def _merge_events(

@@ -116,3 +116,17 @@ def test_intrinsic_savings_beat_the_published_ones(
     pipeline = published_pipeline(gpu, microbatch_count)
     frontier = solve(pipeline, point_count=3)
     assert 1 - frontier.plan(frontier.t_min_s).energy_j / frontier.baseline.energy_j > published_saving
+
+
+def test_a_hull_tolerance_loosens_the_bound_by_no_more_than_it_says(a100: Frontier) -> None:
+    coarse = solve(a100.pipeline, point_count=3, hull_tolerance=0.003)
+    assert (coarse.t_min_s, coarse.t_slow_s) == (a100.t_min_s, a100.t_slow_s)
+    for share in (0.0, 0.01, 0.2, 0.7, 1.0):
+        time_s = a100.t_min_s + share * (a100.t_slow_s - a100.t_min_s)
+        assert 0.997 <= coarse.bound_energy_j(time_s) / a100.bound_energy_j(time_s) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, 1.0, math.nan])
+def test_a_hull_tolerance_is_a_share(tolerance: float) -> None:
+    with pytest.raises(SolverError, match="hull_tolerance: expected a share"):
+        solve(small_pipeline(), hull_tolerance=tolerance)

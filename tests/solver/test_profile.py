@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import Measurement, ProfileError
-from perseus.solver.profile import convex_hull, pareto_options
+from perseus.solver.profile import Hull, convex_hull, pareto_options
 
 STEEPEST_UW = 10**13
 
@@ -86,3 +86,23 @@ def test_hull_drops_what_lies_above_it() -> None:
 def test_absurdly_steep_steps_are_capped() -> None:
     options = pareto_options([Measurement(1400, 1.0, 100.0), Measurement(1300, 1.0 + 1e-11, 1.0)], 0.0)
     assert convex_hull(options, STEEPEST_UW).slopes_uw == (STEEPEST_UW,)
+
+
+@given(profile=profiles, tolerance_j=st.floats(0, 200))
+def test_tolerance_lowers_the_hull_by_no_more_than_it_says(
+    profile: list[Measurement], tolerance_j: float
+) -> None:
+    options = pareto_options(profile, 50.0)
+    exact, coarse = convex_hull(options, STEEPEST_UW), convex_hull(options, STEEPEST_UW, tolerance_j)
+    assert set(coarse.times_ps) <= set(exact.times_ps)
+    assert coarse.times_ps[0] == exact.times_ps[0]
+    for option in options:
+        lower_j, value_j = (value_at(hull, option.time_ps) for hull in (coarse, exact))
+        assert value_j - tolerance_j - 1e-6 <= lower_j <= value_j + 1e-6
+
+
+def value_at(hull: Hull, time_ps: int) -> float:
+    missing_ps = (max(0, t - max(s, time_ps)) for s, t in pairwise(hull.times_ps))
+    return hull.slowest_effective_energy_j + sum(
+        missing * slope_uw * 1e-18 for missing, slope_uw in zip(missing_ps, hull.slopes_uw, strict=True)
+    )

@@ -40,6 +40,8 @@ def test_public_names() -> None:
         "fit_times",
         "gpipe",
         "interleaved_one_forward_one_backward",
+        "interpolate_clocks",
+        "merge_measurements",
         "one_forward_one_backward",
         "plan_at",
         "read_profile_csv",

@@ -1,0 +1,103 @@
+"""Measurements as they come, made ready for planning: repeated clocks merged, missing ones filled in.
+
+Nothing is fitted to a family of curves. A clock measured several times becomes its mean; a clock between two
+measured ones may be interpolated, and is marked so that nobody takes it for measured.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+from perseus.solver.errors import ProfileError
+from perseus.solver.profile import Measurement
+
+
+def merge_measurements(measurements: Iterable[Measurement]) -> tuple[Measurement, ...]:
+    """Return one measurement per clock, by rising clock.
+
+    Times and energies are averaged, each weighted by the inverse of its variance where every measurement of
+    the clock has a standard error, else plainly. The mean's standard error is that of such a mean; where none
+    is known it comes from the scatter of the repetitions. Measured clocks displace interpolated ones.
+    """
+    by_clock: dict[int, list[Measurement]] = {}
+    for m in measurements:
+        by_clock.setdefault(m.clock_mhz, []).append(m)
+    return tuple(_merge(by_clock[clock_mhz]) for clock_mhz in sorted(by_clock))
+
+
+def interpolate_clocks(
+    measurements: Sequence[Measurement], clocks_mhz: Iterable[int]
+) -> tuple[Measurement, ...]:
+    """Return the measurements, by rising clock, with these clocks added where they were not measured.
+
+    Time and energy are taken linearly in the time of a cycle (1 / clock) between the two nearest clocks.
+
+    Raises:
+        ProfileError: a clock is measured twice, or a wanted one lies outside the measured ones.
+    """
+    measured = sorted(measurements, key=lambda m: m.clock_mhz)
+    for lower, higher in pairwise(measured):
+        if lower.clock_mhz == higher.clock_mhz:
+            raise ProfileError(
+                f"expected one measurement per clock, found several at {lower.clock_mhz} MHz",
+                clock_mhz=lower.clock_mhz,
+            )
+    known_mhz = [m.clock_mhz for m in measured]
+    added = []
+    for clock_mhz in sorted(set(clocks_mhz) - {*known_mhz}):
+        above = next((k for k, known in enumerate(known_mhz) if known > clock_mhz), 0)
+        if above == 0:
+            between = (
+                f"{known_mhz[0]} to {known_mhz[-1]} MHz" if known_mhz else "measured ones, of which none"
+            )
+            raise ProfileError(
+                f"expected a clock between the measured ones, {between}, found {clock_mhz} MHz",
+                clock_mhz=clock_mhz,
+            )
+        added.append(_interpolate(measured[above - 1], measured[above], clock_mhz))
+    return tuple(sorted([*measured, *added], key=lambda m: m.clock_mhz))
+
+
+def _merge(repeated: list[Measurement]) -> Measurement:
+    measured = [m for m in repeated if not m.interpolated] or repeated
+    if len(measured) == 1:
+        return measured[0]
+    time_s, time_se_s = _mean([(m.time_s, m.time_se_s) for m in measured])
+    energy_j, energy_se_j = _mean([(m.energy_j, m.energy_se_j) for m in measured])
+    return Measurement(
+        measured[0].clock_mhz, time_s, energy_j, time_se_s, energy_se_j, measured[0].interpolated
+    )
+
+
+def _mean(figures: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the mean of (value, standard error) figures, and its standard error."""
+    count = len(figures)
+    if all(error > 0 for _, error in figures):
+        # Relative to the smallest error, so that no square over- or underflows.
+        least = min(error for _, error in figures)
+        weights = [(least / error) ** 2 for _, error in figures]
+        total = math.fsum(weights)
+        mean = math.fsum(w * value for w, (value, _) in zip(weights, figures, strict=True)) / total
+        return mean, least / math.sqrt(total)
+    mean = math.fsum(value for value, _ in figures) / count
+    scatter = math.fsum((value - mean) ** 2 for value, _ in figures)
+    return mean, math.sqrt(scatter / (count - 1) / count)
+
+
+def _interpolate(lower: Measurement, higher: Measurement, clock_mhz: int) -> Measurement:
+    share = (1 / lower.clock_mhz - 1 / clock_mhz) / (1 / lower.clock_mhz - 1 / higher.clock_mhz)
+
+    def at(figure: Callable[[Measurement], float]) -> float:
+        return (1 - share) * figure(lower) + share * figure(higher)
+
+    def error(figure: Callable[[Measurement], float]) -> float:
+        return math.hypot((1 - share) * figure(lower), share * figure(higher))
+
+    return Measurement(
+        clock_mhz,
+        at(lambda m: m.time_s),
+        at(lambda m: m.energy_j),
+        error(lambda m: m.time_se_s),
+        error(lambda m: m.energy_se_j),
+        interpolated=True,
+    )

@@ -4,6 +4,7 @@ Pure computation on numpy and igraph. Start at :class:`Pipeline` and :func:`solv
 """
 
 from perseus.solver.baselines import envpipe, zeus_global, zeus_per_stage
+from perseus.solver.change import Recheck, recheck
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.dwell import dwell
 from perseus.solver.emulation import (
@@ -51,6 +52,7 @@ __all__ = [
     "PlannedComputation",
     "ProfileError",
     "ProfileKey",
+    "Recheck",
     "Replicas",
     "Schedule",
     "ScheduleError",
@@ -69,6 +71,7 @@ __all__ = [
     "one_forward_one_backward",
     "plan_at",
     "read_profile_csv",
+    "recheck",
     "replay",
     "replay_with_latency",
     "solve",

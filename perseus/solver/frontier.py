@@ -72,6 +72,8 @@ class Frontier:
     _sweep: Sweep = field(repr=False)
     _choices: NDArray[np.int16] = field(repr=False)
     """Per point and computation, the index of the chosen option."""
+    _plans: dict[int, Plan] = field(default_factory=dict, init=False, repr=False)
+    """The points' plans that have been looked up, by the point's index."""
 
     @property
     def t_min_s(self) -> float:
@@ -107,7 +109,7 @@ class Frontier:
         """
         deadline_ps = _check_deadline(iteration_time_s, self._sweep)
         relaxed_ps = self._sweep.event_times_at(deadline_ps)
-        within = self._choice_within(deadline_ps)
+        within: Choice = self._choices[self._index_within(deadline_ps)].tolist()
         choice = refine(self._graph, Rounder(self._graph), relaxed_ps, deadline_ps, [within])
         return _assemble(self.pipeline, self._graph, choice)
 
@@ -117,13 +119,13 @@ class Frontier:
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
         """
-        deadline_ps = _check_deadline(iteration_time_s, self._sweep)
-        return _assemble(self.pipeline, self._graph, self._choice_within(deadline_ps))
+        index = self._index_within(_check_deadline(iteration_time_s, self._sweep))
+        if index not in self._plans:
+            self._plans[index] = _assemble(self.pipeline, self._graph, self._choices[index].tolist())
+        return self._plans[index]
 
-    def _choice_within(self, deadline_ps: int) -> Choice:
-        after = bisect_right(self.points, deadline_ps, key=lambda point: to_ps(point.iteration_time_s))
-        choice: Choice = self._choices[after - 1].tolist()
-        return choice
+    def _index_within(self, deadline_ps: int) -> int:
+        return bisect_right(self.points, deadline_ps, key=lambda point: to_ps(point.iteration_time_s)) - 1
 
 
 def solve(

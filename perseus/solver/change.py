@@ -1,0 +1,49 @@
+"""What to make of a plan in force when the profiles under it change.
+
+The plan is first replayed on the new profiles: that takes milliseconds and says whether it is still in time.
+Solving again takes longer and starts from nothing: the sweep begins where every computation is at its
+slowest, an optimum that any profile has at hand, whereas the old flow and times are not optimal on new
+curves, and repairing them passes through as many pieces.
+"""
+
+from dataclasses import dataclass
+
+from perseus.solver.frontier import Frontier
+from perseus.solver.pipeline import Pipeline
+from perseus.solver.plan import Plan, replay
+
+_GRACE_S = 1e-9
+"""Sums of the same seconds differ in their last digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recheck:
+    """A plan in force, seen on new profiles.
+
+    Attributes:
+        plan: the same clocks, with the times and energies that they have now.
+        deadline_s: the iteration time that the plan in force promises.
+    """
+
+    plan: Plan
+    deadline_s: float
+
+    @property
+    def late_s(self) -> float:
+        """By how much the plan now misses its deadline; 0 if it does not."""
+        late_s = self.plan.iteration_time_s - self.deadline_s
+        return late_s if late_s > _GRACE_S else 0.0
+
+    def excess_energy_j(self, frontier: Frontier) -> float:
+        """Return what the plan takes beyond the bound of its own iteration time on the new frontier."""
+        return self.plan.energy_j - frontier.bound_energy_j(self.plan.iteration_time_s)
+
+
+def recheck(plan: Plan, pipeline: Pipeline, deadline_s: float) -> Recheck:
+    """Replay a plan in force on a pipeline of the same schedule with new profiles.
+
+    Raises:
+        ProfileError: the new profiles lack a clock of the plan.
+    """
+    clocks_mhz = {planned.computation: planned.clock_mhz for stage in plan.stages for planned in stage}
+    return Recheck(replay(pipeline, clocks_mhz), deadline_s)

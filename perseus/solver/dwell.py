@@ -10,6 +10,7 @@ The limits are the planned durations at first. A run that is faster than it need
 are then stretched to what the iteration time has room for, and the runs are chosen anew.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -32,8 +33,8 @@ _FIRST_PRICE_W = 8.0
 _PRICE_COUNT = 8
 _BISECTION_COUNT = 6
 
-_NOISE = 0.002
-"""Measured times may rise with the clock, and then lateness slows down. Less than this is let happen."""
+_MOST_SLOWDOWN = 1.002
+"""Measured times may rise with the clock, and then lateness slows down. This much is let happen."""
 
 
 def dwell(pipeline: Pipeline, plan: Plan, latency_s: float) -> Plan:
@@ -94,6 +95,15 @@ class _Search:
         return plan
 
     def dwelled(self, lateness_price_w: float) -> Plan:
+        """Return the dwelled plan; if lateness slows it too much, one where it slows nothing by more."""
+        for most_slowdown in (math.inf, _MOST_SLOWDOWN):
+            plan = self._choose_runs(lateness_price_w, most_slowdown)
+            late = replay_with_latency(self._pipeline, plan, self._latency_s)
+            if late.iteration_time_s <= _MOST_SLOWDOWN * self._planned.iteration_time_s:
+                break
+        return plan
+
+    def _choose_runs(self, lateness_price_w: float, most_slowdown: float) -> Plan:
         plan = self._planned
         limits_ps = {p.computation: to_ps(p.duration_s) for stage in plan.stages for p in stage}
         for _ in range(_STRETCH_COUNT):
@@ -101,7 +111,9 @@ class _Search:
             for costs, computations in zip(self._stages, plan.stages, strict=True):
                 if costs:
                     limits = [limits_ps[p.computation] for p in computations]
-                    runs = _Runs(costs, computations, limits, self._latency_ps, lateness_price_w)
+                    runs = _Runs(
+                        costs, computations, limits, self._latency_ps, lateness_price_w, most_slowdown
+                    )
                     clocks_mhz |= runs.cheapest_clocks() or {p.computation: p.clock_mhz for p in computations}
             before, plan = plan, replay(self._pipeline, clocks_mhz)
             if plan.clocks_mhz == before.clocks_mhz:
@@ -174,9 +186,11 @@ class _Runs:
         limits_ps: Sequence[int],
         latency_ps: int,
         lateness_price_w: float,
+        most_slowdown: float,
     ) -> None:
         self._stage, self._planned, self._limits_ps = stage, planned, limits_ps
         self._latency_ps, self._lateness_price_w = latency_ps, lateness_price_w
+        self._most_slowdown = most_slowdown
         self._lateness_known: dict[tuple[int, Kind, int], _Lateness] = {}
         self._costs = costs = [stage.of(p.computation) for p in planned]
         times_ps = np.array([cost.times_ps for cost in costs])
@@ -242,7 +256,9 @@ class _Runs:
         if key not in self._lateness_known:
             self._lateness_known[key] = self._find_lateness(self._costs[i], self._exposed_ps[i])
         lateness = self._lateness_known[key]
-        return np.where(lateness.times_ps > (1 + _NOISE) * self._limits_ps[i], np.inf, lateness.costs_j)
+        return np.where(
+            lateness.times_ps > self._most_slowdown * self._limits_ps[i], np.inf, lateness.costs_j
+        )
 
     def _find_lateness(self, cost: _KindCosts, exposed_ps: int) -> "_Lateness":
         times_ps, energies_j = cost.times_ps, cost.effective_energies_j

@@ -6,23 +6,44 @@ Ours are measured points; the published energies are those of a fitted curve.
 """
 
 import csv
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from benchmarks.harness import DATA, GPUS, Cell, Column, Table, main, published_pipeline
 from perseus.solver import (
+    EmulatedIteration,
     Pipeline,
     Plan,
     Replicas,
     emulate,
     envpipe,
-    fastest_clock_plan,
-    plan_at,
     solve,
     zeus_global,
     zeus_per_stage,
 )
 
 _Key = tuple[str, int, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    """``count`` pipelines, one of which takes ``slowdown`` × as long."""
+
+    pipeline: Pipeline
+    baseline: Plan
+    count: int
+    slowdown: float
+
+    def saved_percent(self, waiting: Plan, straggling: Plan) -> tuple[float, float]:
+        """Return the saving of the pipelines that wait, and of all."""
+        before, after = self._emulate(self.baseline, self.baseline), self._emulate(waiting, straggling)
+        others = 100 * (1 - after.pipelines[0].energy_j / before.pipelines[0].energy_j)
+        return others, 100 * (1 - after.energy_j / before.energy_j)
+
+    def _emulate(self, waiting: Plan, straggling: Plan) -> EmulatedIteration:
+        cluster = [Replicas(waiting, self.count - 1), Replicas(straggling, 1, self.slowdown)]
+        return emulate(self.pipeline, cluster)
 
 
 def run() -> Sequence[Table]:
@@ -32,28 +53,18 @@ def run() -> Sequence[Table]:
     for gpu, label in GPUS.items():
         for microbatch_count, count in _cluster_sizes(published, gpu):
             pipeline = published_pipeline(gpu, microbatch_count)
-            baseline = fastest_clock_plan(pipeline)
-            at_t_min = plan_at(pipeline, baseline.iteration_time_s)
-            t_star_s = solve(pipeline, point_count=3).t_star_s
+            frontier = solve(pipeline, point_count=3)
+            baseline, plan_at = frontier.baseline, functools.cache(frontier.plan)
+            at_t_min = plan_at(frontier.t_min_s)
             env, one_clock, stage_clocks = envpipe(pipeline), zeus_global(pipeline), zeus_per_stage(pipeline)
             for factor in ("1.05", "1.1", "1.2", "1.3", "1.4", "1.5"):
                 slowdown = float(factor)
                 time_s = slowdown * baseline.iteration_time_s
                 theirs = published[gpu, microbatch_count, "Perseus", factor]
                 their_env = published[gpu, microbatch_count, "EnvPipe", factor]
-
-                def saved(
-                    waiting: Plan,
-                    straggling: Plan,
-                    pipeline: Pipeline = pipeline,
-                    baseline: Plan = baseline,
-                    count: int = count,
-                    slowdown: float = slowdown,
-                ) -> tuple[float, float]:
-                    return _saved_percent(pipeline, baseline, waiting, straggling, count, slowdown)
-
-                plan = plan_at(pipeline, time_s)
-                at_t_star = plan_at(pipeline, min(time_s, t_star_s))
+                saved = _Cluster(pipeline, baseline, count, slowdown).saved_percent
+                plan = plan_at(min(time_s, frontier.t_slow_s))
+                at_t_star = plan_at(min(time_s, frontier.t_star_s))
                 where = (label, microbatch_count, count, slowdown)
                 perseus_rows.append(
                     (
@@ -117,16 +128,6 @@ def run() -> Sequence[Table]:
             "delay on top.",
         ),
     ]
-
-
-def _saved_percent(
-    pipeline: Pipeline, baseline: Plan, waiting: Plan, straggling: Plan, count: int, slowdown: float
-) -> tuple[float, float]:
-    """Return the saving of the pipelines that wait, and of all."""
-    before = emulate(pipeline, [Replicas(baseline, count - 1), Replicas(baseline, 1, slowdown)])
-    after = emulate(pipeline, [Replicas(waiting, count - 1), Replicas(straggling, 1, slowdown)])
-    others = 100 * (1 - after.pipelines[0].energy_j / before.pipelines[0].energy_j)
-    return others, 100 * (1 - after.energy_j / before.energy_j)
 
 
 def _slowest_within(plans: Sequence[Plan], time_s: float) -> Plan:

@@ -13,6 +13,7 @@ from google.protobuf import json_format
 
 from perseus.agent.computation import Computation, Kind, Rank
 from perseus.agent.messages import (
+    ClockStatistics,
     ComputationRow,
     Drain,
     EnergyEstimate,
@@ -37,7 +38,7 @@ from perseus.agent.messages import (
 )
 from perseus.agent.telemetry import Batch
 from perseus.v1 import agent_service_pb2 as wire
-from perseus.v1 import computation_pb2, frontier_pb2, job_pb2, job_service_pb2
+from perseus.v1 import clock_statistics_pb2, computation_pb2, frontier_pb2, job_pb2, job_service_pb2
 
 
 class MalformedMessageError(ValueError):
@@ -135,6 +136,7 @@ def telemetry(batch: Batch) -> wire.ConnectRequest:
             computations=_computation_columns(measured.computations),
             energy=_energy(measured.energy) if measured.energy is not None else None,
             dropped_batch_count=batch.dropped_batch_count,
+            clocks=_clocks(measured.clocks) if measured.clocks is not None else None,
         )
     )
 
@@ -157,6 +159,21 @@ def _gpu(gpu: GpuDescription) -> wire.Gpu:
 
 def _kind(kind: Kind) -> computation_pb2.ComputationKind.ValueType:
     return computation_pb2.ComputationKind.ValueType(int(kind))
+
+
+def _clocks(clocks: ClockStatistics) -> clock_statistics_pb2.ClockStatistics:
+    return clock_statistics_pb2.ClockStatistics(
+        plan_version=clocks.plan_version,
+        set_count=clocks.set_count,
+        computation_count=clocks.computation_count,
+        late_raise_count=clocks.late_raise_count,
+        missed_count=clocks.missed_count,
+        computation_time_s=clocks.computation_time_s,
+        on_clock_time_s=clocks.on_clock_time_s,
+        set_latency_s=clocks.set_latency_s,
+        margin_s=clocks.margin_s,
+        prediction_error_s=clocks.prediction_error_s,
+    )
 
 
 def _iteration_columns(rows: tuple[IterationRow, ...]) -> wire.IterationColumns:

@@ -10,6 +10,7 @@ from rich.table import Table
 from perseus.cli.terminal import BAD_INPUT, FAILURE, console, fail
 
 if TYPE_CHECKING:
+    from perseus.v1.clock_statistics_pb2 import ClockStatistics
     from perseus.v1.job_pb2 import Job
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
@@ -191,6 +192,19 @@ def _summary(job: "Job") -> list[str]:
     ]
 
 
+def _on_clock(clocks: "ClockStatistics") -> str:
+    """How well a rank's clocks follow its plan, in a table's cell."""
+    if not clocks.computation_time_s:
+        return ""
+    share = clocks.on_clock_time_s / clocks.computation_time_s
+    figures = f"{share:.0%}, {clocks.late_raise_count} of {clocks.computation_count} late"
+    if clocks.HasField("prediction_error_s"):
+        figures += (
+            f"; latency {1e3 * clocks.set_latency_s:.0f} ms, ends ± {1e3 * clocks.prediction_error_s:.1f} ms"
+        )
+    return figures
+
+
 def _show(job: "Job") -> None:
     from perseus.v1 import job_pb2
 
@@ -198,7 +212,18 @@ def _show(job: "Job") -> None:
     for title, value in zip(titles, _summary(job), strict=True):
         console.print(f"[dim]{title:>28}[/]  {value}", highlight=False)
     table = Table()
-    for column in ("pipeline", "stage", "tensor", "state", "host", "GPU", "iteration", "offered", "in force"):
+    for column in (
+        "pipeline",
+        "stage",
+        "tensor",
+        "state",
+        "host",
+        "GPU",
+        "iteration",
+        "offered",
+        "in force",
+        "on clock",
+    ):
         table.add_column(column)
     for rank in job.ranks:
         place = rank.coordinates
@@ -212,5 +237,6 @@ def _show(job: "Job") -> None:
             str(rank.iteration) if rank.iteration >= 0 else "",
             str(rank.offered_version or "stock"),
             str(rank.in_force_version or "stock"),
+            _on_clock(rank.clocks),
         )
     console.print(table)

@@ -341,6 +341,8 @@ class JobMachine:
             self._ranks.note_iteration(event.rank, int(batch.iterations.iteration.max()))
             self._take_iterations(event)
         self.timelines.add(event.rank, batch.computations)
+        if batch.clocks is not None:
+            self._ranks.note_clocks(event.rank, batch.clocks)
         if (
             batch.energy is not None
             and batch.energy.plan_version == self._offers[event.rank.pipeline].version

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from perseus.service.specification import Coordinates, JobSpec, OperatingPolicy
+from perseus.service.telemetry import ClockStatistics
 from perseus.solver import Plan
 
 
@@ -145,6 +146,7 @@ class Rank:
     """One rank: who serves it, what it was offered and what it says is in force.
 
     `iteration` is the highest that it reported, -1 if none. `in_force_version` may be FOREIGN_VERSION.
+    `clocks`: how well they follow the plan, as reported last.
     """
 
     coordinates: Coordinates
@@ -155,6 +157,7 @@ class Rank:
     offered_version: int = NO_VERSION
     in_force_version: int = NO_VERSION
     iteration: int = -1
+    clocks: ClockStatistics | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from perseus.service.inputs import RankJoined
 from perseus.service.journal import Journal
 from perseus.service.model import NO_VERSION, EventType, Rank, RankState
 from perseus.service.specification import Coordinates, JobSpec
+from perseus.service.telemetry import ClockStatistics
 
 LIVE = (RankState.CONNECTED, RankState.DISCONNECTED)
 
@@ -126,6 +127,10 @@ class RankTable:
         rank = self._ranks[place]
         if iteration > rank.iteration:
             self._ranks[place] = replace(rank, iteration=iteration)
+
+    def note_clocks(self, place: Coordinates, clocks: ClockStatistics) -> None:
+        """Note how well a rank's clocks follow its plan. Not stored: it is reported again and again."""
+        self._ranks[place] = replace(self._ranks[place], clocks=clocks)
 
     def change(self, rank: Rank, why: str | None = None) -> None:
         """Replace a rank; announced if there is a `why`, even an empty one."""

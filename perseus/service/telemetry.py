@@ -146,6 +146,33 @@ class EnergyEstimate:
             seen.add(key)
 
 
+@dataclass(frozen=True, slots=True)
+class ClockStatistics:
+    """How well a rank's clocks have followed a plan; the contract says what each figure means."""
+
+    plan_version: int
+    set_count: int
+    computation_count: int
+    late_raise_count: int
+    missed_count: int
+    computation_time_s: float
+    on_clock_time_s: float
+    set_latency_s: float
+    margin_s: float
+    prediction_error_s: float | None
+
+    def check(self) -> None:
+        """Refuse figures that can't be.
+
+        Raises:
+            InvalidFieldError: names the figure.
+        """
+        for column in fields(self):
+            value = getattr(self, column.name)
+            if value is not None:
+                _check_number(f"clocks.{column.name}", value, value >= 0, "0 or more")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TelemetryBatch:
     """Measurements of one rank, each part already checked by itself."""
@@ -155,6 +182,7 @@ class TelemetryBatch:
     computations: ComputationColumns
     energy: EnergyEstimate | None
     dropped_batch_count: int
+    clocks: ClockStatistics | None = None
 
     def check(self) -> None:
         """Refuse numbers that can't be.
@@ -170,6 +198,8 @@ class TelemetryBatch:
         self.computations.check()
         if self.energy is not None:
             self.energy.check()
+        if self.clocks is not None:
+            self.clocks.check()
 
     def check_clocks(self, supported_clocks_mhz: Sequence[int]) -> None:
         """Refuse clocks that the rank's GPU does not have; 0 is stock.

@@ -53,6 +53,7 @@ from perseus.service.specification import (
 from perseus.service.store import JobEvent
 from perseus.service.telemetry import (
     KINDS,
+    ClockStatistics,
     ComputationColumns,
     EnergyEstimate,
     EnergySample,
@@ -71,6 +72,7 @@ from perseus.solver import (
 )
 from perseus.v1 import (
     agent_service_pb2,
+    clock_statistics_pb2,
     computation_pb2,
     frontier_pb2,
     job_pb2,
@@ -263,6 +265,7 @@ def rank_to_proto(rank: Rank) -> job_pb2.Rank:
         offered_version=rank.offered_version,
         in_force_version=max(0, rank.in_force_version),
         iteration=rank.iteration,
+        clocks=_clocks_to_proto(rank.clocks) if rank.clocks is not None else None,
     )
 
 
@@ -493,9 +496,40 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
         ),
         energy=_estimate_from_proto(message.energy) if message.HasField("energy") else None,
         dropped_batch_count=message.dropped_batch_count,
+        clocks=_clocks_from_proto(message.clocks) if message.HasField("clocks") else None,
     )
     batch.check()
     return TelemetryArrived(coordinates_from_proto(message.rank), instance_id, batch)
+
+
+def _clocks_from_proto(message: clock_statistics_pb2.ClockStatistics) -> ClockStatistics:
+    return ClockStatistics(
+        plan_version=message.plan_version,
+        set_count=message.set_count,
+        computation_count=message.computation_count,
+        late_raise_count=message.late_raise_count,
+        missed_count=message.missed_count,
+        computation_time_s=message.computation_time_s,
+        on_clock_time_s=message.on_clock_time_s,
+        set_latency_s=message.set_latency_s,
+        margin_s=message.margin_s,
+        prediction_error_s=message.prediction_error_s if message.HasField("prediction_error_s") else None,
+    )
+
+
+def _clocks_to_proto(clocks: ClockStatistics) -> clock_statistics_pb2.ClockStatistics:
+    return clock_statistics_pb2.ClockStatistics(
+        plan_version=clocks.plan_version,
+        set_count=clocks.set_count,
+        computation_count=clocks.computation_count,
+        late_raise_count=clocks.late_raise_count,
+        missed_count=clocks.missed_count,
+        computation_time_s=clocks.computation_time_s,
+        on_clock_time_s=clocks.on_clock_time_s,
+        set_latency_s=clocks.set_latency_s,
+        margin_s=clocks.margin_s,
+        prediction_error_s=clocks.prediction_error_s,
+    )
 
 
 def _estimate_from_proto(message: agent_service_pb2.EnergyEstimate) -> EnergyEstimate:

@@ -22,12 +22,13 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from perseus.v1 import clock_statistics_pb2 as perseus_dot_v1_dot_clock__statistics__pb2
 from perseus.v1 import computation_pb2 as perseus_dot_v1_dot_computation__pb2
 from perseus.v1 import frontier_pb2 as perseus_dot_v1_dot_frontier__pb2
 from perseus.v1 import job_pb2 as perseus_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eperseus/v1/agent_service.proto\x12\nperseus.v1\x1a\x1cperseus/v1/computation.proto\x1a\x19perseus/v1/frontier.proto\x1a\x14perseus/v1/job.proto\"\xaa\x03\n\x0e\x43onnectRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.perseus.v1.HelloH\x00\x12-\n\x0brank_joined\x18\x02 \x01(\x0b\x32\x16.perseus.v1.RankJoinedH\x00\x12)\n\trank_left\x18\x03 \x01(\x0b\x32\x14.perseus.v1.RankLeftH\x00\x12/\n\ttelemetry\x18\x04 \x01(\x0b\x32\x1a.perseus.v1.TelemetryBatchH\x00\x12-\n\x0bplan_answer\x18\x05 \x01(\x0b\x32\x16.perseus.v1.PlanAnswerH\x00\x12\x30\n\rplan_in_force\x18\x06 \x01(\x0b\x32\x17.perseus.v1.PlanInForceH\x00\x12*\n\theartbeat\x18\x07 \x01(\x0b\x32\x15.perseus.v1.HeartbeatH\x00\x12&\n\x07goodbye\x18\x08 \x01(\x0b\x32\x13.perseus.v1.GoodbyeH\x00\x12)\n\tgpu_error\x18\t \x01(\x0b\x32\x14.perseus.v1.GpuErrorH\x00\x42\t\n\x07message\"\xd8\x02\n\x0f\x43onnectResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.perseus.v1.WelcomeH\x00\x12\x31\n\rrank_accepted\x18\x02 \x01(\x0b\x32\x18.perseus.v1.RankAcceptedH\x00\x12/\n\x0crank_refused\x18\x03 \x01(\x0b\x32\x17.perseus.v1.RankRefusedH\x00\x12\x31\n\rtelemetry_ack\x18\x04 \x01(\x0b\x32\x18.perseus.v1.TelemetryAckH\x00\x12+\n\nplan_offer\x18\x05 \x01(\x0b\x32\x15.perseus.v1.PlanOfferH\x00\x12*\n\theartbeat\x18\x06 \x01(\x0b\x32\x15.perseus.v1.HeartbeatH\x00\x12\"\n\x05\x64rain\x18\x07 \x01(\x0b\x32\x11.perseus.v1.DrainH\x00\x42\t\n\x07message\"E\n\x05Hello\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x15\n\ragent_version\x18\x02 \x01(\t\x12\x10\n\x08hostname\x18\x03 \x01(\t\"H\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x1d\n\x15\x61\x63knowledged_sequence\x18\x03 \x01(\x03\"@\n\x03Gpu\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1c\n\x14supported_clocks_mhz\x18\x03 \x03(\x05\"\xaa\x01\n\nRankJoined\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\x1c\n\x03gpu\x18\x03 \x01(\x0b\x32\x0f.perseus.v1.Gpu\x12\x11\n\titeration\x18\x04 \x01(\x03\x12\x16\n\x0ein_force_epoch\x18\x05 \x01(\t\x12\x18\n\x10in_force_version\x18\x06 \x01(\x03\"\x94\x01\n\x08GpuError\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\x10\n\x08gpu_uuid\x18\x03 \x01(\t\x12*\n\x06reason\x18\x04 \x01(\x0e\x32\x1a.perseus.v1.GpuErrorReason\x12\x0f\n\x07message\x18\x05 \x01(\t\"q\n\x08RankLeft\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12*\n\x06reason\x18\x03 \x01(\x0e\x32\x1a.perseus.v1.RankLeftReason\"p\n\x0cRankAccepted\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12%\n\x05order\x18\x03 \x01(\x0b\x32\x16.perseus.v1.StageOrder\"\xd3\x01\n\x0bRankRefused\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x37\n\x08metadata\x18\x05 \x03(\x0b\x32%.perseus.v1.RankRefused.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x92\x01\n\x10IterationColumns\x12\x11\n\titeration\x18\x01 \x03(\x03\x12\x14\n\x0cplan_version\x18\x02 \x03(\x03\x12\x12\n\nduration_s\x18\x03 \x03(\x01\x12\x10\n\x08\x65nergy_j\x18\x04 \x03(\x01\x12\x12\n\nis_regular\x18\x05 \x03(\x08\x12\x1b\n\x13\x63lock_event_reasons\x18\x06 \x03(\x05\"\xad\x01\n\x12\x43omputationColumns\x12\x11\n\titeration\x18\x01 \x03(\x03\x12)\n\x04kind\x18\x02 \x03(\x0e\x32\x1b.perseus.v1.ComputationKind\x12\x12\n\nmicrobatch\x18\x03 \x03(\x05\x12\r\n\x05\x63hunk\x18\x04 \x03(\x05\x12\x0f\n\x07\x62\x65gin_s\x18\x05 \x03(\x01\x12\x12\n\nduration_s\x18\x06 \x03(\x01\x12\x11\n\tclock_mhz\x18\x07 \x03(\x05\"\xc0\x01\n\x0c\x45nergySample\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.perseus.v1.ComputationKind\x12\r\n\x05\x63hunk\x18\x02 \x01(\x05\x12\x11\n\tclock_mhz\x18\x03 \x01(\x05\x12\x19\n\x11\x63omputation_count\x18\x04 \x01(\x05\x12\x0e\n\x06time_s\x18\x05 \x01(\x01\x12\x11\n\ttime_se_s\x18\x06 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x07 \x01(\x01\x12\x13\n\x0b\x65nergy_se_j\x18\x08 \x01(\x01\"\xd7\x01\n\x0e\x45nergyEstimate\x12\x14\n\x0cplan_version\x18\x01 \x01(\x03\x12\x17\n\x0fiteration_count\x18\x02 \x01(\x05\x12)\n\x07samples\x18\x03 \x03(\x0b\x32\x18.perseus.v1.EnergySample\x12\x18\n\x10\x62locking_power_w\x18\x04 \x01(\x01\x12\x1b\n\x13\x62locking_power_se_w\x18\x05 \x01(\x01\x12\x14\n\x0cwindow_count\x18\x06 \x01(\x05\x12\x1e\n\x16\x64iscarded_window_count\x18\x07 \x01(\x05\"\x8e\x02\n\x0eTelemetryBatch\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12)\n\x04rank\x18\x03 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\x30\n\niterations\x18\x04 \x01(\x0b\x32\x1c.perseus.v1.IterationColumns\x12\x34\n\x0c\x63omputations\x18\x05 \x01(\x0b\x32\x1e.perseus.v1.ComputationColumns\x12*\n\x06\x65nergy\x18\x06 \x01(\x0b\x32\x1a.perseus.v1.EnergyEstimate\x12\x1b\n\x13\x64ropped_batch_count\x18\x07 \x01(\x03\" \n\x0cTelemetryAck\x12\x10\n\x08sequence\x18\x01 \x01(\x03\"\r\n\x0bStockClocks\"\x1e\n\tHoldClock\x12\x11\n\tclock_mhz\x18\x01 \x01(\x05\"\x98\x02\n\tPlanOffer\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x17\n\x0fstart_iteration\x18\x05 \x01(\x03\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x12(\n\x05stock\x18\x07 \x01(\x0b\x32\x17.perseus.v1.StockClocksH\x00\x12%\n\x04hold\x18\x08 \x01(\x0b\x32\x15.perseus.v1.HoldClockH\x00\x12+\n\nstage_plan\x18\t \x01(\x0b\x32\x15.perseus.v1.StagePlanH\x00\x42\x08\n\x06\x63locks\"\xd4\x01\n\nPlanAnswer\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\x08\x12\x35\n\x0erefusal_reason\x18\x06 \x01(\x0e\x32\x1d.perseus.v1.PlanRefusalReason\x12\x0f\n\x07message\x18\x07 \x01(\t\x12\x11\n\titeration\x18\x08 \x01(\x03\"{\n\x0bPlanInForce\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x11\n\titeration\x18\x05 \x01(\x03\"\x0b\n\tHeartbeat\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t*\x95\x01\n\x0eRankLeftReason\x12 \n\x1cRANK_LEFT_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19RANK_LEFT_REASON_FINISHED\x10\x01\x12!\n\x1dRANK_LEFT_REASON_TRAINER_GONE\x10\x02\x12\x1f\n\x1bRANK_LEFT_REASON_GPU_FAILED\x10\x03*\x99\x02\n\x0eGpuErrorReason\x12 \n\x1cGPU_ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aGPU_ERROR_REASON_NOT_FOUND\x10\x01\x12\"\n\x1eGPU_ERROR_REASON_DRIVER_FAILED\x10\x02\x12\"\n\x1eGPU_ERROR_REASON_NO_PERMISSION\x10\x03\x12\x19\n\x15GPU_ERROR_REASON_LOST\x10\x04\x12\"\n\x1eGPU_ERROR_REASON_NOT_SUPPORTED\x10\x05\x12\x1b\n\x17GPU_ERROR_REASON_IN_USE\x10\x06\x12!\n\x1dGPU_ERROR_REASON_NOT_RECORDED\x10\x07*\xa2\x02\n\x11PlanRefusalReason\x12#\n\x1fPLAN_REFUSAL_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1ePLAN_REFUSAL_REASON_PAST_START\x10\x01\x12+\n\'PLAN_REFUSAL_REASON_CLOCK_NOT_SUPPORTED\x10\x02\x12%\n!PLAN_REFUSAL_REASON_NOT_PERMITTED\x10\x03\x12&\n\"PLAN_REFUSAL_REASON_ORDER_MISMATCH\x10\x04\x12$\n PLAN_REFUSAL_REASON_UNKNOWN_RANK\x10\x05\x12\"\n\x1ePLAN_REFUSAL_REASON_GPU_FAILED\x10\x06\x32V\n\x0c\x41gentService\x12\x46\n\x07\x43onnect\x12\x1a.perseus.v1.ConnectRequest\x1a\x1b.perseus.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eperseus/v1/agent_service.proto\x12\nperseus.v1\x1a!perseus/v1/clock_statistics.proto\x1a\x1cperseus/v1/computation.proto\x1a\x19perseus/v1/frontier.proto\x1a\x14perseus/v1/job.proto\"\xaa\x03\n\x0e\x43onnectRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.perseus.v1.HelloH\x00\x12-\n\x0brank_joined\x18\x02 \x01(\x0b\x32\x16.perseus.v1.RankJoinedH\x00\x12)\n\trank_left\x18\x03 \x01(\x0b\x32\x14.perseus.v1.RankLeftH\x00\x12/\n\ttelemetry\x18\x04 \x01(\x0b\x32\x1a.perseus.v1.TelemetryBatchH\x00\x12-\n\x0bplan_answer\x18\x05 \x01(\x0b\x32\x16.perseus.v1.PlanAnswerH\x00\x12\x30\n\rplan_in_force\x18\x06 \x01(\x0b\x32\x17.perseus.v1.PlanInForceH\x00\x12*\n\theartbeat\x18\x07 \x01(\x0b\x32\x15.perseus.v1.HeartbeatH\x00\x12&\n\x07goodbye\x18\x08 \x01(\x0b\x32\x13.perseus.v1.GoodbyeH\x00\x12)\n\tgpu_error\x18\t \x01(\x0b\x32\x14.perseus.v1.GpuErrorH\x00\x42\t\n\x07message\"\xd8\x02\n\x0f\x43onnectResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.perseus.v1.WelcomeH\x00\x12\x31\n\rrank_accepted\x18\x02 \x01(\x0b\x32\x18.perseus.v1.RankAcceptedH\x00\x12/\n\x0crank_refused\x18\x03 \x01(\x0b\x32\x17.perseus.v1.RankRefusedH\x00\x12\x31\n\rtelemetry_ack\x18\x04 \x01(\x0b\x32\x18.perseus.v1.TelemetryAckH\x00\x12+\n\nplan_offer\x18\x05 \x01(\x0b\x32\x15.perseus.v1.PlanOfferH\x00\x12*\n\theartbeat\x18\x06 \x01(\x0b\x32\x15.perseus.v1.HeartbeatH\x00\x12\"\n\x05\x64rain\x18\x07 \x01(\x0b\x32\x11.perseus.v1.DrainH\x00\x42\t\n\x07message\"E\n\x05Hello\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x15\n\ragent_version\x18\x02 \x01(\t\x12\x10\n\x08hostname\x18\x03 \x01(\t\"H\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x1d\n\x15\x61\x63knowledged_sequence\x18\x03 \x01(\x03\"@\n\x03Gpu\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1c\n\x14supported_clocks_mhz\x18\x03 \x03(\x05\"\xaa\x01\n\nRankJoined\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\x1c\n\x03gpu\x18\x03 \x01(\x0b\x32\x0f.perseus.v1.Gpu\x12\x11\n\titeration\x18\x04 \x01(\x03\x12\x16\n\x0ein_force_epoch\x18\x05 \x01(\t\x12\x18\n\x10in_force_version\x18\x06 \x01(\x03\"\x94\x01\n\x08GpuError\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\x10\n\x08gpu_uuid\x18\x03 \x01(\t\x12*\n\x06reason\x18\x04 \x01(\x0e\x32\x1a.perseus.v1.GpuErrorReason\x12\x0f\n\x07message\x18\x05 \x01(\t\"q\n\x08RankLeft\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12*\n\x06reason\x18\x03 \x01(\x0e\x32\x1a.perseus.v1.RankLeftReason\"p\n\x0cRankAccepted\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12%\n\x05order\x18\x03 \x01(\x0b\x32\x16.perseus.v1.StageOrder\"\xd3\x01\n\x0bRankRefused\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x37\n\x08metadata\x18\x05 \x03(\x0b\x32%.perseus.v1.RankRefused.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x92\x01\n\x10IterationColumns\x12\x11\n\titeration\x18\x01 \x03(\x03\x12\x14\n\x0cplan_version\x18\x02 \x03(\x03\x12\x12\n\nduration_s\x18\x03 \x03(\x01\x12\x10\n\x08\x65nergy_j\x18\x04 \x03(\x01\x12\x12\n\nis_regular\x18\x05 \x03(\x08\x12\x1b\n\x13\x63lock_event_reasons\x18\x06 \x03(\x05\"\xad\x01\n\x12\x43omputationColumns\x12\x11\n\titeration\x18\x01 \x03(\x03\x12)\n\x04kind\x18\x02 \x03(\x0e\x32\x1b.perseus.v1.ComputationKind\x12\x12\n\nmicrobatch\x18\x03 \x03(\x05\x12\r\n\x05\x63hunk\x18\x04 \x03(\x05\x12\x0f\n\x07\x62\x65gin_s\x18\x05 \x03(\x01\x12\x12\n\nduration_s\x18\x06 \x03(\x01\x12\x11\n\tclock_mhz\x18\x07 \x03(\x05\"\xc0\x01\n\x0c\x45nergySample\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.perseus.v1.ComputationKind\x12\r\n\x05\x63hunk\x18\x02 \x01(\x05\x12\x11\n\tclock_mhz\x18\x03 \x01(\x05\x12\x19\n\x11\x63omputation_count\x18\x04 \x01(\x05\x12\x0e\n\x06time_s\x18\x05 \x01(\x01\x12\x11\n\ttime_se_s\x18\x06 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x07 \x01(\x01\x12\x13\n\x0b\x65nergy_se_j\x18\x08 \x01(\x01\"\xd7\x01\n\x0e\x45nergyEstimate\x12\x14\n\x0cplan_version\x18\x01 \x01(\x03\x12\x17\n\x0fiteration_count\x18\x02 \x01(\x05\x12)\n\x07samples\x18\x03 \x03(\x0b\x32\x18.perseus.v1.EnergySample\x12\x18\n\x10\x62locking_power_w\x18\x04 \x01(\x01\x12\x1b\n\x13\x62locking_power_se_w\x18\x05 \x01(\x01\x12\x14\n\x0cwindow_count\x18\x06 \x01(\x05\x12\x1e\n\x16\x64iscarded_window_count\x18\x07 \x01(\x05\"\xbb\x02\n\x0eTelemetryBatch\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12)\n\x04rank\x18\x03 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\x30\n\niterations\x18\x04 \x01(\x0b\x32\x1c.perseus.v1.IterationColumns\x12\x34\n\x0c\x63omputations\x18\x05 \x01(\x0b\x32\x1e.perseus.v1.ComputationColumns\x12*\n\x06\x65nergy\x18\x06 \x01(\x0b\x32\x1a.perseus.v1.EnergyEstimate\x12\x1b\n\x13\x64ropped_batch_count\x18\x07 \x01(\x03\x12+\n\x06\x63locks\x18\x08 \x01(\x0b\x32\x1b.perseus.v1.ClockStatistics\" \n\x0cTelemetryAck\x12\x10\n\x08sequence\x18\x01 \x01(\x03\"\r\n\x0bStockClocks\"\x1e\n\tHoldClock\x12\x11\n\tclock_mhz\x18\x01 \x01(\x05\"\x98\x02\n\tPlanOffer\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x17\n\x0fstart_iteration\x18\x05 \x01(\x03\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x12(\n\x05stock\x18\x07 \x01(\x0b\x32\x17.perseus.v1.StockClocksH\x00\x12%\n\x04hold\x18\x08 \x01(\x0b\x32\x15.perseus.v1.HoldClockH\x00\x12+\n\nstage_plan\x18\t \x01(\x0b\x32\x15.perseus.v1.StagePlanH\x00\x42\x08\n\x06\x63locks\"\xd4\x01\n\nPlanAnswer\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\x08\x12\x35\n\x0erefusal_reason\x18\x06 \x01(\x0e\x32\x1d.perseus.v1.PlanRefusalReason\x12\x0f\n\x07message\x18\x07 \x01(\t\x12\x11\n\titeration\x18\x08 \x01(\x03\"{\n\x0bPlanInForce\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12)\n\x04rank\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.RankCoordinates\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x11\n\titeration\x18\x05 \x01(\x03\"\x0b\n\tHeartbeat\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x17\n\x05\x44rain\x12\x0e\n\x06reason\x18\x01 \x01(\t*\x95\x01\n\x0eRankLeftReason\x12 \n\x1cRANK_LEFT_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19RANK_LEFT_REASON_FINISHED\x10\x01\x12!\n\x1dRANK_LEFT_REASON_TRAINER_GONE\x10\x02\x12\x1f\n\x1bRANK_LEFT_REASON_GPU_FAILED\x10\x03*\x99\x02\n\x0eGpuErrorReason\x12 \n\x1cGPU_ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aGPU_ERROR_REASON_NOT_FOUND\x10\x01\x12\"\n\x1eGPU_ERROR_REASON_DRIVER_FAILED\x10\x02\x12\"\n\x1eGPU_ERROR_REASON_NO_PERMISSION\x10\x03\x12\x19\n\x15GPU_ERROR_REASON_LOST\x10\x04\x12\"\n\x1eGPU_ERROR_REASON_NOT_SUPPORTED\x10\x05\x12\x1b\n\x17GPU_ERROR_REASON_IN_USE\x10\x06\x12!\n\x1dGPU_ERROR_REASON_NOT_RECORDED\x10\x07*\xa2\x02\n\x11PlanRefusalReason\x12#\n\x1fPLAN_REFUSAL_REASON_UNSPECIFIED\x10\x00\x12\"\n\x1ePLAN_REFUSAL_REASON_PAST_START\x10\x01\x12+\n\'PLAN_REFUSAL_REASON_CLOCK_NOT_SUPPORTED\x10\x02\x12%\n!PLAN_REFUSAL_REASON_NOT_PERMITTED\x10\x03\x12&\n\"PLAN_REFUSAL_REASON_ORDER_MISMATCH\x10\x04\x12$\n PLAN_REFUSAL_REASON_UNKNOWN_RANK\x10\x05\x12\"\n\x1ePLAN_REFUSAL_REASON_GPU_FAILED\x10\x06\x32V\n\x0c\x41gentService\x12\x46\n\x07\x43onnect\x12\x1a.perseus.v1.ConnectRequest\x1a\x1b.perseus.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,62 +37,62 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RANKREFUSED_METADATAENTRY']._loaded_options = None
   _globals['_RANKREFUSED_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_RANKLEFTREASON']._serialized_start=3660
-  _globals['_RANKLEFTREASON']._serialized_end=3809
-  _globals['_GPUERRORREASON']._serialized_start=3812
-  _globals['_GPUERRORREASON']._serialized_end=4093
-  _globals['_PLANREFUSALREASON']._serialized_start=4096
-  _globals['_PLANREFUSALREASON']._serialized_end=4386
-  _globals['_CONNECTREQUEST']._serialized_start=126
-  _globals['_CONNECTREQUEST']._serialized_end=552
-  _globals['_CONNECTRESPONSE']._serialized_start=555
-  _globals['_CONNECTRESPONSE']._serialized_end=899
-  _globals['_HELLO']._serialized_start=901
-  _globals['_HELLO']._serialized_end=970
-  _globals['_WELCOME']._serialized_start=972
-  _globals['_WELCOME']._serialized_end=1044
-  _globals['_GPU']._serialized_start=1046
-  _globals['_GPU']._serialized_end=1110
-  _globals['_RANKJOINED']._serialized_start=1113
-  _globals['_RANKJOINED']._serialized_end=1283
-  _globals['_GPUERROR']._serialized_start=1286
-  _globals['_GPUERROR']._serialized_end=1434
-  _globals['_RANKLEFT']._serialized_start=1436
-  _globals['_RANKLEFT']._serialized_end=1549
-  _globals['_RANKACCEPTED']._serialized_start=1551
-  _globals['_RANKACCEPTED']._serialized_end=1663
-  _globals['_RANKREFUSED']._serialized_start=1666
-  _globals['_RANKREFUSED']._serialized_end=1877
-  _globals['_RANKREFUSED_METADATAENTRY']._serialized_start=1830
-  _globals['_RANKREFUSED_METADATAENTRY']._serialized_end=1877
-  _globals['_ITERATIONCOLUMNS']._serialized_start=1880
-  _globals['_ITERATIONCOLUMNS']._serialized_end=2026
-  _globals['_COMPUTATIONCOLUMNS']._serialized_start=2029
-  _globals['_COMPUTATIONCOLUMNS']._serialized_end=2202
-  _globals['_ENERGYSAMPLE']._serialized_start=2205
-  _globals['_ENERGYSAMPLE']._serialized_end=2397
-  _globals['_ENERGYESTIMATE']._serialized_start=2400
-  _globals['_ENERGYESTIMATE']._serialized_end=2615
-  _globals['_TELEMETRYBATCH']._serialized_start=2618
-  _globals['_TELEMETRYBATCH']._serialized_end=2888
-  _globals['_TELEMETRYACK']._serialized_start=2890
-  _globals['_TELEMETRYACK']._serialized_end=2922
-  _globals['_STOCKCLOCKS']._serialized_start=2924
-  _globals['_STOCKCLOCKS']._serialized_end=2937
-  _globals['_HOLDCLOCK']._serialized_start=2939
-  _globals['_HOLDCLOCK']._serialized_end=2969
-  _globals['_PLANOFFER']._serialized_start=2972
-  _globals['_PLANOFFER']._serialized_end=3252
-  _globals['_PLANANSWER']._serialized_start=3255
-  _globals['_PLANANSWER']._serialized_end=3467
-  _globals['_PLANINFORCE']._serialized_start=3469
-  _globals['_PLANINFORCE']._serialized_end=3592
-  _globals['_HEARTBEAT']._serialized_start=3594
-  _globals['_HEARTBEAT']._serialized_end=3605
-  _globals['_GOODBYE']._serialized_start=3607
-  _globals['_GOODBYE']._serialized_end=3632
-  _globals['_DRAIN']._serialized_start=3634
-  _globals['_DRAIN']._serialized_end=3657
-  _globals['_AGENTSERVICE']._serialized_start=4388
-  _globals['_AGENTSERVICE']._serialized_end=4474
+  _globals['_RANKLEFTREASON']._serialized_start=3740
+  _globals['_RANKLEFTREASON']._serialized_end=3889
+  _globals['_GPUERRORREASON']._serialized_start=3892
+  _globals['_GPUERRORREASON']._serialized_end=4173
+  _globals['_PLANREFUSALREASON']._serialized_start=4176
+  _globals['_PLANREFUSALREASON']._serialized_end=4466
+  _globals['_CONNECTREQUEST']._serialized_start=161
+  _globals['_CONNECTREQUEST']._serialized_end=587
+  _globals['_CONNECTRESPONSE']._serialized_start=590
+  _globals['_CONNECTRESPONSE']._serialized_end=934
+  _globals['_HELLO']._serialized_start=936
+  _globals['_HELLO']._serialized_end=1005
+  _globals['_WELCOME']._serialized_start=1007
+  _globals['_WELCOME']._serialized_end=1079
+  _globals['_GPU']._serialized_start=1081
+  _globals['_GPU']._serialized_end=1145
+  _globals['_RANKJOINED']._serialized_start=1148
+  _globals['_RANKJOINED']._serialized_end=1318
+  _globals['_GPUERROR']._serialized_start=1321
+  _globals['_GPUERROR']._serialized_end=1469
+  _globals['_RANKLEFT']._serialized_start=1471
+  _globals['_RANKLEFT']._serialized_end=1584
+  _globals['_RANKACCEPTED']._serialized_start=1586
+  _globals['_RANKACCEPTED']._serialized_end=1698
+  _globals['_RANKREFUSED']._serialized_start=1701
+  _globals['_RANKREFUSED']._serialized_end=1912
+  _globals['_RANKREFUSED_METADATAENTRY']._serialized_start=1865
+  _globals['_RANKREFUSED_METADATAENTRY']._serialized_end=1912
+  _globals['_ITERATIONCOLUMNS']._serialized_start=1915
+  _globals['_ITERATIONCOLUMNS']._serialized_end=2061
+  _globals['_COMPUTATIONCOLUMNS']._serialized_start=2064
+  _globals['_COMPUTATIONCOLUMNS']._serialized_end=2237
+  _globals['_ENERGYSAMPLE']._serialized_start=2240
+  _globals['_ENERGYSAMPLE']._serialized_end=2432
+  _globals['_ENERGYESTIMATE']._serialized_start=2435
+  _globals['_ENERGYESTIMATE']._serialized_end=2650
+  _globals['_TELEMETRYBATCH']._serialized_start=2653
+  _globals['_TELEMETRYBATCH']._serialized_end=2968
+  _globals['_TELEMETRYACK']._serialized_start=2970
+  _globals['_TELEMETRYACK']._serialized_end=3002
+  _globals['_STOCKCLOCKS']._serialized_start=3004
+  _globals['_STOCKCLOCKS']._serialized_end=3017
+  _globals['_HOLDCLOCK']._serialized_start=3019
+  _globals['_HOLDCLOCK']._serialized_end=3049
+  _globals['_PLANOFFER']._serialized_start=3052
+  _globals['_PLANOFFER']._serialized_end=3332
+  _globals['_PLANANSWER']._serialized_start=3335
+  _globals['_PLANANSWER']._serialized_end=3547
+  _globals['_PLANINFORCE']._serialized_start=3549
+  _globals['_PLANINFORCE']._serialized_end=3672
+  _globals['_HEARTBEAT']._serialized_start=3674
+  _globals['_HEARTBEAT']._serialized_end=3685
+  _globals['_GOODBYE']._serialized_start=3687
+  _globals['_GOODBYE']._serialized_end=3712
+  _globals['_DRAIN']._serialized_start=3714
+  _globals['_DRAIN']._serialized_end=3737
+  _globals['_AGENTSERVICE']._serialized_start=4468
+  _globals['_AGENTSERVICE']._serialized_end=4554
 # @@protoc_insertion_point(module_scope)

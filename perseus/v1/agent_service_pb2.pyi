@@ -15,6 +15,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import perseus.v1.clock_statistics_pb2
 import perseus.v1.computation_pb2
 import perseus.v1.frontier_pb2
 import perseus.v1.job_pb2
@@ -771,6 +772,7 @@ class TelemetryBatch(google.protobuf.message.Message):
     COMPUTATIONS_FIELD_NUMBER: builtins.int
     ENERGY_FIELD_NUMBER: builtins.int
     DROPPED_BATCH_COUNT_FIELD_NUMBER: builtins.int
+    CLOCKS_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Number within the agent instance, from 1, without gaps but for dropped batches."""
     job_id: builtins.str
@@ -793,6 +795,10 @@ class TelemetryBatch(google.protobuf.message.Message):
     def energy(self) -> Global___EnergyEstimate:
         """The latest energy estimate, where it is determined."""
 
+    @property
+    def clocks(self) -> perseus.v1.clock_statistics_pb2.ClockStatistics:
+        """How well the clocks follow the plan of those iterations; absent where the agent may not set clocks."""
+
     def __init__(
         self,
         *,
@@ -803,9 +809,10 @@ class TelemetryBatch(google.protobuf.message.Message):
         computations: Global___ComputationColumns | None = ...,
         energy: Global___EnergyEstimate | None = ...,
         dropped_batch_count: builtins.int = ...,
+        clocks: perseus.v1.clock_statistics_pb2.ClockStatistics | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["computations", b"computations", "energy", b"energy", "iterations", b"iterations", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["computations", b"computations", "dropped_batch_count", b"dropped_batch_count", "energy", b"energy", "iterations", b"iterations", "job_id", b"job_id", "rank", b"rank", "sequence", b"sequence"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["clocks", b"clocks", "computations", b"computations", "energy", b"energy", "iterations", b"iterations", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "computations", b"computations", "dropped_batch_count", b"dropped_batch_count", "energy", b"energy", "iterations", b"iterations", "job_id", b"job_id", "rank", b"rank", "sequence", b"sequence"]) -> None: ...
 
 Global___TelemetryBatch: typing_extensions.TypeAlias = TelemetryBatch
 

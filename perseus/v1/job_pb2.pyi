@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
+import perseus.v1.clock_statistics_pb2
 import perseus.v1.computation_pb2
 import sys
 import typing
@@ -326,6 +327,7 @@ class Rank(google.protobuf.message.Message):
     OFFERED_VERSION_FIELD_NUMBER: builtins.int
     IN_FORCE_VERSION_FIELD_NUMBER: builtins.int
     ITERATION_FIELD_NUMBER: builtins.int
+    CLOCKS_FIELD_NUMBER: builtins.int
     state: Global___RankState.ValueType
     """Whether it is served."""
     hostname: builtins.str
@@ -344,6 +346,10 @@ class Rank(google.protobuf.message.Message):
     def coordinates(self) -> Global___RankCoordinates:
         """Its place."""
 
+    @property
+    def clocks(self) -> perseus.v1.clock_statistics_pb2.ClockStatistics:
+        """How well its clocks follow its plan, as its agent reported it last; absent before that."""
+
     def __init__(
         self,
         *,
@@ -355,9 +361,10 @@ class Rank(google.protobuf.message.Message):
         offered_version: builtins.int = ...,
         in_force_version: builtins.int = ...,
         iteration: builtins.int = ...,
+        clocks: perseus.v1.clock_statistics_pb2.ClockStatistics | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["coordinates", b"coordinates"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "hostname", b"hostname", "in_force_version", b"in_force_version", "iteration", b"iteration", "offered_version", b"offered_version", "state", b"state"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["clocks", b"clocks", "coordinates", b"coordinates"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "hostname", b"hostname", "in_force_version", b"in_force_version", "iteration", b"iteration", "offered_version", b"offered_version", "state", b"state"]) -> None: ...
 
 Global___Rank: typing_extensions.TypeAlias = Rank
 

@@ -5,6 +5,7 @@ import pytest
 from perseus.agent import translate
 from perseus.agent.computation import Computation, Kind, Rank
 from perseus.agent.messages import (
+    ClockStatistics,
     ComputationRow,
     Drain,
     EnergyEstimate,
@@ -90,7 +91,7 @@ def test_rows_become_columns() -> None:
             ComputationRow(7, Computation(Kind.BACKWARD, 2, 1), 0.2, 0.1, None),
         ),
         EnergyEstimate(3, 2, (sample,), None, 0.0, 12, 1),
-        None,
+        ClockStatistics(3, 40, 64, 2, 1, 4.0, 3.5, 0.012, 0.001, None),
     )
     batch = translate.telemetry(Batch(5, telemetry, 2)).telemetry
     assert (batch.sequence, batch.job_id, batch.rank, batch.dropped_batch_count) == (5, "job", COORDINATES, 2)
@@ -104,6 +105,9 @@ def test_rows_become_columns() -> None:
     assert list(batch.computations.clock_mhz) == [1410, 0]
     assert list(batch.computations.begin_s) == [0.1, 0.2]
     assert batch.energy.blocking_power_w == 0
+    assert (batch.clocks.set_count, batch.clocks.late_raise_count, batch.clocks.missed_count) == (40, 2, 1)
+    assert (batch.clocks.computation_time_s, batch.clocks.on_clock_time_s) == (4.0, 3.5)
+    assert not batch.clocks.HasField("prediction_error_s")
     assert batch.energy.samples[0].energy_j == 20.0
     assert batch.energy.samples[0].clock_mhz == 0
     assert not translate.telemetry(Batch(6, Telemetry(RANK, (), (), None, None), 0)).telemetry.HasField(

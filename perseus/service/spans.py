@@ -2,16 +2,20 @@
 
 What an iteration takes by the clock says little about who is slow: all pipelines end it together, at the
 gradient synchronisation. So each iteration is replayed: every computation as early as the schedule allows, in
-the time that it was measured to take. Synchronisation and waiting are in no computation, hence not in the
-span; but for one place: where the gradients are reduced while the last microbatch's backward still runs,
-that backward waits for the slowest pipeline. It counts with the median of its likes instead.
+the time that it takes. Synchronisation and waiting are in no computation, hence not in the span.
+
+A computation's likes are those of its stage, kind and chunk. It counts with their median pace (the measured
+duration over the planned one; without a plan, the duration itself), not with its own: a host that was busy
+for a moment stretches a few computations by much, a slow GPU all of them. Where the gradients are reduced
+while the last microbatch's backward still runs, that backward waits for the slowest pipeline; it is left out
+of the median.
 
 The schedule is compiled once. Computations are laid out level by level (each level waits for the ones before
 it only), so a replay takes one numpy operation per level for all pipelines together, and a batch of telemetry
 is put in place by one look-up per column.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,7 +33,7 @@ _VERSION_LIMIT = 64
 """Versions whose plans are remembered: an iteration is judged by the one that it ran under."""
 
 _REDUCING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""Kinds that yield gradients of weights."""
+"""Kinds that yield gradients of weights: the last of them may hold the reduction."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +42,7 @@ class IterationSpans:
 
     Attributes:
         versions: the version that each ran under.
-        spans_s: compute spans, as measured.
+        spans_s: compute spans, rebuilt from what was measured.
         planned_s: what the plan in force promised for them; NaN where there was none.
         slowest_stages: the stage that fell behind its plan (without one, behind its peers) the most.
         stage_ratios: how much it fell behind, as the ratio of the times that it computed.
@@ -128,7 +132,7 @@ class SpanBook:
             place = (KINDS.index(computation.kind), computation.chunk, computation.microbatch)
             self._column_of[computation.stage, np.ravel_multi_index(place, self._counts)] = column
         self._stages = [np.array([columns[each] for each in order]) for order in schedule.orders]
-        self._reducing = list(_last_reducing(schedule, columns))
+        self._likes = list(_likes(schedule, columns))
         self._planned_s: dict[int, tuple[FloatColumn, float]] = {}
         self._open: dict[int, tuple[FloatColumn, IntColumn]] = {}
 
@@ -173,9 +177,9 @@ class SpanBook:
         for pipeline, version in enumerate(versions):
             if version in self._planned_s:
                 weights_s[:, pipeline], planned_s[pipeline] = self._planned_s[version]
-        for last, others in self._reducing:
-            pace = np.median(durations_s[others] / weights_s[others], axis=0)
-            durations_s[last] = weights_s[last] * pace
+        for likes, judged in self._likes:
+            pace = np.median(durations_s[judged] / weights_s[judged], axis=0)
+            durations_s[likes] = weights_s[likes] * pace
         stages, ratios = self._slowest_stages(durations_s, weights_s, np.isnan(planned_s))
         return IterationSpans(
             iteration=iteration,
@@ -220,13 +224,18 @@ class SpanBook:
         return stages, ratios[stages, np.arange(self._pipeline_count)]
 
 
-def _last_reducing(schedule: Schedule, columns: Mapping[Computation, int]) -> list[tuple[int, IntColumn]]:
-    """Per stage and chunk, the columns of the last computation that yields gradients, and of its likes."""
-    found = []
+def _likes(
+    schedule: Schedule, columns: Mapping[Computation, int]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """The columns of computations that are alike, and of those among them whose pace counts.
+
+    FIXED computations are told apart by their microbatch; none is like another.
+    """
     for order in schedule.orders:
-        last = {c.chunk: c for c in order if c.kind in _REDUCING}
-        for one in last.values():
-            likes = [c for c in order if (c.chunk, c.kind) == (one.chunk, one.kind) and c != one]
-            if likes:
-                found.append((columns[one], np.array([columns[c] for c in likes])))
-    return found
+        groups: dict[tuple[Kind, int, int], list[int]] = {}
+        for computation in order:
+            only = computation.microbatch if computation.kind is Kind.FIXED else 0
+            groups.setdefault((computation.kind, computation.chunk, only), []).append(columns[computation])
+        for (kind, _, _), group in groups.items():
+            without_last = group[:-1] or group
+            yield np.array(group), np.array(without_last if kind in _REDUCING else group)

@@ -1,4 +1,4 @@
-"""The emulated cluster of the other tests, with computations as long as clocks, slowness and noise make them."""
+"""The emulated cluster, its computations as long as clock, slowness and noise make them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,7 +8,7 @@ from service_fakes import CLOCKS_MHZ, Cluster, FakeRank, time_s
 
 from perseus.service.commands import Announce, SendOffer
 from perseus.service.inputs import TelemetryArrived
-from perseus.service.model import EventType, Happening, HoldClock, JobState, PlannedClocks
+from perseus.service.model import EventType, Happening, HoldClocks, JobState, PlannedClocks
 from perseus.service.specification import JobSpec
 from perseus.solver import Computation
 
@@ -77,7 +77,7 @@ class TimedCluster(Cluster):
         def clock_mhz(computation: Computation) -> int:
             if isinstance(clocks, PlannedClocks):
                 return clocks.plan.clocks_mhz[computation]
-            return clocks.clock_mhz if isinstance(clocks, HoldClock) else CLOCKS_MHZ[0]
+            return clocks.clocks_mhz[computation.stage] if isinstance(clocks, HoldClocks) else CLOCKS_MHZ[0]
 
         used_mhz = [clock_mhz(computation) for computation in rank.order]
         durations_s = np.array(

@@ -131,13 +131,28 @@ def test_the_backward_that_holds_the_reduction_counts_with_the_median_of_its_lik
     assert spans.spans_s.tolist() == [UNIFORM_S, UNIFORM_S]
 
 
-def test_any_other_slow_computation_counts_in_full() -> None:
+def test_most_of_the_likes_say_how_long_a_computation_takes() -> None:
     some = book()
     fill(some)
-    some.add(Coordinates(1, 1, 0), batch([(SCHEDULE.orders[1][0], 4.0)]))
+    forwards = [c for c in SCHEDULE.orders[1] if c.kind is F]
+    some.add(Coordinates(0, 1, 0), batch([(forwards[0], 9.0)]))
+    some.add(Coordinates(1, 1, 0), batch([(c, 4.0) for c in forwards[:2]]))
     spans = some.take(0, (0, 0))
     assert spans is not None
-    assert spans.spans_s.tolist() == [UNIFORM_S, UNIFORM_S + 3.0]
+    slow_s = {c: 4.0 if c in forwards else 1.0 if c.kind is F else 2.0 for c in SCHEDULE.computations}
+    assert spans.spans_s.tolist() == [UNIFORM_S, plain_span_s(SCHEDULE, slow_s)]
+
+
+def test_under_a_plan_likes_share_their_pace_not_their_time() -> None:
+    some = book(pipelines=1)
+    planned_s = {c: 1.0 + 0.1 * c.microbatch for c in SCHEDULE.computations}
+    some.expect(7, planned_s)
+    for stage, order in enumerate(SCHEDULE.orders):
+        some.add(Coordinates(0, stage, 0), batch([(c, 1.2 * planned_s[c]) for c in order]))
+    some.add(Coordinates(0, 0, 0), batch([(SCHEDULE.orders[0][0], 9.0)]))
+    spans = some.take(0, (7,))
+    assert spans is not None
+    assert spans.spans_s == pytest.approx(1.2 * spans.planned_s)
 
 
 def test_a_stage_is_as_slow_as_its_slowest_rank() -> None:

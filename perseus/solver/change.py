@@ -1,9 +1,8 @@
 """What to make of a plan in force when the profiles under it change.
 
 The plan is first replayed on the new profiles: that takes milliseconds and says whether it is still in time.
-Solving again takes longer and starts from nothing: the sweep begins where every computation is at its
-slowest, an optimum that any profile has at hand, whereas the old flow and times are not optimal on new
-curves, and repairing them passes through as many pieces.
+Solving again starts from nothing, as every sweep does: where all computations are at their slowest, an
+optimum is at hand for any profile.
 """
 
 from dataclasses import dataclass

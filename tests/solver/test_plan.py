@@ -21,7 +21,7 @@ from perseus.solver import (
 
 
 @given(pipeline=pipelines(), share=st.floats(0, 1.2))
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_plans_are_never_late_and_never_below_the_bound(pipeline: Pipeline, share: float) -> None:
     frontier = solve(pipeline, point_count=4)
     time_s = frontier.t_min_s + share * (frontier.t_slow_s - frontier.t_min_s)

@@ -44,8 +44,8 @@ the plan while the lease runs, so the time to stock is the lease's rest and what
 |---|---|---|---|---|---|
 {chr(10).join(rows)}
 
-Last run: {time.strftime("%Y-%m-%d")}, {os.cpu_count()} cores, Python {platform.python_version()}, seed {seed},
-{took_s / 60:.0f} minutes. Every kill passed.
+Last run: {time.strftime("%Y-%m-%d")}, {took_s / 60:.0f} minutes, {os.cpu_count()} cores, Python
+{platform.python_version()}, seed {seed}. Every kill passed.
 """
 
 

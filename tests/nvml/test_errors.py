@@ -1,0 +1,318 @@
+"""Whatever NVML answers: training goes on, the agent lives, and the coordinator's log says what it was."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc.aio
+import pynvml
+import pytest
+from stub_gpus import MODEL, UUIDS
+
+from perseus.agent import Kind, NamedSchedule, Probe
+from perseus.agent.gpu import GpuError
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.nvml import NvmlGpu
+from perseus.agent.gpu.physics import Work
+from perseus.agent.probe import job_spec
+from perseus.agent.settings import AgentSettings
+from perseus.agent.shell import serving
+from perseus.agent.translate import register_job_request
+from perseus.configuration import load
+from perseus.demo.nvml_stub import NO_LOCKS, Locks, instruct
+from perseus.service.server import running
+from perseus.service.settings import CoordinatorSettings
+from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1.job_service_pb2_grpc import JobServiceStub
+
+if TYPE_CHECKING:
+    from perseus.v1.job_service_pb2_grpc import JobServiceAsyncStub
+
+UUID = UUIDS[0]
+MEMORY_CHOICE = "property second_memory_clock_mhz 405"
+SCHEDULE = NamedSchedule("1f1b", 1)
+ALL_CODES = sorted(
+    code for name, code in vars(pynvml).items() if name.startswith("NVML_ERROR_") and isinstance(code, int)
+)
+# One of each kind that the agent tells apart → the reason in the event log.
+CODES = {
+    pynvml.NVML_ERROR_NO_PERMISSION: "NO_PERMISSION",
+    pynvml.NVML_ERROR_GPU_IS_LOST: "LOST",
+    pynvml.NVML_ERROR_NOT_SUPPORTED: "NOT_SUPPORTED",
+    pynvml.NVML_ERROR_NOT_FOUND: "NOT_FOUND",
+    pynvml.NVML_ERROR_IN_USE: "IN_USE",
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "DRIVER_FAILED",
+    pynvml.NVML_ERROR_UNKNOWN: "DRIVER_FAILED",
+}
+# What is called when a GPU is opened, and when it is let go.
+ONCE = [
+    "nvmlInit",
+    "nvmlDeviceGetHandleByUUID",
+    "nvmlDeviceGetArchitecture",
+    "nvmlDeviceGetMigMode",
+    "nvmlDeviceGetName",
+    "nvmlDeviceGetSupportedMemoryClocks",
+    "nvmlDeviceGetSupportedGraphicsClocks",
+    "nvmlDeviceGetPersistenceMode",
+    "nvmlShutdown",
+]
+# What is called again and again while training runs.
+OFTEN = [
+    "nvmlDeviceSetGpuLockedClocks",
+    "nvmlDeviceSetMemoryLockedClocks",
+    "nvmlDeviceResetGpuLockedClocks",
+    "nvmlDeviceResetMemoryLockedClocks",
+    "nvmlDeviceGetTotalEnergyConsumption",
+    "nvmlDeviceGetCurrentClocksEventReasons",
+]
+# Of these, what may be called only once in the life of a job.
+ONCE_A_JOB = {
+    "nvmlDeviceSetMemoryLockedClocks",
+    "nvmlDeviceResetGpuLockedClocks",
+    "nvmlDeviceResetMemoryLockedClocks",
+}
+# Functions of what a GPU need not have: "not supported" is an answer like any other.
+OPTIONAL = {
+    "nvmlDeviceGetMigMode",
+    "nvmlDeviceGetPersistenceMode",
+    "nvmlDeviceSetMemoryLockedClocks",
+    "nvmlDeviceResetMemoryLockedClocks",
+}
+
+
+class Trainer:
+    """Trains on a thread, one forward and one backward an iteration, until told to stop."""
+
+    def __init__(self, socket: Path, gpu_file: Path, job_id: str) -> None:
+        self.iteration_count = 0
+        self._stop = threading.Event()
+        self._arguments = (socket, gpu_file, job_id)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._train(*self._arguments)
+        except Exception as error:  # raised in `stop`
+            self._error = error
+
+    def _train(self, socket: Path, gpu_file: Path, job_id: str) -> None:
+        gpu = EmulatedGpu(gpu_file)
+
+        def connect() -> Probe:
+            return Probe.connect(socket, job_id=job_id, pipeline=0, stage=0, gpu_uuid=UUID)
+
+        while not (probe := connect()).is_connected:  # the agent may still be busy with the rank before
+            time.sleep(0.01)
+        with probe:
+            assert probe.register(pipeline_count=1, stage_count=1, schedule=SCHEDULE)
+            while not self._stop.is_set():
+                with probe.iteration():
+                    for kind, work in (
+                        (Kind.FORWARD, Work(0.006, 0.002)),
+                        (Kind.BACKWARD, Work(0.012, 0.004)),
+                    ):
+                        with probe.computation(kind, 0):
+                            gpu.execute(work)
+                    time.sleep(0.002)
+                self.iteration_count += 1
+        gpu.close()
+
+
+@dataclass
+class Site:
+    """A coordinator and an agent on one GPU behind the stub."""
+
+    folder: Path
+    stub: Path
+    jobs: "JobServiceAsyncStub"
+    agent: asyncio.Task[None]
+    job_count: int = 0
+
+    @property
+    def gpu_file(self) -> Path:
+        return self.stub / "gpu-0"
+
+    async def train_under(self, instruction: str, reason: str | None) -> None:
+        """Train one job while NVML errs, until the log names the `reason`; for None, until it has a plan."""
+        self.job_count += 1
+        job_id = f"job-{self.job_count}"
+        if self.job_count > 1:  # the first error is told before the coordinator knows the job
+            request = register_job_request(
+                job_spec(
+                    job_id,
+                    pipeline_count=1,
+                    stage_count=1,
+                    tensor_count=1,
+                    schedule=SCHEDULE,
+                    max_slowdown_percent=0.0,
+                )
+            )
+            await self.jobs.RegisterJob(request, timeout=10)
+        instruct(self.stub, [MEMORY_CHOICE, instruction])
+        trainer = Trainer(self.folder / "agent.sock", self.gpu_file, job_id)
+        is_at_end = "nvmlShutdown" in instruction or "Reset" in instruction
+        seen: list[job_pb2.JobEvent] = []
+        watching = asyncio.create_task(self._watch(job_id, seen))
+
+        def named() -> bool:
+            return any(
+                event.type == job_pb2.JOB_EVENT_TYPE_GPU_ERROR and event.attributes["reason"] == reason
+                for event in seen
+            )
+
+        def planned() -> bool:
+            return any(event.type == job_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE for event in seen)
+
+        try:
+            if reason is None or is_at_end:
+                await until(lambda: planned() or named(), f"{instruction}: a plan in force")
+            if is_at_end:
+                await asyncio.to_thread(trainer.stop)
+            if reason is not None:
+                await until(named, f"{instruction}: a GPU error {reason} among {seen}")
+            else:
+                assert not any(event.type == job_pb2.JOB_EVENT_TYPE_GPU_ERROR for event in seen)
+            if not is_at_end:
+                trained = trainer.iteration_count
+                await until(lambda: trainer.iteration_count > trained + 2, f"{instruction}: training")
+        finally:
+            instruct(self.stub, [MEMORY_CHOICE])
+            await asyncio.to_thread(trainer.stop)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        await until(self.is_at_stock, f"{instruction}: stock")
+        assert not self.agent.done()
+
+    def is_at_stock(self) -> bool:
+        records = list((self.folder / "restore").glob("*.json"))
+        return Locks.read(self.gpu_file) == NO_LOCKS and not records
+
+    async def _watch(self, job_id: str, seen: list[job_pb2.JobEvent]) -> None:
+        request = job_service_pb2.WatchJobRequest(job_id=job_id)
+        while True:
+            try:
+                async for update in self.jobs.WatchJob(request):
+                    if update.HasField("event"):
+                        seen.append(update.event)  # noqa: PERF401 (as they come)
+                return
+            except grpc.aio.AioRpcError:  # not registered yet
+                await asyncio.sleep(0.02)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what}: not in time"
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def gpu_files(tmp_path: Path) -> list[Path]:
+    """One GPU with few clocks and a quick counter."""
+    folder = tmp_path / "gpus"
+    folder.mkdir()
+    model = replace(MODEL.with_clocks(3), counter_period_s=0.02, set_latency_s=0.002)
+    EmulatedGpu.create(folder / "gpu-0", model, UUID).close()
+    return [folder / "gpu-0"]
+
+
+@asynccontextmanager
+async def site(folder: Path, stub: Path) -> AsyncIterator[Site]:
+    coordinator = CoordinatorSettings(
+        listen="127.0.0.1:0",
+        database=folder / "perseus.db",
+        baseline_iterations=1,
+        profile_iterations=1,
+        shutdown_grace_s=0.2,
+    )
+    async with running(coordinator) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        flags = {
+            "coordinator": address,
+            "socket": folder / "agent.sock",
+            "restore_folder": folder / "restore",
+        }
+        async with serving(load(AgentSettings, None, flags)) as working:
+            yield Site(folder, stub, JobServiceStub(channel), working)
+
+
+def expected(function: str, code: int) -> str | None:
+    is_answer = code == pynvml.NVML_ERROR_NOT_SUPPORTED and function in OPTIONAL
+    return None if is_answer else CODES[code]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("function", ONCE)
+async def test_an_error_when_a_gpu_is_opened_or_let_go(tmp_path: Path, stub: Path, function: str) -> None:
+    async with site(tmp_path, stub) as one:
+        for code in CODES:
+            await one.train_under(f"error {function} {code} 0 0", expected(function, code))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("after", "times"), [(0, 0), (1, 1)])
+@pytest.mark.parametrize("function", OFTEN)
+async def test_an_error_while_training_runs(
+    tmp_path: Path, stub: Path, function: str, after: int, times: int
+) -> None:
+    if function in ONCE_A_JOB:
+        after = 0
+    async with site(tmp_path, stub) as one:
+        for code in CODES:
+            await one.train_under(f"error {function} {code} {after} {times}", expected(function, code))
+
+
+# What means that a GPU or driver has no such thing.
+ABSENT = {
+    pynvml.NVML_ERROR_NOT_SUPPORTED,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+    pynvml.NVML_ERROR_DEPRECATED,
+}
+
+
+def failures() -> list[GpuError]:
+    """What a GPU's life from its opening to its closing raises; anything but a GpuError ends the test."""
+    failed: list[GpuError] = []
+    try:
+        gpu = NvmlGpu(UUID)
+    except GpuError as error:
+        return [error]
+    for call in (
+        gpu.sm_clock_mhz,
+        gpu.power_w,
+        gpu.total_energy_j,
+        gpu.clock_event_reasons,
+        lambda: gpu.set_clock_mhz(gpu.supported_clocks_mhz[1]),
+        gpu.reset_clock,
+        gpu.close,
+    ):
+        try:
+            call()
+        except GpuError as error:
+            failed.append(error)
+    return failed
+
+
+@pytest.mark.parametrize("code", ALL_CODES)
+@pytest.mark.parametrize("function", [*ONCE, *OFTEN, "nvmlDeviceGetClockInfo", "nvmlDeviceGetFieldValues"])
+def test_every_error_of_every_call_is_a_gpu_error(stub: Path, function: str, code: int) -> None:
+    instruct(stub, [MEMORY_CHOICE, f"error {function} {code} 0 0"])
+    found = failures()
+    # Power can be read in another way.
+    if code in ABSENT and function in {*OPTIONAL, "nvmlDeviceGetFieldValues"}:
+        assert found == []
+    else:
+        assert found
+        assert all(UUID in str(error) and function in str(error) for error in found)

@@ -1,0 +1,93 @@
+"""`perseus agent --self-test` on the stub: it reads, says what it found, and sets nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pynvml
+import pytest
+from stub_gpus import MODEL, UUIDS
+
+from perseus.agent import self_test
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.demo.nvml_stub import NO_LOCKS, Locks, environment, instruct
+
+
+def run(library: Path, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "perseus.cli", "agent", "--self-test"],
+        env={**os.environ, **environment(library, folder), "COLUMNS": "200", **more},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_table_for_people_and_json_for_programs(stub_library: Path, gpu_files: list[Path]) -> None:
+    for extra in gpu_files[1:]:
+        extra.unlink()
+    done = run(stub_library, gpu_files[0].parent)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["node"]["driver_version"] == {"value": "emulated"}
+    assert list(report["gpus"]) == [UUIDS[0]]
+    gpu = {name: finding["value"] for name, finding in report["gpus"][UUIDS[0]].items()}
+    assert gpu["model"] == MODEL.name
+    assert gpu["compute_capability"] == [8, 0]
+    assert gpu["supported_clocks_mhz"] == list(MODEL.clocks_mhz)
+    assert gpu["sm_clock_mhz"] == MODEL.max_clock_mhz
+    assert gpu["power_w"] == pytest.approx(MODEL.blocking_power_w(MODEL.max_clock_mhz), abs=0.002)
+    assert gpu["counter_period_s"] == pytest.approx(MODEL.counter_period_s, rel=0.1)
+    assert gpu["persistence_mode"] is True
+    assert gpu["mig_mode"] is False
+    assert gpu["clock_events"] == []
+    assert "Not Supported" in report["gpus"][UUIDS[0]]["average_power_w"]["problem"]
+    for word in (UUIDS[0], MODEL.name, "counter_period_s"):
+        assert word in done.stderr
+    assert Locks.read(gpu_files[0]) == NO_LOCKS
+
+
+def test_a_gpu_that_can_not_be_used_says_why(stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    instruct(stub, ["property mig_mode 1"])
+    pynvml.nvmlInit()
+    findings = self_test.gpu_findings(UUIDS[0])
+    pynvml.nvmlShutdown()
+    assert not findings.is_usable
+    found = {finding.name: finding for finding in findings.findings}
+    assert found["mig_mode"].value is True
+    assert "expected MIG mode off" in found["usable"].problem
+
+
+def test_one_question_that_is_not_answered_leaves_the_others(
+    stub: Path, gpu_files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_test, "_WATCH_S", 0.05)
+    gpu = EmulatedGpu(gpu_files[0])
+    gpu.degrade(1.0, clock_event_reasons=0x4 | 0x40 | 0x1)
+    gpu.close()
+    instruct(
+        stub,
+        [
+            f"error nvmlDeviceGetClockInfo {pynvml.NVML_ERROR_UNKNOWN} 0 0",
+            "property second_memory_clock_mhz 405",
+        ],
+    )
+    pynvml.nvmlInit()
+    findings = self_test.gpu_findings(UUIDS[0])
+    pynvml.nvmlShutdown()
+    found = {finding.name: finding for finding in findings.findings}
+    assert "nvmlDeviceGetClockInfo" in found["sm_clock_mhz"].problem
+    assert "expected at least" in found["counter_period_s"].problem, "0.05 s are too short"
+    assert found["clock_events"].value == ["sw_power_cap", "hw_thermal_slowdown", "0x1"]
+    assert found["may_lock_graphics_clock"].value == self_test.may_set_clocks()
+    assert found["may_lock_memory_clock"].value == self_test.may_set_clocks()
+    assert not findings.is_usable
+
+
+def test_without_nvml_it_says_so(tmp_path: Path, stub_library: Path) -> None:
+    done = run(stub_library, tmp_path / "nowhere")
+    assert done.returncode == 1
+    assert "nvmlInit: Driver Not Loaded" in done.stderr
+    assert "Traceback" not in done.stderr

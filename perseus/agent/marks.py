@@ -25,8 +25,10 @@ Standard library only: this module is imported into the trainer.
 import json
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, TypeVar
 
 from perseus.agent.computation import Computation, Kind, Rank
@@ -120,19 +122,12 @@ class Finish:
 Message = Hello | Registration | Reply | IterationMark | ComputationMark | Finish
 
 
-def pack_mark(
-    mark_type: MarkType,
-    kind: int,
-    microbatch: int,
-    chunk: int,
-    ordinal: int,
-    iteration: int,
-    time_ns: int,
-) -> bytes:
-    """One mark's packet, without a value in between: the probe's hot path. struct.error if out of range."""
-    return _MARK.pack(
-        _MAGIC, PROTOCOL_VERSION, mark_type, kind, microbatch, chunk, ordinal, iteration, time_ns
-    )
+def mark_packer(mark_type: MarkType) -> Callable[[int, int, int, int, int, int], bytes]:
+    """Packs marks of one type, without a value or a Python frame in between: the probe's hot path.
+
+    Takes kind, microbatch, chunk, ordinal, iteration and time_ns; struct.error if one is out of range.
+    """
+    return partial(_MARK.pack, _MAGIC, PROTOCOL_VERSION, int(mark_type))
 
 
 def encode(message: Message) -> bytes:
@@ -155,11 +150,10 @@ def encode(message: Message) -> bytes:
             return _encode_json({"type": "reply", "ok": ok, "reason": reason, "message": text})
         case IterationMark(edge, iteration, time_ns):
             mark_type = MarkType.ITERATION_BEGIN if edge is Edge.BEGIN else MarkType.ITERATION_END
-            return pack_mark(mark_type, 0, 0, 0, 0, iteration, time_ns)
+            return mark_packer(mark_type)(0, 0, 0, 0, iteration, time_ns)
         case ComputationMark(edge, iteration, ordinal, computation, time_ns):
             mark_type = MarkType.COMPUTATION_BEGIN if edge is Edge.BEGIN else MarkType.COMPUTATION_END
-            return pack_mark(
-                mark_type,
+            return mark_packer(mark_type)(
                 computation.kind,
                 computation.microbatch,
                 computation.chunk,
@@ -168,7 +162,7 @@ def encode(message: Message) -> bytes:
                 time_ns,
             )
         case Finish(time_ns):
-            return pack_mark(MarkType.FINISH, 0, 0, 0, 0, 0, time_ns)
+            return mark_packer(MarkType.FINISH)(0, 0, 0, 0, 0, time_ns)
 
 
 def decode(packet: bytes | bytearray | memoryview) -> Message:

@@ -38,7 +38,7 @@ from perseus.agent.marks import (
     Reply,
     decode,
     encode,
-    pack_mark,
+    mark_packer,
 )
 
 SOCKET_VARIABLE = "PERSEUS_AGENT_SOCKET"
@@ -70,6 +70,11 @@ class NamedSchedule:
 # Each stage's computations in order, stage 0 first.
 StageOrders = Sequence[Sequence[Computation]]
 
+_pack_iteration_begin = mark_packer(MarkType.ITERATION_BEGIN)
+_pack_iteration_end = mark_packer(MarkType.ITERATION_END)
+_pack_begin = mark_packer(MarkType.COMPUTATION_BEGIN)
+_pack_end = mark_packer(MarkType.COMPUTATION_END)
+
 
 class Probe:
     """One rank's line to the agent. Made by `connect`."""
@@ -77,7 +82,10 @@ class Probe:
     def __init__(self, rank: Rank, line: socket.socket | None) -> None:
         self._rank = rank
         self._socket = line
-        self._iteration = -1
+        # What marks are sent by; bound once, as marks must cost little.
+        self._send: Callable[[bytes], object] = line.send if line is not None else _discard
+        self._has_begun = False
+        self._iteration = 0
         self._ordinal = -1
         self._dropped_mark_count = 0
         self._has_mistaken_mark = False
@@ -186,22 +194,36 @@ class Probe:
 
     def begin_iteration(self) -> None:
         """The next iteration begins."""
-        self._iteration += 1
+        self._iteration += self._has_begun
+        self._has_begun = True
         self._ordinal = -1
-        self._mark(MarkType.ITERATION_BEGIN, 0, 0, 0, 0)
+        try:
+            self._send(_pack_iteration_begin(0, 0, 0, 0, self._iteration, monotonic_ns()))
+        except (OSError, struct.error) as error:
+            self._not_sent(error)
 
     def end_iteration(self) -> None:
         """The iteration ends."""
-        self._mark(MarkType.ITERATION_END, 0, 0, 0, 0)
+        try:
+            self._send(_pack_iteration_end(0, 0, 0, 0, self._iteration, monotonic_ns()))
+        except (OSError, struct.error) as error:
+            self._not_sent(error)
 
     def begin_computation(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
         """A computation of this iteration begins."""
         self._ordinal += 1
-        self._mark(MarkType.COMPUTATION_BEGIN, kind, microbatch, chunk, self._ordinal)
+        try:
+            self._send(_pack_begin(kind, microbatch, chunk, self._ordinal, self._iteration, monotonic_ns()))
+        except (OSError, struct.error) as error:
+            self._not_sent(error)
 
     def end_computation(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
         """The computation ends."""
-        self._mark(MarkType.COMPUTATION_END, kind, microbatch, chunk, max(self._ordinal, 0))
+        ordinal = self._ordinal if self._ordinal >= 0 else 0
+        try:
+            self._send(_pack_end(kind, microbatch, chunk, ordinal, self._iteration, monotonic_ns()))
+        except (OSError, struct.error) as error:
+            self._not_sent(error)
 
     def iteration(self) -> "_Block":
         """`with probe.iteration():` begins and ends an iteration."""
@@ -233,7 +255,7 @@ class Probe:
                 self._dropped_mark_count,
             )
         self._socket.close()
-        self._socket = None
+        self._socket, self._send = None, _discard
 
     def __enter__(self) -> Self:
         return self
@@ -243,30 +265,22 @@ class Probe:
             self.finish()
         self.close()
 
-    def _mark(self, mark_type: MarkType, kind: int, microbatch: int, chunk: int, ordinal: int) -> None:
-        if self._socket is None:
-            return
-        try:
-            self._socket.send(
-                pack_mark(
-                    mark_type, kind, microbatch, chunk, ordinal, max(self._iteration, 0), monotonic_ns()
-                )
-            )
-        except BlockingIOError:
+    def _not_sent(self, error: OSError | struct.error) -> None:
+        if isinstance(error, BlockingIOError):
             self._dropped_mark_count += 1
-        except struct.error as error:
+        elif isinstance(error, OSError):
+            self._lose(error)
+        else:
             if not self._has_mistaken_mark:
                 _log.error("%s: marks that can not be are left out: %s", self._rank, error)
             self._has_mistaken_mark = True
-        except OSError as error:
-            self._lose(error)
 
     def _lose(self, error: Exception) -> None:
         """The line is of no use any more: say so once, and do nothing from now on."""
         _log.warning("%s: lost the agent (%s): training goes on at stock clocks", self._rank, error)
         if self._socket is not None:
             self._socket.close()
-            self._socket = None
+            self._socket, self._send = None, _discard
 
 
 class _Block:
@@ -336,6 +350,10 @@ def _computation_json(computation: Computation) -> dict[str, int]:
         "microbatch": computation.microbatch,
         "chunk": computation.chunk,
     }
+
+
+def _discard(_packet: bytes) -> None:
+    """Send nothing: there is no agent."""
 
 
 def _check_count(name: str, value: int, *, at_least: int) -> None:

@@ -21,7 +21,7 @@ from perseus.agent.marks import (
     Reply,
     decode,
     encode,
-    pack_mark,
+    mark_packer,
 )
 
 int32 = st.integers(0, 2**31 - 1)
@@ -112,7 +112,7 @@ def test_json_errors_name_the_field(fields: dict[str, object], text: str) -> Non
 @pytest.mark.parametrize(
     ("packet", "text"),
     [
-        (pack_mark(MarkType.FINISH, 0, 0, 0, 0, 0, 0)[:1] + b"\x02" + bytes(30), "version 1, found 2"),
+        (mark_packer(MarkType.FINISH)(0, 0, 0, 0, 0, 0)[:1] + b"\x02" + bytes(30), "version 1, found 2"),
         (struct.pack("<BBBBiiiqq", 0x50, 1, 9, 0, 0, 0, 0, 0, 0), "type 1 to 5, found 9"),
         (struct.pack("<BBBBiiiqq", 0x50, 1, 3, 7, 0, 0, 0, 0, 0), "kind 1 to 6, found 7"),
         (struct.pack("<BBBBiiiqq", 0x50, 1, 1, 0, 0, 0, 0, -4, 0), "no negative field, found .*iteration -4"),

@@ -31,7 +31,7 @@ PURE = [
     "agent/telemetry.py",
     "agent/energy.py",
     "service/job_machine.py",
-    "service/profiling.py",
+    "service/stage_profiles.py",
     "service/operating_point.py",
     "service/iterations.py",
     "service/spans.py",

@@ -55,10 +55,11 @@ def choose_clocks(
     powers_w = blocking_power_w(profiles, schedule.stage_count)
     stages = []
     for stage, order in enumerate(schedule.orders):
-        counts = Counter((c.chunk, c.kind) for c in order if c.kind is not Kind.FIXED)
+        counts: Counter[StageKey] = Counter((c.chunk, c.kind) for c in order if c.kind is not Kind.FIXED)
         usable_mhz = [mhz for mhz in clocks_mhz if (stage, mhz) not in barred]
-        measured = curves(profiles, stage)
-        stages.append(_Stage(counts, {k: measured.get(k, []) for k in counts}, usable_mhz, powers_w[stage]))
+        own = [p for p in profiles if p.stage == stage and counts.keys() <= p.measurements.keys()]
+        measured_mhz = sorted((profile.clock_mhz for profile in own), reverse=True)
+        stages.append(_Stage(counts, curves(own, stage), measured_mhz, usable_mhz, powers_w[stage]))
     if not all(stage.is_bounded for stage in stages):
         return ClockChoice(tuple(stage.extreme_mhz() for stage in stages), math.inf)
     found = [stage.least_certain() for stage in stages]
@@ -73,6 +74,7 @@ class _Stage:
         self,
         counts: Counter[StageKey],
         measured: dict[StageKey, list[Measurement]],
+        measured_mhz: Sequence[int],
         usable_mhz: Sequence[int],
         power_w: float,
     ) -> None:
@@ -80,13 +82,12 @@ class _Stage:
         self._measured = measured
         self._usable_mhz = usable_mhz
         self._power_w = power_w
-        known = [{m.clock_mhz for m in some} for some in measured.values()]
-        self.measured_mhz = sorted(set.intersection(*known), reverse=True) if known else []
+        self.measured_mhz = measured_mhz
 
     @property
     def is_bounded(self) -> bool:
         """Whether two clocks are measured."""
-        return len(self.measured_mhz) >= 2 or not self._counts
+        return len(self.measured_mhz) >= 2
 
     @property
     def least_energy_j(self) -> float:

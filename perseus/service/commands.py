@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from perseus.service.iterations import Period
 from perseus.service.model import Happening, IterationSummary, JobState, Offer, Rank, Straggler
-from perseus.service.profiling import ClockProfile
 from perseus.service.specification import Coordinates, OperatingPolicy
+from perseus.service.stage_profiles import StageProfile
 from perseus.service.telemetry import IterationColumns
 from perseus.solver import Pipeline
 
@@ -37,6 +37,11 @@ class EndStream:
     """End the stream of an agent that was silent for longer than its lease, so that it joins anew."""
 
     instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FindProfile:
+    """Look for a profile of the same GPUs and job shape; it comes back as ProfileFound, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class ForgetIterations:
     """The stored rows of incomplete iterations are no longer needed."""
 
 
-Record = JobRecord | Rank | OfferRecord | ClockProfile | Period | IterationRows | ForgetIterations
+Record = JobRecord | Rank | OfferRecord | StageProfile | Period | IterationRows | ForgetIterations
 
 
 def record_key(record: Record) -> Hashable:
@@ -108,8 +113,8 @@ def record_key(record: Record) -> Hashable:
             return record.coordinates
         case OfferRecord():
             return OfferRecord, record.pipeline
-        case ClockProfile():
-            return ClockProfile, record.clock_mhz
+        case StageProfile():
+            return StageProfile, record.stage, record.clock_mhz
         case Period():
             return Period, record.number
         case IterationRows():
@@ -123,4 +128,4 @@ class Store:
     record: Record
 
 
-Command = AcceptRank | SendOffer | EndStream | Solve | Announce | ReportIteration | Store
+Command = AcceptRank | SendOffer | EndStream | FindProfile | Solve | Announce | ReportIteration | Store

@@ -20,6 +20,7 @@ from perseus.service.commands import (
     Announce,
     Command,
     EndStream,
+    FindProfile,
     JobRecord,
     OfferRecord,
     ReportIteration,
@@ -41,12 +42,14 @@ from perseus.service.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
+    BaselineRequested,
     FinishRequested,
     GpuErrorReported,
     Input,
     OfferAnswered,
     PlanInForce,
     PolicySet,
+    ProfileFound,
     RankJoined,
     RankLeft,
     Solved,
@@ -228,6 +231,14 @@ class Coordinator:
     async def set_policy(self, job_id: str, policy: OperatingPolicy) -> JobView:
         """Set the operating policy."""
         return await self._change(job_id, PolicySet(policy))
+
+    async def measure_baseline(self, job_id: str) -> JobView:
+        """Measure the stock baseline again.
+
+        Raises:
+            JobNotSolvedError: there are no plans yet, or no more.
+        """
+        return await self._change(job_id, BaselineRequested())
 
     def report(self, job_id: str) -> tuple[Period, ...]:
         """Return what was measured, period by period."""
@@ -449,6 +460,8 @@ class Coordinator:
             case ReportIteration(summary):
                 for watcher in self._jobs[job_id].watchers:
                     watcher.tell(summary)
+            case FindProfile():
+                self._find_profile(job_id)
             case Solve(problem):
                 task = asyncio.get_running_loop().create_task(self._solve(job_id, problem))
                 self._tasks.add(task)
@@ -463,6 +476,19 @@ class Coordinator:
     def _publish_job(self, job_id: str) -> None:
         for watcher in self._jobs[job_id].watchers:
             watcher.change_job()
+
+    def _find_profile(self, job_id: str) -> None:
+        """Give a job the profile of the youngest one of the same GPUs and shape."""
+        machine = self._jobs[job_id].machine
+        like = [
+            other.machine
+            for other in self._jobs.values()
+            if other.machine.is_profile_complete and other.machine.profile_key() == machine.profile_key()
+        ]
+        if like:
+            youngest = max(like, key=lambda other: other.view().create_time_s)
+            found = ProfileFound(youngest.profiler.profiles)
+            self._perform(job_id, machine.handle(found, time.monotonic()))
 
     async def _solve(self, job_id: str, problem: Pipeline) -> None:
         answer: Solved | SolveFailed

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from perseus.service.model import Gpu, GpuErrorReason, RankLeftReason, RefusalReason, Straggler
 from perseus.service.specification import Coordinates, OperatingPolicy
+from perseus.service.stage_profiles import StageProfile
 from perseus.service.telemetry import TelemetryBatch
 from perseus.solver import Frontier
 
@@ -125,6 +126,18 @@ class FinishRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class BaselineRequested:
+    """Somebody wants the stock baseline measured again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFound:
+    """The answer to FindProfile: what is known of the same GPUs and job shape."""
+
+    profiles: tuple[StageProfile, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Solved:
     """The frontier that was asked for."""
 
@@ -157,6 +170,8 @@ Input = (
     | StragglerCleared
     | PolicySet
     | FinishRequested
+    | BaselineRequested
+    | ProfileFound
     | Solved
     | SolveFailed
     | Tick

@@ -25,14 +25,17 @@ on a Tick only. The time is any clock that never goes back; only differences cou
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import singledispatchmethod
+
+import numpy as np
 
 from perseus.service.commands import (
     AcceptRank,
     Command,
     EndStream,
+    FindProfile,
     ForgetIterations,
     IterationRows,
     JobRecord,
@@ -40,17 +43,21 @@ from perseus.service.commands import (
     ReportIteration,
     Solve,
 )
+from perseus.service.drift import Drift, DriftWatch
 from perseus.service.errors import JobFinishedError, JobNotSolvedError
+from perseus.service.guard import BrokenPromise, Guard, promised_time_s
 from perseus.service.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
+    BaselineRequested,
     FinishRequested,
     GpuErrorReported,
     Input,
     OfferAnswered,
     PlanInForce,
     PolicySet,
+    ProfileFound,
     RankJoined,
     RankLeft,
     Solved,
@@ -67,7 +74,7 @@ from perseus.service.model import (
     NO_VERSION,
     STOCK,
     EventType,
-    HoldClock,
+    HoldClocks,
     JobState,
     JobView,
     PlannedClocks,
@@ -80,21 +87,17 @@ from perseus.service.model import (
 )
 from perseus.service.offers import OfferBoard
 from perseus.service.operating_point import check_straggler, planned_clocks, straggler_time_s, target_times_s
-from perseus.service.profiling import (
-    ClockProfile,
-    build_problem,
-    common_clocks_mhz,
-    has_swept_enough,
-    is_measured,
-    merge,
-)
+from perseus.service.profiler import LEAST_CLOCKS, Profiler, ProfilingRules
 from perseus.service.ranks import LIVE, RankTable, named
 from perseus.service.spans import SpanBook
-from perseus.service.specification import Coordinates, JobSpec
-from perseus.service.stragglers import Finding, StragglerDetector
-from perseus.service.telemetry import EnergyEstimate
+from perseus.service.specification import JobSpec
+from perseus.service.stage_profiles import StageProfile, build_problem, common_clocks_mhz, corrected
+from perseus.service.stragglers import SLOWING_REASONS, Finding, StragglerDetector
 from perseus.service.timeline import TimelineMemory
 from perseus.solver import Frontier, SolverError
+
+_MOST_BROKEN_PROMISES = 2
+"""After so many broken promises the job stays at stock."""
 
 _NEEDS_ALL_RANKS = (JobState.BASELINE, JobState.PROFILING, JobState.SOLVING, JobState.PLANNED)
 
@@ -105,7 +108,7 @@ class Rules:
 
     lease_s: float = 30.0
     baseline_iterations: int = 5
-    profile_iterations: int = 3
+    profiling: ProfilingRules = field(default_factory=ProfilingRules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class StoredJob:
     record: JobRecord | None
     ranks: tuple[Rank, ...]
     offers: tuple[OfferRecord, ...]
-    profiles: tuple[ClockProfile, ...]
+    profiles: tuple[StageProfile, ...]
     periods: tuple[Period, ...]
     open_rows: tuple[IterationRows, ...]
     last_sequence: int
@@ -134,7 +137,8 @@ class JobMachine:
         frontier: once solved.
         log: its iterations and the report.
         timelines: the latest iteration of each pipeline.
-        profiles: the clocks measured so far, highest first.
+        profiler: what is measured of its stages.
+        is_profile_complete: whether that is enough to plan on.
     """
 
     def __init__(self, spec: JobSpec, rules: Rules, epoch: str, create_time_s: float) -> None:
@@ -143,7 +147,6 @@ class JobMachine:
         self.policy = spec.policy
         self.state = JobState.WAITING
         self.frontier: Frontier | None = None
-        self.profiles: list[ClockProfile] = []
         self.log = IterationLog(list(spec.parallelism.all_coordinates()))
         self.timelines = TimelineMemory(spec.parallelism)
         self._rules = rules
@@ -154,9 +157,13 @@ class JobMachine:
         self._offers = OfferBoard(spec.parallelism.pipeline_count, self._ranks, self._journal)
         self._baseline_time_s = 0.0
         self._baseline_times_s: list[float] = []
-        self._is_profile_complete = False
+        self.is_profile_complete = False
         self._is_solving = False
-        self._estimates: dict[Coordinates, EnergyEstimate] = {}
+        self.profiler = Profiler(spec.parallelism, self.schedule, rules.profiling, self._journal)
+        self._guard = Guard()
+        self._drift = DriftWatch(spec.parallelism)
+        self._broken_count = 0
+        self._now_s = 0.0
         self._stragglers: dict[int, Straggler] = {}
         self._spans = SpanBook(self.schedule, spec.parallelism)
         self._detector = StragglerDetector(spec.parallelism.pipeline_count)
@@ -191,21 +198,21 @@ class JobMachine:
         if (record := stored.record) is not None:
             machine.policy, machine.state, version = record.policy, record.state, record.version
             machine._baseline_time_s = record.baseline_time_s
-            machine._is_profile_complete = record.is_profile_complete
+            machine.is_profile_complete = record.is_profile_complete
             machine._stragglers = {straggler.pipeline: straggler for straggler in record.stragglers}
             for straggler in record.stragglers:
                 if straggler.is_detected and straggler.slowdown_factor is not None:
                     machine._detector.restore(straggler.pipeline, straggler.slowdown_factor)
         machine._offers.restore(version, stored.offers)
         machine._ranks.restore(stored.ranks, now_s)
-        machine.profiles = sorted(stored.profiles, key=lambda profile: -profile.clock_mhz)
+        machine.profiler.profiles = stored.profiles
         machine._journal.sequence = stored.last_sequence
         machine.log.periods = list(stored.periods)
         machine.log.mark_straggler(-1, bool(machine._stragglers))
         machine._label_versions()
         for rows in stored.open_rows:
             machine.log.add(rows.rank, rows.rows)
-        if machine._is_profile_complete and machine.state not in (JobState.STOCK, JobState.FINISHED):
+        if machine.is_profile_complete and machine.state not in (JobState.STOCK, JobState.FINISHED):
             machine._solve()
         return machine, machine._take_commands()
 
@@ -216,6 +223,7 @@ class JobMachine:
             InvalidInputError: the input does not fit the job; nothing has changed.
             JobFinishedError, RankAlreadyServedError: it is refused; nothing has changed.
         """
+        self._now_s = now_s
         self._on(event, now_s)
         self._advance()
         self._offers.settle()
@@ -240,12 +248,18 @@ class JobMachine:
             detected_stragglers=frozenset(
                 straggler.pipeline for straggler in self._stragglers.values() if straggler.is_detected
             ),
-            profiled_clock_count=len(self.profiles),
+            profiled_clock_count=self.profiler.clock_count,
             t_min_s=self.frontier.t_min_s if self.frontier else 0.0,
             t_slow_s=self.frontier.t_slow_s if self.frontier else 0.0,
             planned_iteration_time_s=planned_s if len(planned_s) == len(clocks) else (),
             create_time_s=self._create_time_s,
         )
+
+    def profile_key(self) -> Hashable:
+        """Return what two jobs have in common that may share a profile."""
+        counts = self.spec.parallelism
+        models = tuple(sorted({rank.gpu.model for rank in self._ranks if rank.gpu}))
+        return models, counts.stage_count, counts.tensor_count, self.spec.schedule
 
     def solved_frontier(self) -> Frontier:
         """Return the frontier.
@@ -263,7 +277,7 @@ class JobMachine:
             state=self.state,
             version=self._offers.version,
             baseline_time_s=self._baseline_time_s,
-            is_profile_complete=self._is_profile_complete,
+            is_profile_complete=self.is_profile_complete,
             stragglers=tuple(self._stragglers[pipeline] for pipeline in sorted(self._stragglers)),
         )
         if record != self._stored_record:
@@ -343,11 +357,12 @@ class JobMachine:
         self.timelines.add(event.rank, batch.computations)
         if batch.clocks is not None:
             self._ranks.note_clocks(event.rank, batch.clocks)
-        if (
-            batch.energy is not None
-            and batch.energy.plan_version == self._offers[event.rank.pipeline].version
-        ):
-            self._estimates[event.rank] = batch.energy
+        energy = batch.energy
+        if energy is not None and energy.plan_version == self._offers[event.rank.pipeline].version:
+            if self.state is JobState.PROFILING:
+                self.profiler.take_estimate(event.rank, energy)
+            elif self.state is JobState.PLANNED:
+                self._drift.take_estimate(event.rank, energy)
 
     @_on.register
     def _(self, event: OfferAnswered, now_s: float) -> None:
@@ -431,8 +446,8 @@ class JobMachine:
             self.policy = event.policy
             self._journal.announce(
                 EventType.POLICY_SET,
-                f"policy: at most {event.policy.max_slowdown_percent:g} % slower than T_min",
-                max_slowdown_percent=event.policy.max_slowdown_percent,
+                f"policy: {event.policy}",
+                **asdict(event.policy),
             )
             self._retarget()
 
@@ -440,6 +455,23 @@ class JobMachine:
     def _(self, _event: FinishRequested, _now_s: float) -> None:
         if self.state is not JobState.FINISHED:
             self._enter(JobState.FINISHED, "ended on request")
+
+    @_on.register
+    def _(self, _event: BaselineRequested, _now_s: float) -> None:
+        self._check_running()
+        if self.state is not JobState.PLANNED:
+            raise JobNotSolvedError(job_id=self.spec.job_id, state=self.state.value)
+        self._journal.announce(
+            EventType.BASELINE_REQUESTED,
+            f"the stock iteration, {self._baseline_time_s:.6f} s so far, is measured again",
+            baseline_time_s=self._baseline_time_s,
+        )
+        self._baseline_time_s = 0.0
+        self._enter(JobState.BASELINE, "the stock baseline is measured again")
+
+    @_on.register
+    def _(self, event: ProfileFound, _now_s: float) -> None:
+        self.profiler.offered = event.profiles
 
     @_on.register
     def _(self, event: Solved, _now_s: float) -> None:
@@ -513,13 +545,26 @@ class JobMachine:
         if complete:
             self._offers.iteration_time_s = complete[-1].iteration_time_s
         for iteration in complete:
-            self._watch_stragglers(iteration)
+            slowed = self._watch_stragglers(iteration)
+            if self.state is JobState.PROFILING:
+                self._note_held(iteration, slowed)
+            elif self.state is JobState.PLANNED:
+                self._watch_plans(iteration)
         if self.state is JobState.BASELINE:
             self._measure_baseline(complete)
 
+    def _wanted_versions(self) -> tuple[int, ...]:
+        return tuple(offer.version for offer in self._offers)
+
+    def _note_held(self, iteration: JobIteration, slowed: Collection[int]) -> None:
+        if iteration.versions == self._wanted_versions():
+            baseline_j = [period.energy_j for period in self.log.periods if period.state is JobState.BASELINE]
+            disturbed = {*self._stragglers, *slowed}
+            self.profiler.take_iteration(iteration, disturbed, baseline_j[-1] if baseline_j else 0.0)
+
     def _measure_baseline(self, complete: Sequence[JobIteration]) -> None:
         """Take regular iterations at stock; the first one seen is dropped: it may have begun otherwise."""
-        wanted = tuple(offer.version for offer in self._offers)
+        wanted = self._wanted_versions()
         self._baseline_times_s.extend(
             iteration.iteration_time_s
             for iteration in complete
@@ -552,20 +597,21 @@ class JobMachine:
         if self.state is not JobState.FINISHED and self._ranks.are_all(RankState.FINISHED):
             self._enter(JobState.FINISHED, "all ranks are done")
         if self.state is JobState.WAITING and self._ranks.are_all(RankState.CONNECTED):
-            if self.frontier is not None:
-                self._enter(JobState.PLANNED, "all ranks are there")
-            elif self._is_profile_complete:
-                self._enter(JobState.SOLVING, "all ranks are there")
-            elif self._baseline_time_s:
-                self._enter(JobState.PROFILING, "all ranks are there")
-            else:
-                self._enter(JobState.BASELINE, "all ranks are there")
+            self._enter(self._state_with_all_ranks(), "all ranks are there")
         if self.state is JobState.BASELINE and self._baseline_time_s:
-            self._enter(JobState.PROFILING, f"the stock iteration takes {self._baseline_time_s:.6f} s")
+            why = f"the stock iteration takes {self._baseline_time_s:.6f} s"
+            self._enter(self._state_with_all_ranks(), why)
         if self.state is JobState.PROFILING:
             self._profile()
         if self.state is JobState.SOLVING and self.frontier is not None:
             self._enter(JobState.PLANNED, "the frontier is solved")
+
+    def _state_with_all_ranks(self) -> JobState:
+        if not self._baseline_time_s:
+            return JobState.BASELINE
+        if not self.is_profile_complete:
+            return JobState.PROFILING
+        return JobState.SOLVING if self.frontier is None else JobState.PLANNED
 
     def _enter(self, state: JobState, why: str) -> None:
         """Enter a state, and say what clocks the pipelines should have in it."""
@@ -577,10 +623,14 @@ class JobMachine:
             after=state.name,
             reason=why,
         )
-        self._estimates.clear()
         self._baseline_times_s.clear()
+        self._guard.restart()
+        self._drift.restart()
         match state:
             case JobState.PROFILING:
+                if not self.profiler.profiles:
+                    self._journal.do(FindProfile())
+                self.profiler.start_round()
                 self._profile()
             case JobState.PLANNED:
                 self._retarget()
@@ -595,48 +645,32 @@ class JobMachine:
             self._enter(JobState.STOCK, why)
 
     def _profile(self) -> None:
-        """Hold one clock after another, each until it has been measured on all ranks."""
-        clocks_mhz = common_clocks_mhz(rank.gpu for rank in self._ranks if rank.gpu)
+        """Hold clocks round by round, until what is measured is enough."""
+        clocks_mhz = self._common_clocks_mhz()
         if not clocks_mhz:
             self._fall_back("the GPUs have no clock in common")
             return
         held = self._offers[0].clocks
-        if isinstance(held, HoldClock) and self._has_measured(held.clock_mhz):
-            self._finish_clock(held.clock_mhz)
-        measured_mhz = {profile.clock_mhz for profile in self.profiles}
-        left_mhz = [clock_mhz for clock_mhz in clocks_mhz if clock_mhz not in measured_mhz]
-        if not left_mhz or has_swept_enough(self.profiles, self.schedule):
-            self._is_profile_complete = True
-            self._enter(JobState.SOLVING, f"{len(self.profiles)} clocks are measured")
+        following = self.profiler.next_round(
+            held if isinstance(held, HoldClocks) else None, clocks_mhz, self._now_s
+        )
+        if isinstance(following, HoldClocks):
+            self._offers.wish(range(len(self._offers)), following)
+        elif following.is_enough:
+            self.is_profile_complete = True
+            self._enter(JobState.SOLVING, following.why)
         else:
-            self._offers.wish(range(len(self._offers)), HoldClock(left_mhz[0]))
+            self._fall_back(following.why)
 
-    def _has_measured(self, clock_mhz: int) -> bool:
-        return len(self._estimates) == len(self._ranks) and all(
-            is_measured(estimate, self.schedule.orders[rank.stage], clock_mhz, self._rules.profile_iterations)
-            for rank, estimate in self._estimates.items()
-        )
-
-    def _finish_clock(self, clock_mhz: int) -> None:
-        profile = merge(clock_mhz, self._estimates, self.spec.parallelism, self.schedule)
-        self._estimates.clear()
-        self.profiles.append(profile)
-        self.profiles.sort(key=lambda profile: -profile.clock_mhz)
-        self._journal.store(profile)
-        self._journal.announce(
-            EventType.CLOCK_PROFILED,
-            f"{clock_mhz} MHz is measured on all ranks",
-            clock_mhz=clock_mhz,
-            **{
-                f"blocking_power_w.{stage}": power_w for stage, power_w in enumerate(profile.blocking_power_w)
-            },
-        )
+    def _common_clocks_mhz(self) -> tuple[int, ...]:
+        return common_clocks_mhz(rank.gpu for rank in self._ranks if rank.gpu)
 
     def _solve(self) -> None:
-        if self._is_solving or self.frontier is not None:
+        """Solve for the frontier; one that is there stays until the new one is."""
+        if self._is_solving:
             return
         try:
-            problem = build_problem(self.profiles, self.schedule)
+            problem = build_problem(self.profiler.profiles, self.schedule, self._common_clocks_mhz())
         except SolverError as error:
             self._give_up_solving(str(error))
             return
@@ -650,8 +684,11 @@ class JobMachine:
 
     # ------------------------------------------------------------------ stragglers
 
-    def _watch_stragglers(self, iteration: JobIteration) -> None:
-        """Judge who was slow. What somebody reported overrides what is found until it is cleared."""
+    def _watch_stragglers(self, iteration: JobIteration) -> Collection[int]:
+        """Judge who was slow; return the pipelines of which a GPU was slowed.
+
+        What somebody reported overrides what is found until it is cleared.
+        """
         spans = self._spans.take(iteration.iteration, iteration.versions) if iteration.versions else None
         has_changed = False
         for finding in self._detector.judge(spans) if spans else ():
@@ -663,6 +700,7 @@ class JobMachine:
                 has_changed = True
         if has_changed:
             self._after_straggler_change()
+        return np.flatnonzero(spans.clock_event_reasons & SLOWING_REASONS).tolist() if spans else ()
 
     def _note_detected(self, pipeline: int, factor: float) -> None:
         if factor > 1:
@@ -684,6 +722,61 @@ class JobMachine:
 
     # ------------------------------------------------------------------ plans
 
+    def _watch_plans(self, iteration: JobIteration) -> None:
+        """Hold what the plans in force lead to against what was promised, and planned."""
+        clocks = [offer.clocks for offer in self._offers if isinstance(offer.clocks, PlannedClocks)]
+        if self.frontier is None or iteration.versions != self._wanted_versions():
+            return
+        if not self._stragglers:
+            promise_s = promised_time_s(clocks, self.frontier, self._baseline_time_s)
+            broken = self._guard.judge(iteration, promise_s, self._baseline_time_s)
+            if broken is not None:
+                self._withdraw_plans(broken)
+                return
+        if self._drift.is_due(iteration.versions) and not self._is_solving:
+            drift = self._check_profile()
+            if drift is not None:
+                self._correct_profile(drift)
+                self._solve()
+
+    def _withdraw_plans(self, broken: BrokenPromise) -> None:
+        """Back to stock; and to other plans if the profile turns out to be what was wrong."""
+        self._broken_count += 1
+        drift = self._check_profile()
+        self._journal.announce(
+            EventType.PROMISE_BROKEN,
+            f"iterations take {broken.median_time_s:.6f} s, {broken.promised_time_s:.6f} s were promised",
+            **asdict(broken),
+            versions=self._wanted_versions(),
+        )
+        if drift is None:
+            self._fall_back("the plans broke their promise, and the profile does not say why")
+        elif self._broken_count > _MOST_BROKEN_PROMISES:
+            self._fall_back(f"plans broke their promise {self._broken_count} times")
+        else:
+            self._correct_profile(drift)
+            self.frontier = None
+            self._enter(JobState.SOLVING, "the plans broke their promise, and the profile was corrected")
+
+    def _check_profile(self) -> Drift | None:
+        assert self.frontier is not None
+        measured = {(profile.stage, profile.clock_mhz) for profile in self.profiler.profiles}
+        return self._drift.check(self.frontier.pipeline, measured, self._stragglers.keys())
+
+    def _correct_profile(self, drift: Drift) -> None:
+        stage, clock_mhz, (chunk, kind) = drift.worst
+        self._journal.announce(
+            EventType.PROFILE_CORRECTED,
+            f"stage {stage} takes {drift.worst_ratio:.3f} × the time planned at {clock_mhz} MHz",
+            stage=stage,
+            clock_mhz=clock_mhz,
+            chunk=chunk,
+            computation_kind=kind.name,
+            ratio=drift.worst_ratio,
+            measured_count=len(drift.times_s),
+        )
+        self.profiler.replace(corrected(self.profiler.profiles, drift.times_s))
+
     def _straggler_times_s(self) -> dict[int, float]:
         """Return T' of each straggler; 0 while there is no frontier to measure it by."""
         return {
@@ -701,7 +794,9 @@ class JobMachine:
         """Give every pipeline the plan of its target time; pipelines of the same plan share its version."""
         if self.state is not JobState.PLANNED or self.frontier is None:
             return
-        targets_s = target_times_s(self.frontier, self.policy, self._straggler_times_s(), len(self._offers))
+        targets_s = target_times_s(
+            self.frontier, self.policy, self._baseline_time_s, self._straggler_times_s(), len(self._offers)
+        )
         for target_s in sorted(set(targets_s)):
             same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
             self._offers.wish(same, planned_clocks(self.frontier, target_s))
@@ -717,8 +812,8 @@ class JobMachine:
         match self.state:
             case JobState.PROFILING:
                 assert len(set(clocks)) == 1
-                assert isinstance(clocks[0], HoldClock)
-                assert not self._is_profile_complete
+                assert isinstance(clocks[0], HoldClocks)
+                assert not self.is_profile_complete
             case JobState.PLANNED:
                 assert all(isinstance(some, PlannedClocks) for some in clocks)
                 assert self.frontier is not None or self._is_solving
@@ -732,12 +827,10 @@ class JobMachine:
             assert self._is_solving
         if self.state is JobState.BASELINE:
             assert not self._baseline_time_s
-        if self._is_profile_complete:
-            assert self.profiles
+        if self.is_profile_complete:
+            assert self.profiler.clock_count >= LEAST_CLOCKS
         if self.frontier is not None or self._is_solving:
-            assert self._is_profile_complete
-        assert not self._estimates or self.state is JobState.PROFILING or self.state in _NEEDS_ALL_RANKS
-        assert len({profile.clock_mhz for profile in self.profiles}) == len(self.profiles)
+            assert self.is_profile_complete
         for straggler in self._stragglers.values():
             if straggler.is_detected:
                 assert straggler.slowdown_factor == self._detector.factor(straggler.pipeline)

@@ -91,6 +91,15 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         return pb.SetPolicyResponse(job=job_to_proto(view))
 
     @mapped
+    async def MeasureBaseline(
+        self, request: pb.MeasureBaselineRequest, context: Context
+    ) -> pb.MeasureBaselineResponse:
+        """See the contract."""
+        return pb.MeasureBaselineResponse(
+            job=job_to_proto(await self._coordinator.measure_baseline(request.job_id))
+        )
+
+    @mapped
     async def GetReport(self, request: pb.GetReportRequest, context: Context) -> pb.GetReportResponse:
         """See the contract."""
         periods = self._coordinator.report(request.job_id)

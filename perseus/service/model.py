@@ -83,6 +83,11 @@ class EventType(enum.Enum):
     STRAGGLER_DETECTED = "straggler detected"
     STRAGGLER_WITHDRAWN = "straggler withdrawn"
     GPU_ERROR = "GPU error"
+    CLOCK_GIVEN_UP = "clock given up"
+    PROFILE_ADOPTED = "profile adopted"
+    PROMISE_BROKEN = "promise broken"
+    PROFILE_CORRECTED = "profile corrected"
+    BASELINE_REQUESTED = "baseline requested"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +108,13 @@ class StockClocks:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldClock:
-    """One clock for all computations, for profiling."""
+class HoldClocks:
+    """One clock for all computations of a stage, for each stage, for profiling."""
 
-    clock_mhz: int
+    clocks_mhz: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"hold {self.clock_mhz} MHz"
+        return f"hold {', '.join(str(mhz) for mhz in dict.fromkeys(self.clocks_mhz))} MHz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,7 @@ class PlannedClocks:
         return f"plan of {self.plan.iteration_time_s:.6f} s"
 
 
-Clocks = StockClocks | HoldClock | PlannedClocks
+Clocks = StockClocks | HoldClocks | PlannedClocks
 STOCK = StockClocks()
 
 NO_VERSION = 0

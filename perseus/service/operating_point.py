@@ -1,6 +1,7 @@
 """Where on the frontier each pipeline runs, and what a straggler's report means there."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -32,16 +33,23 @@ def straggler_time_s(
 
     A detected straggler is slower than its own plan by its factor, whatever that plan is.
 
-    A measured iteration holds more than the computations that the frontier knows (transfers, optimizer).
-    What the stock baseline took beyond the all-max prediction is that share; it does not shrink or stretch
-    with the clocks, so it is taken off. `baseline_time_s` is 0 where no baseline was measured.
+    What a measured iteration holds beyond the computations is taken off.
     """
     if straggler.slowdown_factor is not None:
-        scale_s = _planned_time_s(frontier, policy) if straggler.is_detected else frontier.t_min_s
+        is_detected = straggler.is_detected
+        scale_s = _planned_time_s(frontier, policy, baseline_time_s) if is_detected else frontier.t_min_s
         return scale_s * straggler.slowdown_factor
     assert straggler.iteration_time_s is not None
-    overhead_s = max(0.0, baseline_time_s - frontier.baseline.iteration_time_s) if baseline_time_s else 0.0
-    return max(frontier.t_min_s, straggler.iteration_time_s - overhead_s)
+    return max(frontier.t_min_s, straggler.iteration_time_s - overhead_s(frontier, baseline_time_s))
+
+
+def overhead_s(frontier: Frontier, baseline_time_s: float) -> float:
+    """Return what a measured iteration holds beyond the computations that the frontier knows.
+
+    That is what the stock baseline took beyond the all-max prediction: transfers, optimizer. It does not
+    shrink or stretch with the clocks. `baseline_time_s` is 0 where no baseline was measured; then this is 0.
+    """
+    return max(0.0, baseline_time_s - frontier.baseline.iteration_time_s)
 
 
 def planned_clocks(frontier: Frontier, target_s: float) -> PlannedClocks:
@@ -72,27 +80,41 @@ def with_fixed(plan: Plan, pipeline: Pipeline) -> Plan:
 
 
 def target_times_s(
-    frontier: Frontier, policy: OperatingPolicy, straggler_times_s: Mapping[int, float], pipeline_count: int
+    frontier: Frontier,
+    policy: OperatingPolicy,
+    baseline_time_s: float,
+    straggler_times_s: Mapping[int, float],
+    pipeline_count: int,
 ) -> tuple[float, ...]:
     """Return the iteration time that each pipeline may take.
 
-    Without a straggler that is T_min, stretched by the policy. With stragglers the slowest of them is
+    Without a straggler that is what the policy says. With stragglers the slowest of them is
     waited for, so every other pipeline may take min(T_slow, T'); the stragglers themselves must not get any
     slower.
     """
-    own_s = _own_time_s(frontier, policy)
+    own_s = _own_time_s(frontier, policy, baseline_time_s)
     others_s = max([own_s, min(frontier.t_slow_s, max(straggler_times_s.values(), default=0.0))])
     return tuple(own_s if pipeline in straggler_times_s else others_s for pipeline in range(pipeline_count))
 
 
-def _own_time_s(frontier: Frontier, policy: OperatingPolicy) -> float:
-    """Return the iteration time that a pipeline may take that waits for nobody."""
-    return frontier.t_min_s * (1 + policy.max_slowdown_percent / 100)
+def _own_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float) -> float:
+    """Return the iteration time that a pipeline may take that waits for nobody: from T_min to T*."""
+    if policy.deadline is not None:
+        pace_s = policy.deadline.time_s / policy.deadline.iteration_count
+        wanted_s = pace_s - overhead_s(frontier, baseline_time_s)
+    elif policy.max_average_power_w is not None:
+        # Along the frontier, slower is never more power: a cap is kept from some point on.
+        powers_w = [point.energy_j / point.iteration_time_s for point in frontier.points]
+        first = bisect_left(powers_w, -policy.max_average_power_w, key=lambda power_w: -power_w)
+        return frontier.points[min(first, len(frontier.points) - 1)].iteration_time_s
+    else:
+        wanted_s = frontier.t_min_s * (1 + policy.max_slowdown_percent / 100)
+    return max(frontier.t_min_s, min(wanted_s, frontier.t_star_s))
 
 
-def _planned_time_s(frontier: Frontier, policy: OperatingPolicy) -> float:
+def _planned_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float) -> float:
     """Return the iteration time of the plan that such a pipeline has."""
-    own_s = _own_time_s(frontier, policy)
+    own_s = _own_time_s(frontier, policy, baseline_time_s)
     return max(
         (t for point in frontier.points if (t := point.iteration_time_s) <= own_s), default=frontier.t_min_s
     )

@@ -17,6 +17,7 @@ from perseus.service.errors import AddressUnavailableError
 from perseus.service.frontier_service import FrontierService
 from perseus.service.job_machine import Rules
 from perseus.service.job_service import JobService
+from perseus.service.profiler import ProfilingRules
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.solving import SolverPool
 from perseus.service.sqlite_store import SqliteStore
@@ -88,7 +89,18 @@ async def running(
     The block gets the bound address, and a future that is done early only if the coordinator can't go on (its
     database fails); its error is raised when the block ends.
     """
-    rules = Rules(settings.lease_s, settings.baseline_iterations, settings.profile_iterations)
+    rules = Rules(
+        settings.lease_s,
+        settings.baseline_iterations,
+        ProfilingRules(
+            settings.profile_iterations,
+            settings.profile_accuracy_percent / 100,
+            settings.profile_clocks,
+            settings.profile_budget_iterations,
+            settings.profile_budget_s,
+            settings.profile_budget_j,
+        ),
+    )
     async with contextlib.AsyncExitStack() as stack:
         store = await SqliteStore.open(settings.database)
         stack.push_async_callback(store.close)

@@ -1,5 +1,6 @@
 """The coordinator's settings: flags, environment (`PERSEUS_COORDINATOR_…`) and a TOML file fill them."""
 
+import math
 from pathlib import Path
 
 from pydantic import Field
@@ -26,6 +27,17 @@ class CoordinatorSettings(BaseSettings):
     )
     profile_iterations: int = Field(
         default=3, ge=1, le=1000, description="Iterations measured at each clock."
+    )
+    profile_accuracy_percent: float = Field(
+        default=0.3, gt=0, le=100, description="Profile until plans can change by no more energy than this."
+    )
+    profile_clocks: int = Field(default=12, ge=2, le=1000, description="Clocks measured per stage, at most.")
+    profile_budget_iterations: int = Field(
+        default=1000, ge=1, description="Iterations that profiling may take."
+    )
+    profile_budget_s: float = Field(default=math.inf, gt=0, description="Seconds that profiling may take.")
+    profile_budget_j: float = Field(
+        default=math.inf, gt=0, description="Joules that profiling may take beyond stock."
     )
     solver_processes: int = Field(default=1, ge=1, le=64, description="Problems solved at a time.")
     shutdown_grace_s: float = Field(

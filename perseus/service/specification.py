@@ -131,17 +131,50 @@ def build_schedule(spec: ScheduleSpec, stage_count: int) -> Schedule:
 
 
 @dataclass(frozen=True, slots=True)
+class Deadline:
+    """So many whole iterations within so much time."""
+
+    iteration_count: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class OperatingPolicy:
-    """How much slower than T_min a job may run without a straggler, in percent; 0 is no slowdown."""
+    """Where on the frontier a job runs without a straggler: one rule of three.
+
+    Attributes:
+        max_slowdown_percent: how much slower than T_min; 0 is no slowdown.
+        deadline: as slow as it allows.
+        max_average_power_w: as fast as this cap on a pipeline's average power allows.
+    """
 
     max_slowdown_percent: float = 0.0
+    deadline: Deadline | None = None
+    max_average_power_w: float | None = None
+
+    def __str__(self) -> str:
+        if self.deadline is not None:
+            return f"{self.deadline.iteration_count} iterations within {self.deadline.time_s:g} s"
+        if self.max_average_power_w is not None:
+            return f"at most {self.max_average_power_w:g} W a pipeline"
+        return f"at most {self.max_slowdown_percent:g} % slower than T_min"
 
     def check(self) -> None:
-        """Refuse anything outside of 0 to 100.
+        """Refuse figures that can't be.
 
         Raises:
-            InvalidFieldError: names the policy.
+            InvalidFieldError: names the figure.
         """
+        if self.deadline is not None:
+            if not self.deadline.iteration_count >= 1:
+                raise InvalidFieldError(
+                    field="policy.deadline.iteration_count",
+                    expected="1 or more",
+                    found=self.deadline.iteration_count,
+                )
+            _check_positive("policy.deadline.time_s", self.deadline.time_s)
+        if self.max_average_power_w is not None:
+            _check_positive("policy.max_average_power_w", self.max_average_power_w)
         if not (math.isfinite(self.max_slowdown_percent) and 0 <= self.max_slowdown_percent <= 100):
             raise InvalidFieldError(
                 field="policy.max_slowdown_percent", expected="0 to 100", found=self.max_slowdown_percent
@@ -202,3 +235,8 @@ class JobSpec:
             raise PipelineOutOfRangeError(
                 job_id=self.job_id, last_pipeline=self.parallelism.pipeline_count - 1, pipeline=pipeline
             )
+
+
+def _check_positive(field: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise InvalidFieldError(field=field, expected="a positive number", found=value)

@@ -31,21 +31,21 @@ from perseus.service.model import (
     Clocks,
     EventType,
     Happening,
-    HoldClock,
+    HoldClocks,
     Offer,
     PlannedClocks,
     Rank,
     StockClocks,
 )
-from perseus.service.profiling import ClockProfile
 from perseus.service.specification import Coordinates, JobSpec
+from perseus.service.stage_profiles import StageKey, StageProfile
 from perseus.service.store import Entry, JobEntry, JobEvent, JobStore, NewJob, TelemetrySequence
 from perseus.service.telemetry import IterationColumns
-from perseus.solver import Measurement, ProfileKey
+from perseus.solver import Measurement
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _SCHEMA = """
 CREATE TABLE coordinator (epoch TEXT NOT NULL);
@@ -58,9 +58,9 @@ CREATE TABLE offers (
     clocks_type TEXT NOT NULL, clocks TEXT NOT NULL,
     PRIMARY KEY (job_id, pipeline)) WITHOUT ROWID;
 CREATE TABLE profiles (
-    job_id TEXT, clock_mhz INTEGER, measurements TEXT NOT NULL, blocking_power_w TEXT NOT NULL,
-    blocking_power_se_w TEXT NOT NULL,
-    PRIMARY KEY (job_id, clock_mhz)) WITHOUT ROWID;
+    job_id TEXT, stage INTEGER, clock_mhz INTEGER, measurements TEXT NOT NULL,
+    blocking_power_w REAL NOT NULL, blocking_power_se_w REAL NOT NULL,
+    PRIMARY KEY (job_id, stage, clock_mhz)) WITHOUT ROWID;
 CREATE TABLE periods (
     job_id TEXT, number INTEGER, period TEXT NOT NULL, PRIMARY KEY (job_id, number)) WITHOUT ROWID;
 CREATE TABLE open_iterations (
@@ -78,14 +78,13 @@ _SPEC = TypeAdapter(JobSpec)
 _RECORD = TypeAdapter(JobRecord)
 _RANK = TypeAdapter(Rank)
 _PERIOD = TypeAdapter(Period)
-_MEASUREMENTS = TypeAdapter(list[tuple[ProfileKey, Measurement]])
-_POWERS = TypeAdapter(tuple[float, ...])
+_MEASUREMENTS = TypeAdapter(list[tuple[StageKey, Measurement]])
 _CLOCKS: dict[str, TypeAdapter[Any]] = {
     "stock": TypeAdapter(StockClocks),
-    "hold": TypeAdapter(HoldClock),
+    "hold": TypeAdapter(HoldClocks),
     "plan": TypeAdapter(PlannedClocks),
 }
-_CLOCKS_TYPE: dict[type, str] = {StockClocks: "stock", HoldClock: "hold", PlannedClocks: "plan"}
+_CLOCKS_TYPE: dict[type, str] = {StockClocks: "stock", HoldClocks: "hold", PlannedClocks: "plan"}
 
 
 class SqliteStore(JobStore):
@@ -224,16 +223,11 @@ def _write_record(connection: sqlite3.Connection, job_id: str, record: Record) -
                 "REPLACE INTO offers VALUES (?, ?, ?, ?, ?, ?)",
                 (job_id, pipeline, version, start_iteration, kind, _CLOCKS[kind].dump_json(clocks).decode()),
             )
-        case ClockProfile(clock_mhz, measurements, power_w, power_se_w):
+        case StageProfile(stage, clock_mhz, measurements, power_w, power_se_w):
+            text = _MEASUREMENTS.dump_json(list(measurements.items())).decode()
             connection.execute(
-                "REPLACE INTO profiles VALUES (?, ?, ?, ?, ?)",
-                (
-                    job_id,
-                    clock_mhz,
-                    _MEASUREMENTS.dump_json(list(measurements.items())).decode(),
-                    _POWERS.dump_json(power_w).decode(),
-                    _POWERS.dump_json(power_se_w).decode(),
-                ),
+                "REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?)",
+                (job_id, stage, clock_mhz, text, power_w, power_se_w),
             )
         case Period():
             connection.execute(
@@ -291,15 +285,12 @@ def _load_job(
             )
         ),
         profiles=tuple(
-            ClockProfile(
-                clock_mhz,
-                dict(_MEASUREMENTS.validate_json(measurements)),
-                _POWERS.validate_json(power_w),
-                _POWERS.validate_json(power_se_w),
+            StageProfile(
+                stage, clock_mhz, dict(_MEASUREMENTS.validate_json(measurements)), power_w, power_se_w
             )
-            for clock_mhz, measurements, power_w, power_se_w in rows(
-                "SELECT clock_mhz, measurements, blocking_power_w, blocking_power_se_w FROM profiles "
-                "WHERE job_id = ? ORDER BY clock_mhz DESC"
+            for stage, clock_mhz, measurements, power_w, power_se_w in rows(
+                "SELECT stage, clock_mhz, measurements, blocking_power_w, blocking_power_se_w FROM profiles "
+                "WHERE job_id = ? ORDER BY stage, clock_mhz"
             )
         ),
         periods=tuple(

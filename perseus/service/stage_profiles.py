@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from perseus.service.model import Gpu
 from perseus.service.specification import Coordinates, Parallelism
 from perseus.service.telemetry import EnergyEstimate, EnergySample
-from perseus.solver import Computation, Kind, Measurement, Pipeline, ProfileKey, Schedule
+from perseus.solver import Computation, Kind, Measurement, Pipeline, ProfileKey, Schedule, interpolate_clocks
 
 StageKey = tuple[int, Kind]
 """(chunk, kind): computations of a stage that share it share their measurements."""
@@ -118,7 +118,8 @@ def interpolate(measured: Sequence[Measurement], clock_mhz: int) -> Measurement:
 
     def between(name: str) -> float:
         at_high: float = getattr(high, name)
-        return at_high + share * (getattr(low, name) - at_high)
+        at_low: float = getattr(low, name)
+        return at_high + share * (at_low - at_high)
 
     return Measurement(
         clock_mhz,
@@ -154,7 +155,9 @@ def build_problem(
             if kind is Kind.FIXED:
                 fixed_s[stage, chunk, kind] = math.fsum(m.time_s for m in measured) / len(measured)
             else:
-                by_key[stage, chunk, kind] = (*measured, *_interpolated(measured, clocks_mhz))
+                lowest_mhz, highest_mhz = measured[0].clock_mhz, measured[-1].clock_mhz
+                between_mhz = [mhz for mhz in clocks_mhz if lowest_mhz < mhz < highest_mhz]
+                by_key[stage, chunk, kind] = interpolate_clocks(measured, between_mhz)
     return Pipeline(
         schedule=schedule,
         profiles=by_key,
@@ -212,16 +215,6 @@ def corrected(
             place = stage, profile.clock_mhz
             found[place] = replace(profile, measurements=found[place].measurements)
     return tuple(found[place] for place in sorted(found))
-
-
-def _interpolated(measured: Sequence[Measurement], clocks_mhz: Iterable[int]) -> list[Measurement]:
-    known = {m.clock_mhz for m in measured}
-    lowest_mhz, highest_mhz = min(known), max(known)
-    return [
-        interpolate(measured, clock_mhz)
-        for clock_mhz in clocks_mhz
-        if lowest_mhz < clock_mhz < highest_mhz and clock_mhz not in known
-    ]
 
 
 def _samples_at(estimate: EnergyEstimate, clock_mhz: int) -> dict[StageKey, EnergySample]:

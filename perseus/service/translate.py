@@ -25,7 +25,7 @@ from perseus.service.model import (
     EventType,
     Gpu,
     GpuErrorReason,
-    HoldClock,
+    HoldClocks,
     IterationSummary,
     JobState,
     JobView,
@@ -41,6 +41,7 @@ from perseus.service.specification import (
     MAX_COMPUTATION_COUNT,
     MAX_STAGE_COUNT,
     Coordinates,
+    Deadline,
     ExplicitSchedule,
     JobSpec,
     NamedSchedule,
@@ -224,11 +225,24 @@ def spec_from_proto(message: job_pb2.JobSpec) -> JobSpec:
 
 def policy_from_proto(message: job_pb2.OperatingPolicy) -> OperatingPolicy:
     """Return the policy; no rule means no slowdown."""
+    match message.WhichOneof("rule"):
+        case "deadline":
+            return OperatingPolicy(
+                deadline=Deadline(message.deadline.iteration_count, message.deadline.time_s)
+            )
+        case "max_average_power_w":
+            return OperatingPolicy(max_average_power_w=message.max_average_power_w)
     return OperatingPolicy(message.max_slowdown_percent)
 
 
 def policy_to_proto(policy: OperatingPolicy) -> job_pb2.OperatingPolicy:
     """Return the policy."""
+    if (deadline := policy.deadline) is not None:
+        return job_pb2.OperatingPolicy(
+            deadline=job_pb2.Deadline(iteration_count=deadline.iteration_count, time_s=deadline.time_s)
+        )
+    if policy.max_average_power_w is not None:
+        return job_pb2.OperatingPolicy(max_average_power_w=policy.max_average_power_w)
     if policy.max_slowdown_percent == 0:
         return job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown())
     return job_pb2.OperatingPolicy(max_slowdown_percent=policy.max_slowdown_percent)
@@ -569,8 +583,8 @@ def offer_to_proto(
     match offer.clocks:
         case PlannedClocks(plan):
             message.stage_plan.CopyFrom(stage_plan_to_proto(plan.stages[rank.stage]))
-        case HoldClock(clock_mhz):
-            message.hold.clock_mhz = clock_mhz
+        case HoldClocks(clocks_mhz):
+            message.hold.clock_mhz = clocks_mhz[rank.stage]
         case _:
             message.stock.SetInParent()
     return message

@@ -145,6 +145,18 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """A straggler that was detected is itself again; the same evidence."""
     JOB_EVENT_TYPE_GPU_ERROR: _JobEventType.ValueType  # 15
     """A rank's GPU, or the way to it, refused or failed to do something."""
+    JOB_EVENT_TYPE_CLOCK_GIVEN_UP: _JobEventType.ValueType  # 16
+    """A stage could not be measured at a clock."""
+    JOB_EVENT_TYPE_PROFILE_ADOPTED: _JobEventType.ValueType  # 17
+    """A profile of the same GPUs and job shape agrees with what was measured so far, and is used."""
+    JOB_EVENT_TYPE_PROMISE_BROKEN: _JobEventType.ValueType  # 18
+    """Iterations took longer than the plans in force promised, and no straggler explains it: the job goes back
+    to stock.
+    """
+    JOB_EVENT_TYPE_PROFILE_CORRECTED: _JobEventType.ValueType  # 19
+    """Computations take other times than the plans were made with: the frontier is solved again."""
+    JOB_EVENT_TYPE_BASELINE_REQUESTED: _JobEventType.ValueType  # 20
+    """Somebody asked for the stock baseline to be measured again."""
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """What kind of thing happened to a job."""
@@ -184,6 +196,18 @@ JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN: JobEventType.ValueType  # 14
 """A straggler that was detected is itself again; the same evidence."""
 JOB_EVENT_TYPE_GPU_ERROR: JobEventType.ValueType  # 15
 """A rank's GPU, or the way to it, refused or failed to do something."""
+JOB_EVENT_TYPE_CLOCK_GIVEN_UP: JobEventType.ValueType  # 16
+"""A stage could not be measured at a clock."""
+JOB_EVENT_TYPE_PROFILE_ADOPTED: JobEventType.ValueType  # 17
+"""A profile of the same GPUs and job shape agrees with what was measured so far, and is used."""
+JOB_EVENT_TYPE_PROMISE_BROKEN: JobEventType.ValueType  # 18
+"""Iterations took longer than the plans in force promised, and no straggler explains it: the job goes back
+to stock.
+"""
+JOB_EVENT_TYPE_PROFILE_CORRECTED: JobEventType.ValueType  # 19
+"""Computations take other times than the plans were made with: the frontier is solved again."""
+JOB_EVENT_TYPE_BASELINE_REQUESTED: JobEventType.ValueType  # 20
+"""Somebody asked for the stock baseline to be measured again."""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 @typing.final
@@ -240,29 +264,67 @@ Global___RankCoordinates: typing_extensions.TypeAlias = RankCoordinates
 
 @typing.final
 class OperatingPolicy(google.protobuf.message.Message):
-    """Where on the frontier a job runs while no straggler holds it up."""
+    """Where on the frontier a job runs while no straggler holds it up. Never slower than T*: from there on, time
+    costs energy.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NO_SLOWDOWN_FIELD_NUMBER: builtins.int
     MAX_SLOWDOWN_PERCENT_FIELD_NUMBER: builtins.int
+    DEADLINE_FIELD_NUMBER: builtins.int
+    MAX_AVERAGE_POWER_W_FIELD_NUMBER: builtins.int
     max_slowdown_percent: builtins.float
     """Slower than T_min by at most this many percent; 0 to 100."""
+    max_average_power_w: builtins.float
+    """As fast as a cap on a pipeline's average power over an iteration allows, watts, all its GPUs together.
+    If no plan keeps it, the one that draws the least.
+    """
     @property
     def no_slowdown(self) -> Global___NoSlowdown:
         """Never slower than T_min: only energy that costs no time is saved. The default."""
+
+    @property
+    def deadline(self) -> Global___Deadline:
+        """As slow as a deadline allows."""
 
     def __init__(
         self,
         *,
         no_slowdown: Global___NoSlowdown | None = ...,
         max_slowdown_percent: builtins.float = ...,
+        deadline: Global___Deadline | None = ...,
+        max_average_power_w: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["max_slowdown_percent", b"max_slowdown_percent", "no_slowdown", b"no_slowdown", "rule", b"rule"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["max_slowdown_percent", b"max_slowdown_percent", "no_slowdown", b"no_slowdown", "rule", b"rule"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["rule", b"rule"]) -> typing.Literal["no_slowdown", "max_slowdown_percent"] | None: ...
+    def HasField(self, field_name: typing.Literal["deadline", b"deadline", "max_average_power_w", b"max_average_power_w", "max_slowdown_percent", b"max_slowdown_percent", "no_slowdown", b"no_slowdown", "rule", b"rule"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["deadline", b"deadline", "max_average_power_w", b"max_average_power_w", "max_slowdown_percent", b"max_slowdown_percent", "no_slowdown", b"no_slowdown", "rule", b"rule"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["rule", b"rule"]) -> typing.Literal["no_slowdown", "max_slowdown_percent", "deadline", "max_average_power_w"] | None: ...
 
 Global___OperatingPolicy: typing_extensions.TypeAlias = OperatingPolicy
+
+@typing.final
+class Deadline(google.protobuf.message.Message):
+    """So many iterations within so much time. This sets a pace, in whole iterations as measured; set it again to
+    account for what has passed since. If no plan keeps it, the job runs at T_min.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITERATION_COUNT_FIELD_NUMBER: builtins.int
+    TIME_S_FIELD_NUMBER: builtins.int
+    iteration_count: builtins.int
+    """Iterations that remain; at least 1."""
+    time_s: builtins.float
+    """Time for all of them, seconds; above 0."""
+    def __init__(
+        self,
+        *,
+        iteration_count: builtins.int = ...,
+        time_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["iteration_count", b"iteration_count", "time_s", b"time_s"]) -> None: ...
+
+Global___Deadline: typing_extensions.TypeAlias = Deadline
 
 @typing.final
 class NoSlowdown(google.protobuf.message.Message):

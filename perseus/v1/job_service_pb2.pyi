@@ -328,6 +328,45 @@ class SetPolicyResponse(google.protobuf.message.Message):
 Global___SetPolicyResponse: typing_extensions.TypeAlias = SetPolicyResponse
 
 @typing.final
+class MeasureBaselineRequest(google.protobuf.message.Message):
+    """Asks to measure the stock baseline again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job."""
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id"]) -> None: ...
+
+Global___MeasureBaselineRequest: typing_extensions.TypeAlias = MeasureBaselineRequest
+
+@typing.final
+class MeasureBaselineResponse(google.protobuf.message.Message):
+    """What the request led to."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    @property
+    def job(self) -> perseus.v1.job_pb2.Job:
+        """The job."""
+
+    def __init__(
+        self,
+        *,
+        job: perseus.v1.job_pb2.Job | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job"]) -> None: ...
+
+Global___MeasureBaselineResponse: typing_extensions.TypeAlias = MeasureBaselineResponse
+
+@typing.final
 class GetReportRequest(google.protobuf.message.Message):
     """Asks what was measured."""
 

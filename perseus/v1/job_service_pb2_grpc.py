@@ -70,6 +70,11 @@ class JobServiceStub(object):
                 request_serializer=perseus_dot_v1_dot_job__service__pb2.SetPolicyRequest.SerializeToString,
                 response_deserializer=perseus_dot_v1_dot_job__service__pb2.SetPolicyResponse.FromString,
                 _registered_method=True)
+        self.MeasureBaseline = channel.unary_unary(
+                '/perseus.v1.JobService/MeasureBaseline',
+                request_serializer=perseus_dot_v1_dot_job__service__pb2.MeasureBaselineRequest.SerializeToString,
+                response_deserializer=perseus_dot_v1_dot_job__service__pb2.MeasureBaselineResponse.FromString,
+                _registered_method=True)
         self.GetReport = channel.unary_unary(
                 '/perseus.v1.JobService/GetReport',
                 request_serializer=perseus_dot_v1_dot_job__service__pb2.GetReportRequest.SerializeToString,
@@ -142,8 +147,16 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MeasureBaseline(self, request, context):
+        """Measures the stock baseline again: for a few iterations all ranks run at stock, then the plans return. The
+        report compares with the latest baseline. FAILED_PRECONDITION before there are plans.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetReport(self, request, context):
-        """What was measured: time and energy, period by period, the stock baseline first.
+        """What was measured: time and energy, period by period, the first stock baseline first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,6 +213,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.SetPolicy,
                     request_deserializer=perseus_dot_v1_dot_job__service__pb2.SetPolicyRequest.FromString,
                     response_serializer=perseus_dot_v1_dot_job__service__pb2.SetPolicyResponse.SerializeToString,
+            ),
+            'MeasureBaseline': grpc.unary_unary_rpc_method_handler(
+                    servicer.MeasureBaseline,
+                    request_deserializer=perseus_dot_v1_dot_job__service__pb2.MeasureBaselineRequest.FromString,
+                    response_serializer=perseus_dot_v1_dot_job__service__pb2.MeasureBaselineResponse.SerializeToString,
             ),
             'GetReport': grpc.unary_unary_rpc_method_handler(
                     servicer.GetReport,
@@ -407,6 +425,33 @@ class JobService(object):
             '/perseus.v1.JobService/SetPolicy',
             perseus_dot_v1_dot_job__service__pb2.SetPolicyRequest.SerializeToString,
             perseus_dot_v1_dot_job__service__pb2.SetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MeasureBaseline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/perseus.v1.JobService/MeasureBaseline',
+            perseus_dot_v1_dot_job__service__pb2.MeasureBaselineRequest.SerializeToString,
+            perseus_dot_v1_dot_job__service__pb2.MeasureBaselineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -137,6 +137,22 @@ _JobServiceSetPolicyType = typing_extensions.TypeVar(
     ],
 )
 
+_JobServiceMeasureBaselineType = typing_extensions.TypeVar(
+    '_JobServiceMeasureBaselineType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.MeasureBaselineRequest,
+        perseus.v1.job_service_pb2.MeasureBaselineResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.MeasureBaselineRequest,
+        perseus.v1.job_service_pb2.MeasureBaselineResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.MeasureBaselineRequest,
+        perseus.v1.job_service_pb2.MeasureBaselineResponse,
+    ],
+)
+
 _JobServiceGetReportType = typing_extensions.TypeVar(
     '_JobServiceGetReportType',
     grpc.UnaryUnaryMultiCallable[
@@ -185,7 +201,7 @@ _JobServiceWatchJobType = typing_extensions.TypeVar(
     ],
 )
 
-class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceFinishJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
+class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceFinishJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
     """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus"."""
 
     @typing.overload
@@ -217,6 +233,10 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.SetPolicyRequest,
             perseus.v1.job_service_pb2.SetPolicyResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.MeasureBaselineRequest,
+            perseus.v1.job_service_pb2.MeasureBaselineResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.GetReportRequest,
@@ -263,6 +283,10 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
             perseus.v1.job_service_pb2.SetPolicyResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.MeasureBaselineRequest,
+            perseus.v1.job_service_pb2.MeasureBaselineResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.GetReportRequest,
             perseus.v1.job_service_pb2.GetReportResponse,
         ],
@@ -301,8 +325,13 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     SetPolicy: _JobServiceSetPolicyType
     """Sets the operating policy."""
 
+    MeasureBaseline: _JobServiceMeasureBaselineType
+    """Measures the stock baseline again: for a few iterations all ranks run at stock, then the plans return. The
+    report compares with the latest baseline. FAILED_PRECONDITION before there are plans.
+    """
+
     GetReport: _JobServiceGetReportType
-    """What was measured: time and energy, period by period, the stock baseline first."""
+    """What was measured: time and energy, period by period, the first stock baseline first."""
 
     GetTimeline: _JobServiceGetTimelineType
     """The latest whole iteration of a pipeline, computation by computation, as measured."""
@@ -338,6 +367,10 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.SetPolicyRequest,
         perseus.v1.job_service_pb2.SetPolicyResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.MeasureBaselineRequest,
+        perseus.v1.job_service_pb2.MeasureBaselineResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.GetReportRequest,
@@ -417,12 +450,22 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         """Sets the operating policy."""
 
     @abc.abstractmethod
+    def MeasureBaseline(
+        self,
+        request: perseus.v1.job_service_pb2.MeasureBaselineRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.job_service_pb2.MeasureBaselineResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.MeasureBaselineResponse]]:
+        """Measures the stock baseline again: for a few iterations all ranks run at stock, then the plans return. The
+        report compares with the latest baseline. FAILED_PRECONDITION before there are plans.
+        """
+
+    @abc.abstractmethod
     def GetReport(
         self,
         request: perseus.v1.job_service_pb2.GetReportRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.GetReportResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.GetReportResponse]]:
-        """What was measured: time and energy, period by period, the stock baseline first."""
+        """What was measured: time and energy, period by period, the first stock baseline first."""
 
     @abc.abstractmethod
     def GetTimeline(

@@ -12,7 +12,7 @@ import service_fakes
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
-from perseus.service.model import STOCK, HoldClock, Offer
+from perseus.service.model import STOCK, HoldClocks, Offer
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.specification import Coordinates
@@ -204,7 +204,9 @@ class FakeAgent:
         place = Coordinates(offer.rank.pipeline, offer.rank.stage, offer.rank.tensor)
         rank = self.ranks[place]
         kind = offer.WhichOneof("clocks")
-        clocks: Any = HoldClock(offer.hold.clock_mhz) if kind == "hold" else offer.stage_plan
+        clocks: Any = (
+            HoldClocks((offer.hold.clock_mhz,) * (place.stage + 1)) if kind == "hold" else offer.stage_plan
+        )
         answer = rank.answer(
             Offer(offer.version, offer.start_iteration, STOCK if kind == "stock" else clocks)
         )

@@ -28,8 +28,8 @@ from perseus.service.inputs import (
 )
 from perseus.service.iterations import Period
 from perseus.service.job_machine import JobMachine, Rules, StoredJob
-from perseus.service.model import STOCK, Gpu, HoldClock, JobState, Offer, PlannedClocks, Rank, RefusalReason
-from perseus.service.profiling import ClockProfile
+from perseus.service.model import STOCK, Gpu, HoldClocks, JobState, Offer, PlannedClocks, Rank, RefusalReason
+from perseus.service.profiler import ProfilingRules
 from perseus.service.specification import (
     Coordinates,
     JobSpec,
@@ -38,6 +38,7 @@ from perseus.service.specification import (
     Parallelism,
     ScheduleName,
 )
+from perseus.service.stage_profiles import StageProfile
 from perseus.service.telemetry import (
     KINDS,
     ComputationColumns,
@@ -195,9 +196,9 @@ class FakeRank:
         self.sequence += 1
         clocks = self.in_force.clocks
         energy = None
-        if isinstance(clocks, HoldClock):
+        if isinstance(clocks, HoldClocks):
             count = self.iteration - self.in_force_since + 1
-            energy = estimate(self.order, self.in_force.version, count, clocks.clock_mhz)
+            energy = estimate(self.order, self.in_force.version, count, clocks.clocks_mhz[self.place.stage])
         telemetry = batch(
             self.sequence,
             [self.iteration],
@@ -217,7 +218,7 @@ class Cluster:
 
     def __init__(self, spec: JobSpec, rules: Rules | None = None) -> None:
         self.spec = spec
-        self.rules = rules or Rules(lease_s=30.0, baseline_iterations=2, profile_iterations=2)
+        self.rules = rules or Rules(30.0, 2, ProfilingRules(iterations=2))
         self.machine = JobMachine(spec, self.rules, EPOCH, create_time_s=0.0)
         self.schedule: Schedule = self.machine.schedule
         self.now_s = 0.0
@@ -297,7 +298,7 @@ class Cluster:
         record: JobRecord | None = None
         ranks: dict[Coordinates, Rank] = {}
         offers: dict[int, OfferRecord] = {}
-        profiles: dict[int, ClockProfile] = {}
+        profiles: dict[tuple[int, int], StageProfile] = {}
         periods: dict[int, Period] = {}
         rows: list[IterationRows] = []
         sequence = 0
@@ -313,8 +314,8 @@ class Cluster:
                     ranks[found_rank.coordinates] = found_rank
                 case OfferRecord() as offer:
                     offers[offer.pipeline] = offer
-                case ClockProfile() as profile:
-                    profiles[profile.clock_mhz] = profile
+                case StageProfile() as profile:
+                    profiles[profile.stage, profile.clock_mhz] = profile
                 case Period() as period:
                     periods[period.number] = period
                 case IterationRows() as some:
@@ -322,8 +323,9 @@ class Cluster:
                 case ForgetIterations():
                     rows = []
         return StoredJob(
-            self.spec, 0.0, record, tuple(ranks.values()), tuple(offers.values()), tuple(profiles.values()),
-            tuple(periods.values()), tuple(rows), sequence,
+            self.spec, 0.0, record, tuple(ranks.values()), tuple(offers.values()),
+            tuple(profiles[place] for place in sorted(profiles)), tuple(periods.values()),
+            tuple(rows), sequence,
         )  # fmt: skip
 
     def restart(self) -> None:

@@ -26,6 +26,7 @@ from perseus.service.inputs import (
 )
 from perseus.service.job_machine import Rules
 from perseus.service.model import STOCK, JobState, Offer, PlannedClocks, RankLeftReason, Straggler
+from perseus.service.profiler import ProfilingRules
 from perseus.service.specification import Coordinates, OperatingPolicy
 from perseus.solver import solve
 
@@ -36,7 +37,7 @@ LEASE_S = 10.0
 class RandomLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.cluster = Cluster(make_spec(microbatches=2), Rules(LEASE_S, 1, 1))
+        self.cluster = Cluster(make_spec(microbatches=2), Rules(LEASE_S, 1, ProfilingRules(iterations=1)))
         self.waiting: deque[SendOffer] = deque()
         self.problems: deque[Solve] = deque()
         self.joined: set[Coordinates] = set()

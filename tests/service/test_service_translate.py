@@ -84,7 +84,7 @@ def test_a_plan_names_clocks_in_order() -> None:
     ("clocks", "kind"),
     [
         (model.STOCK, "stock"),
-        (model.HoldClock(1200), "hold"),
+        (model.HoldClocks((1200,) * 2), "hold"),
         (model.PlannedClocks(FRONTIER.plan_within(FRONTIER.t_min_s)), "stage_plan"),
     ],
 )

@@ -10,8 +10,8 @@ from service_fakes import Cluster, make_spec
 
 from perseus.service.errors import SolverBusyError, SolverCrashedError
 from perseus.service.model import JobState
-from perseus.service.profiling import build_problem
 from perseus.service.solving import SolverPool
+from perseus.service.stage_profiles import build_problem
 from perseus.solver import Pipeline, SolverError, one_forward_one_backward, solve
 
 
@@ -20,7 +20,7 @@ def problem() -> Pipeline:
     cluster = Cluster(make_spec(microbatches=16))
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
-    return build_problem(cluster.machine.profiles, one_forward_one_backward(2, 16))
+    return build_problem(cluster.machine.profiler.profiles, one_forward_one_backward(2, 16), ())
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from perseus.service.model import (
     STOCK,
     EventType,
     Happening,
-    HoldClock,
+    HoldClocks,
     JobState,
     Offer,
     Rank,
@@ -133,7 +133,7 @@ async def test_a_later_entry_replaces_one_of_the_same_key(open_store: Open) -> N
             NewJob(make_spec(), 1.0),
             JobEntry("job", RECORD),
             JobEntry("job", rank),
-            JobEntry("job", OfferRecord(1, Offer(3, 20, HoldClock(1200)))),
+            JobEntry("job", OfferRecord(1, Offer(3, 20, HoldClocks((1200,) * 2)))),
         ]
     )
     newer = replace(rank, state=RankState.LOST, in_force_version=-1)

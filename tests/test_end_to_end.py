@@ -47,9 +47,10 @@ async def test_a_job_is_profiled_planned_and_replanned_around_a_straggler(tmp_pa
     # On a shared machine time is noisy; the demo itself judges more strictly.
     assert phases[PLAN].slowdown_percent < 5
     assert phases[PLAN].saving_percent > 3
-    assert phases[STRAGGLER].slowdown_percent > 20
-    assert phases[ANSWERED].slowdown_percent < 5
-    assert phases[ANSWERED].saving_percent > 3
+    assert phases[STRAGGLER].iteration_count <= 4, "found without a word, and answered"
+    assert phases[STRAGGLER].slowdown_percent > 15
+    assert phases[ANSWERED].iteration_time_s < 1.3 * phases[PLAN].iteration_time_s * 1.05
+    assert phases[ANSWERED].saving_percent > 0
     assert phases[RECOVERED].saving_percent > 3
 
     summary = json.loads((tmp_path / "summary.json").read_text())

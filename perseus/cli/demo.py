@@ -48,6 +48,6 @@ def demo(
         fail("; ".join(str(error) for error in matching.exceptions), FAILURE)
     console.print(phase_table(measurements.phases))
     console.print(f"Summary, pictures and logs are in [bold]{output}[/].")
-    complaints = judge(measurements)
+    complaints = judge(measurements, DEMO_PLOT)
     if complaints:
         fail("; ".join(complaints), FAILURE)

@@ -21,8 +21,8 @@ _DESCRIPTIONS = dict(
             "clock after clock, while training goes on",
             "every computation at its clock",
             "one pipeline has become slower; nobody has said so",
-            "reported; the others move along the frontier",
-            "the slow pipeline is itself again",
+            "found in the telemetry; the others move along the frontier",
+            "the slow pipeline is itself again; nobody has said that either",
         ),
         strict=True,
     )

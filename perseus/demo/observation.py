@@ -36,6 +36,20 @@ class Observer:
         """The job's state; UNSPECIFIED before it is registered."""
         return self.job.state if self.job is not None else job_pb2.JOB_STATE_UNSPECIFIED
 
+    @property
+    def stragglers(self) -> set[int]:
+        """The pipelines that the coordinator takes for stragglers now."""
+        return {straggler.pipeline for straggler in self.job.stragglers} if self.job is not None else set()
+
+    @property
+    def next_whole_iteration(self) -> int:
+        """The first iteration that surely begins from now on.
+
+        An iteration is told of some 0.1 s after its end: the one after the newest known may have ended, and
+        the one after that may be under way.
+        """
+        return self.measurements.latest + 3
+
     async def follow(self) -> None:
         """Wait for the job to be registered, then follow it until it has ended."""
         request = job_service_pb2.GetJobRequest(job_id=self.job_id)
@@ -68,30 +82,14 @@ class Observer:
     async def collect(
         self, name: str, count: int, timeout_s: float, compared_with: str | None = None
     ) -> None:
-        """Make a phase of the next `count` iterations that begin from now on.
-
-        An iteration is told of some 0.1 s after its end: the one after the newest known may have ended, and
-        the one after that may be under way.
-        """
-        first = self.measurements.latest + 3
+        """Make a phase of the next `count` iterations that begin from now on."""
+        first = self.next_whole_iteration
         numbers = range(first, first + count)
         await self.until(
             f"{count} iterations of {name}", lambda: self.measurements.are_complete(numbers), timeout_s
         )
         self.measurements.close_phase(name, numbers, compared_with)
         self._notify()
-
-    async def report_straggler(self, pipeline: int, slowdown_factor: float) -> None:
-        """Say that a pipeline is slower than T_min by a factor."""
-        request = job_service_pb2.ReportStragglerRequest(
-            job_id=self.job_id, pipeline=pipeline, slowdown_factor=slowdown_factor
-        )
-        self.job = (await self._jobs.ReportStraggler(request, timeout=_RPC_TIMEOUT_S)).job
-
-    async def clear_straggler(self, pipeline: int) -> None:
-        """Say that a pipeline is itself again."""
-        request = job_service_pb2.ClearStragglerRequest(job_id=self.job_id, pipeline=pipeline)
-        self.job = (await self._jobs.ClearStraggler(request, timeout=_RPC_TIMEOUT_S)).job
 
     async def timeline(self, pipeline: int) -> job_service_pb2.GetTimelineResponse:
         """The latest whole iteration of a pipeline."""
@@ -103,6 +101,14 @@ class Observer:
         return self.job is not None and all(
             rank.in_force_version == rank.offered_version and rank.offered_version > 0
             for rank in self.job.ranks
+        )
+
+    def in_force_since(self) -> int:
+        """The first iteration under the plan that came into force last."""
+        return max(
+            int(event.attributes["start_iteration"])
+            for event in self.events
+            if event.type == job_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE
         )
 
     def _take(self, update: job_service_pb2.WatchJobResponse) -> None:

@@ -106,14 +106,20 @@ def as_json(phases: Sequence[Phase]) -> Mapping[str, object]:
     return {"phases": [asdict(phase) for phase in phases]}
 
 
-def complaints(phases: Sequence[Phase], judged: Iterable[str]) -> list[str]:
-    """What is wrong with the phases named in `judged`; empty if all kept the pace and saved energy."""
+def complaints(phases: Sequence[Phase], paces: Mapping[str, tuple[str, float]]) -> list[str]:
+    """What is wrong with the phases that `paces` names; empty if all kept the pace and saved energy.
+
+    A pace is an earlier phase and by what factor its mean iteration time may be exceeded.
+    """
     found = []
-    for phase in (phase for phase in phases if phase.name in set(judged)):
-        if phase.slowdown_percent > SLOWDOWN_LIMIT_PERCENT:
+    times_s = {phase.name: phase.iteration_time_s for phase in phases}
+    for phase in (phase for phase in phases if phase.name in paces):
+        base, factor = paces[phase.name]
+        limit_s = times_s[base] * factor * (1 + SLOWDOWN_LIMIT_PERCENT / 100)
+        if phase.iteration_time_s > limit_s:
             found.append(
-                f"{phase.name}: expected a slowdown of at most {SLOWDOWN_LIMIT_PERCENT} % "
-                f"against {phase.compared_with}, found {phase.slowdown_percent:.2f} %"
+                f"{phase.name}: expected an iteration time of at most {limit_s:.3f} s "
+                f"({factor:g} × {base} + {SLOWDOWN_LIMIT_PERCENT} %), found {phase.iteration_time_s:.3f} s"
             )
         if phase.saving_percent <= 0:
             found.append(

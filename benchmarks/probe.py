@@ -1,7 +1,8 @@
 """What the probe costs the trainer: both edges of a computation, with a real agent in every condition.
 
 The agent runs beside it on an emulated GPU, without a coordinator. Stopped, it reads nothing until the socket
-is full, and then marks are dropped; killed, the probe finds the line closed.
+is full, and then marks are dropped; killed, the probe finds the line closed. Trainer and agent have a core
+each, as on any node that trains.
 """
 
 import os
@@ -27,10 +28,14 @@ _COMPUTATIONS = 4000
 _PACE_S = 0.0005
 """Between computations: an agent that is not stopped keeps up."""
 _START_TIMEOUT_S = 30.0
+_CORES = os.sched_getaffinity(0)
+_TRAINER_CORE = min(_CORES)
+_OTHER_CORES = _CORES - {_TRAINER_CORE} or _CORES
 
 
 def run() -> list[Table]:
     """Measure all conditions."""
+    os.sched_setaffinity(0, {_TRAINER_CORE})
     rows = []
     for condition in ("agent reads", "agent stopped, socket full", "agent killed", "no agent"):
         costs_us, dropped_count = _measure(condition)
@@ -79,6 +84,7 @@ def _bare_sends_us() -> list[float]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = f"import socket; s = socket.socket(fileno={theirs.fileno()})\nwhile s.recv(64): pass"
     reader = subprocess.Popen([sys.executable, "-c", command], pass_fds=[theirs.fileno()])
+    os.sched_setaffinity(reader.pid, _OTHER_CORES)
     theirs.close()
     packet = bytes(32)
     costs_us = []
@@ -123,6 +129,7 @@ def _agent(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         stderr=subprocess.DEVNULL,
         env={**os.environ, **{f"PERSEUS_AGENT_{name}": value for name, value in settings.items()}},
     )
+    os.sched_setaffinity(agent.pid, _OTHER_CORES)
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while not (folder / "agent.sock").exists():
         if agent.poll() is not None or time.monotonic() > deadline_s:

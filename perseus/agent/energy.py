@@ -46,6 +46,8 @@ _POWER_VARIATIONS = np.array([0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2])  #
 # A power with a larger standard error than this share of the mean power is not determined. (A share of the
 # power itself would favour overestimates.)
 _MAX_ERROR_SHARE = 0.1
+_QUARTILES_APART = 1.349  # standard deviations, of a normal distribution
+_MEDIAN_ERROR = 1.2533  # standard error of its median against that of its mean: √(π / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +115,21 @@ def cumulative_energy_j(changes: Sequence[CounterChange], time_s: float) -> floa
     return left.energy_j + share * (right.energy_j - left.energy_j)
 
 
-def computation_energy_j(power_w: Estimate, durations_s: Sequence[float]) -> Estimate:
-    """Energy of a computation of this power: power × mean duration, both uncertainties propagated."""
-    mean_s = float(np.mean(durations_s))
-    mean_error_s = (
-        float(np.std(durations_s, ddof=1)) / len(durations_s) ** 0.5 if len(durations_s) > 1 else 0.0
-    )
+def typical_duration_s(durations_s: Sequence[float]) -> Estimate:
+    """The median of durations, which marks that come late now and then do not stretch.
+
+    Its standard error is that of a normal distribution's median, with the deviation from the quartiles.
+    """
+    lower_s, median_s, upper_s = np.quantile(durations_s, (0.25, 0.5, 0.75))
+    deviation_s = (upper_s - lower_s) / _QUARTILES_APART
+    return Estimate(float(median_s), float(_MEDIAN_ERROR * deviation_s / len(durations_s) ** 0.5))
+
+
+def computation_energy_j(power_w: Estimate, duration_s: Estimate) -> Estimate:
+    """Energy of a computation of this power and duration, both uncertainties propagated."""
     return Estimate(
-        power_w.value * mean_s,
-        float(np.hypot(power_w.standard_error * mean_s, power_w.value * mean_error_s)),
+        power_w.value * duration_s.value,
+        float(np.hypot(power_w.standard_error * duration_s.value, power_w.value * duration_s.standard_error)),
     )
 
 

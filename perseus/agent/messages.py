@@ -145,7 +145,7 @@ class ComputationRow:
 
 @dataclass(frozen=True, slots=True)
 class EnergySample:
-    """Mean time and energy of one kind of computation at one clock, with standard errors."""
+    """Typical time and energy of one kind of computation at one clock, with standard errors."""
 
     kind: Kind
     chunk: int

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
 from perseus.agent.computation import Computation, Kind
 from perseus.agent.energy import (
     CounterChange,
@@ -20,6 +18,7 @@ from perseus.agent.energy import (
     computation_energy_j,
     cumulative_energy_j,
     estimate_power,
+    typical_duration_s,
 )
 from perseus.agent.gpu import ClockEventReason
 from perseus.agent.messages import EnergyEstimate, EnergySample
@@ -126,10 +125,7 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
     return EnergyEstimate(
         plan_version=request.plan_version,
         iteration_count=len(regular),
-        samples=tuple(
-            _sample(key, durations_s[key], computation_energy_j(power_w, durations_s[key]))
-            for key, power_w in fit.power_w.items()
-        ),
+        samples=tuple(_sample(key, durations_s[key], power_w) for key, power_w in fit.power_w.items()),
         blocking_power_w=blocking.value if blocking else None,
         blocking_power_se_w=blocking.standard_error if blocking else 0.0,
         window_count=fit.window_count,
@@ -137,16 +133,17 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
     )
 
 
-def _sample(key: Key, durations_s: Sequence[float], energy_j: Estimate) -> EnergySample:
+def _sample(key: Key, durations_s: Sequence[float], power_w: Estimate) -> EnergySample:
     kind, chunk, clock_mhz = key
-    count = len(durations_s)
+    duration_s = typical_duration_s(durations_s)
+    energy_j = computation_energy_j(power_w, duration_s)
     return EnergySample(
         kind=kind,
         chunk=chunk,
         clock_mhz=clock_mhz,
-        computation_count=count,
-        time_s=float(np.mean(durations_s)),
-        time_se_s=float(np.std(durations_s, ddof=1)) / count**0.5 if count > 1 else 0.0,
+        computation_count=len(durations_s),
+        time_s=duration_s.value,
+        time_se_s=duration_s.standard_error,
         energy_j=energy_j.value,
         energy_se_j=energy_j.standard_error,
     )

@@ -690,11 +690,11 @@ class EnergySample(google.protobuf.message.Message):
     computation_count: builtins.int
     """Computations in the sample."""
     time_s: builtins.float
-    """Mean time, seconds."""
+    """Typical time, seconds: the median, which marks that come late now and then do not stretch."""
     time_se_s: builtins.float
     """Standard error of time_s."""
     energy_j: builtins.float
-    """Mean energy, joules, by regression on the counter's windows."""
+    """Energy in that time, joules; power by regression on the counter's windows."""
     energy_se_j: builtins.float
     """Standard error of energy_j."""
     def __init__(

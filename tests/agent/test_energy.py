@@ -16,6 +16,7 @@ from perseus.agent.energy import (
     computation_energy_j,
     cumulative_energy_j,
     estimate_power,
+    typical_duration_s,
 )
 from perseus.agent.gpu import ClockEventReason
 
@@ -253,10 +254,21 @@ def test_overlapping_spans_are_refused() -> None:
 
 
 def test_energy_of_a_computation_propagates_both_errors() -> None:
-    energy_j = computation_energy_j(Estimate(300.0, 3.0), [0.09, 0.10, 0.11])
+    energy_j = computation_energy_j(Estimate(300.0, 3.0), Estimate(0.1, 0.002))
     assert energy_j.value == pytest.approx(30.0)
-    assert energy_j.standard_error == pytest.approx(np.hypot(3.0 * 0.1, 300.0 * 0.01 / 3**0.5))
-    assert computation_energy_j(Estimate(300.0, 3.0), [0.1]).standard_error == pytest.approx(0.3)
+    assert energy_j.standard_error == pytest.approx(np.hypot(3.0 * 0.1, 300.0 * 0.002))
+
+
+def test_the_typical_duration_knows_its_error() -> None:
+    random = np.random.default_rng(0)
+    found = [typical_duration_s(0.1 + 0.01 * random.standard_normal(25)) for _ in range(400)]
+    spread_s = np.std([each.value for each in found])
+    assert np.mean([each.standard_error for each in found]) == pytest.approx(spread_s, rel=0.15)
+    assert typical_duration_s([0.1]) == Estimate(0.1, 0.0)
+
+
+def test_a_late_mark_does_not_move_the_typical_duration() -> None:
+    assert typical_duration_s([0.1, 0.101, 0.099, 0.1, 0.5]).value == pytest.approx(0.1)
 
 
 CHANGES = [

@@ -48,20 +48,17 @@ class Rounder:
             (energies_j[k] for energies_j, k in zip(self._neighbourhood.energies_j, choice, strict=True)), 0.0
         )
 
-    def round(
-        self, event_times_ps: Int64Array, deadline_ps: int, others: Iterable[Sequence[int]] = ()
-    ) -> Choice:
+    def round(self, event_times_ps: Int64Array, deadline_ps: int, others: Sequence[Choice] = ()) -> Choice:
         """Return options that meet the deadline, from the events' times in a relaxed plan.
 
         ``others`` are choices, of this deadline or a shorter one, that may be better once slack is spent.
+        They take the place of the second rounding.
         """
         starts_ps = event_times_ps[self._graph.start_event]
         finishes_ps = event_times_ps[self._graph.finish_event]
-        candidates = (
-            self._round_durations((finishes_ps - starts_ps).tolist()),
-            self._round_finishes(finishes_ps.tolist()),
-            *others,
-        )
+        candidates = [self._round_durations((finishes_ps - starts_ps).tolist()), *others]
+        if not others:
+            candidates.append(self._round_finishes(finishes_ps.tolist()))
         return min(
             (self._spend_slack(choice, deadline_ps) for choice in candidates), key=self.effective_energy_j
         )
@@ -128,13 +125,15 @@ def refine(
     rounder: Rounder,
     event_times_ps: Int64Array,
     deadline_ps: int,
-    others: Iterable[Sequence[int]] = (),
+    others: Sequence[Choice] = (),
 ) -> Choice:
     """Return the best options found for one deadline with all means; takes about as long as a few sweeps.
 
     ``event_times_ps`` is the relaxed plan of that deadline; ``others`` as in :meth:`Rounder.round`.
     """
-    found = [rounder.round(event_times_ps, deadline_ps, others)]
+    found = [rounder.round(event_times_ps, deadline_ps)]
+    if others:
+        found.append(rounder.round(event_times_ps, deadline_ps, others))
     for reach in _REACHES:
         durations_ps = event_times_ps[graph.finish_event] - event_times_ps[graph.start_event]
         local = with_local_hulls(graph, durations_ps, reach)

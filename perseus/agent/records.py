@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,11 @@ from typing import Any, Self
 
 from perseus.agent.gpu import Gpu, GpuError, RecordError, RecordHeldError
 
+PATIENCE_S = 0.5
+"""For those who must have a record that is held for a moment only."""
+
 _VERSION = 1
+_LOOK_AGAIN_S = 0.02
 _SUFFIX = ".json"
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -128,11 +133,22 @@ class RecordFolder:
             if name.endswith(_SUFFIX) and _UUID.fullmatch(name.removesuffix(_SUFFIX))
         )
 
-    def find(self, gpu_uuid: str) -> HeldRecord | None:
+    def find(self, gpu_uuid: str, *, patience_s: float = 0.0) -> HeldRecord | None:
         """Hold the record of a GPU, if it has one.
 
-        `RecordHeldError` if another process holds it, `RecordError` if it can't be read.
+        `RecordHeldError` if another process holds it, and does so for longer than `patience_s`: whoever only
+        looks holds it for a moment. `RecordError` if it can't be read.
         """
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._find(gpu_uuid)
+            except RecordHeldError:
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(_LOOK_AGAIN_S)
+
+    def _find(self, gpu_uuid: str) -> HeldRecord | None:
         path = self._path(gpu_uuid)
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -195,18 +211,22 @@ class Restoration:
 
 
 def restore_found(
-    folder: RecordFolder, open_gpu: Callable[[str], Gpu], *, but: frozenset[str] = frozenset()
+    folder: RecordFolder,
+    open_gpu: Callable[[str], Gpu],
+    *,
+    but: frozenset[str] = frozenset(),
+    patience_s: float = 0.0,
 ) -> list[Restoration]:
     """Bring back every GPU whose record nobody holds, `but` some; one that fails keeps its record.
 
-    `RecordError` if the folder can't be read.
+    `patience_s` is as for `RecordFolder.find`. `RecordError` if the folder can't be read.
     """
     done: list[Restoration] = []
     for gpu_uuid in folder.gpu_uuids():
         if gpu_uuid in but:
             continue
         try:
-            held = folder.find(gpu_uuid)
+            held = folder.find(gpu_uuid, patience_s=patience_s)
         except RecordHeldError:
             continue  # it lives
         except RecordError as error:

@@ -29,7 +29,7 @@ from perseus.agent.computation import Rank
 from perseus.agent.connection import Connection
 from perseus.agent.estimator import Estimator
 from perseus.agent.events import AgentStops, Connected, Disconnected, Heard, Tick, TrainerGone
-from perseus.agent.gpu import GpuError, RecordError
+from perseus.agent.gpu import GpuError, GpuNotFoundError, RecordError
 from perseus.agent.guarded import GuardedGpu
 from perseus.agent.local import Line, LocalServer
 from perseus.agent.marks import (
@@ -219,7 +219,14 @@ class Agent:
             except RecordError as error:
                 self._note_not_restored({"": str(error)})
                 return
-            self._note_not_restored({each.gpu_uuid: str(each.error) for each in done if each.error})
+            self._note_not_restored(
+                {
+                    each.gpu_uuid: str(each.error)
+                    for each in done
+                    # A GPU that is not found may be another agent's, with which this one shares the folder.
+                    if each.error is not None and not isinstance(each.error, GpuNotFoundError)
+                }
+            )
             for each in done:
                 if each.error is None:
                     _log.info("GPU restored", gpu=each.gpu_uuid)

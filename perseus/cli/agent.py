@@ -89,10 +89,11 @@ def _serve(settings: "AgentSettings") -> None:
 def _restore(settings: "AgentSettings") -> None:
     from perseus.agent.backends import backend
     from perseus.agent.gpu import GpuError
-    from perseus.agent.records import RecordFolder, restore_found
+    from perseus.agent.records import PATIENCE_S, RecordFolder, restore_found
 
     try:
-        done = restore_found(RecordFolder(settings.restore_folder), backend(settings).open)
+        folder = RecordFolder(settings.restore_folder)
+        done = restore_found(folder, backend(settings).open, patience_s=PATIENCE_S)
     except GpuError as error:
         fail(str(error), FAILURE)
     for each in done:

@@ -1,4 +1,5 @@
 import os
+import threading
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -174,6 +175,15 @@ def test_two_agents_do_not_set_one_gpu(folder: RecordFolder) -> None:
     assert gpu.sets == []
     first.close()
     assert restore_found(folder, lambda _: gpu) == [Restoration(UUID, None)]
+
+
+def test_a_record_that_is_held_for_a_moment_is_waited_for(folder: RecordFolder) -> None:
+    leave_behind(folder)
+    looking = folder.find(UUID)
+    assert looking is not None
+    assert restore_found(folder, lambda _: FakeGpu()) == []
+    threading.Timer(0.05, looking.release).start()
+    assert restore_found(folder, lambda _: FakeGpu(), patience_s=10.0) == [Restoration(UUID, None)]
 
 
 def _die_with_a_record(path: str) -> None:

@@ -261,7 +261,7 @@ def test_energy_of_a_computation_propagates_both_errors() -> None:
 
 def test_the_typical_duration_knows_its_error() -> None:
     random = np.random.default_rng(0)
-    found = [typical_duration_s(0.1 + 0.01 * random.standard_normal(25)) for _ in range(400)]
+    found = [typical_duration_s((0.1 + 0.01 * random.standard_normal(25)).tolist()) for _ in range(400)]
     spread_s = np.std([each.value for each in found])
     assert np.mean([each.standard_error for each in found]) == pytest.approx(spread_s, rel=0.15)
     assert typical_duration_s([0.1]) == Estimate(0.1, 0.0)

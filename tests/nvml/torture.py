@@ -29,7 +29,8 @@ def report(outcomes: dict[str, list[Outcome]], seed: int, took_s: float) -> str:
             f"| {name} | {len(tried)} | {locked} | {statistics.median(times_s):.2f} s | "
             f"{max(times_s):.2f} s | {KILLS[name][1]:g} s |"
         )
-    today, python = time.strftime("%Y-%m-%d"), f"Python {platform.python_version()}"
+    today, cores = time.strftime("%Y-%m-%d"), os.cpu_count()
+    python = f"Python {platform.python_version()}"
     return f"""# What dies, and what becomes of the GPU
 
 `make torture` kills the processes of a running job at random points, from its first locked clock on: while it
@@ -45,7 +46,7 @@ the plan while the lease runs, so the time to stock is the lease's rest and what
 |---|---|---|---|---|---|
 {chr(10).join(rows)}
 
-Last run: {today}, {took_s / 60:.0f} minutes, {os.cpu_count()} cores, {python}, seed {seed}. Every kill passed.
+Last run: {today}, {took_s / 60:.0f} minutes, {cores} cores, {python}, seed {seed}. Every kill passed.
 """
 
 

@@ -16,6 +16,7 @@ from perseus.agent.events import (
     GpuFailed,
     Heard,
     ResetClock,
+    ScheduleClock,
     Send,
     SetClock,
     SetNotPermitted,
@@ -384,6 +385,26 @@ def test_marks_of_another_iteration_are_ignored(bench: Bench) -> None:
         assert bench.iteration(edge, 2) == []
 
 
+def test_under_a_plan_that_is_known_raises_are_scheduled(bench: Bench) -> None:
+    bench.offer(1, 0, stage(1000, 1000, 1400, 1400))
+    for _ in range(64):
+        bench.do(ClockSet(1400, 1.010, 1.0, 1.0))
+    for number in range(3):
+        bench.run(number)
+    bench.iteration(Edge.BEGIN, 3)
+    begun_s = bench.now_s
+    bench.now_s += 0.1
+    bench.mark(Edge.BEGIN, 3, F0)
+    bench.now_s += 0.1
+    assert bench.mark(Edge.END, 3, F0) == []
+    bench.now_s += 0.1
+    assert bench.mark(Edge.BEGIN, 3, F1) == [], "the wait after it is longer than the lead"
+    bench.now_s += 0.1
+    (command,) = bench.mark(Edge.END, 3, F1)
+    assert command == ScheduleClock(1400, pytest.approx(begun_s + 0.5 - 0.010, abs=0.0005))  # type: ignore[arg-type]
+    assert bench.do(TrainerGone())[0] == ResetClock(), "in place of what is scheduled"
+
+
 # --- Ends ---------------------------------------------------------------------------------------------------
 
 
@@ -482,6 +503,23 @@ def test_what_throttled_the_gpu_is_told_with_the_iteration_that_it_touched(bench
         assert message.iterations[0].clock_event_reasons == (0xC0 if iteration == 1 else 0)
         bench.now_s += 0.05
         counted(bench, 90.0 * (iteration + 1))
+
+
+def test_clock_statistics_count_under_their_plan(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.offer(1, 0, Hold(1000))
+    bench.do(clock_set(1400, bench.now_s))
+    bench.run(0)
+    bench.do(clock_set(1000, bench.now_s))
+    bench.run(1)
+    (message,) = telemetry(counted(bench, 85.0))
+    assert message.clocks is not None
+    assert (message.clocks.plan_version, message.clocks.set_count) == (1, 1)
+    assert (message.clocks.computation_count, message.clocks.missed_count) == (8, 4)
+    assert message.clocks.late_raise_count == 0, "1400 MHz is more than enough"
+    assert message.clocks.computation_time_s == pytest.approx(0.8)
+    assert message.clocks.on_clock_time_s == pytest.approx(0.4)
+    assert message.clocks.set_latency_s == pytest.approx(0.010)
 
 
 def test_a_counter_that_stands_still_is_not_waited_for_long(bench: Bench) -> None:

@@ -115,15 +115,17 @@ def report(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> No
 
     with _jobs(coordinator) as jobs:
         periods = jobs.GetReport(job_service_pb2.GetReportRequest(job_id=job_id), timeout=_TIMEOUT_S).periods
-    stock = next((period for period in periods if period.state == job_pb2.JOB_STATE_BASELINE), None)
-    table = Table(caption="mean ± standard error; against the first stock baseline")
+    stock = None
+    table = Table(caption="mean ± standard error; against the latest stock baseline before")
     table.add_column("state")
     for column in ("first iteration", "iterations", "iteration time", "energy", "slowdown", "saving"):
         table.add_column(column, justify="right")
     for period in periods:
         state = _state_name(period.state) + (" with straggler" if period.has_straggler else "")
         compared = ["", ""]
-        if stock is not None and period is not stock:
+        if period.state == job_pb2.JOB_STATE_BASELINE:
+            stock = period
+        elif stock is not None:
             compared = [
                 f"{100 * (period.iteration_time_s / stock.iteration_time_s - 1):+.1f} %",
                 f"{100 * (1 - period.energy_j / stock.energy_j):+.1f} %",
@@ -137,6 +139,57 @@ def report(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> No
             *compared,
         )
     console.print(table)
+
+
+@app.command()
+def rebaseline(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+    """Measure the stock baseline again: a few iterations at stock, then the plans return."""
+    from perseus.v1 import job_service_pb2
+
+    with _jobs(coordinator) as jobs:
+        request = job_service_pb2.MeasureBaselineRequest(job_id=job_id)
+        _show(jobs.MeasureBaseline(request, timeout=_TIMEOUT_S).job)
+
+
+@app.command()
+def policy(
+    job_id: JobId,
+    no_slowdown: Annotated[bool, typer.Option("--no-slowdown", help="Never slower than T_min.")] = False,
+    max_slowdown_percent: Annotated[
+        float | None, typer.Option(help="Slower than T_min by at most this.", show_default=False)
+    ] = None,
+    deadline_s: Annotated[
+        float | None, typer.Option(help="Time for the remaining iterations, seconds.", show_default=False)
+    ] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="The remaining iterations, with a deadline.", show_default=False)
+    ] = None,
+    max_average_power_w: Annotated[
+        float | None, typer.Option(help="Cap on a pipeline's average power, watts.", show_default=False)
+    ] = None,
+    coordinator: Coordinator = _DEFAULT_COORDINATOR,
+) -> None:
+    """Set where on the frontier a job runs while no straggler holds it up."""
+    from perseus.v1 import job_pb2, job_service_pb2
+
+    rules = (no_slowdown or None, max_slowdown_percent, deadline_s, max_average_power_w)
+    if len(rules) - rules.count(None) != 1:
+        fail("expected one of --no-slowdown, --max-slowdown-percent, --deadline-s and --max-average-power-w")
+    if (deadline_s is None) != (iterations is None):
+        fail("expected --deadline-s and --iterations together")
+    wanted = job_pb2.OperatingPolicy()
+    if max_slowdown_percent is not None:
+        wanted.max_slowdown_percent = max_slowdown_percent
+    elif max_average_power_w is not None:
+        wanted.max_average_power_w = max_average_power_w
+    elif deadline_s is not None and iterations is not None:
+        wanted.deadline.iteration_count = iterations
+        wanted.deadline.time_s = deadline_s
+    else:
+        wanted.no_slowdown.SetInParent()
+    with _jobs(coordinator) as jobs:
+        request = job_service_pb2.SetPolicyRequest(job_id=job_id, policy=wanted)
+        _show(jobs.SetPolicy(request, timeout=_TIMEOUT_S).job)
 
 
 @app.command()

@@ -23,6 +23,12 @@ DRIFT_SHARE = 0.02
 VERIFICATION_SHARE = 0.005
 """The same, for a clock that was not measured."""
 
+_LEAST_COUNT = 5
+"""Computations in a sample that says anything."""
+
+_ERRORS = 3.0
+"""Standard errors that are noise."""
+
 Place = tuple[int, int, StageKey]
 """Stage, clock and (chunk, kind)."""
 
@@ -79,26 +85,40 @@ class DriftWatch:
             for (stage, chunk, kind), some in problem.profiles.items()
             for m in some
         }
-        times_s = {place: time_s for place, time_s in self._times_s(ignored).items() if place in planned_s}
-        off = {
-            place: abs(time_s / planned_s[place] - 1)
-            for place, time_s in times_s.items()
-            if abs(time_s / planned_s[place] - 1)
-            > (DRIFT_SHARE if place[:2] in measured else VERIFICATION_SHARE)
-        }
+        figures = {place: pair for place, pair in self._times_s(ignored).items() if place in planned_s}
+        off = {}
+        for place, (time_s, error_s) in figures.items():
+            share = DRIFT_SHARE if place[:2] in measured else VERIFICATION_SHARE
+            difference_s = abs(time_s - planned_s[place])
+            if difference_s > share * planned_s[place] + _ERRORS * error_s:
+                off[place] = difference_s / planned_s[place]
         if not off:
             return None
+        times_s = {place: time_s for place, (time_s, _) in figures.items()}
         worst = max(off, key=off.__getitem__)
         return Drift(times_s, worst, times_s[worst] / planned_s[worst])
 
-    def _times_s(self, ignored: Collection[int]) -> dict[Place, float]:
-        """Return the median over the pipelines of the slowest tensor rank's time, where most tell it."""
-        slowest_s: dict[Place, dict[int, float]] = {}
+    def _times_s(self, ignored: Collection[int]) -> dict[Place, tuple[float, float]]:
+        """Return the median over the pipelines of the slowest tensor rank's time, where most tell it.
+
+        With it comes the largest standard error.
+        """
+        slowest_s: dict[Place, dict[int, tuple[float, float]]] = {}
         for rank, estimate in self._estimates.items():
             if rank.pipeline in ignored:
                 continue
             for sample in estimate.samples:
+                if sample.computation_count < _LEAST_COUNT:
+                    continue
                 own_s = slowest_s.setdefault((rank.stage, sample.clock_mhz, (sample.chunk, sample.kind)), {})
-                own_s[rank.pipeline] = max(own_s.get(rank.pipeline, 0.0), sample.time_s)
+                figure = sample.time_s, sample.time_se_s
+                own_s[rank.pipeline] = max(own_s.get(rank.pipeline, figure), figure)
         needed = (self._parallelism.pipeline_count - len(ignored) + 1) // 2
-        return {place: median(own_s.values()) for place, own_s in slowest_s.items() if len(own_s) >= needed}
+        return {
+            place: (
+                median(time_s for time_s, _ in own_s.values()),
+                max(error_s for _, error_s in own_s.values()),
+            )
+            for place, own_s in slowest_s.items()
+            if len(own_s) >= needed
+        }

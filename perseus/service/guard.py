@@ -15,10 +15,13 @@ from perseus.service.model import PlannedClocks
 from perseus.service.operating_point import overhead_s
 from perseus.solver import Frontier
 
-WINDOW = 5
-"""Iterations that the median is taken over: two may be slow for reasons of their own."""
 
-TOLERANCE = 0.01
+@dataclass(frozen=True, slots=True)
+class GuardRules:
+    """By what share the median of so many iterations may exceed what was promised."""
+
+    tolerance: float = 0.01
+    iterations: int = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,9 @@ def promised_time_s(clocks: Sequence[PlannedClocks], frontier: Frontier, baselin
 class Guard:
     """Watches the iterations under the plans that are in force."""
 
-    def __init__(self) -> None:
-        self._times_s: deque[float] = deque(maxlen=WINDOW)
+    def __init__(self, rules: GuardRules) -> None:
+        self._rules = rules
+        self._times_s: deque[float] = deque(maxlen=rules.iterations)
         self._versions: tuple[int, ...] | None = None
 
     def judge(
@@ -56,7 +60,8 @@ class Guard:
             return None
         self._times_s.append(iteration.iteration_time_s)
         middle_s = median(self._times_s)
-        if len(self._times_s) < WINDOW or middle_s <= promise_s * (1 + TOLERANCE):
+        limit_s = promise_s * (1 + self._rules.tolerance)
+        if len(self._times_s) < self._rules.iterations or middle_s <= limit_s:
             return None
         evidence = BrokenPromise(
             promise_s, middle_s, baseline_time_s, tuple(self._times_s), iteration.iteration

@@ -45,7 +45,7 @@ from perseus.service.commands import (
 )
 from perseus.service.drift import Drift, DriftWatch
 from perseus.service.errors import JobFinishedError, JobNotSolvedError
-from perseus.service.guard import BrokenPromise, Guard, promised_time_s
+from perseus.service.guard import BrokenPromise, Guard, GuardRules, promised_time_s
 from perseus.service.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -109,6 +109,7 @@ class Rules:
     lease_s: float = 30.0
     baseline_iterations: int = 5
     profiling: ProfilingRules = field(default_factory=ProfilingRules)
+    guard: GuardRules = field(default_factory=GuardRules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class JobMachine:
         self.is_profile_complete = False
         self._is_solving = False
         self.profiler = Profiler(spec.parallelism, self.schedule, rules.profiling, self._journal)
-        self._guard = Guard()
+        self._guard = Guard(rules.guard)
         self._drift = DriftWatch(spec.parallelism)
         self._broken_count = 0
         self._now_s = 0.0

@@ -15,6 +15,7 @@ from perseus.service.agent_service import AgentService
 from perseus.service.coordinator import Coordinator
 from perseus.service.errors import AddressUnavailableError
 from perseus.service.frontier_service import FrontierService
+from perseus.service.guard import GuardRules
 from perseus.service.job_machine import Rules
 from perseus.service.job_service import JobService
 from perseus.service.profiler import ProfilingRules
@@ -100,6 +101,7 @@ async def running(
             settings.profile_budget_s,
             settings.profile_budget_j,
         ),
+        GuardRules(settings.guard_tolerance_percent / 100, settings.guard_iterations),
     )
     async with contextlib.AsyncExitStack() as stack:
         store = await SqliteStore.open(settings.database)

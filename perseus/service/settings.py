@@ -39,6 +39,12 @@ class CoordinatorSettings(BaseSettings):
     profile_budget_j: float = Field(
         default=math.inf, gt=0, description="Joules that profiling may take beyond stock."
     )
+    guard_tolerance_percent: float = Field(
+        default=1.0, gt=0, le=1000, description="Back to stock when iterations exceed the plan by this much."
+    )
+    guard_iterations: int = Field(
+        default=5, ge=1, le=1000, description="Iterations that the guard takes the median of."
+    )
     solver_processes: int = Field(default=1, ge=1, le=64, description="Problems solved at a time.")
     shutdown_grace_s: float = Field(
         default=5.0, ge=0, le=600, description="Time for open calls when stopping, seconds."

@@ -126,7 +126,8 @@ class ClockKeeper:
         if self._scheduled is not None and self._scheduled.at_s <= now_s:
             self._wanted_mhz, self._scheduled = self._scheduled.clock_mhz, None
         wanted_mhz = self._wanted_mhz
-        soon = [need for need in needs if need.begin_s <= now_s + self.lead.reach_s]
+        reach_s = now_s + self.lead.reach_s
+        soon = [need for need in needs if need.begin_s <= reach_s or self._due_s(need) <= now_s]
         is_due = any(is_higher(need.clock_mhz, wanted_mhz) and self._due_s(need) <= now_s for need in soon)
         enough_mhz = _highest(soon or needs[:1])
         if is_due or is_higher(wanted_mhz, enough_mhz):

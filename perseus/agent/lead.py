@@ -1,10 +1,10 @@
 """How long before it is needed a clock must be asked for: what sets and predictions have shown. Pure.
 
 The lead is the latency of the clock, from the begin of a set to the change of the clock (the median of its
-last sets), and a margin for all: how late sets came on top of that (wake-ups, a set still under way), and how
-much too late the next computation's begin was predicted. Both vary, and a raise that comes late costs time
-where one that comes early costs a little energy. So the margin is enough for nine of ten, and grows with the
-next mark when raises turn out late.
+last sets; of those of all clocks, as long as it was hardly ever set), and a margin for all: how late sets came
+on top of that (wake-ups, a set still under way), and how much too late the next computation's begin was
+predicted. Both vary, and a raise that comes late costs time where one that comes early costs a little energy.
+So the margin is enough for nine of ten, and grows with the next mark when raises turn out late.
 """
 
 from collections import deque
@@ -16,6 +16,7 @@ from perseus.agent.events import ClockSet
 _ASSUMED_LATENCY_S = 0.020
 _ASSUMED_DELAY_S = 0.001
 _LATENCIES_KEPT = 16  # per clock
+_LEAST_SETS = 3  # of a clock, for a latency of its own
 _RECENT = 64  # sets, and predictions
 _COVERED_SHARE = 0.9
 
@@ -24,12 +25,13 @@ class Lead:
     """One GPU's latencies, and the margin."""
 
     def __init__(self) -> None:
-        self._recent_s: dict[int | None, deque[float]] = {}
+        self._recent_s = deque[float](maxlen=_RECENT)
+        self._recent_by_clock_s: dict[int | None, deque[float]] = {}
         self._latencies_s: dict[int | None, float] = {}
         self._delays_s = deque([_ASSUMED_DELAY_S], maxlen=_RECENT)
         self._errors_s = deque([0.0], maxlen=_RECENT)
         self.latency_s = _ASSUMED_LATENCY_S
-        """The longest latency of all clocks."""
+        """The median over all clocks."""
         self._delay_s = _ASSUMED_DELAY_S
         self._error_s = 0.0
 
@@ -49,10 +51,13 @@ class Lead:
 
     def clock_set(self, done: ClockSet) -> None:
         """A set was carried out."""
-        recent_s = self._recent_s.setdefault(done.clock_mhz, deque(maxlen=_LATENCIES_KEPT))
-        recent_s.append(done.time_s - done.begun_at_s)
-        self._latencies_s[done.clock_mhz] = latency_s = median(recent_s)
-        self.latency_s = max(self._latencies_s.values())
+        self._recent_s.append(done.time_s - done.begun_at_s)
+        self.latency_s = median(self._recent_s)
+        own_s = self._recent_by_clock_s.setdefault(done.clock_mhz, deque(maxlen=_LATENCIES_KEPT))
+        own_s.append(done.time_s - done.begun_at_s)
+        if len(own_s) >= _LEAST_SETS:
+            self._latencies_s[done.clock_mhz] = median(own_s)
+        latency_s = self._latencies_s.get(done.clock_mhz, self.latency_s)
         self._delays_s.append(done.time_s - done.due_s - latency_s)
         self._delay_s = _enough(self._delays_s)
 

@@ -49,8 +49,8 @@ class ClockStatistics(google.protobuf.message.Message):
     on_clock_time_s: builtins.float
     """Of that time, how much was at the planned clock, seconds. The rest costs energy."""
     set_latency_s: builtins.float
-    """From the begin of a clock set to the change of the clock, seconds: the median of the last sets, of that
-    clock of the GPU for which it is longest. Not only under this plan.
+    """From the begin of a clock set to the change of the clock, seconds: the median of the last sets, not only
+    under this plan.
     """
     margin_s: builtins.float
     """How much earlier than one latency before they are needed raises are asked for, seconds."""

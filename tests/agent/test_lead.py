@@ -12,15 +12,16 @@ def test_before_any_set_the_longest_usual_latency_is_assumed() -> None:
     assert Lead().of(1400) == pytest.approx(0.021)
 
 
-def test_each_clock_has_its_own_latency_and_an_unknown_one_the_longest() -> None:
+def test_a_clock_has_its_own_latency_once_it_was_set_often_enough() -> None:
     lead = Lead()
     for latency_s in (0.010, 0.011, 0.050):
         lead.clock_set(done(1000, latency_s=latency_s))
         lead.clock_set(done(None, latency_s=2 * latency_s))
-    assert lead.latency_s == pytest.approx(0.022)
-    assert lead.of(1000) - lead.margin_s == pytest.approx(0.011), "the median"
+    lead.clock_set(done(1400, latency_s=1.0))
+    assert lead.latency_s == pytest.approx(0.022), "the median of 10, 11, 20, 22, 50, 100 and 1000 ms"
+    assert lead.of(1000) - lead.margin_s == pytest.approx(0.011)
     assert lead.of(None) - lead.margin_s == pytest.approx(0.022)
-    assert lead.of(1400) - lead.margin_s == pytest.approx(0.022)
+    assert lead.of(1400) - lead.margin_s == pytest.approx(0.022), "that of all: once is no measure"
     assert lead.reach_s == pytest.approx(0.044 + lead.margin_s)
 
 

@@ -1,8 +1,8 @@
 """How long before it is needed a clock must be asked for: what sets and predictions have shown. Pure.
 
 The lead is the latency of the clock, from the begin of a set to the change of the clock (the median of its
-last sets; of those of all clocks, as long as it was hardly ever set), and a margin for all: how late sets came
-on top of that (wake-ups, a set still under way), and how much too late the next computation's begin was
+last sets; of those of all clocks, as long as it was hardly ever set), and a margin for all: how late sets
+came on top of that (wake-ups, a set still under way), and how much too late the next computation's begin was
 predicted. Both vary, and a raise that comes late costs time where one that comes early costs a little energy.
 So the margin is enough for nine of ten, and grows with the next mark when raises turn out late.
 """

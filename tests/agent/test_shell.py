@@ -99,6 +99,7 @@ def settings(tmp_path: Path, port: int, **more: object) -> AgentSettings:
         socket=tmp_path / "run" / "agent.sock",
         gpu_backend="emulated",
         emulated_gpus=tmp_path / "gpus",
+        restore_folder=tmp_path / "restore",
         **more,  # type: ignore[arg-type]
     )
 

@@ -1,31 +1,43 @@
-"""Random lives of a job: joins, losses, reconnects, late offers, stragglers, restarts, in any order.
+"""Random lives of a job: joins, losses, reconnects, offers late and refused, stragglers, restarts.
 
-After every input the machine validates itself. When things calm down, every rank has its pipeline's plan in
-force.
+After every input the machine validates itself; no version goes backwards. When things calm down, every rank
+has its pipeline's plan in force; stock, if one has refused to set clocks.
 """
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from service_fakes import Cluster, FakeRank, make_spec
+from service_fakes import EPOCH, Cluster, FakeRank, make_spec
 
 from perseus.service.commands import Command, EndStream, SendOffer, Solve
 from perseus.service.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
+    OfferAnswered,
     PolicySet,
     RankLeft,
     Solved,
     StragglerCleared,
     StragglerReported,
+    TelemetryArrived,
     Tick,
 )
 from perseus.service.job_machine import Rules
-from perseus.service.model import STOCK, JobState, Offer, PlannedClocks, RankLeftReason, Straggler
+from perseus.service.model import (
+    STOCK,
+    JobState,
+    Offer,
+    PlannedClocks,
+    RankLeftReason,
+    RefusalReason,
+    StockClocks,
+    Straggler,
+)
 from perseus.service.profiler import ProfilingRules
 from perseus.service.specification import Coordinates, OperatingPolicy
 from perseus.solver import solve
@@ -42,6 +54,8 @@ class RandomLife(RuleBasedStateMachine):
         self.problems: deque[Solve] = deque()
         self.joined: set[Coordinates] = set()
         self.sent_versions: dict[int, int] = {}
+        self.told: TelemetryArrived | None = None
+        self.was_refused = False
 
     # What the agents of the cluster do with the machine's commands: offers may wait, in order.
 
@@ -74,7 +88,8 @@ class RandomLife(RuleBasedStateMachine):
         if rank.place in self.joined:
             if in_force is not None:
                 self.take(self.cluster.tell(in_force))
-            self.take(self.cluster.tell(rank.end(0.8)))
+            self.told = rank.end(0.8)
+            self.take(self.cluster.tell(self.told))
 
     def join_rank(self, place: Coordinates) -> None:
         self.joined.add(place)
@@ -171,6 +186,50 @@ class RandomLife(RuleBasedStateMachine):
         frontier = solve(self.problems.popleft().problem, point_count=4)
         self.take(self.cluster.tell(Solved(frontier)))
 
+    @precondition(lambda self: len(self.waiting) > 1)
+    @rule()
+    def deliver_out_of_order(self) -> None:
+        """Offers to different ranks travel on streams of their own: the last may be the first there."""
+        last = self.waiting[-1]
+        if all(other.rank != last.rank for other in list(self.waiting)[:-1]):
+            self.waiting.rotate(1)
+            self.deliver_one()
+
+    @precondition(lambda self: self.waiting)
+    @rule(luck=st.integers(0, 5))
+    def refuse_for_good(self, luck: int) -> None:
+        """A rank that may not set clocks: the whole job goes to stock, and stays there."""
+        command = self.waiting[0]
+        if luck or isinstance(command.offer.clocks, StockClocks):
+            return
+        self.waiting.popleft()
+        self.rank(command.rank).pending = None
+        answer = self.rank(command.rank).answer(command.offer)
+        self.rank(command.rank).pending = None
+        self.take(self.cluster.tell(replace(answer, refusal=RefusalReason.NOT_PERMITTED)))
+        is_current = command.offer.version == self.cluster.machine._offers[command.rank.pipeline].version
+        assert self.cluster.machine.state is JobState.STOCK or not is_current
+        self.was_refused |= self.cluster.machine.state is JobState.STOCK
+
+    @precondition(lambda self: self.told is not None)
+    @rule()
+    def repeat_telemetry(self) -> None:
+        """What was told before changes nothing."""
+        assert self.told is not None
+        if self.told.rank in self.joined:
+            self.take(self.cluster.tell(self.told))
+
+    @precondition(lambda self: self.joined)
+    @rule(data=st.data())
+    def repeat_an_answer(self, data: st.DataObject) -> None:
+        """An answer to what is long over, and one to a plan of another epoch, change nothing."""
+        rank = self.rank(data.draw(st.sampled_from(sorted(self.joined))))
+        epoch = data.draw(st.sampled_from([EPOCH, "of a coordinator that forgot"]))
+        old = OfferAnswered(
+            rank.place, rank.instance_id, epoch, 0, RefusalReason.NOT_PERMITTED, "", rank.iteration
+        )
+        self.take(self.cluster.tell(old))
+
     @rule(pipeline=st.integers(0, 1), factor=st.sampled_from([1.0, 1.1, 1.3, 5.0]))
     def report_straggler(self, pipeline: int, factor: float) -> None:
         self.take(self.cluster.tell(StragglerReported(Straggler(pipeline, slowdown_factor=factor))))
@@ -202,15 +261,16 @@ class RandomLife(RuleBasedStateMachine):
 
     @invariant()
     def never_at_stock_for_no_reason(self) -> None:
-        assert self.cluster.machine.state not in (JobState.STOCK, JobState.FINISHED)
+        assert self.cluster.machine.state is not JobState.FINISHED
+        assert self.cluster.machine.state is not JobState.STOCK or self.was_refused
 
     def teardown(self) -> None:
         self.calm_down()
         machine = self.cluster.machine
-        assert machine.state is JobState.PLANNED
+        assert machine.state is (JobState.STOCK if self.was_refused else JobState.PLANNED)
         for rank in self.cluster.ranks.values():
             offer = machine._offers[rank.place.pipeline]
-            assert isinstance(offer.clocks, PlannedClocks)
+            assert isinstance(offer.clocks, StockClocks if self.was_refused else PlannedClocks)
             assert (rank.in_force.version, rank.in_force.clocks) == (offer.version, offer.clocks)
 
 

@@ -79,6 +79,14 @@ def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None
         (["straggler", "gpt3", 0, "--iteration-time-s", -1], "iteration_time_s"),
         (["straggler", "gpt3", 0], "--factor"),
         (["straggler", "gpt3", 0, "--factor", 1.2, "--clear"], "--clear"),
+        (["policy", "gpt3"], "--no-slowdown"),
+        (["policy", "gpt3", "--no-slowdown", "--max-average-power-w", 900], "--no-slowdown"),
+        (["policy", "gpt3", "--deadline-s", 60], "--iterations"),
+        (["policy", "gpt3", "--max-slowdown-percent", 101], "max_slowdown_percent"),
+        (["policy", "gpt3", "--deadline-s", 0, "--iterations", 5], "time_s"),
+        (["policy", "gpt3", "--deadline-s", 60, "--iterations", 0], "iteration_count"),
+        (["policy", "gpt3", "--max-average-power-w", "nan"], "max_average_power_w"),
+        (["rebaseline", "gpt3"], "frontier"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(
@@ -88,6 +96,26 @@ def test_mistakes_get_one_line_and_exit_code_2(
     assert result.exit_code == 2, result.output
     assert expected in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (["--max-slowdown-percent", 5], job_pb2.OperatingPolicy(max_slowdown_percent=5)),
+        (
+            ["--deadline-s", 60, "--iterations", 30],
+            job_pb2.OperatingPolicy(deadline=job_pb2.Deadline(iteration_count=30, time_s=60)),
+        ),
+        (["--max-average-power-w", 900], job_pb2.OperatingPolicy(max_average_power_w=900)),
+        (["--no-slowdown"], job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown())),
+    ],
+)
+def test_a_policy_is_set(coordinator: str, rule: list[object], expected: job_pb2.OperatingPolicy) -> None:
+    assert run(coordinator, "policy", "gpt3", *rule).exit_code == 0
+    with grpc.insecure_channel(coordinator) as channel:
+        jobs = job_service_pb2_grpc.JobServiceStub(channel)
+        job = jobs.GetJob(job_service_pb2.GetJobRequest(job_id="gpt3"), timeout=10).job
+    assert job.spec.policy == expected
 
 
 def test_watch_ends_with_its_job(coordinator: str) -> None:

@@ -29,8 +29,6 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import singledispatchmethod
 
-import numpy as np
-
 from perseus.service.commands import (
     AcceptRank,
     Command,
@@ -83,16 +81,14 @@ from perseus.service.model import (
     RankState,
     RefusalReason,
     StockClocks,
-    Straggler,
 )
 from perseus.service.offers import OfferBoard
 from perseus.service.operating_point import check_straggler, planned_clocks, straggler_time_s, target_times_s
 from perseus.service.profiler import LEAST_CLOCKS, Profiler, ProfilingRules
 from perseus.service.ranks import LIVE, RankTable, named
-from perseus.service.spans import SpanBook
 from perseus.service.specification import JobSpec
 from perseus.service.stage_profiles import StageProfile, build_problem, common_clocks_mhz, corrected
-from perseus.service.stragglers import SLOWING_REASONS, Finding, StragglerDetector
+from perseus.service.straggler_book import StragglerBook
 from perseus.service.timeline import TimelineMemory
 from perseus.solver import Frontier, SolverError
 
@@ -165,9 +161,7 @@ class JobMachine:
         self._drift = DriftWatch(spec.parallelism)
         self._broken_count = 0
         self._now_s = 0.0
-        self._stragglers: dict[int, Straggler] = {}
-        self._spans = SpanBook(self.schedule, spec.parallelism)
-        self._detector = StragglerDetector(spec.parallelism.pipeline_count)
+        self._stragglers = StragglerBook(self.schedule, spec.parallelism, self._journal)
         self._gpu_errors: set[GpuErrorReported] = set()
         self._stored_record: JobRecord | None = None
 
@@ -200,10 +194,7 @@ class JobMachine:
             machine.policy, machine.state, version = record.policy, record.state, record.version
             machine._baseline_time_s = record.baseline_time_s
             machine.is_profile_complete = record.is_profile_complete
-            machine._stragglers = {straggler.pipeline: straggler for straggler in record.stragglers}
-            for straggler in record.stragglers:
-                if straggler.is_detected and straggler.slowdown_factor is not None:
-                    machine._detector.restore(straggler.pipeline, straggler.slowdown_factor)
+            machine._stragglers.restore(record.stragglers)
         machine._offers.restore(version, stored.offers)
         machine._ranks.restore(stored.ranks, now_s)
         machine.profiler.profiles = stored.profiles
@@ -247,7 +238,7 @@ class JobMachine:
             ranks=tuple(self._ranks),
             straggler_times_s=self._straggler_times_s(),
             detected_stragglers=frozenset(
-                straggler.pipeline for straggler in self._stragglers.values() if straggler.is_detected
+                straggler.pipeline for straggler in self._stragglers if straggler.is_detected
             ),
             profiled_clock_count=self.profiler.clock_count,
             t_min_s=self.frontier.t_min_s if self.frontier else 0.0,
@@ -279,7 +270,7 @@ class JobMachine:
             version=self._offers.version,
             baseline_time_s=self._baseline_time_s,
             is_profile_complete=self.is_profile_complete,
-            stragglers=tuple(self._stragglers[pipeline] for pipeline in sorted(self._stragglers)),
+            stragglers=tuple(self._stragglers),
         )
         if record != self._stored_record:
             self._stored_record = record
@@ -351,7 +342,7 @@ class JobMachine:
         assert gpu is not None
         batch.check_clocks(gpu.supported_clocks_mhz)
         batch.check_order(self.schedule.orders[event.rank.stage])
-        self._spans.add(event.rank, batch)
+        self._stragglers.take_telemetry(event.rank, batch)
         if len(batch.iterations.iteration):
             self._ranks.note_iteration(event.rank, int(batch.iterations.iteration.max()))
             self._take_iterations(event)
@@ -409,8 +400,7 @@ class JobMachine:
         straggler = event.straggler
         self.spec.check_pipeline(straggler.pipeline)
         check_straggler(straggler)
-        if self._stragglers.get(straggler.pipeline) != straggler:
-            self._stragglers[straggler.pipeline] = straggler
+        if self._stragglers.report(straggler):
             self._journal.announce(
                 EventType.STRAGGLER_REPORTED,
                 f"pipeline {straggler.pipeline} is slow: {straggler}",
@@ -424,19 +414,7 @@ class JobMachine:
     def _(self, event: StragglerCleared, _now_s: float) -> None:
         self._check_running()
         self.spec.check_pipeline(event.pipeline)
-        cleared = self._stragglers.pop(event.pipeline, None)
-        if cleared is not None:
-            if cleared.is_detected:
-                self._detector.forget(event.pipeline)
-            factor = self._detector.factor(event.pipeline)
-            self._journal.announce(
-                EventType.STRAGGLER_CLEARED,
-                f"pipeline {event.pipeline} is no longer reported as slow"
-                + (f"; it was detected to be {factor:.3f} × slower" if factor > 1 else ""),
-                pipeline=event.pipeline,
-                detected_slowdown_factor=factor,
-            )
-            self._note_detected(event.pipeline, factor)
+        if self._stragglers.clear(event.pipeline):
             self._after_straggler_change()
 
     @_on.register
@@ -520,8 +498,7 @@ class JobMachine:
             self._ranks.drop(rank.coordinates, RankState.LOST, why)
         if ranks:
             self.log.restart()
-            self._spans.restart()
-            self._detector.restart()
+            self._stragglers.restart()
             self._journal.store(ForgetIterations())
             if self.state in _NEEDS_ALL_RANKS:
                 self._enter(JobState.WAITING, f"{ranks[0].coordinates} is lost: {why}")
@@ -546,9 +523,11 @@ class JobMachine:
         if complete:
             self._offers.iteration_time_s = complete[-1].iteration_time_s
         for iteration in complete:
-            slowed = self._watch_stragglers(iteration)
+            judgement = self._stragglers.judge(iteration)
+            if judgement.has_changed:
+                self._after_straggler_change()
             if self.state is JobState.PROFILING:
-                self._note_held(iteration, slowed)
+                self._note_held(iteration, judgement.slowed)
             elif self.state is JobState.PLANNED:
                 self._watch_plans(iteration)
         if self.state is JobState.BASELINE:
@@ -560,7 +539,7 @@ class JobMachine:
     def _note_held(self, iteration: JobIteration, slowed: Collection[int]) -> None:
         if iteration.versions == self._wanted_versions():
             baseline_j = [period.energy_j for period in self.log.periods if period.state is JobState.BASELINE]
-            disturbed = {*self._stragglers, *slowed}
+            disturbed = {*self._stragglers.pipelines, *slowed}
             self.profiler.take_iteration(iteration, disturbed, baseline_j[-1] if baseline_j else 0.0)
 
     def _measure_baseline(self, complete: Sequence[JobIteration]) -> None:
@@ -584,12 +563,13 @@ class JobMachine:
                 if (
                     self.frontier
                     and isinstance(clocks, PlannedClocks)
-                    and not self._spans.knows(offer.version)
+                    and not self._stragglers.knows_plan(offer.version)
                 ):
                     planned_s = {
                         each.computation: each.duration_s for stage in clocks.plan.stages for each in stage
                     }
-                    self._spans.expect(offer.version, {**self.frontier.pipeline.fixed_times_s, **planned_s})
+                    promised_s = {**self.frontier.pipeline.fixed_times_s, **planned_s}
+                    self._stragglers.expect(offer.version, promised_s)
 
     # ------------------------------------------------------------------ states
 
@@ -683,44 +663,6 @@ class JobMachine:
             self._journal.announce(EventType.SOLVE_FAILED, f"no frontier: {cause}", cause=cause)
             self._fall_back(f"no frontier: {cause}")
 
-    # ------------------------------------------------------------------ stragglers
-
-    def _watch_stragglers(self, iteration: JobIteration) -> Collection[int]:
-        """Judge who was slow; return the pipelines of which a GPU was slowed.
-
-        What somebody reported overrides what is found until it is cleared.
-        """
-        spans = self._spans.take(iteration.iteration, iteration.versions) if iteration.versions else None
-        has_changed = False
-        for finding in self._detector.judge(spans) if spans else ():
-            known = self._stragglers.get(finding.pipeline)
-            is_overridden = known is not None and not known.is_detected
-            self._announce_finding(finding, is_overridden)
-            if not is_overridden:
-                self._note_detected(finding.pipeline, finding.slowdown_factor)
-                has_changed = True
-        if has_changed:
-            self._after_straggler_change()
-        return np.flatnonzero(spans.clock_event_reasons & SLOWING_REASONS).tolist() if spans else ()
-
-    def _note_detected(self, pipeline: int, factor: float) -> None:
-        if factor > 1:
-            self._stragglers[pipeline] = Straggler(pipeline, slowdown_factor=factor, is_detected=True)
-        else:
-            self._stragglers.pop(pipeline, None)
-
-    def _announce_finding(self, finding: Finding, is_overridden: bool) -> None:
-        measure = "its plan" if finding.planned_span_s else "its peers"
-        self._journal.announce(
-            EventType.STRAGGLER_DETECTED if finding.is_straggler else EventType.STRAGGLER_WITHDRAWN,
-            f"pipeline {finding.pipeline} is slow: {finding.slowdown_factor:.3f} × {measure}, "
-            f"stage {finding.slowest_stage} the most"
-            if finding.is_straggler
-            else f"pipeline {finding.pipeline} is itself again",
-            **asdict(finding),
-            is_overridden=is_overridden,
-        )
-
     # ------------------------------------------------------------------ plans
 
     def _watch_plans(self, iteration: JobIteration) -> None:
@@ -762,7 +704,7 @@ class JobMachine:
     def _check_profile(self) -> Drift | None:
         assert self.frontier is not None
         measured = {(profile.stage, profile.clock_mhz) for profile in self.profiler.profiles}
-        return self._drift.check(self.frontier.pipeline, measured, self._stragglers.keys())
+        return self._drift.check(self.frontier.pipeline, measured, self._stragglers.pipelines)
 
     def _correct_profile(self, drift: Drift) -> None:
         stage, clock_mhz, (chunk, kind) = drift.worst
@@ -781,10 +723,10 @@ class JobMachine:
     def _straggler_times_s(self) -> dict[int, float]:
         """Return T' of each straggler; 0 while there is no frontier to measure it by."""
         return {
-            pipeline: straggler_time_s(straggler, self.frontier, self._baseline_time_s, self.policy)
+            straggler.pipeline: straggler_time_s(straggler, self.frontier, self._baseline_time_s, self.policy)
             if self.frontier
             else 0.0
-            for pipeline, straggler in sorted(self._stragglers.items())
+            for straggler in self._stragglers
         }
 
     def _after_straggler_change(self) -> None:
@@ -832,6 +774,4 @@ class JobMachine:
             assert self.profiler.clock_count >= LEAST_CLOCKS
         if self.frontier is not None or self._is_solving:
             assert self.is_profile_complete
-        for straggler in self._stragglers.values():
-            if straggler.is_detected:
-                assert straggler.slowdown_factor == self._detector.factor(straggler.pipeline)
+        self._stragglers.validate()

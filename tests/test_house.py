@@ -35,6 +35,8 @@ PURE = [
     "service/clock_choice.py",
     "service/profiler.py",
     "service/guard.py",
+    "service/straggler_book.py",
+    "service/plan_watch.py",
     "service/drift.py",
     "service/operating_point.py",
     "service/iterations.py",

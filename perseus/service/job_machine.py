@@ -41,9 +41,8 @@ from perseus.service.commands import (
     ReportIteration,
     Solve,
 )
-from perseus.service.drift import Drift, DriftWatch
 from perseus.service.errors import JobFinishedError, JobNotSolvedError
-from perseus.service.guard import BrokenPromise, Guard, GuardRules, promised_time_s
+from perseus.service.guard import GuardRules
 from perseus.service.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -84,16 +83,14 @@ from perseus.service.model import (
 )
 from perseus.service.offers import OfferBoard
 from perseus.service.operating_point import check_straggler, planned_clocks, straggler_time_s, target_times_s
+from perseus.service.plan_watch import PlanWatch
 from perseus.service.profiler import LEAST_CLOCKS, Profiler, ProfilingRules
 from perseus.service.ranks import LIVE, RankTable, named
 from perseus.service.specification import JobSpec
-from perseus.service.stage_profiles import StageProfile, build_problem, common_clocks_mhz, corrected
+from perseus.service.stage_profiles import StageProfile, build_problem, common_clocks_mhz
 from perseus.service.straggler_book import StragglerBook
 from perseus.service.timeline import TimelineMemory
 from perseus.solver import Frontier, SolverError
-
-_MOST_BROKEN_PROMISES = 2
-"""After so many broken promises the job stays at stock."""
 
 _NEEDS_ALL_RANKS = (JobState.BASELINE, JobState.PROFILING, JobState.SOLVING, JobState.PLANNED)
 
@@ -157,9 +154,7 @@ class JobMachine:
         self.is_profile_complete = False
         self._is_solving = False
         self.profiler = Profiler(spec.parallelism, self.schedule, rules.profiling, self._journal)
-        self._guard = Guard(rules.guard)
-        self._drift = DriftWatch(spec.parallelism)
-        self._broken_count = 0
+        self._plan_watch = PlanWatch(spec.parallelism, rules.guard, self.profiler, self._journal)
         self._now_s = 0.0
         self._stragglers = StragglerBook(self.schedule, spec.parallelism, self._journal)
         self._gpu_errors: set[GpuErrorReported] = set()
@@ -354,7 +349,7 @@ class JobMachine:
             if self.state is JobState.PROFILING:
                 self.profiler.take_estimate(event.rank, energy)
             elif self.state is JobState.PLANNED:
-                self._drift.take_estimate(event.rank, energy)
+                self._plan_watch.take_estimate(event.rank, energy)
 
     @_on.register
     def _(self, event: OfferAnswered, now_s: float) -> None:
@@ -605,8 +600,7 @@ class JobMachine:
             reason=why,
         )
         self._baseline_times_s.clear()
-        self._guard.restart()
-        self._drift.restart()
+        self._plan_watch.restart()
         match state:
             case JobState.PROFILING:
                 if not self.profiler.profiles:
@@ -666,59 +660,20 @@ class JobMachine:
     # ------------------------------------------------------------------ plans
 
     def _watch_plans(self, iteration: JobIteration) -> None:
-        """Hold what the plans in force lead to against what was promised, and planned."""
-        clocks = [offer.clocks for offer in self._offers if isinstance(offer.clocks, PlannedClocks)]
-        if self.frontier is None or iteration.versions != self._wanted_versions():
+        if self.frontier is None or self._is_solving or iteration.versions != self._wanted_versions():
             return
-        if not self._stragglers:
-            promise_s = promised_time_s(clocks, self.frontier, self._baseline_time_s)
-            broken = self._guard.judge(iteration, promise_s, self._baseline_time_s)
-            if broken is not None:
-                self._withdraw_plans(broken)
-                return
-        if self._drift.is_due(iteration.versions) and not self._is_solving:
-            drift = self._check_profile()
-            if drift is not None:
-                self._correct_profile(drift)
+        clocks = [offer.clocks for offer in self._offers if isinstance(offer.clocks, PlannedClocks)]
+        verdict = self._plan_watch.judge(
+            iteration, clocks, self.frontier, self._baseline_time_s, self._stragglers.pipelines
+        )
+        if verdict.withdraw is None:
+            if verdict.solve_again:
                 self._solve()
-
-    def _withdraw_plans(self, broken: BrokenPromise) -> None:
-        """Back to stock; and to other plans if the profile turns out to be what was wrong."""
-        self._broken_count += 1
-        drift = self._check_profile()
-        self._journal.announce(
-            EventType.PROMISE_BROKEN,
-            f"iterations take {broken.median_time_s:.6f} s, {broken.promised_time_s:.6f} s were promised",
-            **asdict(broken),
-            versions=self._wanted_versions(),
-        )
-        if drift is None:
-            self._fall_back("the plans broke their promise, and the profile does not say why")
-        elif self._broken_count > _MOST_BROKEN_PROMISES:
-            self._fall_back(f"plans broke their promise {self._broken_count} times")
-        else:
-            self._correct_profile(drift)
+        elif verdict.solve_again:
             self.frontier = None
-            self._enter(JobState.SOLVING, "the plans broke their promise, and the profile was corrected")
-
-    def _check_profile(self) -> Drift | None:
-        assert self.frontier is not None
-        measured = {(profile.stage, profile.clock_mhz) for profile in self.profiler.profiles}
-        return self._drift.check(self.frontier.pipeline, measured, self._stragglers.pipelines)
-
-    def _correct_profile(self, drift: Drift) -> None:
-        stage, clock_mhz, (chunk, kind) = drift.worst
-        self._journal.announce(
-            EventType.PROFILE_CORRECTED,
-            f"stage {stage} takes {drift.worst_ratio:.3f} × the time planned at {clock_mhz} MHz",
-            stage=stage,
-            clock_mhz=clock_mhz,
-            chunk=chunk,
-            computation_kind=kind.name,
-            ratio=drift.worst_ratio,
-            measured_count=len(drift.times_s),
-        )
-        self.profiler.replace(corrected(self.profiler.profiles, drift.times_s))
+            self._enter(JobState.SOLVING, verdict.withdraw)
+        else:
+            self._fall_back(verdict.withdraw)
 
     def _straggler_times_s(self) -> dict[int, float]:
         """Return T' of each straggler; 0 while there is no frontier to measure it by."""

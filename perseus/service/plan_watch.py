@@ -71,7 +71,7 @@ class PlanWatch:
             if broken is not None:
                 self._journal.announce(
                     EventType.PROMISE_BROKEN,
-                    f"iterations take {broken.median_time_s:.6f} s, not {broken.promised_time_s:.6f} s as promised",
+                    f"iterations take {broken.median_time_s:.6f} s, not {broken.promised_time_s:.6f} s",
                     **asdict(broken),
                     versions=iteration.versions,
                 )

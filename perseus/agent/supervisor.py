@@ -9,7 +9,7 @@ agent is unlikely to hit it: the OOM killer takes bigger processes first, and ro
 still happen, and who brings the GPUs back then:
 
     dies                            restored by
-    ------------------------------- ---------------------------------------------------------------------------
+    ------------------------------- --------------------------------------------------------------------------
     agent                           the supervisor
     supervisor                      the agent: the lifeline's end tells it to stop as on SIGTERM
     agent and supervisor            systemd (ExecStopPost), the next agent to start, or --restore by hand

@@ -27,7 +27,11 @@ from perseus.service.stage_profiles import StageKey, StageProfile, blocking_powe
 from perseus.solver import Kind, Measurement, Schedule
 
 LOW_SHARE = 0.55
-"""The low extreme, as a share of the highest clock. Below it GPUs save little and take long."""
+"""The low extreme, as a share of the highest clock.
+
+It is tuned: the published A40 curves have a cliff at 960 MHz, which 0.55 happens to measure. With 0.5 or 0.6 no
+clock falls on it, and the plan costs 0.6 to 0.7 % more than that of the complete profile instead of 0.25 %.
+"""
 
 REACH = 0.85
 """How far below the lowest measured clock a clock may lie to be guessed at."""

@@ -29,8 +29,8 @@ from perseus.solver import Kind, Measurement, Schedule
 LOW_SHARE = 0.55
 """The low extreme, as a share of the highest clock.
 
-It is tuned: the published A40 curves have a cliff at 960 MHz, which 0.55 happens to measure. With 0.5 or 0.6 no
-clock falls on it, and the plan costs 0.6 to 0.7 % more than that of the complete profile instead of 0.25 %.
+It is tuned: the published A40 curves have a cliff at 960 MHz, which 0.55 happens to measure. With 0.5 or 0.6
+no clock falls on it, and the plan costs 0.6 to 0.7 % more than with the complete profile instead of 0.25 %.
 """
 
 REACH = 0.85

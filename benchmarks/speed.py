@@ -1,9 +1,10 @@
 """The complete frontier against HiGHS over 200 deadlines and against the published reference solver.
 
-All times of a row are from the same run of one process, one after the other. Solving means from the problem
-statement to the complete relaxed frontier: our graph and sweep; HiGHS's model and its 200 warm-started
-solutions, slowest first; the reference solver's whole descent at its 1 ms time unit, of which it is given at
-most 60 seconds. What is missing of its descent is extrapolated at the pace of what it did.
+All times of a row are CPU times of the same process, one after the other; none uses a second thread. Solving
+means from the problem statement to the complete relaxed frontier: our graph and sweep; HiGHS's model and its
+200 warm-started solutions, slowest first; the reference solver's whole descent at its 1 ms time unit, of
+which it is given at most 60 seconds. What is missing of its descent is extrapolated at the pace of what it
+did.
 """
 
 import time
@@ -32,7 +33,7 @@ def run() -> Sequence[Table]:
         for microbatch_count in (12, 48, 96):
             pipeline = published_pipeline(gpu, microbatch_count)
             ours_s, sweep = min((_time_ours(pipeline) for _ in range(3)), key=lambda timed_: timed_[0])
-            program_s = _time_program(pipeline, sweep)
+            program_s = min(_time_program(pipeline, sweep) for _ in range(2))
             reference_s, share = None, None
             if gpu == "a100-sxm" and microbatch_count in (12, 48):
                 reference_s, share = _time_reference(pipeline, sweep)
@@ -55,17 +56,17 @@ def run() -> Sequence[Table]:
             (
                 Column("GPU"),
                 Column("microbatches", "d"),
-                Column("Perseus, s", ".2f"),
+                Column("Perseus, CPU s", ".2f"),
                 Column("pieces", "d"),
-                Column("HiGHS × 200, s", ".2f"),
+                Column("HiGHS × 200, CPU s", ".2f"),
                 Column("ratio to HiGHS", ".2f"),
-                Column("lowtime, s", ".0f"),
+                Column("lowtime, CPU s", ".0f"),
                 Column("of which run, %", ".0f"),
                 Column("times faster than lowtime", ".0f"),
             ),
             tuple(rows),
-            "Perseus is exact at every deadline, HiGHS at 200 of them. Perseus: best of three; lowtime: "
-            "sampled for at most 60 s, the rest extrapolated by iteration time covered.",
+            "Perseus is exact at every deadline, HiGHS at 200 of them. Best of three and of two; "
+            "lowtime: sampled for at most 60 s, the rest extrapolated by iteration time covered.",
         )
     ]
 
@@ -88,17 +89,17 @@ def _time_program(pipeline: Pipeline, sweep: Sweep) -> float:
 
 def _time_reference(pipeline: Pipeline, sweep: Sweep) -> tuple[float, float]:
     """Return the seconds that the whole descent takes or would take, and the share of it that was run."""
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     descent = PhillipsDessouky(_reference_graph(pipeline)).run()
     first = next(descent)
     from_s = last_s = first.real_time
     ended = True
     for result in descent:
         last_s = result.real_time
-        if time.perf_counter() - started_s > _REFERENCE_LIMIT_S:
+        if time.process_time() - started_s > _REFERENCE_LIMIT_S:
             ended = False
             break
-    spent_s = time.perf_counter() - started_s
+    spent_s = time.process_time() - started_s
     share = 1.0 if ended else (from_s - last_s) / (from_s - sweep.t_min_ps / 1e12)
     return spent_s / share, share
 

@@ -19,7 +19,7 @@ from perseus.solver.sweep import Sweep, sweep_frontier
 _GRACE_PS = 1000
 """A deadline this little below T_min means T_min: sums of the same seconds differ in their last digits."""
 
-_UPDATES_PER_COMPUTATION = 8
+_UPDATES_PER_COMPUTATION = 4
 """How much search a point is worth; the next one goes on from what it found (see Rounder.improve)."""
 
 _GOOD_ENOUGH = 0.001

@@ -31,7 +31,7 @@ _REACHES = (8, 6, 5, 4, 3, 2, 1)
 _STEPS = 3
 """By how many options a trade may make a computation faster."""
 
-_FINALISTS = 3
+_FINALISTS = 2
 """How many of the rounded plans are searched for trades."""
 
 

@@ -167,11 +167,11 @@ class Profiler:
 
     def _end_round(self, held: HoldClocks) -> bool:
         """Keep what was measured, if the round has ended."""
-        pipelines = [p for p in range(self._parallelism.pipeline_count) if p not in self._disturbed]
+        pipelines = self._counting_pipelines()
         open_stages = [
             stage
             for stage, clock_mhz in enumerate(held.clocks_mhz)
-            if not pipelines or not self._is_measured(stage, clock_mhz, pipelines)
+            if not self._is_measured(stage, clock_mhz, pipelines)
         ]
         has_lasted = self._held_count >= HOLD_LIMIT * self._rules.iterations
         if open_stages and not has_lasted:
@@ -184,6 +184,11 @@ class Profiler:
         if len(open_stages) < len(held.clocks_mhz):
             self._announce_round(held, pipelines)
         return True
+
+    def _counting_pipelines(self) -> Sequence[int]:
+        """Pipelines that were not slow; all of them if all were, as then there is nothing better to go by."""
+        everybody = range(self._parallelism.pipeline_count)
+        return [pipeline for pipeline in everybody if pipeline not in self._disturbed] or everybody
 
     def _is_measured(self, stage: int, clock_mhz: int, pipelines: Sequence[int]) -> bool:
         order = self._schedule.orders[stage]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from service_fakes import EPOCH, Cluster, FakeRank, make_spec
 
-from perseus.service.commands import Command, EndStream, SendOffer, Solve
+from perseus.service.commands import Announce, Command, EndStream, SendOffer, Solve
 from perseus.service.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -267,7 +267,10 @@ class RandomLife(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.calm_down()
         machine = self.cluster.machine
-        assert machine.state is (JobState.STOCK if self.was_refused else JobState.PLANNED)
+        told = [
+            command.happening.message for command in self.cluster.history if isinstance(command, Announce)
+        ]
+        assert machine.state is (JobState.STOCK if self.was_refused else JobState.PLANNED), told[-5:]
         for rank in self.cluster.ranks.values():
             offer = machine._offers[rank.place.pipeline]
             assert isinstance(offer.clocks, StockClocks if self.was_refused else PlannedClocks)

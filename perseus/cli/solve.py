@@ -1,5 +1,8 @@
 """`perseus solve` and `perseus plan`: a frontier from a profile, a plan from a frontier. No service."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,7 +50,8 @@ def solve(
     ] = None,
 ) -> None:
     """Compute the iteration time-energy frontier of one pipeline from its profile."""
-    from perseus import solver
+    with _without_pyplot():
+        from perseus import solver
 
     check_destination("--output", output)
     check_destination("--plot", plot)
@@ -94,8 +98,9 @@ def plan(
     """Make the plan of least energy that is not slower than an iteration time."""
     from google.protobuf import json_format
 
-    from perseus import solver
-    from perseus.service import errors, translate
+    with _without_pyplot():
+        from perseus import solver
+        from perseus.service import errors, translate
     from perseus.v1 import frontier_pb2
 
     check_destination("--output", output)
@@ -114,6 +119,22 @@ def plan(
     console.print(_plan_table(made))
     if output is not None:
         _write_json("--output", output, translate.plan_to_proto(made))
+
+
+@contextmanager
+def _without_pyplot() -> Iterator[None]:
+    """Import igraph without pyplot, which it pulls in for drawings that nobody asks for here.
+
+    That would take as long as solving a small problem. Our own pictures import matplotlib when drawn.
+    """
+    if "matplotlib" in sys.modules:
+        yield
+        return
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["matplotlib"]
 
 
 def _progress() -> Progress:

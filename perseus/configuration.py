@@ -51,9 +51,10 @@ def load(model: type[Settings], toml: Path | None, overrides: Mapping[str, objec
 
 
 def describe(model: type[BaseSettings], name: str) -> str:
-    """A setting's description and default, for the help of its flag."""
+    """A setting's description and default, if it has one, for the help of its flag."""
     field = model.model_fields[name]
-    return f"{field.description} (default {field.default})"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return f"{field.description}" if default is None else f"{field.description} (default {default})"
 
 
 def _read(path: Path) -> dict[str, Any]:

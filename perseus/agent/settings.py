@@ -27,11 +27,13 @@ class AgentSettings(BaseSettings):
 
     coordinator: str = Field("127.0.0.1:50051", min_length=1, description="Coordinator's address, host:port.")
     socket: Path = Field(Path(DEFAULT_SOCKET_PATH), description="Local socket that trainers connect to.")
-    gpu_backend: Literal["nvml", "emulated"] = Field("nvml", description="Where this node's GPUs come from.")
+    gpu_backend: Literal["nvml", "emulated"] = Field(
+        "nvml", description="Where this node's GPUs come from: nvml or emulated."
+    )
     emulated_gpus: Path | None = Field(
         None, validate_default=True, description="Folder with one state file per emulated GPU."
     )
-    observe: bool = Field(False, description="Measure, but never set a clock.")
+    observe: bool = Field(False, description="Measure, but never set a clock; needs no privileges.")
     restore_folder: Path = Field(
         default_factory=default_restore_folder,
         description="Folder with a record of every GPU whose clocks are changed; it must outlive the agent.",
@@ -40,7 +42,7 @@ class AgentSettings(BaseSettings):
         None, description="MIN,MAX in MHz: lock GPUs to this range when done, instead of unlocking them."
     )
     log_level: LogLevel = Field("info", description="Least severe log lines that are shown.")
-    log_format: LogFormat = Field("console", description="How log lines look.")
+    log_format: LogFormat = Field("console", description="How log lines look: console or json.")
 
     @field_validator("emulated_gpus")
     @classmethod

@@ -5,34 +5,31 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from perseus import configuration, logs
+from perseus.agent.settings import AgentSettings
 from perseus.cli.terminal import FAILURE, console, error_console, fail
 
-if TYPE_CHECKING:
-    from perseus.agent.settings import AgentSettings
+
+def _flag(name: str, *declarations: str) -> Any:
+    text = configuration.describe(AgentSettings, name)
+    return typer.Option(*declarations, help=text, show_default=False)
 
 
 def agent(
     config: Annotated[Path | None, typer.Option(help="TOML file with the settings below.")] = None,
-    coordinator: Annotated[str | None, typer.Option(help="The coordinator's HOST:PORT.")] = None,
-    socket: Annotated[Path | None, typer.Option(help="Local socket that trainers connect to.")] = None,
-    gpu_backend: Annotated[str | None, typer.Option(help="nvml or emulated.")] = None,
-    emulated_gpus: Annotated[Path | None, typer.Option(help="Folder of emulated GPUs.")] = None,
-    observe: Annotated[
-        bool | None, typer.Option("--observe", help="Measure, but never set a clock; needs no privileges.")
-    ] = None,
-    restore_folder: Annotated[
-        Path | None, typer.Option(help="Folder for records of what to restore; must outlive the agent.")
-    ] = None,
-    restore_clocks: Annotated[
-        str | None, typer.Option(help="MIN,MAX in MHz: lock GPUs to this when done, not unlock them.")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="console or json.")] = None,
+    coordinator: Annotated[str | None, _flag("coordinator")] = None,
+    socket: Annotated[Path | None, _flag("socket")] = None,
+    gpu_backend: Annotated[str | None, _flag("gpu_backend")] = None,
+    emulated_gpus: Annotated[Path | None, _flag("emulated_gpus")] = None,
+    observe: Annotated[bool | None, _flag("observe", "--observe")] = None,
+    restore_folder: Annotated[Path | None, _flag("restore_folder")] = None,
+    restore_clocks: Annotated[str | None, _flag("restore_clocks")] = None,
+    log_level: Annotated[str | None, _flag("log_level")] = None,
+    log_format: Annotated[str | None, _flag("log_format")] = None,
     restore: Annotated[
         bool, typer.Option("--restore", help="Bring back the GPUs that a dead agent left locked, and end.")
     ] = False,
@@ -42,8 +39,6 @@ def agent(
     ] = False,
 ) -> None:
     """Run the agent of one node. Every flag is also PERSEUS_AGENT_… in the environment."""
-    from perseus.agent.settings import AgentSettings
-
     flags = {
         "coordinator": coordinator,
         "socket": socket,
@@ -68,7 +63,7 @@ def agent(
         _serve(settings)
 
 
-def _serve(settings: "AgentSettings") -> None:
+def _serve(settings: AgentSettings) -> None:
     from perseus.agent import supervisor
 
     lifeline = os.environ.get(supervisor.LIFELINE)
@@ -86,7 +81,7 @@ def _serve(settings: "AgentSettings") -> None:
         fail(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error), FAILURE)
 
 
-def _restore(settings: "AgentSettings") -> None:
+def _restore(settings: AgentSettings) -> None:
     from perseus.agent.backends import backend
     from perseus.agent.gpu import GpuError
     from perseus.agent.records import PATIENCE_S, RecordFolder, restore_found
@@ -103,7 +98,7 @@ def _restore(settings: "AgentSettings") -> None:
         fail("; ".join(complaints), FAILURE)
 
 
-def _self_test(settings: "AgentSettings") -> None:
+def _self_test(settings: AgentSettings) -> None:
     """A table for people on standard error, the same as JSON on standard output."""
     import pynvml
     from rich.table import Table

@@ -126,4 +126,3 @@ A100_SXM = GpuModel(
     knee_voltage_ratio=0.77,
     blocking_activity=(83.64 - 60.0) / (50.0 + 290.0),
 )
-PRESETS = {"a40": A40, "a100-sxm": A100_SXM}

@@ -69,6 +69,8 @@ class NamedSchedule:
 
 # Each stage's computations in order, stage 0 first.
 StageOrders = Sequence[Sequence[Computation]]
+# How activations flow: (stage, chunk) after (stage, chunk).
+Path = Sequence[tuple[int, int]]
 
 _pack_iteration_begin = mark_packer(MarkType.ITERATION_BEGIN)
 _pack_iteration_end = mark_packer(MarkType.ITERATION_END)
@@ -157,15 +159,18 @@ class Probe:
         stage_count: int,
         tensor_count: int = 1,
         schedule: NamedSchedule | StageOrders,
+        paths: Sequence[Path] = (),
         max_slowdown_percent: float = 0.0,
         timeout_s: float = 15.0,
     ) -> bool:
         """Register the job with the coordinator; called by one rank, the others just train.
 
-        `max_slowdown_percent` is how much slower than T_min plans may be. Registering the same job again,
-        after a restart say, changes nothing. Returns whether the job is registered, or will be as soon as the
-        agent reaches the coordinator; a refusal and its reason are logged. ValueError for counts that can not
-        be and for a schedule that does not have `stage_count` stages.
+        `paths`, with explicit orders: how activations flow through the stages' chunks, where that is not
+        chunk by chunk. `max_slowdown_percent` is how much slower than T_min plans may be. Registering the
+        same job again, after a restart say, changes nothing. Returns whether the job is registered, or will
+        be as soon as the agent reaches the coordinator; a refusal and its reason are logged. ValueError for
+        counts that can not be, for a schedule that does not have `stage_count` stages and for paths of a
+        named schedule.
         """
         spec = job_spec(
             self._rank.job_id,
@@ -173,6 +178,7 @@ class Probe:
             stage_count=stage_count,
             tensor_count=tensor_count,
             schedule=schedule,
+            paths=paths,
             max_slowdown_percent=max_slowdown_percent,
         )
         packet = encode(Registration(spec))
@@ -312,6 +318,7 @@ def job_spec(
     stage_count: int,
     tensor_count: int,
     schedule: NamedSchedule | StageOrders,
+    paths: Sequence[Path] = (),
     max_slowdown_percent: float,
 ) -> dict[str, Any]:
     """The job as proto3 JSON of `perseus.v1.JobSpec`. ValueError for what can not be."""
@@ -322,13 +329,22 @@ def job_spec(
         raise ValueError(f"max_slowdown_percent: expected 0 to 100, found {max_slowdown_percent}")
     order: dict[str, Any]
     if isinstance(schedule, NamedSchedule):
+        if paths:
+            raise ValueError(f"paths: expected none for schedule {schedule.name!r}, found {len(paths)}")
         order = {
             "named": {"name": _SCHEDULE_NAMES[schedule.name], "microbatchCount": schedule.microbatch_count}
         }
     else:
         if len(schedule) != stage_count:
             raise ValueError(f"schedule: expected the orders of {stage_count} stages, found {len(schedule)}")
-        order = {"explicit": {"stages": [{"computations": [*map(_computation_json, s)]} for s in schedule]}}
+        order = {
+            "explicit": {
+                "stages": [{"computations": [*map(_computation_json, stage)]} for stage in schedule],
+                "paths": [
+                    {"steps": [{"stage": stage, "chunk": chunk} for stage, chunk in path]} for path in paths
+                ],
+            }
+        }
     policy: dict[str, Any] = (
         {"maxSlowdownPercent": max_slowdown_percent} if max_slowdown_percent else {"noSlowdown": {}}
     )

@@ -12,7 +12,7 @@ from perseus.service.errors import (
     PipelineOutOfRangeError,
     RankOutOfRangeError,
 )
-from perseus.solver import Computation, Schedule, gpipe, one_forward_one_backward
+from perseus.solver import Computation, Path, Schedule, gpipe, one_forward_one_backward
 
 _JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
@@ -91,9 +91,10 @@ class NamedSchedule:
 
 @dataclass(frozen=True, slots=True)
 class ExplicitSchedule:
-    """A schedule given as each stage's order, stage 0 first."""
+    """A schedule given as each stage's order, stage 0 first; without paths, chunk by chunk."""
 
     orders: tuple[tuple[Computation, ...], ...]
+    paths: tuple[Path, ...] = ()
 
 
 ScheduleSpec = NamedSchedule | ExplicitSchedule
@@ -127,7 +128,14 @@ def build_schedule(spec: ScheduleSpec, stage_count: int) -> Schedule:
             expected=f"at most {MAX_COMPUTATION_COUNT} computations",
             found=computations,
         )
-    return Schedule(spec.orders)
+    step_count = sum(len(path) for path in spec.paths)
+    if step_count > MAX_COMPUTATION_COUNT:
+        raise InvalidFieldError(
+            field="schedule.explicit.paths",
+            expected=f"at most {MAX_COMPUTATION_COUNT} steps",
+            found=step_count,
+        )
+    return Schedule(spec.orders, spec.paths)
 
 
 @dataclass(frozen=True, slots=True)

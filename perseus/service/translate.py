@@ -67,6 +67,7 @@ from perseus.solver import (
     Frontier,
     Kind,
     Measurement,
+    Path,
     Pipeline,
     Plan,
     PlannedComputation,
@@ -179,7 +180,10 @@ def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
                         for position, computation in enumerate(order.computations)
                     )
                     for stage, order in enumerate(stages)
-                )
+                ),
+                tuple(
+                    tuple((step.stage, step.chunk) for step in path.steps) for path in message.explicit.paths
+                ),
             )
         case _:
             raise InvalidFieldError(field="schedule", expected="named or explicit", found="none")
@@ -193,13 +197,23 @@ def schedule_spec_to_proto(spec: ScheduleSpec) -> computation_pb2.Schedule:
                 name=_SCHEDULE_NAME_TO_PROTO[spec.name], microbatch_count=spec.microbatch_count
             )
         )
-    return schedule_to_proto(spec.orders)
+    return schedule_to_proto(spec.orders, spec.paths)
 
 
-def schedule_to_proto(orders: Sequence[Sequence[Computation]]) -> computation_pb2.Schedule:
-    """Return explicit orders, stage 0 first."""
+def schedule_to_proto(
+    orders: Sequence[Sequence[Computation]], paths: Sequence[Path]
+) -> computation_pb2.Schedule:
+    """Return explicit orders, stage 0 first, and how activations flow."""
     return computation_pb2.Schedule(
-        explicit=computation_pb2.ExplicitSchedule(stages=[order_to_proto(order) for order in orders])
+        explicit=computation_pb2.ExplicitSchedule(
+            stages=[order_to_proto(order) for order in orders],
+            paths=[
+                computation_pb2.Path(
+                    steps=[computation_pb2.PathStep(stage=stage, chunk=chunk) for stage, chunk in path]
+                )
+                for path in paths
+            ],
+        )
     )
 
 
@@ -601,7 +615,7 @@ def _check_at_least(value: int, least: int, field: str) -> None:
 def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
     """Return a problem. The wire has no lags; FIXED computations of a stage and chunk share one time."""
     message = frontier_pb2.PipelineProblem(
-        schedule=schedule_to_proto(problem.schedule.orders),
+        schedule=schedule_to_proto(problem.schedule.orders, problem.schedule.paths),
         stage_count=problem.schedule.stage_count,
         blocking_power_w=problem.blocking_power_w,
     )

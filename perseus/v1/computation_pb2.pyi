@@ -152,22 +152,74 @@ class NamedSchedule(google.protobuf.message.Message):
 Global___NamedSchedule: typing_extensions.TypeAlias = NamedSchedule
 
 @typing.final
+class PathStep(google.protobuf.message.Message):
+    """One model chunk on a path: a stage, and which of its chunks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
+    stage: builtins.int
+    """The stage, from 0."""
+    chunk: builtins.int
+    """The model chunk (virtual stage) on that stage, from 0."""
+    def __init__(
+        self,
+        *,
+        stage: builtins.int = ...,
+        chunk: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "stage", b"stage"]) -> None: ...
+
+Global___PathStep: typing_extensions.TypeAlias = PathStep
+
+@typing.final
+class Path(google.protobuf.message.Message):
+    """A way of activations through the stages' chunks; gradients flow back the same way."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: builtins.int
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PathStep]:
+        """The chunks, the one that sees the input first."""
+
+    def __init__(
+        self,
+        *,
+        steps: collections.abc.Iterable[Global___PathStep] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["steps", b"steps"]) -> None: ...
+
+Global___Path: typing_extensions.TypeAlias = Path
+
+@typing.final
 class ExplicitSchedule(google.protobuf.message.Message):
     """A schedule given as each stage's order, as the framework itself exports it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     STAGES_FIELD_NUMBER: builtins.int
+    PATHS_FIELD_NUMBER: builtins.int
     @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageOrder]:
         """One order per stage, stage 0 first."""
+
+    @property
+    def paths(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Path]:
+        """How activations flow; no two paths share a stage's chunk. A V-shaped schedule has one path that turns
+        round at the last stage; one that feeds the pipeline from both ends has two, and each microbatch takes
+        one of them. With none given, activations flow through all stages of chunk 0, then through all stages of
+        chunk 1 and so on.
+        """
 
     def __init__(
         self,
         *,
         stages: collections.abc.Iterable[Global___StageOrder] | None = ...,
+        paths: collections.abc.Iterable[Global___Path] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["stages", b"stages"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["paths", b"paths", "stages", b"stages"]) -> None: ...
 
 Global___ExplicitSchedule: typing_extensions.TypeAlias = ExplicitSchedule
 

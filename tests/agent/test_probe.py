@@ -226,7 +226,12 @@ def test_a_registration_is_a_job_spec_and_its_refusal_is_logged(
     probe = connect(agent.path)
     schedule = [[Computation(Kind.FORWARD, 0)], [Computation(Kind.BACKWARD, 0, 1)]]
     assert not probe.register(
-        pipeline_count=2, stage_count=2, tensor_count=4, schedule=schedule, max_slowdown_percent=2.5
+        pipeline_count=2,
+        stage_count=2,
+        tensor_count=4,
+        schedule=schedule,
+        paths=[[(0, 0), (1, 1)]],
+        max_slowdown_percent=2.5,
     )
     assert "job not registered: another job" in caplog.text
     registration = agent.asked[1]
@@ -237,6 +242,8 @@ def test_a_registration_is_a_job_spec_and_its_refusal_is_logged(
     assert spec.policy.max_slowdown_percent == 2.5
     second = spec.schedule.explicit.stages[1].computations[0]
     assert (int(second.kind), second.microbatch, second.chunk) == (2, 0, 1)
+    (path,) = spec.schedule.explicit.paths
+    assert [(step.stage, step.chunk) for step in path.steps] == [(0, 0), (1, 1)]
     with probe.iteration():
         pass
     assert len(agent.marks()) == 2, "training is marked all the same"
@@ -273,6 +280,10 @@ def test_programming_mistakes_are_refused_before_training(tmp_path: Path) -> Non
     probe = connect(path)
     with pytest.raises(ValueError, match="expected the orders of 4 stages, found 1"):
         probe.register(pipeline_count=1, stage_count=4, schedule=[[Computation(Kind.FORWARD, 0)]])
+    with pytest.raises(ValueError, match="paths: expected none for schedule '1f1b', found 1"):
+        probe.register(
+            pipeline_count=1, stage_count=4, schedule=NamedSchedule("1f1b", 4), paths=[[(0, 0), (1, 0)]]
+        )
     with pytest.raises(ValueError, match="max_slowdown_percent: expected 0 to 100, found 200"):
         probe.register(
             pipeline_count=1, stage_count=4, schedule=NamedSchedule("1f1b", 8), max_slowdown_percent=200

@@ -46,6 +46,7 @@ def with_policy(max_slowdown_percent: float) -> job_pb2.JobSpec:
 
 def explicit(
     *stages: Sequence[tuple[computation_pb2.ComputationKind.ValueType, int]],
+    paths: Sequence[Sequence[tuple[int, int]]] = (),
 ) -> computation_pb2.Schedule:
     orders = [
         computation_pb2.StageOrder(
@@ -55,7 +56,13 @@ def explicit(
         )
         for stage in stages
     ]
-    return computation_pb2.Schedule(explicit=computation_pb2.ExplicitSchedule(stages=orders))
+    flows = [
+        computation_pb2.Path(
+            steps=[computation_pb2.PathStep(stage=stage, chunk=chunk) for stage, chunk in path]
+        )
+        for path in paths
+    ]
+    return computation_pb2.Schedule(explicit=computation_pb2.ExplicitSchedule(stages=orders, paths=flows))
 
 
 async def test_specifications_that_cannot_be_are_refused(client: Client) -> None:
@@ -118,6 +125,13 @@ async def test_explicit_orders_that_cannot_be_are_refused(client: Client) -> Non
         (explicit(fine, [(forward, 0), (unspecified, 0)]), "INVALID_FIELD", {"found": "0"}),
         (explicit(fine, [(forward, 0)]), "INVALID_SCHEDULE", {"stage": "1"}),
         (explicit(fine, [(backward, 0), (forward, 0)]), "INVALID_SCHEDULE", {}),
+        (explicit(fine, fine, paths=[[(0, 0), (2, 0)]]), "INVALID_SCHEDULE", {"stage": "2", "chunk": "0"}),
+        (explicit(fine, fine, paths=[[(0, 0)]]), "INVALID_SCHEDULE", {"stage": "1"}),
+        (
+            explicit(fine, fine, paths=[[(0, 0), (1, 0)] * 300_000]),
+            "INVALID_FIELD",
+            {"field": "schedule.explicit.paths", "found": "600000"},
+        ),
     ]
     for schedule, reason, metadata in cases:
         spec = spec_message("new")

@@ -47,6 +47,16 @@ def test_an_explicit_specification_of_every_kind_comes_back() -> None:
     assert spec_through_the_wire(spec) == spec
 
 
+def test_the_paths_of_a_specification_come_back() -> None:
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    orders = tuple(
+        tuple(Computation(stage, kind, 0, chunk) for kind in kinds for chunk in (0, 1)) for stage in (0, 1)
+    )
+    paths = (((0, 0), (1, 0)), ((1, 1), (0, 1)))
+    spec = JobSpec("job", Parallelism(1, 2, 1), ExplicitSchedule(orders, paths))
+    assert spec_through_the_wire(spec) == spec
+
+
 def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
     """The maps are made by name at import; this pins that none of the wire's values is left out."""
     pairs = [

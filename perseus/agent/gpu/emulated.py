@@ -170,13 +170,22 @@ class EmulatedGpu:
 
         Sleeps meanwhile. `EmulatedGpuError` if other work is being executed.
         """
+        self.begin(work)
+        self.wait()
+
+    def begin(self, work: Work) -> None:
+        """Begin to execute `work`, which ends on its own. `EmulatedGpuError` if other work is under way."""
         with self._state() as state:
             state.begin(work)
-            left_s = state.finish_s(self.model) - state.at_s
-        while left_s > 0:
-            self._sleep(max(0.0, min(left_s - _AWAKE_S, self.model.set_latency_s * _LOOK_AGAIN_SHARE)))
+
+    def wait(self) -> None:
+        """Sleep until the GPU has no work."""
+        while True:
             with self._state() as state:
-                left_s = state.finish_s(self.model) - state.at_s if state.busy else 0.0
+                left_s = state.finish_s(self.model) - state.at_s
+            if left_s <= 0:
+                return
+            self._sleep(max(0.0, min(left_s - _AWAKE_S, self.model.set_latency_s * _LOOK_AGAIN_SHARE)))
 
     def degrade(self, slowdown: float, clock_event_reasons: int = 0) -> None:
         """From now on work takes `slowdown` times as long at the same clock and power; 1 heals.

@@ -1,0 +1,133 @@
+"""Where a rank stands in its job, as torch.distributed and a device mesh say; torch is imported when asked.
+
+Data-parallel replicas are pipelines. Tensor- and context-parallel ranks of a stage do the same computations
+at the same time and so share its plan: both count as tensor-parallel ones.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+STAGE_DIMENSION = "pp"
+TENSOR_DIMENSIONS = ("cp", "tp")
+
+NO_GPU = "none"
+"""The UUID of no GPU: an agent refuses it, so training on a CPU goes on as without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A rank's place, all counted from 0, and the UUID of its GPU as NVML spells it."""
+
+    pipeline: int
+    pipeline_count: int
+    stage: int
+    stage_count: int
+    tensor: int = 0
+    tensor_count: int = 1
+    gpu_uuid: str = NO_GPU
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "stage", "tensor"):
+            index, count = getattr(self, name), getattr(self, f"{name}_count")
+            if not 0 <= index < count:
+                raise ValueError(f"{name}: expected 0 to {count - 1}, found {index}")
+
+
+def place_in_mesh(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    coordinates: Sequence[int],
+    gpu_uuid: str,
+    *,
+    stage_dimension: str = STAGE_DIMENSION,
+    tensor_dimensions: Sequence[str] = TENSOR_DIMENSIONS,
+) -> Placement:
+    """The place of a mesh's coordinates: dimensions that are neither stages nor tensors number pipelines.
+
+    Several dimensions of one sort count row by row, the last one fastest. ValueError for a mesh without the
+    stages' dimension.
+    """
+    if stage_dimension not in names:
+        raise ValueError(f"device mesh: expected a dimension {stage_dimension!r}, found {', '.join(names)}")
+    index = {"pipeline": 0, "stage": 0, "tensor": 0}
+    count = {"pipeline": 1, "stage": 1, "tensor": 1}
+    for name, size, coordinate in zip(names, sizes, coordinates, strict=True):
+        sort = "pipeline"
+        if name == stage_dimension:
+            sort = "stage"
+        elif name in tensor_dimensions:
+            sort = "tensor"
+        index[sort] = index[sort] * size + coordinate
+        count[sort] *= size
+    return Placement(
+        index["pipeline"],
+        count["pipeline"],
+        index["stage"],
+        count["stage"],
+        index["tensor"],
+        count["tensor"],
+        gpu_uuid,
+    )
+
+
+def place_among_pipelines(rank: int, pipelines: Sequence[Sequence[int]], gpu_uuid: str) -> Placement:
+    """The place of a global rank, given every pipeline's ranks, stage 0 first; each may stand there often.
+
+    ValueError if the rank is in no pipeline.
+    """
+    distinct = sorted({tuple(ranks) for ranks in pipelines})
+    for pipeline, ranks in enumerate(distinct):
+        if rank in ranks:
+            return Placement(pipeline, len(distinct), ranks.index(rank), len(ranks), gpu_uuid=gpu_uuid)
+    raise ValueError(f"pipelines: expected rank {rank} in one of {len(distinct)}, found it in none")
+
+
+def from_device_mesh(mesh: "DeviceMesh", device: "torch.device") -> Placement:
+    """This process's place in a device mesh with named dimensions. ValueError if it is not in it."""
+    names, coordinates = mesh.mesh_dim_names, mesh.get_coordinate()
+    if names is None or coordinates is None:
+        raise ValueError("device mesh: expected named dimensions, and this process among its ranks")
+    return place_in_mesh(names, tuple(mesh.mesh.shape), coordinates, gpu_uuid(device))
+
+
+def from_pipeline_group(group: "ProcessGroup | None", device: "torch.device") -> Placement:
+    """This process's place where all parallelism is pipeline and data: every group is one pipeline.
+
+    A collective of the whole job: each process says which ranks its group has.
+    """
+    from torch import distributed
+
+    ranks = distributed.get_process_group_ranks(group)
+    pipelines = gather_over(None)(tuple(ranks))
+    return place_among_pipelines(distributed.get_rank(), pipelines, gpu_uuid(device))
+
+
+def gather_over(group: "ProcessGroup | None") -> Callable[[Any], list[Any]]:
+    """A function that gathers one small object of every rank of a group, in the group's order.
+
+    It must be called by all of them. None is the group of all processes.
+    """
+
+    def gather(value: Any) -> list[Any]:
+        from torch import distributed
+
+        found: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(found, value, group)
+        return found
+
+    return gather
+
+
+def gpu_uuid(device: "torch.device") -> str:
+    """The device's UUID as NVML spells it; NO_GPU for what is no CUDA device."""
+    if device.type != "cuda":
+        return NO_GPU
+    from torch import cuda
+
+    return f"GPU-{cuda.get_device_properties(device).uuid}"

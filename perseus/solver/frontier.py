@@ -12,6 +12,7 @@ from perseus.solver.errors import DeadlineError, SolverError
 from perseus.solver.graph import EventGraph, build_event_graph
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
+from perseus.solver.plan_table import PlanTable, PlanTableRecorder
 from perseus.solver.profile import PS_PER_S, to_ps
 from perseus.solver.rounding import Rounder, refine
 from perseus.solver.sweep import Sweep, sweep_frontier
@@ -72,8 +73,8 @@ class Frontier:
     _sweep: Sweep = field(repr=False)
     _choices: NDArray[np.int16] = field(repr=False)
     """Per point and computation, the index of the chosen option."""
-    _plans: dict[int, Plan] = field(default_factory=dict, init=False, repr=False)
-    """The points' plans that have been looked up, by the point's index."""
+    _plans: PlanTable = field(repr=False)
+    """The points' plans."""
 
     @property
     def t_min_s(self) -> float:
@@ -119,10 +120,7 @@ class Frontier:
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
         """
-        index = self._index_within(_check_deadline(iteration_time_s, self._sweep))
-        if index not in self._plans:
-            self._plans[index] = _assemble(self.pipeline, self._graph, self._choices[index].tolist())
-        return self._plans[index]
+        return self._plans.plan(self._index_within(_check_deadline(iteration_time_s, self._sweep)))
 
     def _index_within(self, deadline_ps: int) -> int:
         return bisect_right(self.points, deadline_ps, key=lambda point: to_ps(point.iteration_time_s)) - 1
@@ -179,17 +177,22 @@ def solve(
                 choice = choices[-1]
         choices.append(choice)
         report(_SWEEP_SHARE + (1 - _SWEEP_SHARE) * len(choices) / len(deadlines_ps))
+    baseline = fastest_clock_plan(pipeline)
+    points: list[FrontierPoint] = []
+    plans = PlanTableRecorder(baseline)
+    for deadline_ps, choice in zip(deadlines_ps, choices, strict=True):
+        plan = _assemble(pipeline, graph, choice)
+        points.append(_measure_point(pipeline, sweep, deadline_ps, plan))
+        plans.record(plan)
     return Frontier(
         pipeline=pipeline,
-        baseline=fastest_clock_plan(pipeline),
-        points=tuple(
-            _measure_point(pipeline, graph, sweep, deadline_ps, choice)
-            for deadline_ps, choice in zip(deadlines_ps, choices, strict=True)
-        ),
+        baseline=baseline,
+        points=tuple(points),
         t_star_index=deadlines_ps.index(t_star_ps),
         _graph=graph,
         _sweep=sweep,
         _choices=np.array(choices, dtype=np.int16),
+        _plans=plans.finish(),
     )
 
 
@@ -249,10 +252,7 @@ def _assemble(pipeline: Pipeline, graph: EventGraph, choice: Choice) -> Plan:
     )
 
 
-def _measure_point(
-    pipeline: Pipeline, graph: EventGraph, sweep: Sweep, deadline_ps: int, choice: Choice
-) -> FrontierPoint:
-    plan = _assemble(pipeline, graph, choice)
+def _measure_point(pipeline: Pipeline, sweep: Sweep, deadline_ps: int, plan: Plan) -> FrontierPoint:
     return FrontierPoint(
         deadline_s=deadline_ps / PS_PER_S,
         iteration_time_s=plan.iteration_time_s,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import ProfileError
@@ -10,9 +11,11 @@ from perseus.solver.pipeline import Pipeline
 from perseus.solver.profile import PS_PER_S, to_ps
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedComputation:
-    """A computation, its clock, and when it runs if all goes as measured, from the iteration's begin."""
+class PlannedComputation(NamedTuple):
+    """A computation, its clock, and when it runs if all goes as measured, from the iteration's begin.
+
+    A tuple, because plans have thousands of them and are looked up in a hurry.
+    """
 
     computation: Computation
     clock_mhz: int

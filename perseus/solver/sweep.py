@@ -193,7 +193,10 @@ class _Position:
 
 
 class _Residual:
-    """The residual graph: an arc each way for every computation and every dependency, and the flow so far."""
+    """The residual graph: an arc each way for every computation and every dependency, and the flow so far.
+
+    ``flow_value_uw`` is what flows from the first event to the last: the slope of the frontier.
+    """
 
     def __init__(self, graph: EventGraph, hulls: _Hulls) -> None:
         self._graph = graph
@@ -215,18 +218,9 @@ class _Residual:
         self._arcs = np.empty(bounds[-1])
         self._flow_uw = np.zeros(computation_count)
         self._dependency_flow_uw = np.zeros(dependency_count)
-        self._starts_at_begin = graph.start_event == 0
-        self._leads_from_begin = graph.tail_event == 0
+        self.flow_value_uw = 0.0
         # No flow exceeds it: until T_min is reached, every path has an arc of finite slope.
         self._unbounded_uw = 1 + hulls.steepest_uw.sum()
-
-    @property
-    def flow_value_uw(self) -> float:
-        """What flows from the first event to the last: the slope of the frontier."""
-        return float(
-            self._flow_uw[self._starts_at_begin].sum()
-            + self._dependency_flow_uw[self._leads_from_begin].sum()
-        )
 
     def descend(self, event_times_ps: Int64Array, limit_ps: int) -> Int64Array:
         """Augment the flow; return how far down each event can move, the last one by at most ``limit_ps``."""
@@ -243,8 +237,9 @@ class _Residual:
         capacities[self._backward] = self._flow_uw - position.slower_slope_uw
         capacities[self._dependency_forward] = np.where(slack_ps == 0, self._unbounded_uw, 0.0)
         capacities[self._dependency_backward] = self._dependency_flow_uw
-        _, flow, _, _ = igraph.GraphBase.maxflow(self._igraph, 0, self._end, capacities.tolist())
-        added = np.array(flow)
+        value_uw, flow, _, _ = igraph.GraphBase.maxflow(self._igraph, 0, self._end, capacities.tolist())
+        self.flow_value_uw += value_uw
+        added = np.fromiter(flow, np.float64, len(flow))  # a third quicker than np.array
         self._flow_uw += added[self._forward] - added[self._backward]
         self._dependency_flow_uw += added[self._dependency_forward] - added[self._dependency_backward]
 
@@ -257,6 +252,9 @@ class _Residual:
         margins[self._backward] = np.where(at_slower_slope, to_slower_ps, 0.0)
         margins[self._dependency_forward] = slack_ps
         margins[self._dependency_backward] = np.where(self._dependency_flow_uw > 0, 0.0, np.inf)
-        distances = np.array(self._igraph.distances(0, weights=margins.tolist())[0])
-        moves_ps: Int64Array = np.minimum(distances, min(distances[self._end], limit_ps)).astype(np.int64)
+        distances = self._igraph.distances(0, weights=margins.tolist())[0]
+        most = min(distances[self._end], limit_ps)
+        moves_ps: Int64Array = np.minimum(np.fromiter(distances, np.float64, len(distances)), most).astype(
+            np.int64
+        )
         return moves_ps

@@ -67,12 +67,16 @@ class PlanRefusalReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankJoined:
-    """A rank is served. `iteration`: the highest begun, -1 if none."""
+    """A rank is served. `iteration`: the highest begun, -1 if none.
+
+    Telemetry up to `after_sequence` is of an earlier trainer of the rank.
+    """
 
     rank: Rank
     gpu: GpuDescription
     iteration: int
     in_force: PlanId
+    after_sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +99,11 @@ class GpuErrorReport:
 
 @dataclass(frozen=True, slots=True)
 class PlanRefusal:
-    """Why an offer was refused, for programs and for people."""
+    """Why an offer was refused, for programs and for people. `clocks_mhz`: those that the GPU does not have."""
 
     reason: PlanRefusalReason
     message: str
+    clocks_mhz: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,8 @@ def gpu_error_report(rank: Rank, gpu_uuid: str, error: GpuError) -> GpuErrorRepo
 class ServedRank:
     """A rank from its trainer's hello to its end.
 
-    `say` takes what is for the coordinator, `report` what went wrong with the GPU.
+    `say` takes what is for the coordinator, `report` what went wrong with the GPU. Telemetry up to
+    `after_sequence` was there before.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ServedRank:
         estimator: Estimator,
         *,
         observe: bool,
+        after_sequence: int,
         say: Callable[[Message], None],
         report: Callable[[GpuError], None],
     ) -> None:
@@ -97,7 +99,10 @@ class ServedRank:
         self._loop = asyncio.get_running_loop()
         self._log = structlog.get_logger(__name__).bind(rank=str(rank), gpu=gpu.uuid)
         self._session = Session(
-            rank, GpuDescription(gpu.uuid, gpu.name, gpu.supported_clocks_mhz), observe=observe
+            rank,
+            GpuDescription(gpu.uuid, gpu.name, gpu.supported_clocks_mhz),
+            observe=observe,
+            after_sequence=after_sequence,
         )
         self._ending: asyncio.Task[None] | None = None
         self._worker = ClockWorker(gpu, lambda result: self._hand_over(self._clock_result, result))

@@ -103,13 +103,17 @@ class _Plan:
 class Session:
     """One rank, from its trainer's hello to its end. See the module's docstring.
 
-    With `observe` the session never sets a clock, and refuses all offers but stock.
+    With `observe` the session never sets a clock, and refuses all offers but stock. Telemetry up to
+    `after_sequence` is not its own.
     """
 
-    def __init__(self, rank: Rank, gpu: GpuDescription, *, observe: bool = False) -> None:
+    def __init__(
+        self, rank: Rank, gpu: GpuDescription, *, observe: bool = False, after_sequence: int = 0
+    ) -> None:
         self.rank = rank
         self.has_ended = False
         self._gpu = gpu
+        self._after_sequence = after_sequence
         self._commands: list[Command] = []
         # Standing with the coordinator.
         self._is_connected = False
@@ -198,7 +202,7 @@ class Session:
     def _announce(self) -> None:
         self._announce_at_s = None
         in_force = self._in_force.plan if self._in_force else NO_PLAN
-        self._send(RankJoined(self.rank, self._gpu, self._begun_iteration, in_force))
+        self._send(RankJoined(self.rank, self._gpu, self._begun_iteration, in_force, self._after_sequence))
 
     def _accepted(self, order: tuple[Computation, ...]) -> None:
         self._is_accepted = True
@@ -271,6 +275,7 @@ class Session:
             return PlanRefusal(
                 reasons.CLOCK_NOT_SUPPORTED,
                 f"{self.rank}: expected clocks that GPU {self._gpu.uuid} supports, found {foreign} MHz",
+                tuple(foreign),
             )
         is_in_force = self._in_force is not None and self._in_force.plan == offer.plan
         if offer.start_iteration <= self._begun_iteration and not is_in_force:

@@ -293,6 +293,7 @@ class Agent:
             gpu if observe else GuardedGpu(gpu, self._records, self._settings.stock),
             self._estimator,
             observe=observe,
+            after_sequence=self._ring.sequence,
             say=self._say,
             report=lambda error: self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error)),
         )
@@ -399,11 +400,12 @@ class Agent:
         self._welcome = welcome
         self._acknowledge(welcome.acknowledged_sequence)
         self._ring.rewind()
-        self._tell_all(Connected(welcome.lease_s))
-        self._send_telemetry()
+        # First of all: a rank that has left may be served for another trainer by now.
         farewells, self._farewells = self._farewells, []
         for farewell in farewells:
             self._connection.send(translate.request(farewell))
+        self._tell_all(Connected(welcome.lease_s))
+        self._send_telemetry()
         for rank in self._reports:
             self._report_again(rank)
 

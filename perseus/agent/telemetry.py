@@ -39,6 +39,11 @@ class TelemetryRing:
         self._acknowledged_sequence = 0
         self._dropped_batch_count = 0
 
+    @property
+    def sequence(self) -> int:
+        """Number of the latest batch, 0 before the first."""
+        return self._sequence
+
     def append(self, telemetry: Telemetry) -> None:
         """Number and keep it, at the cost of the oldest where there is no room."""
         self._sequence += 1

@@ -70,7 +70,7 @@ def request(
 ) -> wire.ConnectRequest:
     """What a session, or the agent on behalf of one, wants to say."""
     match message:
-        case RankJoined(rank, gpu, iteration, in_force):
+        case RankJoined(rank, gpu, iteration, in_force, after_sequence):
             return wire.ConnectRequest(
                 rank_joined=wire.RankJoined(
                     job_id=rank.job_id,
@@ -79,6 +79,7 @@ def request(
                     iteration=iteration,
                     in_force_epoch=in_force.epoch,
                     in_force_version=in_force.version,
+                    after_sequence=after_sequence,
                 )
             )
         case RankLeft(rank, reason):
@@ -110,6 +111,7 @@ def request(
                     refusal_reason=wire.PlanRefusalReason.ValueType(int(refusal.reason) if refusal else 0),
                     message=refusal.message if refusal else "",
                     iteration=iteration,
+                    refused_clocks_mhz=refusal.clocks_mhz if refusal else (),
                 )
             )
         case PlanInForce(rank, plan, iteration):

@@ -15,7 +15,10 @@ from perseus.solver import Frontier
 
 @dataclass(frozen=True, slots=True)
 class RankJoined:
-    """An agent serves a rank. An empty epoch in force means stock without a plan."""
+    """An agent serves a rank. An empty epoch in force means stock without a plan.
+
+    Telemetry up to `after_sequence` is of an earlier trainer.
+    """
 
     rank: Coordinates
     instance_id: str
@@ -24,6 +27,7 @@ class RankJoined:
     iteration: int
     in_force_epoch: str
     in_force_version: int
+    after_sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,10 @@ class TelemetryArrived:
 
 @dataclass(frozen=True, slots=True)
 class OfferAnswered:
-    """A rank accepted an offer (`refusal` is None) or refused it. `iteration` is the highest begun."""
+    """A rank accepted an offer (`refusal` is None) or refused it. `iteration` is the highest begun.
+
+    `refused_clocks_mhz`: those that its GPU does not have, where that is why.
+    """
 
     rank: Coordinates
     instance_id: str
@@ -86,6 +93,7 @@ class OfferAnswered:
     refusal: RefusalReason | None
     message: str
     iteration: int
+    refused_clocks_mhz: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

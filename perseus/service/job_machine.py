@@ -334,6 +334,8 @@ class JobMachine:
         if not self._ranks.hear(event.rank, event.instance_id, now_s):
             return
         gpu, batch = self._ranks[event.rank].gpu, event.batch
+        if not self._ranks.is_of_trainer(event.rank, batch.sequence):
+            return
         assert gpu is not None
         batch.check_clocks(gpu.supported_clocks_mhz)
         batch.check_order(self.schedule.orders[event.rank.stage])

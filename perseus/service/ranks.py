@@ -23,6 +23,8 @@ class RankTable:
         self._ranks = {place: Rank(place) for place in spec.parallelism.all_coordinates()}
         # By agent instance: whatever it says renews the leases of all its ranks.
         self._heard_s: dict[str, float] = {}
+        # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream says it anew.
+        self._after_sequence: dict[Coordinates, int] = {}
         self._changed_pipelines: set[int] = set()
 
     def __getitem__(self, place: Coordinates) -> Rank:
@@ -83,6 +85,7 @@ class RankTable:
                 hostname=rank.hostname,
             )
         self._heard_s[event.instance_id] = now_s
+        self._after_sequence[event.rank] = event.after_sequence
         joined = replace(
             rank,
             state=RankState.CONNECTED,
@@ -106,6 +109,10 @@ class RankTable:
             return False
         self._heard_s[instance_id] = now_s
         return True
+
+    def is_of_trainer(self, place: Coordinates, sequence: int) -> bool:
+        """Tell whether a rank's telemetry is of the trainer that it has now, not of an earlier one."""
+        return sequence > self._after_sequence[place]
 
     def hear_agent(self, instance_id: str, now_s: float) -> None:
         """Renew the leases of an agent, if it serves any of the ranks."""

@@ -423,6 +423,7 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
         )
     _check_at_least(message.iteration, -1, "iteration")
     _check_at_least(message.in_force_version, 0, "in_force_version")
+    _check_at_least(message.after_sequence, 0, "after_sequence")
     return RankJoined(
         rank=coordinates_from_proto(message.rank),
         instance_id=instance_id,
@@ -431,6 +432,7 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
         iteration=message.iteration,
         in_force_epoch=message.in_force_epoch,
         in_force_version=message.in_force_version,
+        after_sequence=message.after_sequence,
     )
 
 
@@ -479,6 +481,7 @@ def answer_from_proto(message: agent_service_pb2.PlanAnswer, instance_id: str) -
         refusal=None if message.accepted else refusal,
         message=message.message,
         iteration=message.iteration,
+        refused_clocks_mhz=tuple(message.refused_clocks_mhz),
     )
 
 

@@ -367,6 +367,7 @@ class RankJoined(google.protobuf.message.Message):
     ITERATION_FIELD_NUMBER: builtins.int
     IN_FORCE_EPOCH_FIELD_NUMBER: builtins.int
     IN_FORCE_VERSION_FIELD_NUMBER: builtins.int
+    AFTER_SEQUENCE_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job; it must be registered."""
     iteration: builtins.int
@@ -375,6 +376,10 @@ class RankJoined(google.protobuf.message.Message):
     """Epoch of the plan in force; empty for stock without a plan."""
     in_force_version: builtins.int
     """Version of the plan in force; 0 for stock without a plan."""
+    after_sequence: builtins.int
+    """Telemetry of the rank above this sequence is of this trainer; what is not above it is of an earlier one,
+    however late it comes.
+    """
     @property
     def rank(self) -> perseus.v1.job_pb2.RankCoordinates:
         """The rank."""
@@ -392,9 +397,10 @@ class RankJoined(google.protobuf.message.Message):
         iteration: builtins.int = ...,
         in_force_epoch: builtins.str = ...,
         in_force_version: builtins.int = ...,
+        after_sequence: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["gpu", b"gpu", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["gpu", b"gpu", "in_force_epoch", b"in_force_epoch", "in_force_version", b"in_force_version", "iteration", b"iteration", "job_id", b"job_id", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_sequence", b"after_sequence", "gpu", b"gpu", "in_force_epoch", b"in_force_epoch", "in_force_version", b"in_force_version", "iteration", b"iteration", "job_id", b"job_id", "rank", b"rank"]) -> None: ...
 
 Global___RankJoined: typing_extensions.TypeAlias = RankJoined
 
@@ -938,6 +944,7 @@ class PlanAnswer(google.protobuf.message.Message):
     REFUSAL_REASON_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     ITERATION_FIELD_NUMBER: builtins.int
+    REFUSED_CLOCKS_MHZ_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     epoch: builtins.str
@@ -956,6 +963,10 @@ class PlanAnswer(google.protobuf.message.Message):
     def rank(self) -> perseus.v1.job_pb2.RankCoordinates:
         """The rank."""
 
+    @property
+    def refused_clocks_mhz(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """With CLOCK_NOT_SUPPORTED the clocks that the GPU does not have, MHz."""
+
     def __init__(
         self,
         *,
@@ -967,9 +978,10 @@ class PlanAnswer(google.protobuf.message.Message):
         refusal_reason: Global___PlanRefusalReason.ValueType = ...,
         message: builtins.str = ...,
         iteration: builtins.int = ...,
+        refused_clocks_mhz: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "epoch", b"epoch", "iteration", b"iteration", "job_id", b"job_id", "message", b"message", "rank", b"rank", "refusal_reason", b"refusal_reason", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "epoch", b"epoch", "iteration", b"iteration", "job_id", b"job_id", "message", b"message", "rank", b"rank", "refusal_reason", b"refusal_reason", "refused_clocks_mhz", b"refused_clocks_mhz", "version", b"version"]) -> None: ...
 
 Global___PlanAnswer: typing_extensions.TypeAlias = PlanAnswer
 

@@ -121,7 +121,7 @@ class SessionMachine(RuleBasedStateMachine):
                             self.in_force = plan.version
                         case PlanAnswer(_, plan, None, _):
                             self.accepted.add(plan.version)
-                        case RankJoined(_, _, _, plan):
+                        case RankJoined(_, _, _, plan, _):
                             self.in_force = plan.version
 
     @rule(duration_s=st.sampled_from([0.0, 0.1, 0.1, 0.4, 0.4, LEASE_S + 0.1]))

@@ -66,6 +66,13 @@ class Trainer:
         probe.close()
 
 
+def connected_probe(socket: Path) -> Probe:
+    """The next trainer's, once the agent is done with the one before."""
+    while not (probe := Probe.connect(socket, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID)).is_connected:
+        time.sleep(0.02)
+    return probe
+
+
 @pytest.fixture
 def gpu(tmp_path: Path) -> Iterator[EmulatedGpu]:
     (tmp_path / "gpus").mkdir()
@@ -177,6 +184,30 @@ async def test_a_rank_from_hello_to_finish_with_a_coordinator_that_restarts(
         assert gpu.sm_clock_mhz() == STOCK_MHZ
     await coordinator.until(lambda book: len(book.all("goodbye")) == 1, "goodbye")
     assert not (tmp_path / "run" / "agent.sock").exists()
+
+
+async def test_a_trainer_that_left_is_told_of_before_the_one_that_came_after(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    """Else the coordinator would take the farewell, and the telemetry that is sent again, for the new one's."""
+    coordinator = await start(Book())
+    async with serving(settings(tmp_path, coordinator.port)):
+        first = Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
+        assert coordinator.book.all("rank_joined")[-1].rank_joined.after_sequence == 0
+        await coordinator.stop()
+        await first.stop()
+        second = await asyncio.to_thread(connected_probe, tmp_path / "run" / "agent.sock")
+        remembered = Book(acknowledged_sequence=coordinator.book.acknowledged_sequence)
+        coordinator = await start(remembered, coordinator.port)
+        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry sent again")
+        (joined,) = coordinator.book.all("rank_joined")
+        (left,) = coordinator.book.all("rank_left")
+        (again, *_) = coordinator.book.all("telemetry")
+        heard = coordinator.book.heard
+        assert heard.index(left) < heard.index(joined) < heard.index(again)
+        assert again.telemetry.sequence <= joined.rank_joined.after_sequence
+        second.close()
 
 
 async def test_a_stage_plan_sets_a_clock_per_computation(

@@ -53,7 +53,7 @@ def test_the_agents_numbers_are_those_of_the_contract() -> None:
 
 def test_what_a_session_says() -> None:
     joined = translate.request(
-        RankJoined(RANK, GpuDescription("GPU-1", "A100", (1410, 1200)), 7, PlanId("e", 3))
+        RankJoined(RANK, GpuDescription("GPU-1", "A100", (1410, 1200)), 7, PlanId("e", 3), 40)
     ).rank_joined
     assert joined == wire.RankJoined(
         job_id="job",
@@ -62,6 +62,7 @@ def test_what_a_session_says() -> None:
         iteration=7,
         in_force_epoch="e",
         in_force_version=3,
+        after_sequence=40,
     )
     left = translate.request(RankLeft(RANK, RankLeftReason.GPU_FAILED)).rank_left
     assert left == wire.RankLeft(job_id="job", rank=COORDINATES, reason=wire.RANK_LEFT_REASON_GPU_FAILED)
@@ -77,6 +78,9 @@ def test_what_a_session_says() -> None:
         iteration=9,
     )
     assert translate.request(PlanAnswer(RANK, PlanId("e", 3), None, 9)).plan_answer.accepted
+    foreign = PlanRefusal(PlanRefusalReason.CLOCK_NOT_SUPPORTED, "no such clock", (800, 7))
+    refused = translate.request(PlanAnswer(RANK, PlanId("e", 3), foreign, 9)).plan_answer
+    assert list(refused.refused_clocks_mhz) == [800, 7]
     in_force = translate.request(PlanInForce(RANK, PlanId("e", 3), 9)).plan_in_force
     assert in_force == wire.PlanInForce(job_id="job", rank=COORDINATES, epoch="e", version=3, iteration=9)
 

@@ -158,6 +158,7 @@ class FakeRank:
     in_force_since: int = 0
     pending: Offer | None = None
     sequence: int = 0
+    after_sequence: int = 0
 
     def joined(self, in_force_epoch: str | None = None) -> RankJoined:
         epoch = EPOCH if self.in_force.version else ""
@@ -169,7 +170,13 @@ class FakeRank:
             self.iteration,
             epoch if in_force_epoch is None else in_force_epoch,
             self.in_force.version,
+            self.after_sequence,
         )
+
+    def start_trainer(self, iteration: int = -1) -> None:
+        """A new trainer begins after this iteration, at stock."""
+        self.iteration, self.in_force, self.pending = iteration, Offer(0, 0, STOCK), None
+        self.after_sequence = self.sequence
 
     def answer(self, offer: Offer) -> OfferAnswered:
         """Accept an offer unless its start has begun."""

@@ -537,6 +537,19 @@ def test_what_a_replaced_agent_still_says_is_ignored() -> None:
     assert cluster.tell(RankLeft(FIRST, "agent-0", RankLeftReason.FINISHED)) == []
 
 
+def test_telemetry_of_an_earlier_trainer_says_nothing_of_the_one_that_came_after() -> None:
+    cluster = planned()
+    late = cluster.ranks[FIRST].end(0.8)
+    late = replace(late, batch=batch(late.batch.sequence, [500], 1, 0.8))
+    cluster.tell(RankLeft(FIRST, "agent-0", RankLeftReason.TRAINER_GONE))
+    for rank in cluster.ranks.values():
+        rank.start_trainer()
+        cluster.tell(rank.joined())
+    assert cluster.tell(late) == []
+    commands = cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    assert {offer.start_iteration for offer in offers(commands).values()} == {1}
+
+
 # ---------------------------------------------------------------------- the end
 
 

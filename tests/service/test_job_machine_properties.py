@@ -29,9 +29,7 @@ from perseus.service.inputs import (
 )
 from perseus.service.job_machine import Rules
 from perseus.service.model import (
-    STOCK,
     JobState,
-    Offer,
     PlannedClocks,
     RankLeftReason,
     RefusalReason,
@@ -97,14 +95,10 @@ class RandomLife(RuleBasedStateMachine):
         self.rank(place).pending = None
         self.take(self.cluster.tell(self.rank(place).joined()))
 
-    def stop_trainer(self, rank: FakeRank) -> None:
-        """A new trainer begins with iteration 0 at stock."""
-        rank.iteration, rank.in_force, rank.pending = -1, Offer(0, 0, STOCK), None
-
     def lose(self, place: Coordinates) -> None:
         self.joined.discard(place)
         self.waiting = deque(command for command in self.waiting if command.rank != place)
-        self.stop_trainer(self.rank(place))
+        self.rank(place).start_trainer()
         left = RankLeft(place, self.rank(place).instance_id, RankLeftReason.TRAINER_GONE)
         self.take(self.cluster.tell(left))
 
@@ -154,7 +148,7 @@ class RandomLife(RuleBasedStateMachine):
         self.break_stream(instance_id)
         for rank in self.cluster.ranks.values():
             if rank.instance_id == instance_id:
-                self.stop_trainer(rank)
+                rank.start_trainer()
         self.take(self.cluster.tell(AgentLeft(instance_id)))
 
     @rule(place=st.sampled_from(PLACES))

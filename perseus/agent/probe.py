@@ -198,36 +198,46 @@ class Probe:
             _log.info("%s: %s", self._rank, reply.message)
         return reply.ok
 
-    def begin_iteration(self) -> None:
-        """The next iteration begins."""
+    def begin_iteration(self, time_ns: int | None = None) -> None:
+        """The next iteration begins: now, or at a time of CLOCK_MONOTONIC. So for all marks."""
         self._iteration += self._has_begun
         self._has_begun = True
         self._ordinal = -1
         try:
-            self._send(_pack_iteration_begin(0, 0, 0, 0, self._iteration, monotonic_ns()))
+            self._send(_pack_iteration_begin(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
         except (OSError, struct.error) as error:
             self._not_sent(error)
 
-    def end_iteration(self) -> None:
+    def end_iteration(self, time_ns: int | None = None) -> None:
         """The iteration ends."""
         try:
-            self._send(_pack_iteration_end(0, 0, 0, 0, self._iteration, monotonic_ns()))
+            self._send(_pack_iteration_end(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
         except (OSError, struct.error) as error:
             self._not_sent(error)
 
-    def begin_computation(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
+    def begin_computation(
+        self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
+    ) -> None:
         """A computation of this iteration begins."""
         self._ordinal += 1
         try:
-            self._send(_pack_begin(kind, microbatch, chunk, self._ordinal, self._iteration, monotonic_ns()))
+            self._send(
+                _pack_begin(
+                    kind, microbatch, chunk, self._ordinal, self._iteration, time_ns or monotonic_ns()
+                )
+            )
         except (OSError, struct.error) as error:
             self._not_sent(error)
 
-    def end_computation(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
+    def end_computation(
+        self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
+    ) -> None:
         """The computation ends."""
         ordinal = self._ordinal if self._ordinal >= 0 else 0
         try:
-            self._send(_pack_end(kind, microbatch, chunk, ordinal, self._iteration, monotonic_ns()))
+            self._send(
+                _pack_end(kind, microbatch, chunk, ordinal, self._iteration, time_ns or monotonic_ns())
+            )
         except (OSError, struct.error) as error:
             self._not_sent(error)
 

@@ -50,7 +50,7 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         self._log_dir.mkdir(parents=True, exist_ok=True)
         for pipeline, stage in self._workload.ranks:
-            path = self._gpu_file(pipeline, stage)
+            path = self.gpu_file(pipeline, stage)
             path.parent.mkdir(parents=True, exist_ok=True)
             EmulatedGpu.create(path, self._workload.gpu, f"GPU-emulated-{pipeline}-{stage}").close()
         return self
@@ -90,7 +90,7 @@ class Cluster:
         """Start one agent for each pipeline's GPUs, and wait until they serve their sockets."""
         for pipeline in range(self._workload.pipeline_count):
             log = self._log_dir / f"agent-{pipeline}.log"
-            gpu_folder = self._gpu_file(pipeline, 0).parent
+            gpu_folder = self.gpu_file(pipeline, 0).parent
             backend, environment = ["--gpu-backend=emulated", f"--emulated-gpus={gpu_folder}"], {}
             if self._nvml_library is not None:
                 backend = ["--gpu-backend=nvml"]
@@ -100,7 +100,7 @@ class Cluster:
                 "perseus.cli",
                 "agent",
                 f"--coordinator={coordinator}",
-                f"--socket={self._socket(pipeline)}",
+                f"--socket={self.socket(pipeline)}",
                 f"--restore-folder={self._run_dir / 'restore'}",
                 *backend,
                 "--log-format=json",
@@ -108,7 +108,7 @@ class Cluster:
             )
             self._agents.append(agent)
         for pipeline, agent in enumerate(self._agents):
-            self._await(agent, f"agent {pipeline}", self._socket(pipeline).exists)
+            self._await(agent, f"agent {pipeline}", self.socket(pipeline).exists)
 
     def start_trainers(self) -> None:
         """Start all ranks of the training job."""
@@ -119,8 +119,8 @@ class Cluster:
             forward, backward = workload.stage_work(stage)
             task = RankTask(
                 run_dir=str(self._run_dir),
-                agent_socket=str(self._socket(pipeline)),
-                gpu_file=str(self._gpu_file(pipeline, stage)),
+                agent_socket=str(self.socket(pipeline)),
+                gpu_file=str(self.gpu_file(pipeline, stage)),
                 job_id=workload.job_id,
                 pipeline=pipeline,
                 pipeline_count=workload.pipeline_count,
@@ -132,13 +132,16 @@ class Cluster:
                 backward=(backward.compute_s, backward.memory_s, backward.activity),
                 optimizer_s=workload.optimizer_s,
             )
-            log = self._log_dir / f"trainer-{pipeline}-{stage}.log"
-            self._trainers.append(self._start(log, "perseus.demo.trainer", task.to_json()))
+            self.start_trainer(f"trainer-{pipeline}-{stage}", "perseus.demo.trainer", task.to_json())
+
+    def start_trainer(self, name: str, module: str, *arguments: str) -> None:
+        """Start a process of the training job that is not the demo's own."""
+        self._trainers.append(self._start(self._log_dir / f"{name}.log", module, *arguments))
 
     def degrade(self, pipeline: int, slowdown: float) -> None:
         """Make every GPU of a pipeline slower by a factor, as a hot node is; 1 heals it."""
         for stage in range(self._workload.stage_count):
-            gpu = EmulatedGpu(self._gpu_file(pipeline, stage))
+            gpu = EmulatedGpu(self.gpu_file(pipeline, stage))
             gpu.degrade(slowdown)
             gpu.close()
 
@@ -180,15 +183,17 @@ class Cluster:
         if any(process.poll() is not None for process in services) or any(t.poll() for t in self._trainers):
             raise ClusterError(f"a process of the demo has ended; {self._logs}")
 
+    def socket(self, pipeline: int) -> Path:
+        """Where the agent of a pipeline listens."""
+        return self._run_dir / f"agent-{pipeline}.sock"
+
+    def gpu_file(self, pipeline: int, stage: int) -> Path:
+        """The emulated GPU of a rank."""
+        return self._run_dir / f"gpus-{pipeline}" / f"gpu-{stage}.bin"
+
     @property
     def _logs(self) -> str:
         return f"its log is in {self._log_dir}"
-
-    def _socket(self, pipeline: int) -> Path:
-        return self._run_dir / f"agent-{pipeline}.sock"
-
-    def _gpu_file(self, pipeline: int, stage: int) -> Path:
-        return self._run_dir / f"gpus-{pipeline}" / f"gpu-{stage}.bin"
 
     def _start(
         self, log: Path, module: str, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})

@@ -66,6 +66,10 @@ class Measurements:
         """Whether all pipelines have finished these iterations."""
         return all(len(self._iterations.get(number, {})) == self._pipeline_count for number in numbers)
 
+    def whole(self, numbers: Iterable[int]) -> list[Mapping[int, Iteration]]:
+        """Those of the iterations that all pipelines reported, each by pipeline."""
+        return [self._iterations[number] for number in numbers if self.are_complete([number])]
+
     def close_phase(self, name: str, numbers: Iterable[int], compared_with: str | None = None) -> Phase:
         """Make a phase of those of the iterations that all pipelines reported.
 
@@ -75,7 +79,7 @@ class Measurements:
         Raises:
             ValueError: none of the iterations was reported by all pipelines.
         """
-        rows = [self._iterations[number] for number in numbers if self.are_complete([number])]
+        rows = self.whole(numbers)
         if not rows:
             raise ValueError(f"phase {name}: expected at least one iteration of all pipelines, found none")
         time_s = fmean(max(iteration.time_s for iteration in row.values()) for row in rows)

@@ -76,6 +76,7 @@ class Cluster:
         log = self._log_dir / "coordinator.log"
         self._coordinator = self._start(
             log,
+            "-m",
             "perseus.cli",
             "coordinator",
             "--listen=127.0.0.1:0",
@@ -97,6 +98,7 @@ class Cluster:
                 environment = nvml_stub.environment(self._nvml_library, gpu_folder)
             agent = self._start(
                 log,
+                "-m",
                 "perseus.cli",
                 "agent",
                 f"--coordinator={coordinator}",
@@ -132,11 +134,11 @@ class Cluster:
                 backward=(backward.compute_s, backward.memory_s, backward.activity),
                 optimizer_s=workload.optimizer_s,
             )
-            self.start_trainer(f"trainer-{pipeline}-{stage}", "perseus.demo.trainer", task.to_json())
+            self.start_trainer(f"trainer-{pipeline}-{stage}", "-m", "perseus.demo.trainer", task.to_json())
 
-    def start_trainer(self, name: str, module: str, *arguments: str) -> None:
-        """Start a process of the training job that is not the demo's own."""
-        self._trainers.append(self._start(self._log_dir / f"{name}.log", module, *arguments))
+    def start_trainer(self, name: str, *arguments: str) -> None:
+        """Start Python on a process of the training job, the demo's own or another."""
+        self._trainers.append(self._start(self._log_dir / f"{name}.log", *arguments))
 
     def degrade(self, pipeline: int, slowdown: float) -> None:
         """Make every GPU of a pipeline slower by a factor, as a hot node is; 1 heals it."""
@@ -196,13 +198,13 @@ class Cluster:
         return f"its log is in {self._log_dir}"
 
     def _start(
-        self, log: Path, module: str, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
+        self, log: Path, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})
     ) -> subprocess.Popen[bytes]:
         # One thread per process for numerical libraries: a dozen processes share this machine.
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         with log.open("wb") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

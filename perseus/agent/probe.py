@@ -12,7 +12,8 @@
 Before training, `connect` and `register` refuse what can only be a programming mistake (ValueError), and wait
 for the agent's reply. After that everything is fire and forget: a mark costs a few microseconds, is dropped
 (and counted) where the socket is full, and nothing that the agent or the socket does raises into training.
-Without an agent the probe says so once, in the log, and does nothing: training goes on at stock.
+Without an agent the probe says so once, in the log, and does nothing: training goes on at stock. An agent
+that appears later, or that was restarted, is joined between two iterations.
 
 Standard library only. One probe serves one rank; it is not to be shared between threads.
 """
@@ -40,6 +41,7 @@ from perseus.agent.marks import (
     encode,
     mark_packer,
 )
+from perseus.agent.rejoin import Rejoin
 
 SOCKET_VARIABLE = "PERSEUS_AGENT_SOCKET"
 DEFAULT_SOCKET_PATH = "/run/perseus/agent.sock"
@@ -81,9 +83,15 @@ _pack_end = mark_packer(MarkType.COMPUTATION_END)
 class Probe:
     """One rank's line to the agent. Made by `connect`."""
 
-    def __init__(self, rank: Rank, line: socket.socket | None) -> None:
+    def __init__(self, rank: Rank, line: socket.socket | None, path: str, hello: bytes) -> None:
         self._rank = rank
+        self._path = path
+        self._hello = hello
         self._socket = line
+        self._rejoin = Rejoin(path, hello, monotonic_ns()) if line is None else None
+        self._registration: bytes | None = None
+        # Whether an agent that was joined while training has yet to say what became of the registration.
+        self._is_registering = False
         # What marks are sent by; bound once, as marks must cost little.
         self._send: Callable[[bytes], object] = line.send if line is not None else _discard
         self._has_begun = False
@@ -128,19 +136,19 @@ class Probe:
         except (OSError, MalformedPacket) as error:
             _log.warning("%s: no agent at %s (%s): training goes on at stock clocks", rank, path, error)
             line.close()
-            return cls(rank, None)
+            return cls(rank, None, path, hello)
         if not reply.ok:
             _log.warning(
                 "%s: the agent at %s refuses: %s: training goes on at stock clocks", rank, path, reply.message
             )
             line.close()
-            return cls(rank, None)
+            return cls(rank, None, path, hello)
         if reply.message:
             _log.warning(
                 "%s: the agent at %s: %s: training goes on at stock clocks", rank, path, reply.message
             )
         line.setblocking(False)
-        return cls(rank, line)
+        return cls(rank, line, path, hello)
 
     @property
     def is_connected(self) -> bool:
@@ -168,9 +176,9 @@ class Probe:
         `paths`, with explicit orders: how activations flow through the stages' chunks, where that is not
         chunk by chunk. `max_slowdown_percent` is how much slower than T_min plans may be. Registering the
         same job again, after a restart say, changes nothing. Returns whether the job is registered, or will
-        be as soon as the agent reaches the coordinator; a refusal and its reason are logged. ValueError for
-        counts that can not be, for a schedule that does not have `stage_count` stages and for paths of a
-        named schedule.
+        be as soon as the agent reaches the coordinator; a refusal and its reason are logged. An agent that
+        is joined later is told then. ValueError for counts that can not be, for a schedule that does not have
+        `stage_count` stages and for paths of a named schedule.
         """
         spec = job_spec(
             self._rank.job_id,
@@ -181,21 +189,18 @@ class Probe:
             paths=paths,
             max_slowdown_percent=max_slowdown_percent,
         )
-        packet = encode(Registration(spec))
+        self._registration = encode(Registration(spec))
         if self._socket is None:
             return False
         try:
             self._socket.settimeout(timeout_s)
-            self._socket.send(packet)
+            self._socket.send(self._registration)
             reply = _receive_reply(self._socket)
             self._socket.setblocking(False)
         except (OSError, MalformedPacket) as error:
             self._lose(error)
             return False
-        if not reply.ok:
-            _log.error("%s: job not registered: %s", self._rank, reply.message)
-        elif reply.message:
-            _log.info("%s: %s", self._rank, reply.message)
+        self._log_registration(reply)
         return reply.ok
 
     def begin_iteration(self, time_ns: int | None = None) -> None:
@@ -203,6 +208,8 @@ class Probe:
         self._iteration += self._has_begun
         self._has_begun = True
         self._ordinal = -1
+        if self._rejoin is not None or self._is_registering:
+            self._look_after_agent()
         try:
             self._send(_pack_iteration_begin(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
         except (OSError, struct.error) as error:
@@ -262,6 +269,9 @@ class Probe:
 
     def close(self) -> None:
         """Close the connection. Without `finish` before, the agent takes it for a failure of the trainer."""
+        if self._rejoin is not None:
+            self._rejoin.close()
+            self._rejoin = None
         if self._socket is None:
             return
         if self._dropped_mark_count:
@@ -292,11 +302,37 @@ class Probe:
             self._has_mistaken_mark = True
 
     def _lose(self, error: Exception) -> None:
-        """The line is of no use any more: say so once, and do nothing from now on."""
+        """The line is of no use any more: say so once, and do nothing until there is another."""
         _log.warning("%s: lost the agent (%s): training goes on at stock clocks", self._rank, error)
         if self._socket is not None:
             self._socket.close()
             self._socket, self._send = None, _discard
+        self._is_registering = False
+        self._rejoin = Rejoin(self._path, self._hello, monotonic_ns())
+
+    def _look_after_agent(self) -> None:
+        """Between two iterations: join an agent if there is one, hear what it says of the registration."""
+        try:
+            if self._rejoin is not None and (line := self._rejoin.look(monotonic_ns())) is not None:
+                _log.info("%s: joined the agent at %s", self._rank, self._path)
+                self._rejoin, self._socket, self._send = None, line, line.send
+                if self._registration is not None:
+                    line.send(self._registration)
+                    self._is_registering = True
+            elif self._is_registering and self._socket is not None:
+                reply = _receive_reply(self._socket)
+                self._is_registering = False
+                self._log_registration(reply)
+        except BlockingIOError:
+            pass  # no reply yet
+        except (OSError, MalformedPacket) as error:
+            self._lose(error)
+
+    def _log_registration(self, reply: Reply) -> None:
+        if not reply.ok:
+            _log.error("%s: job not registered: %s", self._rank, reply.message)
+        elif reply.message:
+            _log.info("%s: %s", self._rank, reply.message)
 
 
 class _Block:

@@ -27,6 +27,7 @@ from perseus.agent.marks import (
     encode,
 )
 from perseus.agent.probe import SOCKET_VARIABLE, NamedSchedule, Probe, job_spec
+from perseus.agent.rejoin import PERIOD_NS
 from perseus.v1 import job_pb2
 
 
@@ -185,6 +186,103 @@ def test_without_an_agent_nothing_happens(tmp_path: Path, caplog: pytest.LogCapt
     probe.close()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "training goes on at stock clocks" in caplog.text
+
+
+class Now:
+    """The probe's clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ns = 0
+        monkeypatch.setattr("perseus.agent.probe.monotonic_ns", lambda: self.ns)
+
+
+def iterate(probe: Probe) -> None:
+    with probe.iteration(), probe.computation(Kind.FORWARD, 0):
+        pass
+
+
+def test_an_agent_that_comes_later_is_joined_and_told_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = Now(monkeypatch)
+    probe = connect(tmp_path / "agent.sock")
+    assert not probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
+    iterate(probe)
+    agent = AgentStub(tmp_path / "agent.sock", [Reply(True), Reply(False, "JOB_EXISTS", "job 'job' differs")])
+    now.ns = PERIOD_NS - 1
+    iterate(probe)
+    assert not agent.asked, "not before it is time"
+    now.ns = PERIOD_NS
+    iterate(probe)
+    while len(agent.asked) < 2:  # the stub answers on its thread
+        iterate(probe)
+    agent.answered()
+    assert probe.is_connected
+    iterate(probe)
+    assert "job not registered: job 'job' differs" in caplog.text
+    hello, registration = agent.asked
+    assert isinstance(hello, Hello)
+    assert isinstance(registration, Registration)
+    marks = agent.marks()
+    assert isinstance(marks[0], IterationMark), "whole iterations only"
+    assert marks[0].edge is Edge.BEGIN
+    iterations = sorted({mark.iteration for mark in marks if isinstance(mark, IterationMark)})
+    assert iterations == list(range(iterations[0], iterations[-1] + 1))
+    assert iterations[0] > 2, "the count goes on"
+    probe.close()
+    agent.close()
+
+
+def test_an_agent_that_was_restarted_is_joined_again(
+    agent: AgentStub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = Now(monkeypatch)
+    probe = connect(agent.path)
+    agent.close()
+    iterate(probe)
+    assert not probe.is_connected
+    agent.path.unlink()
+    foreign = AgentStub(agent.path, [encode(Finish(0))])
+    now.ns = PERIOD_NS
+    iterate(probe)
+    foreign.close()
+    iterate(probe)
+    assert not probe.is_connected, "what does not talk like an agent is left alone"
+    agent.path.unlink()
+    again = AgentStub(agent.path, [Reply(True)])
+    now.ns += PERIOD_NS
+    iterate(probe)
+    again.answered()
+    iterate(probe)
+    assert probe.is_connected
+    assert len(again.marks()) == 4
+    probe.close()
+    again.close()
+    assert caplog.text.count("lost the agent") == 1
+
+
+def test_an_agent_that_does_not_reply_is_not_waited_for_while_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = Now(monkeypatch)
+    probe = connect(tmp_path / "agent.sock")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "agent.sock"))
+    listener.listen()
+    for _ in range(3):
+        now.ns += PERIOD_NS
+        iterate(probe)
+    assert not probe.is_connected
+    connection, _ = listener.accept()
+    listener.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        listener.accept()  # it was asked once
+    probe.close()
+    assert connection.recv(MAX_PACKET_BYTES), "the hello"
+    assert not connection.recv(MAX_PACKET_BYTES), "nothing is left open"
+    connection.close()
+    listener.close()
 
 
 @pytest.mark.parametrize(

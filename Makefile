@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FRAMEWORKS_VENV ?= .venv-frameworks
+FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 PROTOS := $(wildcard protos/perseus/v1/*.proto)
 SERVICES := $(wildcard protos/perseus/v1/*_service.proto)
 # Where `make protos` writes; a test regenerates elsewhere and compares.
@@ -14,7 +16,7 @@ NVML ?=
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test torture check bench protos clean
+.PHONY: demo test test-frameworks torture check bench protos clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -22,6 +24,10 @@ demo: $(STAMP)
 # The seed makes a failure everybody's; `pytest` alone searches further at every run.
 test: check
 	$(BIN)/pytest --hypothesis-seed=0
+
+# Real training through every framework's hook, on CPUs, with the frameworks in an environment of their own.
+test-frameworks: $(FRAMEWORKS_STAMP)
+	$(FRAMEWORKS_VENV)/bin/pytest tests/frameworks
 
 # The kill tests of `make test`, many more times; leaves its figures in docs/torture.md.
 KILLS ?= 50
@@ -52,5 +58,13 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install -qq --editable '.[dev]'
 	touch $@
 
+# DS_BUILD_OPS=0: DeepSpeed compiles nothing.
+$(FRAMEWORKS_STAMP): pyproject.toml tests/frameworks/requirements.txt
+	test -d $(FRAMEWORKS_VENV) || $(PYTHON) -m venv $(FRAMEWORKS_VENV)
+	$(FRAMEWORKS_VENV)/bin/pip install -qq --upgrade pip
+	DS_BUILD_OPS=0 $(FRAMEWORKS_VENV)/bin/pip install -qq --editable '.[coordinator]' \
+	  --requirement tests/frameworks/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,154 @@
+"""One real training job under a real coordinator and real agents, from stock to its plan, as values.
+
+The frameworks' tests start their own trainer on it, and judge what it found.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import grpc.aio
+
+from perseus.demo.cluster import Cluster
+from perseus.demo.observation import Observer
+from perseus.demo.summary import Measurements
+from perseus.demo.workload import Workload
+from perseus.v1 import (
+    frontier_pb2,
+    frontier_service_pb2,
+    frontier_service_pb2_grpc,
+    job_pb2,
+)
+
+_START_TIMEOUT_S = 60.0
+_PROFILING_TIMEOUT_S = 240.0
+STEP_TIMEOUT_S = 60.0
+
+Identity = tuple[int, int, int]
+"""(kind, microbatch, chunk) of a computation, by the wire's numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Medians over some iterations of the whole job: seconds, and joules of all its GPUs."""
+
+    iteration_count: int
+    time_s: float
+    energy_j: float
+
+
+@dataclass(slots=True)
+class RealRun:
+    """What a run has shown so far, and the way to ask for more."""
+
+    workload: Workload
+    cluster: Cluster
+    observer: Observer
+    run_dir: Path
+    channel: grpc.aio.Channel
+    stock: Figures | None = None
+    seen: dict[tuple[int, int], list[list[Identity]]] = field(default_factory=dict)
+    """(pipeline, iteration) → what the coordinator knows that each stage has executed, in order."""
+
+    async def until_planned(self) -> None:
+        """Wait until every rank has the plan in force that follows from profiling."""
+        observer = self.observer
+        await observer.until(
+            "the stock baseline", lambda: observer.state >= job_pb2.JOB_STATE_PROFILING, _START_TIMEOUT_S
+        )
+        self.stock = self.figures(observer.measurements.at_stock())
+        await observer.until(
+            "a plan in force",
+            lambda: observer.state == job_pb2.JOB_STATE_PLANNED and observer.is_in_force(),
+            _PROFILING_TIMEOUT_S,
+        )
+
+    async def watch(self, count: int) -> Figures:
+        """Watch the next `count` iterations that begin from now on."""
+        first = self.observer.next_whole_iteration
+        numbers = range(first, first + count)
+        measurements = self.observer.measurements
+        await self.observer.until(
+            f"{count} iterations", lambda: measurements.are_complete(numbers), STEP_TIMEOUT_S
+        )
+        return self.figures(numbers)
+
+    def figures(self, numbers: Sequence[int]) -> Figures:
+        """The medians over these iterations, of those that all pipelines reported."""
+        rows = self.observer.measurements.whole(numbers)
+        return Figures(
+            len(rows),
+            median(max(each.time_s for each in row.values()) for row in rows),
+            median(sum(each.energy_j for each in row.values()) for row in rows),
+        )
+
+    async def frontier(self) -> frontier_pb2.Frontier:
+        """The frontier that the coordinator plans on."""
+        stub = frontier_service_pb2_grpc.FrontierServiceStub(self.channel)
+        request = frontier_service_pb2.GetFrontierRequest(job_id=self.workload.job_id)
+        return (await stub.GetFrontier(request, timeout=STEP_TIMEOUT_S)).frontier
+
+    def registered(self) -> list[list[Identity]]:
+        """The order of every stage, as the job was registered with it."""
+        assert self.observer.job is not None
+        stages = self.observer.job.spec.schedule.explicit.stages
+        return [[(c.kind, c.microbatch, c.chunk) for c in stage.computations] for stage in stages]
+
+    async def keep_timelines(self) -> None:
+        """Keep what was executed in every iteration, as long as this runs."""
+        latest = dict.fromkeys(range(self.workload.pipeline_count), -1)
+        while True:
+            for pipeline, before in latest.items():
+                iteration = self.observer.measurements.latest_of(pipeline)
+                if iteration is not None and iteration.number > before:
+                    latest[pipeline] = iteration.number
+                    await self._keep_timeline(pipeline)
+            await asyncio.sleep(0.1)
+
+    async def _keep_timeline(self, pipeline: int) -> None:
+        found = await self.observer.timeline(pipeline)
+        stages: list[list[Identity]] = [[] for _ in range(self.workload.stage_count)]
+        for entry in found.entries:
+            c = entry.computation
+            stages[entry.stage].append((c.kind, c.microbatch, c.chunk))
+        self.seen[pipeline, found.iteration] = stages
+
+
+@asynccontextmanager
+async def real_run(
+    workload: Workload, log_dir: Path, start_trainers: Callable[[Cluster, Path], None]
+) -> AsyncIterator[RealRun]:
+    """Coordinator, agents and trainers on loopback, observed; the job ends in good order with the block."""
+    with (
+        tempfile.TemporaryDirectory(prefix="perseus-") as folder,
+        Cluster(workload, Path(folder), log_dir) as cluster,
+    ):
+        address = await asyncio.to_thread(cluster.start_coordinator)
+        await asyncio.to_thread(cluster.start_agents, address)
+        start_trainers(cluster, Path(folder))
+        async with grpc.aio.insecure_channel(address) as channel:
+            observer = Observer(channel, workload.job_id, Measurements(workload.pipeline_count), lambda: None)
+            run = RealRun(workload, cluster, observer, Path(folder), channel)
+            async with asyncio.TaskGroup() as group:
+                watchers = [
+                    group.create_task(watching)
+                    for watching in (observer.follow(), run.keep_timelines(), _keep_watch(cluster))
+                ]
+                yield run
+                await asyncio.to_thread(cluster.stop_training)
+                await observer.until(
+                    "the end of the job", lambda: observer.state == job_pb2.JOB_STATE_FINISHED, STEP_TIMEOUT_S
+                )
+                for watcher in watchers:
+                    watcher.cancel()
+        await asyncio.to_thread(cluster.stop_services)
+
+
+async def _keep_watch(cluster: Cluster) -> None:
+    while True:
+        cluster.check()
+        await asyncio.sleep(0.5)

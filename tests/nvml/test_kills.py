@@ -30,7 +30,7 @@ def test_the_gpu_is_at_stock_after_every_kill(tmp_path: Path, stub_library: Path
 
 
 @pytest.mark.timeout(180)
-def test_agent_and_supervisor_killed_the_next_agent_restores(stack: Stack) -> None:
+def test_agent_and_supervisor_killed_the_next_agent_restores_and_goes_on(stack: Stack) -> None:
     stack.start()
     stack.until(stack.is_locked, "a locked clock")
     assert stack.supervisor is not None
@@ -43,6 +43,7 @@ def test_agent_and_supervisor_killed_the_next_agent_restores(stack: Stack) -> No
     assert stack.is_locked(), "nobody is left"
     stack.start_agent()
     stack.until(stack.is_at_stock, "stock", 5.0)
+    stack.until(stack.is_locked, "a clock for the trainer, which has joined again")
 
 
 @pytest.mark.timeout(180)

@@ -22,13 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus.agent import placement as places
-from perseus.agent.attachment import Attachment, Connect, Marks
+from perseus.agent.attachment import Attachment, Connect
 from perseus.agent.computation import Computation, Kind
-from perseus.agent.device_marks import DeviceEvent, DeviceMarks
 from perseus.agent.probe import Probe
+from perseus.agent.torch_marks import connect_marks
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 # The values of torch's _ComputationType that stand for computations.
@@ -68,15 +67,7 @@ def attach(
             f"device mesh: expected pipeline rank {first.group_rank} of {first.group_size}, as in the "
             f"schedule's group, found {placement.stage} of {placement.stage_count}"
         )
-    marks: Marks = connect(
-        job_id=job_id,
-        pipeline=placement.pipeline,
-        stage=placement.stage,
-        tensor=placement.tensor,
-        gpu_uuid=placement.gpu_uuid,
-    )
-    if isinstance(marks, Probe) and first.device.type == "cuda":
-        marks = DeviceMarks(marks, _recorder(first.device))
+    marks = connect_marks(connect, job_id, placement, first.device)
     attachment = Attachment(
         placement,
         marks,
@@ -183,14 +174,3 @@ def _single_actions(actions: Sequence[Any]) -> Iterator[Any]:
     for action in actions:
         if action is not None:
             yield from action.sub_actions or [action]
-
-
-def _recorder(device: "torch.device") -> Callable[[], DeviceEvent]:
-    from torch import cuda
-
-    def record() -> DeviceEvent:
-        event: DeviceEvent = cuda.Event(enable_timing=True)
-        event.record(cuda.current_stream(device))  # type: ignore[attr-defined]
-        return event
-
-    return record

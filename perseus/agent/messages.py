@@ -99,7 +99,7 @@ class GpuErrorReport:
 
 @dataclass(frozen=True, slots=True)
 class PlanRefusal:
-    """Why an offer was refused, for programs and for people. `clocks_mhz`: those that the GPU does not have."""
+    """Why an offer was refused, for programs and for people. `clocks_mhz`: those the GPU does not have."""
 
     reason: PlanRefusalReason
     message: str

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from perseus.service.stage_profiles import StageKey, StageProfile, blocking_power_w, curves, interpolate
+from perseus.service.usable_clocks import LEAST_CLOCKS, UsableClocks
 from perseus.solver import Kind, Measurement, Schedule
 
 LOW_SHARE = 0.55
@@ -41,8 +42,8 @@ REACH = 0.85
 class ClockChoice:
     """What to measure next, a clock for each stage; and how much the plan's energy can still change.
 
-    `doubt` is a share; infinite while a stage has fewer than two clocks. A stage of which nothing is left to
-    measure has its highest measured clock again, 0 if there is none.
+    `doubt` is a share; infinite while a stage has fewer than two clocks (but for one that stays at stock). A
+    stage of which nothing is left to measure has its highest measured clock again, 0 if there is none.
     """
 
     clocks_mhz: tuple[int, ...]
@@ -52,18 +53,20 @@ class ClockChoice:
 def choose_clocks(
     profiles: Sequence[StageProfile],
     schedule: Schedule,
-    clocks_mhz: Sequence[int],
+    clocks_mhz: UsableClocks,
     barred: Collection[tuple[int, int]],
 ) -> ClockChoice:
-    """Choose among `clocks_mhz` (highest first) but the `barred` (stage, clock)."""
+    """Choose among each stage's `clocks_mhz` but the `barred` (stage, clock)."""
     powers_w = blocking_power_w(profiles, schedule.stage_count)
     stages = []
     for stage, order in enumerate(schedule.orders):
         counts: Counter[StageKey] = Counter((c.chunk, c.kind) for c in order if c.kind is not Kind.FIXED)
-        usable_mhz = [mhz for mhz in clocks_mhz if (stage, mhz) not in barred]
+        barred_mhz = {mhz for at, mhz in barred if at == stage}
         own = [p for p in profiles if p.stage == stage and counts.keys() <= p.measurements.keys()]
         measured_mhz = sorted((profile.clock_mhz for profile in own), reverse=True)
-        stages.append(_Stage(counts, curves(own, stage), measured_mhz, usable_mhz, powers_w[stage]))
+        stages.append(
+            _Stage(counts, curves(own, stage), measured_mhz, clocks_mhz[stage], barred_mhz, powers_w[stage])
+        )
     if not all(stage.is_bounded for stage in stages):
         return ClockChoice(tuple(stage.extreme_mhz() for stage in stages), math.inf)
     found = [stage.least_certain() for stage in stages]
@@ -80,18 +83,20 @@ class _Stage:
         measured: dict[StageKey, list[Measurement]],
         measured_mhz: Sequence[int],
         usable_mhz: Sequence[int],
+        barred_mhz: Collection[int],
         power_w: float,
     ) -> None:
         self._counts = counts
         self._measured = measured
         self._usable_mhz = usable_mhz
+        self._left_mhz = [mhz for mhz in usable_mhz if mhz not in measured_mhz and mhz not in barred_mhz]
         self._power_w = power_w
         self.measured_mhz = measured_mhz
 
     @property
     def is_bounded(self) -> bool:
-        """Whether two clocks are measured."""
-        return len(self.measured_mhz) >= 2
+        """Whether as many clocks are measured as it takes to plan."""
+        return len(self.measured_mhz) >= min(LEAST_CLOCKS, len(self._usable_mhz))
 
     @property
     def least_energy_j(self) -> float:
@@ -100,23 +105,22 @@ class _Stage:
 
     def extreme_mhz(self) -> int:
         """The first clock to measure, then the second."""
-        left_mhz = [mhz for mhz in self._usable_mhz if mhz not in self.measured_mhz]
-        if not left_mhz or self.is_bounded:
-            return max(self.measured_mhz, default=0)
+        if not self._left_mhz or self.is_bounded:
+            return self._highest_measured_mhz()
         if not self.measured_mhz:
-            return left_mhz[0]
-        return min(left_mhz, key=lambda mhz: abs(mhz - LOW_SHARE * self.measured_mhz[0]))
+            return self._left_mhz[0]
+        return min(self._left_mhz, key=lambda mhz: abs(mhz - LOW_SHARE * self.measured_mhz[0]))
 
     def least_certain(self) -> tuple[int, float]:
         """Return the clock to measure next, and the root mean square of the gaps, in joules per iteration."""
         reached_mhz = REACH * self.measured_mhz[-1]
-        left_mhz = [mhz for mhz in self._usable_mhz if mhz not in self.measured_mhz and mhz >= reached_mhz]
+        left_mhz = [mhz for mhz in self._left_mhz if mhz >= reached_mhz]
         gaps_j = dict.fromkeys(left_mhz, 0.0)
         for key, count in self._counts.items():
             hull = _hull([self._point(m) for m in self._measured[key]])
             for mhz in left_mhz:
                 gaps_j[mhz] += count * self._gap_j(hull, key, mhz)
-        best_mhz, most_j = self.measured_mhz[0], 0.0
+        best_mhz, most_j = self._highest_measured_mhz(), 0.0
         for high_mhz, low_mhz in pairwise([*self.measured_mhz, 0]):
             inside = [mhz for mhz in left_mhz if low_mhz < mhz < high_mhz]
             sum_j = math.fsum(gaps_j[mhz] for mhz in inside)
@@ -124,6 +128,11 @@ class _Stage:
                 # Below the lowest there is no other end to be in the middle of.
                 best_mhz, most_j = inside[len(inside) // 2 if low_mhz else -1], sum_j
         return best_mhz, math.hypot(*gaps_j.values()) / math.sqrt(len(gaps_j) + len(self.measured_mhz))
+
+    def _highest_measured_mhz(self) -> int:
+        """A measured clock that was refused since may not be held again."""
+        measured_mhz = (mhz for mhz in self.measured_mhz if mhz in self._usable_mhz)
+        return max(measured_mhz, default=max(self._left_mhz, default=0))
 
     def _gap_j(self, hull: Sequence["_Point"], key: StageKey, mhz: int) -> float:
         """What a computation at this clock may cost less than the chord says."""

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from perseus.service.iterations import Period
-from perseus.service.model import Happening, IterationSummary, JobState, Offer, Rank, Straggler
+from perseus.service.model import Happening, IterationSummary, JobState, Offer, PipelineOffer, Rank, Straggler
 from perseus.service.specification import Coordinates, OperatingPolicy
 from perseus.service.stage_profiles import StageProfile
 from perseus.service.telemetry import IterationColumns
@@ -82,7 +82,7 @@ class OfferRecord:
     """The offer that a pipeline has now."""
 
     pipeline: int
-    offer: Offer
+    offer: PipelineOffer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus.service.model import NO_VERSION, IterationSummary, JobState
+from perseus.service.model import NO_VERSION, IterationSummary, JobState, PipelineOffer
 from perseus.service.specification import Coordinates
 from perseus.service.telemetry import IterationColumns
 
@@ -26,7 +26,7 @@ _LABEL_LIMIT = 64
 
 @dataclass(frozen=True, slots=True)
 class JobIteration:
-    """One iteration of the whole job. `versions` is None if some pipeline did not switch plans as a whole."""
+    """One iteration of the whole job. `versions` is None if some pipeline's stages were not of one plan."""
 
     iteration: int
     versions: tuple[int, ...] | None
@@ -110,13 +110,23 @@ class IterationLog:
         self._index = {rank: index for index, rank in enumerate(ranks)}
         self._pipeline_count = ranks[-1].pipeline + 1
         self._ranks_per_pipeline = len(ranks) // self._pipeline_count
+        self._stage_count = ranks[-1].stage + 1
+        # By pipeline: the stages' versions that make one plan, and its version.
+        self._plans: list[dict[tuple[int, ...], int]] = [
+            {(NO_VERSION,) * self._stage_count: NO_VERSION} for _ in range(self._pipeline_count)
+        ]
         self._open: dict[int, _Open] = {}
         self._key: tuple[tuple[int, ...], bool] | None = None
         self._labels: dict[int, JobState] = {NO_VERSION: JobState.BASELINE}
         self._straggler_since: list[tuple[int, bool]] = []
 
-    def label(self, version: int, state: JobState) -> None:
-        """Say for what state of the job a version's clocks were offered."""
+    def label(self, pipeline: int, offer: PipelineOffer, state: JobState) -> None:
+        """Say what a pipeline is offered, and for what state of the job."""
+        version, plans = offer.version, self._plans[pipeline]
+        if offer.stage_versions not in plans:
+            plans[offer.stage_versions] = version
+            for oldest in list(plans)[:-_LABEL_LIMIT]:
+                del plans[oldest]
         if self._labels.get(version) is state:
             return
         self._labels[version] = state
@@ -191,11 +201,9 @@ class IterationLog:
 
     def _close(self, iteration: int, entry: _Open) -> JobIteration:
         self._close_through(iteration)
-        by_pipeline = entry.version.reshape(self._pipeline_count, -1)
-        is_uniform = bool((by_pipeline == by_pipeline[:, :1]).all())
         complete = JobIteration(
             iteration=iteration,
-            versions=tuple(by_pipeline[:, 0].tolist()) if is_uniform else None,
+            versions=self._versions(entry),
             is_regular=bool(entry.is_regular.all()),
             iteration_time_s=float(entry.duration_s.max()),
             pipeline_energy_j=tuple(entry.energy_j.reshape(self._pipeline_count, -1).sum(axis=1).tolist()),
@@ -203,6 +211,17 @@ class IterationLog:
         self.iteration_time_s = complete.iteration_time_s
         self._count(complete)
         return complete
+
+    def _versions(self, entry: _Open) -> tuple[int, ...] | None:
+        """Return the version of each pipeline's plan, if all its ranks followed it."""
+        by_stage = entry.version.reshape(self._pipeline_count, self._stage_count, -1)
+        if (by_stage != by_stage[:, :, :1]).any():
+            return None
+        versions = [
+            plans.get(tuple(own)) for plans, own in zip(self._plans, by_stage[:, :, 0].tolist(), strict=True)
+        ]
+        known = [version for version in versions if version is not None]
+        return tuple(known) if len(known) == len(versions) else None
 
     def _count(self, complete: JobIteration) -> None:
         """Add an iteration to the report, unless it is irregular or the first one under its plans."""

@@ -70,6 +70,8 @@ from perseus.service.model import (
     FOREIGN_VERSION,
     NO_VERSION,
     STOCK,
+    STOCK_MHZ,
+    Clocks,
     EventType,
     HoldClocks,
     JobState,
@@ -80,16 +82,18 @@ from perseus.service.model import (
     RankState,
     RefusalReason,
     StockClocks,
+    stage_clocks,
 )
 from perseus.service.offers import OfferBoard
 from perseus.service.operating_point import check_straggler, planned_clocks, straggler_time_s, target_times_s
 from perseus.service.plan_watch import PlanWatch
-from perseus.service.profiler import LEAST_CLOCKS, Profiler, ProfilingRules
+from perseus.service.profiler import Profiler, ProfilingRules
 from perseus.service.ranks import LIVE, RankTable, named
 from perseus.service.specification import JobSpec
-from perseus.service.stage_profiles import StageProfile, build_problem, common_clocks_mhz
+from perseus.service.stage_profiles import StageProfile, build_problem
 from perseus.service.straggler_book import StragglerBook
 from perseus.service.timeline import TimelineMemory
+from perseus.service.usable_clocks import LEAST_CLOCKS, UsableClocks, stages_at_stock, usable_clocks_mhz
 from perseus.solver import Frontier, SolverError
 
 _NEEDS_ALL_RANKS = (JobState.BASELINE, JobState.PROFILING, JobState.SOLVING, JobState.PLANNED)
@@ -148,15 +152,17 @@ class JobMachine:
         self._create_time_s = create_time_s
         self._journal = Journal()
         self._ranks = RankTable(spec, rules.lease_s, self._journal)
-        self._offers = OfferBoard(spec.parallelism.pipeline_count, self._ranks, self._journal)
+        self._offers = OfferBoard(spec.parallelism, self._ranks, self._journal)
         self._baseline_time_s = 0.0
         self._baseline_times_s: list[float] = []
         self.is_profile_complete = False
         self._is_solving = False
+        self._is_solving_in_vain = False
         self.profiler = Profiler(spec.parallelism, self.schedule, rules.profiling, self._journal)
         self._plan_watch = PlanWatch(spec.parallelism, rules.guard, self.profiler, self._journal)
         self._now_s = 0.0
         self._stragglers = StragglerBook(self.schedule, spec.parallelism, self._journal)
+        self._expected: dict[int, Clocks] = {}
         self._gpu_errors: set[GpuErrorReported] = set()
         self._stored_record: JobRecord | None = None
 
@@ -285,9 +291,12 @@ class JobMachine:
         rank = self._ranks[event.rank]
         if rank.instance_id == event.instance_id and rank.state in LIVE and event.iteration < rank.iteration:
             self._lose([rank], "its trainer is back at an earlier iteration")
+        has_refused = self._ranks[event.rank].has_refused
         self._ranks.join(event, self._known_version(event.in_force_epoch, event.in_force_version), now_s)
         self._offers.forget_sent(event.rank)
         self._journal.do(AcceptRank(event.rank, event.instance_id))
+        if has_refused and not self._ranks[event.rank].has_refused:
+            self._profile_more(f"{event.rank} has another agent")
 
     @_on.register
     def _(self, event: RankLeft, _now_s: float) -> None:
@@ -347,7 +356,7 @@ class JobMachine:
         if batch.clocks is not None:
             self._ranks.note_clocks(event.rank, batch.clocks)
         energy = batch.energy
-        if energy is not None and energy.plan_version == self._offers[event.rank.pipeline].version:
+        if energy is not None and energy.plan_version == self._offers.of_rank(event.rank).version:
             if self.state is JobState.PROFILING:
                 self.profiler.take_estimate(event.rank, energy)
             elif self.state is JobState.PLANNED:
@@ -358,7 +367,7 @@ class JobMachine:
         if not self._ranks.hear(event.rank, event.instance_id, now_s):
             return
         self._ranks.note_iteration(event.rank, event.iteration)
-        offer = self._offers[event.rank.pipeline]
+        offer = self._offers.of_rank(event.rank)
         if event.refusal is None or event.epoch != self._epoch or event.version != offer.version:
             return
         is_late = event.refusal is RefusalReason.PAST_START
@@ -373,12 +382,14 @@ class JobMachine:
             start_iteration=offer.start_iteration,
             iteration=event.iteration,
             reason=event.refusal.name,
+            refused_clocks_mhz=list(event.refused_clocks_mhz),
             agent_message=event.message,
         )
         if is_late:
             self._offers.postpone(event.rank.pipeline)
-        elif offer.clocks != STOCK:
-            self._fall_back(f"{event.rank} refused {offer.clocks}: {event.refusal.value}")
+        elif event.refusal is not RefusalReason.UNKNOWN_RANK:
+            # (An agent that does not know the rank yet, or no more, is about to say so.)
+            self._take_lasting_refusal(event, stage_clocks(offer.clocks, event.rank.stage))
 
     @_on.register
     def _(self, event: PlanInForce, now_s: float) -> None:
@@ -387,7 +398,7 @@ class JobMachine:
         self._ranks.note_iteration(event.rank, event.iteration)
         rank = self._ranks[event.rank]
         version = self._known_version(event.epoch, event.version)
-        if rank.in_force_version == self._offers[event.rank.pipeline].version != version:
+        if rank.in_force_version == self._offers.of_rank(event.rank).version != version:
             self._offers.forget_sent(event.rank)  # It had the right clocks and fell back: its lease ran out.
         self._ranks.change(replace(rank, in_force_version=version))
 
@@ -451,8 +462,7 @@ class JobMachine:
 
     @_on.register
     def _(self, event: Solved, _now_s: float) -> None:
-        self._is_solving = False
-        if self.state in (JobState.STOCK, JobState.FINISHED):
+        if self._end_solving() or self.state in (JobState.STOCK, JobState.FINISHED):
             return
         frontier = self.frontier = event.frontier
         self._journal.announce(
@@ -469,8 +479,8 @@ class JobMachine:
 
     @_on.register
     def _(self, event: SolveFailed, _now_s: float) -> None:
-        self._is_solving = False
-        self._give_up_solving(event.cause)
+        if not self._end_solving():
+            self._give_up_solving(event.cause)
 
     @_on.register
     def _(self, _event: Tick, now_s: float) -> None:
@@ -499,6 +509,38 @@ class JobMachine:
             self._journal.store(ForgetIterations())
             if self.state in _NEEDS_ALL_RANKS:
                 self._enter(JobState.WAITING, f"{ranks[0].coordinates} is lost: {why}")
+
+    def _take_lasting_refusal(self, event: OfferAnswered, clocks_mhz: tuple[int, ...] | int) -> None:
+        """Settle for what can be: plans without the refused clocks, or with the whole stage at stock."""
+        asked_mhz = {clocks_mhz} if isinstance(clocks_mhz, int) else set(clocks_mhz)
+        asked_mhz.discard(STOCK_MHZ)
+        if not asked_mhz:
+            return  # Stock was refused: there is nothing else to fall back to.
+        rank = self._ranks[event.rank]
+        if event.refusal is RefusalReason.CLOCK_NOT_SUPPORTED:
+            # An agent that does not say which leaves nothing of what it was asked for.
+            refused_mhz = asked_mhz.intersection(event.refused_clocks_mhz) or asked_mhz
+            refused_mhz.update(rank.refused_clocks_mhz)
+            self._ranks.change(replace(rank, refused_clocks_mhz=tuple(sorted(refused_mhz))))
+            why = f"{event.rank} has no {', '.join(str(mhz) for mhz in sorted(refused_mhz))} MHz"
+        else:
+            self._ranks.change(replace(rank, is_stock_only=True))
+            assert event.refusal is not None
+            why = f"{event.rank} stays at stock, with its stage: {event.refusal.value}"
+        if len(stages_at_stock(self._usable_clocks_mhz())) == self.spec.parallelism.stage_count:
+            self._fall_back(f"no stage can have other clocks than stock: {why}")
+        elif self.state is JobState.PROFILING:
+            self._enter(JobState.PROFILING, why)
+        else:
+            self._drop_frontier()
+            self._enter(JobState.SOLVING, why)
+
+    def _profile_more(self, why: str) -> None:
+        """There may be more clocks to plan on than were measured."""
+        self._drop_frontier()
+        self.is_profile_complete = False
+        if self.state in (JobState.PROFILING, JobState.SOLVING, JobState.PLANNED):
+            self._enter(JobState.PROFILING, why)
 
     def _check_running(self) -> None:
         if self.state is JobState.FINISHED:
@@ -553,20 +595,19 @@ class JobMachine:
 
     def _label_versions(self) -> None:
         """Let the report know for what state clocks were offered, and the detection what plans promise."""
-        if self.state is not JobState.WAITING:
-            for offer in self._offers:
-                self.log.label(offer.version, self.state)
-                clocks = offer.clocks
-                if (
-                    self.frontier
-                    and isinstance(clocks, PlannedClocks)
-                    and not self._stragglers.knows_plan(offer.version)
-                ):
-                    planned_s = {
-                        each.computation: each.duration_s for stage in clocks.plan.stages for each in stage
-                    }
-                    promised_s = {**self.frontier.pipeline.fixed_times_s, **planned_s}
-                    self._stragglers.expect(offer.version, promised_s)
+        if self.state is JobState.WAITING:
+            return
+        for pipeline, offer in enumerate(self._offers):
+            self.log.label(pipeline, offer, self.state)
+            version, clocks = offer.version, offer.clocks
+            if self.frontier and isinstance(clocks, PlannedClocks) and self._expected.get(version) != clocks:
+                planned_s = {
+                    each.computation: each.duration_s for stage in clocks.plan.stages for each in stage
+                }
+                self._stragglers.expect(version, {**self.frontier.pipeline.fixed_times_s, **planned_s})
+                self._expected[version] = clocks
+        in_use = {offer.version for offer in self._offers}
+        self._expected = {version: some for version, some in self._expected.items() if version in in_use}
 
     # ------------------------------------------------------------------ states
 
@@ -580,7 +621,9 @@ class JobMachine:
             why = f"the stock iteration takes {self._baseline_time_s:.6f} s"
             self._enter(self._state_with_all_ranks(), why)
         if self.state is JobState.PROFILING:
-            self._profile()
+            held = self._offers[0].clocks
+            assert isinstance(held, HoldClocks)
+            self._profile(held)
         if self.state is JobState.SOLVING and self.frontier is not None:
             self._enter(JobState.PLANNED, "the frontier is solved")
 
@@ -607,8 +650,7 @@ class JobMachine:
             case JobState.PROFILING:
                 if not self.profiler.profiles:
                     self._journal.do(FindProfile())
-                self.profiler.start_round()
-                self._profile()
+                self._profile(held=None)
             case JobState.PLANNED:
                 self._retarget()
             case JobState.SOLVING:
@@ -621,16 +663,13 @@ class JobMachine:
         if self.state not in (JobState.STOCK, JobState.FINISHED):
             self._enter(JobState.STOCK, why)
 
-    def _profile(self) -> None:
+    def _profile(self, held: HoldClocks | None) -> None:
         """Hold clocks round by round, until what is measured is enough."""
-        clocks_mhz = self._common_clocks_mhz()
-        if not clocks_mhz:
+        clocks_mhz = self._usable_clocks_mhz()
+        if not any(clocks_mhz):
             self._fall_back("the GPUs have no clock in common")
             return
-        held = self._offers[0].clocks
-        following = self.profiler.next_round(
-            held if isinstance(held, HoldClocks) else None, clocks_mhz, self._now_s
-        )
+        following = self.profiler.next_round(held, clocks_mhz, self._now_s)
         if isinstance(following, HoldClocks):
             self._offers.wish(range(len(self._offers)), following)
         elif following.is_enough:
@@ -639,20 +678,32 @@ class JobMachine:
         else:
             self._fall_back(following.why)
 
-    def _common_clocks_mhz(self) -> tuple[int, ...]:
-        return common_clocks_mhz(rank.gpu for rank in self._ranks if rank.gpu)
+    def _usable_clocks_mhz(self) -> UsableClocks:
+        return usable_clocks_mhz(self._ranks, self.spec.parallelism.stage_count)
 
     def _solve(self) -> None:
         """Solve for the frontier; one that is there stays until the new one is."""
         if self._is_solving:
             return
         try:
-            problem = build_problem(self.profiler.profiles, self.schedule, self._common_clocks_mhz())
+            problem = build_problem(self.profiler.profiles, self.schedule, self._usable_clocks_mhz())
         except SolverError as error:
             self._give_up_solving(str(error))
             return
         self._is_solving = True
         self._journal.do(Solve(problem))
+
+    def _end_solving(self) -> bool:
+        """Take note that there is an answer; tell whether it is to a question that has changed since."""
+        in_vain, self._is_solving, self._is_solving_in_vain = self._is_solving_in_vain, False, False
+        if in_vain and self.state is JobState.SOLVING:
+            self._solve()
+        return in_vain
+
+    def _drop_frontier(self) -> None:
+        """It was solved for other clocks, as is the one that is being solved."""
+        self.frontier = None
+        self._is_solving_in_vain = self._is_solving
 
     def _give_up_solving(self, cause: str) -> None:
         if self.state is not JobState.FINISHED:
@@ -697,9 +748,10 @@ class JobMachine:
         targets_s = target_times_s(
             self.frontier, self.policy, self._baseline_time_s, self._straggler_times_s(), len(self._offers)
         )
+        at_stock = stages_at_stock(self._usable_clocks_mhz())
         for target_s in sorted(set(targets_s)):
             same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
-            self._offers.wish(same, planned_clocks(self.frontier, target_s))
+            self._offers.wish(same, planned_clocks(self.frontier, target_s, at_stock))
 
     # ------------------------------------------------------------------ checks
 
@@ -729,6 +781,7 @@ class JobMachine:
             assert not self._baseline_time_s
         if self.is_profile_complete:
             assert self.profiler.clock_count >= LEAST_CLOCKS
-        if self.frontier is not None or self._is_solving:
+        if self.frontier is not None or (self._is_solving and not self._is_solving_in_vain):
             assert self.is_profile_complete
+        assert self._is_solving or not self._is_solving_in_vain
         self._stragglers.validate()

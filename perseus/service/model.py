@@ -107,19 +107,24 @@ class StockClocks:
         return "stock"
 
 
+STOCK_MHZ = 0
+"""Stands for stock where others have a clock."""
+
+
 @dataclass(frozen=True, slots=True)
 class HoldClocks:
-    """One clock for all computations of a stage, for each stage, for profiling."""
+    """One clock for all computations of a stage, or STOCK_MHZ, for each stage, for profiling."""
 
     clocks_mhz: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"hold {', '.join(str(mhz) for mhz in dict.fromkeys(self.clocks_mhz))} MHz"
+        different_mhz = [mhz for mhz in dict.fromkeys(self.clocks_mhz) if mhz != STOCK_MHZ]
+        return f"hold {', '.join(str(mhz) for mhz in different_mhz)} MHz"
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedClocks:
-    """A clock for each computation of the pipeline."""
+    """A clock for each computation of the pipeline; STOCK_MHZ for those of a stage that stays at stock."""
 
     plan: Plan
 
@@ -130,6 +135,22 @@ class PlannedClocks:
 Clocks = StockClocks | HoldClocks | PlannedClocks
 STOCK = StockClocks()
 
+
+def stage_clocks(clocks: Clocks, stage: int) -> tuple[int, ...] | int:
+    """Return a stage's share, to compare: one for each of its computations, or one for all of them.
+
+    Whatever sets no clock in the stage is STOCK_MHZ for all.
+    """
+    match clocks:
+        case PlannedClocks(plan):
+            clocks_mhz = tuple(planned.clock_mhz for planned in plan.stages[stage])
+            return clocks_mhz if any(clocks_mhz) else STOCK_MHZ
+        case HoldClocks(clocks_mhz):
+            return clocks_mhz[stage]
+        case StockClocks():
+            return STOCK_MHZ
+
+
 NO_VERSION = 0
 """The version of stock without a plan."""
 
@@ -139,7 +160,7 @@ FOREIGN_VERSION = -1
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Clocks for one pipeline: whole, on every rank, from the begin of the start iteration."""
+    """A rank's share of its pipeline's clocks: whole, from the begin of the start iteration."""
 
     version: int
     start_iteration: int
@@ -147,11 +168,30 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineOffer:
+    """Clocks for one pipeline. `stage_versions`: when each stage got the share that it has."""
+
+    stage_versions: tuple[int, ...]
+    start_iteration: int
+    clocks: Clocks
+
+    @property
+    def version(self) -> int:
+        """That of the pipeline's clocks: its latest stage's."""
+        return max(self.stage_versions)
+
+    def to_stage(self, stage: int) -> Offer:
+        """What the ranks of a stage are offered."""
+        return Offer(self.stage_versions[stage], self.start_iteration, self.clocks)
+
+
+@dataclass(frozen=True, slots=True)
 class Rank:
     """One rank: who serves it, what it was offered and what it says is in force.
 
     `iteration` is the highest that it reported, -1 if none. `in_force_version` may be FOREIGN_VERSION.
-    `clocks`: how well they follow the plan, as reported last.
+    `clocks`: how well they follow the plan, as reported last. What its agent refused for good: some clocks
+    (`refused_clocks_mhz`), or all but stock.
     """
 
     coordinates: Coordinates
@@ -163,6 +203,13 @@ class Rank:
     in_force_version: int = NO_VERSION
     iteration: int = -1
     clocks: ClockStatistics | None = None
+    refused_clocks_mhz: tuple[int, ...] = ()
+    is_stock_only: bool = False
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether there is something that it does without."""
+        return self.is_stock_only or bool(self.refused_clocks_mhz)
 
 
 @dataclass(frozen=True, slots=True)

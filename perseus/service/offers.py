@@ -1,21 +1,23 @@
 """What clocks each pipeline of a job should have, and the way there. Part of the state machine.
 
-A version belongs to clocks, rises within the job and is never used again. All ranks of a pipeline get the
-same version and the same start iteration. A rank that has already begun the start iteration refuses; then
-the pipeline keeps the version and is offered it anew with a later start.
+A version belongs to clocks, rises within the job and is never used again. A stage whose share of new clocks
+is the one that it has keeps its version, and its ranks are told nothing; the pipeline's version is that of
+the stage that changed last. All ranks of a pipeline that are to change get the same start iteration. A rank
+that has already begun it refuses; then the pipeline keeps its versions and is offered them anew with a later
+start.
 
 The start lies a margin above the highest iteration that any rank reported. Telemetry comes when an
 iteration has ended and the next is running, so two is the least; short iterations need enough of them to
 cover the way (`TRANSIT_S`). The margin doubles with every refusal of the same version.
 
 `settle` sends offers. It looks at how things stand, never at how they came about: every connected rank that
-neither has its pipeline's version in force nor was sent the present offer is sent it. So a rank that
-resumes with the right version gets nothing, and one that comes back with another, or fell back to stock,
-gets the offer.
+neither has its stage's version in force nor was sent the present offer is sent it. So a rank that resumes
+with the right version gets nothing, and one that comes back with another, or fell back to stock, gets the
+offer.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from perseus.service.commands import OfferRecord, SendOffer
@@ -27,12 +29,14 @@ from perseus.service.model import (
     Clocks,
     EventType,
     Offer,
+    PipelineOffer,
     PlannedClocks,
     Rank,
     RankState,
+    stage_clocks,
 )
 from perseus.service.ranks import RankTable
-from perseus.service.specification import Coordinates
+from perseus.service.specification import Coordinates, Parallelism
 
 TRANSIT_S = 0.5
 """Time that a report needs to get here, and an offer to get back, with room to spare."""
@@ -40,16 +44,15 @@ TRANSIT_S = 0.5
 LEAST_MARGIN = 2
 MOST_MARGIN = 256
 
-_NO_OFFER = Offer(NO_VERSION, 0, STOCK)
-
 
 @dataclass(slots=True)
 class _Pipeline:
-    """The offer, how often it came too late, and the version that was last in force on all ranks."""
+    """The offer, how often it came too late, and the versions that were last offered and in force at all."""
 
-    offer: Offer = _NO_OFFER
+    offer: PipelineOffer
     late_count: int = 0
-    announced_version: int = NO_VERSION
+    offered_version: int = NO_VERSION
+    in_force_version: int = NO_VERSION
 
 
 class OfferBoard:
@@ -60,13 +63,15 @@ class OfferBoard:
         iteration_time_s: that of the latest iteration, 0 if unknown; short iterations need a wider margin.
     """
 
-    def __init__(self, pipeline_count: int, ranks: RankTable, journal: Journal) -> None:
+    def __init__(self, parallelism: Parallelism, ranks: RankTable, journal: Journal) -> None:
         self.version = NO_VERSION
         self.iteration_time_s = 0.0
         self._ranks = ranks
         self._journal = journal
-        self._pipelines = [_Pipeline() for _ in range(pipeline_count)]
-        self._by_pipeline: list[list[Coordinates]] = [[] for _ in range(pipeline_count)]
+        self._stages = range(parallelism.stage_count)
+        nothing = PipelineOffer((NO_VERSION,) * parallelism.stage_count, 0, STOCK)
+        self._pipelines = [_Pipeline(nothing) for _ in range(parallelism.pipeline_count)]
+        self._by_pipeline: list[list[Coordinates]] = [[] for _ in self._pipelines]
         for rank in ranks:
             self._by_pipeline[rank.coordinates.pipeline].append(rank.coordinates)
         # The (version, start iteration) sent to each rank on its present stream.
@@ -74,10 +79,10 @@ class OfferBoard:
         # Pipelines of which something has changed: only these need a look, however large the job is.
         self._unsettled: set[int] = set()
 
-    def __getitem__(self, pipeline: int) -> Offer:
+    def __getitem__(self, pipeline: int) -> PipelineOffer:
         return self._pipelines[pipeline].offer
 
-    def __iter__(self) -> Iterator[Offer]:
+    def __iter__(self) -> Iterator[PipelineOffer]:
         return (pipeline.offer for pipeline in self._pipelines)
 
     def __len__(self) -> int:
@@ -88,11 +93,29 @@ class OfferBoard:
         self.version = version
         for record in offers:
             pipeline = self._pipelines[record.pipeline]
-            pipeline.offer, pipeline.announced_version = record.offer, record.offer.version
+            pipeline.offer = record.offer
+            pipeline.offered_version = pipeline.in_force_version = record.offer.version
+
+    def of_rank(self, place: Coordinates) -> Offer:
+        """What a rank is offered, or was."""
+        return self._pipelines[place.pipeline].offer.to_stage(place.stage)
 
     def wish(self, pipelines: Iterable[int], clocks: Clocks) -> None:
-        """Let pipelines have these clocks, under one new version; those that have them keep theirs."""
-        changing = [number for number in pipelines if self._pipelines[number].offer.clocks != clocks]
+        """Let pipelines have these clocks; the stages that have to change get one new version."""
+        wanted = [stage_clocks(clocks, stage) for stage in self._stages]
+        # By the clocks that pipelines have now: many have the same.
+        changes: dict[int, list[int]] = {}
+        changing: dict[int, list[int]] = {}
+        for number in pipelines:
+            offer = self._pipelines[number].offer
+            if id(offer.clocks) not in changes:
+                changes[id(offer.clocks)] = [
+                    stage for stage in self._stages if stage_clocks(offer.clocks, stage) != wanted[stage]
+                ]
+            if stages := changes[id(offer.clocks)]:
+                changing[number] = stages
+            elif offer.clocks != clocks:  # The same clocks, but other times are expected of them.
+                self._replace(number, replace(offer, clocks=clocks))
         if changing:
             self._renew(changing, clocks)
 
@@ -113,14 +136,18 @@ class OfferBoard:
             pipeline = self._pipelines[number]
             ranks = [self._ranks[place] for place in self._by_pipeline[number]]
             needing = self._needing(pipeline, ranks)
-            if needing and pipeline.offer.version == NO_VERSION:
-                self._renew([number], STOCK)  # Something unknown is in force: stock has to be said.
+            stages = sorted({rank.coordinates.stage for rank in needing})
+            if unsaid := [at for at in stages if pipeline.offer.stage_versions[at] == NO_VERSION]:
+                # Something unknown is in force there: stock has to be said.
+                self._renew({number: unsaid}, pipeline.offer.clocks)
                 needing = self._needing(pipeline, ranks)
             elif needing and pipeline.offer.start_iteration < self._start_iteration(pipeline):
                 self._restart(number)
                 needing = self._needing(pipeline, ranks)
+            if needing:
+                self._announce_offered(number, pipeline)
             for rank in needing:
-                offer = pipeline.offer
+                offer = self.of_rank(rank.coordinates)
                 self._sent[rank.coordinates] = (offer.version, offer.start_iteration)
                 self._ranks.change(replace(rank, offered_version=offer.version))
                 self._journal.do(SendOffer(rank.coordinates, rank.instance_id, offer))
@@ -129,17 +156,16 @@ class OfferBoard:
 
     def validate(self) -> None:
         """Check what must always hold between two inputs."""
-        assert all(NO_VERSION <= offer.version <= self.version for offer in self)
+        for offer in self:
+            assert len(offer.stage_versions) == len(self._stages)
+            assert all(NO_VERSION <= version <= self.version for version in offer.stage_versions)
         for rank in self._ranks:
-            offer = self[rank.coordinates.pipeline]
+            own = self.of_rank(rank.coordinates)
             sent = self._sent.get(rank.coordinates)
             assert rank.in_force_version >= FOREIGN_VERSION
-            assert rank.offered_version <= offer.version
+            assert rank.offered_version <= own.version
             if rank.state is RankState.CONNECTED:
-                assert rank.in_force_version == offer.version or sent == (
-                    offer.version,
-                    offer.start_iteration,
-                )
+                assert rank.in_force_version == own.version or sent == (own.version, own.start_iteration)
             else:
                 assert sent is None
         for number, pipeline in enumerate(self._pipelines):
@@ -148,30 +174,31 @@ class OfferBoard:
                 for place in self._by_pipeline[number]
                 if (sent := self._sent.get(place)) is not None
                 for version, start in [sent]
-                if version == pipeline.offer.version and self._ranks[place].in_force_version != version
+                if version == pipeline.offer.stage_versions[place.stage]
+                and self._ranks[place].in_force_version != version
             }
             assert len(starts) <= 1, "a pipeline would be switched in halves"
 
-    def _renew(self, numbers: Sequence[int], clocks: Clocks) -> None:
+    def _renew(self, changing: Mapping[int, Collection[int]], clocks: Clocks) -> None:
+        """Give stages of pipelines a new version."""
         self.version += 1
-        for number in numbers:
+        for number, stages in changing.items():
             pipeline = self._pipelines[number]
             pipeline.late_count = 0
-            pipeline.offer = Offer(self.version, self._start_iteration(pipeline), clocks)
-            self._unsettled.add(number)
-            self._journal.store(OfferRecord(number, pipeline.offer))
-            self._journal.announce(
-                EventType.PLAN_OFFERED,
-                f"pipeline {number} is offered {clocks} as version {self.version} "
-                f"from iteration {pipeline.offer.start_iteration}",
-                **_evidence(number, pipeline.offer),
+            versions = tuple(
+                self.version if stage in stages else version
+                for stage, version in enumerate(pipeline.offer.stage_versions)
             )
+            self._replace(number, PipelineOffer(versions, self._start_iteration(pipeline), clocks))
 
     def _restart(self, number: int) -> None:
         pipeline = self._pipelines[number]
-        pipeline.offer = replace(pipeline.offer, start_iteration=self._start_iteration(pipeline))
+        self._replace(number, replace(pipeline.offer, start_iteration=self._start_iteration(pipeline)))
+
+    def _replace(self, number: int, offer: PipelineOffer) -> None:
+        self._pipelines[number].offer = offer
         self._unsettled.add(number)
-        self._journal.store(OfferRecord(number, pipeline.offer))
+        self._journal.store(OfferRecord(number, offer))
 
     def _start_iteration(self, pipeline: _Pipeline) -> int:
         margin = LEAST_MARGIN
@@ -180,31 +207,46 @@ class OfferBoard:
         return self._ranks.highest_iteration() + min(MOST_MARGIN, margin << min(pipeline.late_count, 8))
 
     def _needing(self, pipeline: _Pipeline, ranks: Iterable[Rank]) -> list[Rank]:
-        offer = pipeline.offer
+        versions, start_iteration = pipeline.offer.stage_versions, pipeline.offer.start_iteration
         return [
             rank
             for rank in ranks
             if rank.state is RankState.CONNECTED
-            and rank.in_force_version != offer.version
-            and self._sent.get(rank.coordinates) != (offer.version, offer.start_iteration)
+            and rank.in_force_version != (version := versions[rank.coordinates.stage])
+            and self._sent.get(rank.coordinates) != (version, start_iteration)
         ]
 
+    def _announce_offered(self, number: int, pipeline: _Pipeline) -> None:
+        offer = pipeline.offer
+        if offer.version != pipeline.offered_version:
+            pipeline.offered_version = offer.version
+            self._journal.announce(
+                EventType.PLAN_OFFERED,
+                f"pipeline {number} is offered {offer.clocks} as version {offer.version} "
+                f"from iteration {offer.start_iteration}",
+                **_evidence(number, offer),
+            )
+
     def _announce_in_force(self, number: int, pipeline: _Pipeline, ranks: Iterable[Rank]) -> None:
-        version = pipeline.offer.version
-        if version != pipeline.announced_version and all(rank.in_force_version == version for rank in ranks):
-            pipeline.announced_version = version
+        offer = pipeline.offer
+        if offer.version != pipeline.in_force_version and all(
+            rank.in_force_version == offer.stage_versions[rank.coordinates.stage] for rank in ranks
+        ):
+            pipeline.in_force_version = offer.version
             pipeline.late_count = 0
             self._journal.announce(
                 EventType.PLAN_IN_FORCE,
-                f"version {version} ({pipeline.offer.clocks}) is in force on pipeline {number}",
-                **_evidence(number, pipeline.offer),
+                f"version {offer.version} ({offer.clocks}) is in force on pipeline {number}",
+                **_evidence(number, offer),
             )
 
 
-def _evidence(number: int, offer: Offer) -> dict[str, object]:
+def _evidence(number: int, offer: PipelineOffer) -> dict[str, object]:
+    version = offer.version
     evidence: dict[str, object] = {
         "pipeline": number,
-        "version": offer.version,
+        "version": version,
+        "changed_stages": [stage for stage, own in enumerate(offer.stage_versions) if own == version],
         "start_iteration": offer.start_iteration,
         "clocks": offer.clocks,
     }

@@ -2,11 +2,11 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from perseus.service.errors import InvalidFieldError
-from perseus.service.model import PlannedClocks, Straggler
+from perseus.service.model import STOCK_MHZ, PlannedClocks, Straggler
 from perseus.service.specification import OperatingPolicy
 from perseus.solver import Frontier, Kind, Pipeline, Plan, PlannedComputation
 
@@ -52,9 +52,19 @@ def overhead_s(frontier: Frontier, baseline_time_s: float) -> float:
     return max(0.0, baseline_time_s - frontier.baseline.iteration_time_s)
 
 
-def planned_clocks(frontier: Frontier, target_s: float) -> PlannedClocks:
-    """Return the slowest realised plan that keeps a target time; below T_min there is none."""
-    return PlannedClocks(with_fixed(frontier.plan_within(target_s), frontier.pipeline))
+def planned_clocks(frontier: Frontier, target_s: float, at_stock: Collection[int]) -> PlannedClocks:
+    """Return the slowest realised plan that keeps a target time; below T_min there is none.
+
+    Stages `at_stock` have no clock in it: the frontier knows of one only, which stands for stock.
+    """
+    plan = with_fixed(frontier.plan_within(target_s), frontier.pipeline)
+    stages = tuple(
+        tuple(planned._replace(clock_mhz=STOCK_MHZ) for planned in computations)
+        if stage in at_stock
+        else computations
+        for stage, computations in enumerate(plan.stages)
+    )
+    return PlannedClocks(replace(plan, stages=stages))
 
 
 def with_fixed(plan: Plan, pipeline: Pipeline) -> Plan:

@@ -3,6 +3,8 @@
 In a round every stage holds one clock, its own (`clock_choice.py`), on all pipelines. It ends when all stages
 are measured, or when it lasted so long that what is missing will not come (a stage that computes in step with
 its energy counter, say): that clock is given up. Pipelines that were slow in a round do not count in it.
+A stage that stays at stock is measured at stock, which counts as its highest clock. One of which nothing is
+left to measure goes on with a clock that it has.
 
 Profiling ends when the plan's energy can no longer change by more than the accuracy asked for, or when the
 budget is used up. Two clocks of each stage are the least; without them there is nothing to plan.
@@ -18,16 +20,15 @@ from dataclasses import dataclass
 from perseus.service.clock_choice import ClockChoice, choose_clocks
 from perseus.service.iterations import JobIteration
 from perseus.service.journal import Journal
-from perseus.service.model import EventType, HoldClocks
+from perseus.service.model import STOCK_MHZ, EventType, HoldClocks
 from perseus.service.specification import Coordinates, Parallelism
 from perseus.service.stage_profiles import StageProfile, agree, is_measured, merge
 from perseus.service.telemetry import EnergyEstimate
+from perseus.service.usable_clocks import LEAST_CLOCKS, UsableClocks, stages_at_stock
 from perseus.solver import Schedule
 
 HOLD_LIMIT = 8
 """How many times the iterations asked for a clock may be held before it is given up."""
-
-LEAST_CLOCKS = 2
 
 _SAME_TIME_SHARE = 0.02
 _SAME_ENERGY_SHARE = 0.1
@@ -115,12 +116,15 @@ class Profiler:
             self._extra_j += math.fsum(iteration.pipeline_energy_j) - baseline_energy_j
 
     def next_round(
-        self, held: HoldClocks | None, clocks_mhz: Sequence[int], now_s: float
+        self, held: HoldClocks | None, clocks_mhz: UsableClocks, now_s: float
     ) -> HoldClocks | ProfileEnd:
-        """Return the clocks to hold: the same until the round has ended; or that no more are needed."""
+        """Return the clocks to hold: the same until the round has ended; or that no more are needed.
+
+        `held` is None where no round is to go on.
+        """
         if self._begun_s is None:
             self._begun_s = now_s
-        if held is not None and not self._end_round(held):
+        if held is not None and not self._end_round(held, clocks_mhz):
             return held
         self._adopt_offered()
         choice = choose_clocks(self.profiles, self._schedule, clocks_mhz, self._barred)
@@ -128,7 +132,13 @@ class Profiler:
         if why is None:
             self.start_round()
             self._round_count += 1
-            return HoldClocks(choice.clocks_mhz)
+            at_stock = stages_at_stock(clocks_mhz)
+            return HoldClocks(
+                tuple(
+                    STOCK_MHZ if stage in at_stock else clock_mhz
+                    for stage, clock_mhz in enumerate(choice.clocks_mhz)
+                )
+            )
         return ProfileEnd(not math.isinf(choice.doubt), why)
 
     def replace(self, profiles: Iterable[StageProfile]) -> None:
@@ -145,7 +155,7 @@ class Profiler:
         clocks = f"{self.clock_count} clocks are measured"
         if 0 in choice.clocks_mhz:
             return f"stage {choice.clocks_mhz.index(0)} has no clock that can be measured"
-        measured = {(profile.stage, profile.clock_mhz) for profile in self.profiles}
+        measured = self._measured_places()
         if all(place in measured for place in enumerate(choice.clocks_mhz)):
             return f"{clocks}, all there are"
         if choice.doubt <= self._rules.accuracy:
@@ -165,25 +175,36 @@ class Profiler:
                 return f"{clocks}, and the budget of {budget:g} {unit} is used up; {doubt}"
         return None
 
-    def _end_round(self, held: HoldClocks) -> bool:
+    def _end_round(self, held: HoldClocks, clocks_mhz: UsableClocks) -> bool:
         """Keep what was measured, if the round has ended."""
         pipelines = self._counting_pipelines()
-        open_stages = [
-            stage
-            for stage, clock_mhz in enumerate(held.clocks_mhz)
-            if not self._is_measured(stage, clock_mhz, pipelines)
+        known = self._measured_places()
+        # The stages that are measured in this round, and the clocks that they count as.
+        counted_mhz = {
+            stage: clock_mhz
+            for stage, held_mhz in enumerate(held.clocks_mhz)
+            for clock_mhz in [held_mhz or clocks_mhz[stage][0]]
+            if (stage, clock_mhz) not in known
+        }
+        missing = [
+            stage for stage in counted_mhz if not self._is_measured(stage, held.clocks_mhz[stage], pipelines)
         ]
         has_lasted = self._held_count >= HOLD_LIMIT * self._rules.iterations
-        if open_stages and not has_lasted:
+        if missing and not has_lasted:
             return False
-        for stage, clock_mhz in enumerate(held.clocks_mhz):
-            if stage in open_stages:
+        for stage, clock_mhz in counted_mhz.items():
+            if stage in missing:
                 self._give_up(stage, clock_mhz)
             else:
-                self.replace([merge(stage, clock_mhz, self._estimates, self._parallelism, pipelines)])
-        if len(open_stages) < len(held.clocks_mhz):
+                held_mhz = held.clocks_mhz[stage]
+                found = merge(stage, clock_mhz, self._estimates, self._parallelism, pipelines, held_mhz)
+                self.replace([found])
+        if len(missing) < len(counted_mhz):
             self._announce_round(held, pipelines)
         return True
+
+    def _measured_places(self) -> set[tuple[int, int]]:
+        return {(profile.stage, profile.clock_mhz) for profile in self.profiles}
 
     def _counting_pipelines(self) -> Sequence[int]:
         """Pipelines that were not slow; all of them if all were, as then there is nothing better to go by."""
@@ -229,7 +250,7 @@ class Profiler:
             return
         offered, self.offered = self.offered, ()
         if agree(self.profiles, offered, _SAME_TIME_SHARE, _SAME_ENERGY_SHARE):
-            known = {(profile.stage, profile.clock_mhz) for profile in self.profiles}
+            known = self._measured_places()
             self.replace(p for p in offered if (p.stage, p.clock_mhz) not in known)
             self._journal.announce(
                 EventType.PROFILE_ADOPTED,

@@ -86,6 +86,8 @@ class RankTable:
             )
         self._heard_s[event.instance_id] = now_s
         self._after_sequence[event.rank] = event.after_sequence
+        if rank.instance_id != event.instance_id:
+            rank = replace(rank, refused_clocks_mhz=(), is_stock_only=False)  # Another agent may be able to.
         joined = replace(
             rank,
             state=RankState.CONNECTED,

@@ -136,10 +136,6 @@ class SpanBook:
         self._planned_s: dict[int, tuple[FloatColumn, float]] = {}
         self._open: dict[int, tuple[FloatColumn, IntColumn]] = {}
 
-    def knows(self, version: int) -> bool:
-        """Tell whether the plan of a version was told."""
-        return version in self._planned_s
-
     def expect(self, version: int, planned_s: Mapping[Computation, float]) -> None:
         """Take the durations that a plan promises, those of FIXED computations included."""
         durations_s = np.array([planned_s[computation] for computation in self._graph.columns])

@@ -32,7 +32,7 @@ from perseus.service.model import (
     EventType,
     Happening,
     HoldClocks,
-    Offer,
+    PipelineOffer,
     PlannedClocks,
     Rank,
     StockClocks,
@@ -45,7 +45,7 @@ from perseus.solver import Measurement
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _SCHEMA = """
 CREATE TABLE coordinator (epoch TEXT NOT NULL);
@@ -54,7 +54,7 @@ CREATE TABLE ranks (
     job_id TEXT, pipeline INTEGER, stage INTEGER, tensor INTEGER, rank TEXT NOT NULL,
     PRIMARY KEY (job_id, pipeline, stage, tensor)) WITHOUT ROWID;
 CREATE TABLE offers (
-    job_id TEXT, pipeline INTEGER, version INTEGER NOT NULL, start_iteration INTEGER NOT NULL,
+    job_id TEXT, pipeline INTEGER, stage_versions TEXT NOT NULL, start_iteration INTEGER NOT NULL,
     clocks_type TEXT NOT NULL, clocks TEXT NOT NULL,
     PRIMARY KEY (job_id, pipeline)) WITHOUT ROWID;
 CREATE TABLE profiles (
@@ -217,11 +217,18 @@ def _write_record(connection: sqlite3.Connection, job_id: str, record: Record) -
                 "REPLACE INTO ranks VALUES (?, ?, ?, ?, ?)",
                 (job_id, pipeline, stage, tensor, _RANK.dump_json(record).decode()),
             )
-        case OfferRecord(pipeline, Offer(version, start_iteration, clocks)):
+        case OfferRecord(pipeline, PipelineOffer(stage_versions, start_iteration, clocks)):
             kind = _CLOCKS_TYPE[type(clocks)]
             connection.execute(
                 "REPLACE INTO offers VALUES (?, ?, ?, ?, ?, ?)",
-                (job_id, pipeline, version, start_iteration, kind, _CLOCKS[kind].dump_json(clocks).decode()),
+                (
+                    job_id,
+                    pipeline,
+                    json.dumps(stage_versions),
+                    start_iteration,
+                    kind,
+                    _CLOCKS[kind].dump_json(clocks).decode(),
+                ),
             )
         case StageProfile(stage, clock_mhz, measurements, power_w, power_se_w):
             text = _MEASUREMENTS.dump_json(list(measurements.items())).decode()
@@ -278,9 +285,11 @@ def _load_job(
             for (rank,) in rows("SELECT rank FROM ranks WHERE job_id = ? ORDER BY pipeline, stage, tensor")
         ),
         offers=tuple(
-            OfferRecord(pipeline, Offer(version, start, _load_clocks(kind, clocks)))
-            for pipeline, version, start, kind, clocks in rows(
-                "SELECT pipeline, version, start_iteration, clocks_type, clocks FROM offers "
+            OfferRecord(
+                pipeline, PipelineOffer(tuple(json.loads(versions)), start, _load_clocks(kind, clocks))
+            )
+            for pipeline, versions, start, kind, clocks in rows(
+                "SELECT pipeline, stage_versions, start_iteration, clocks_type, clocks FROM offers "
                 "WHERE job_id = ? ORDER BY pipeline"
             )
         ),

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from perseus.service.model import Gpu
 from perseus.service.specification import Coordinates, Parallelism
 from perseus.service.telemetry import EnergyEstimate, EnergySample
+from perseus.service.usable_clocks import UsableClocks, stages_at_stock
 from perseus.solver import Computation, Kind, Measurement, Pipeline, ProfileKey, Schedule, interpolate_clocks
 
 StageKey = tuple[int, Kind]
@@ -33,12 +33,6 @@ class StageProfile:
     measurements: Mapping[StageKey, Measurement]
     blocking_power_w: float
     blocking_power_se_w: float
-
-
-def common_clocks_mhz(gpus: Iterable[Gpu]) -> tuple[int, ...]:
-    """Return the clocks that all GPUs have, highest first."""
-    sets = [set(gpu.supported_clocks_mhz) for gpu in gpus]
-    return tuple(sorted(set.intersection(*sets), reverse=True)) if sets else ()
 
 
 def is_measured(
@@ -64,13 +58,17 @@ def merge(
     estimates: Mapping[Coordinates, EnergyEstimate],
     parallelism: Parallelism,
     pipelines: Sequence[int],
+    held_mhz: int,
 ) -> StageProfile:
-    """Merge the estimates of a stage's ranks in these pipelines. Each must be measured (`is_measured`)."""
+    """Merge the estimates of a stage's ranks in these pipelines, which held a clock or stock.
+
+    Each must be measured (`is_measured`). `clock_mhz` is what the measurements count as.
+    """
     rows = [
         [estimates[Coordinates(pipeline, stage, tensor)] for tensor in range(parallelism.tensor_count)]
         for pipeline in pipelines
     ]
-    samples = [[_samples_at(estimate, clock_mhz) for estimate in row] for row in rows]
+    samples = [[_samples_at(estimate, held_mhz) for estimate in row] for row in rows]
     measurements: dict[StageKey, Measurement] = {}
     for key in samples[0][0]:
         found = [[by_key[key] for by_key in row] for row in samples]
@@ -140,24 +138,28 @@ def curves(profiles: Iterable[StageProfile], stage: int) -> dict[StageKey, list[
     return {key: sorted(some, key=lambda m: m.clock_mhz) for key, some in found.items()}
 
 
-def build_problem(
-    profiles: Sequence[StageProfile], schedule: Schedule, clocks_mhz: Sequence[int]
-) -> Pipeline:
+def build_problem(profiles: Sequence[StageProfile], schedule: Schedule, clocks_mhz: UsableClocks) -> Pipeline:
     """Return what the solver has to solve, from at least two measured clocks of each stage.
 
-    Those of `clocks_mhz` that lie between measured clocks are interpolated. A FIXED computation takes the
-    mean of its times over the clocks.
+    Of a stage's `clocks_mhz` those are planned on that were measured or, interpolated, lie between; of one
+    that stays at stock the highest one measured. A FIXED computation takes the mean of its times over the
+    clocks.
     """
     by_key: dict[ProfileKey, tuple[Measurement, ...]] = {}
     fixed_s: dict[ProfileKey, float] = {}
+    at_stock = stages_at_stock(clocks_mhz)
     for stage in range(schedule.stage_count):
         for (chunk, kind), measured in curves(profiles, stage).items():
             if kind is Kind.FIXED:
                 fixed_s[stage, chunk, kind] = math.fsum(m.time_s for m in measured) / len(measured)
+            elif stage in at_stock:
+                by_key[stage, chunk, kind] = (measured[-1],)
             else:
                 lowest_mhz, highest_mhz = measured[0].clock_mhz, measured[-1].clock_mhz
-                between_mhz = [mhz for mhz in clocks_mhz if lowest_mhz < mhz < highest_mhz]
-                by_key[stage, chunk, kind] = interpolate_clocks(measured, between_mhz)
+                between_mhz = [mhz for mhz in clocks_mhz[stage] if lowest_mhz < mhz < highest_mhz]
+                by_key[stage, chunk, kind] = tuple(
+                    m for m in interpolate_clocks(measured, between_mhz) if m.clock_mhz in clocks_mhz[stage]
+                )
     return Pipeline(
         schedule=schedule,
         profiles=by_key,

@@ -82,10 +82,6 @@ class StragglerBook:
         self._note_detected(pipeline, factor)
         return True
 
-    def knows_plan(self, version: int) -> bool:
-        """Tell whether the plan of a version was told."""
-        return self._spans.knows(version)
-
     def expect(self, version: int, planned_s: Mapping[Computation, float]) -> None:
         """Take the durations that a plan promises, those of FIXED computations included."""
         self._spans.expect(version, planned_s)

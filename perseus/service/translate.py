@@ -22,6 +22,7 @@ from perseus.service.inputs import (
 )
 from perseus.service.iterations import Period
 from perseus.service.model import (
+    STOCK_MHZ,
     EventType,
     Gpu,
     GpuErrorReason,
@@ -36,6 +37,7 @@ from perseus.service.model import (
     RankState,
     RefusalReason,
     Straggler,
+    stage_clocks,
 )
 from perseus.service.specification import (
     MAX_COMPUTATION_COUNT,
@@ -597,13 +599,14 @@ def offer_to_proto(
         start_iteration=offer.start_iteration,
         lease_s=lease_s,
     )
+    if stage_clocks(offer.clocks, rank.stage) == STOCK_MHZ:
+        message.stock.SetInParent()
+        return message
     match offer.clocks:
         case PlannedClocks(plan):
             message.stage_plan.CopyFrom(stage_plan_to_proto(plan.stages[rank.stage]))
         case HoldClocks(clocks_mhz):
             message.hold.clock_mhz = clocks_mhz[rank.stage]
-        case _:
-            message.stock.SetInParent()
     return message
 
 

@@ -189,7 +189,7 @@ async def test_a_rank_from_hello_to_finish_with_a_coordinator_that_restarts(
 async def test_a_trainer_that_left_is_told_of_before_the_one_that_came_after(
     tmp_path: Path, gpu: EmulatedGpu, start: Start
 ) -> None:
-    """Else the coordinator would take the farewell, and the telemetry that is sent again, for the new one's."""
+    """Else the coordinator would take the farewell, and telemetry that is sent again, for the new one's."""
     coordinator = await start(Book())
     async with serving(settings(tmp_path, coordinator.port)):
         first = Trainer(tmp_path / "run" / "agent.sock", gpu)

@@ -12,12 +12,12 @@ import service_fakes
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
-from perseus.service.model import STOCK, HoldClocks, Offer
+from perseus.service.model import STOCK, Clocks, HoldClocks, Offer, PlannedClocks
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.specification import Coordinates
 from perseus.service.telemetry import KINDS
-from perseus.solver import Schedule, one_forward_one_backward
+from perseus.solver import Plan, PlannedComputation, Schedule, one_forward_one_backward
 from perseus.v1 import agent_service_pb2, computation_pb2, job_pb2, job_service_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
@@ -204,12 +204,16 @@ class FakeAgent:
         place = Coordinates(offer.rank.pipeline, offer.rank.stage, offer.rank.tensor)
         rank = self.ranks[place]
         kind = offer.WhichOneof("clocks")
-        clocks: Any = (
-            HoldClocks((offer.hold.clock_mhz,) * (place.stage + 1)) if kind == "hold" else offer.stage_plan
-        )
-        answer = rank.answer(
-            Offer(offer.version, offer.start_iteration, STOCK if kind == "stock" else clocks)
-        )
+        clocks: Clocks = STOCK
+        if kind == "hold":
+            clocks = HoldClocks((offer.hold.clock_mhz,) * (place.stage + 1))
+        elif kind == "stage_plan":
+            own = tuple(
+                PlannedComputation(computation, planned.clock_mhz, planned.start_s, planned.duration_s)
+                for computation, planned in zip(rank.order, offer.stage_plan.computations, strict=True)
+            )
+            clocks = PlannedClocks(Plan(0.0, 0.0, 0.0, ((),) * place.stage + (own,)))
+        answer = rank.answer(Offer(offer.version, offer.start_iteration, clocks))
         await self.say(
             plan_answer=agent_service_pb2.PlanAnswer(
                 job_id=self.job_id,

@@ -28,7 +28,17 @@ from perseus.service.inputs import (
 )
 from perseus.service.iterations import Period
 from perseus.service.job_machine import JobMachine, Rules, StoredJob
-from perseus.service.model import STOCK, Gpu, HoldClocks, JobState, Offer, PlannedClocks, Rank, RefusalReason
+from perseus.service.model import (
+    STOCK,
+    STOCK_MHZ,
+    Gpu,
+    JobState,
+    Offer,
+    PlannedClocks,
+    Rank,
+    RefusalReason,
+    stage_clocks,
+)
 from perseus.service.profiler import ProfilingRules
 from perseus.service.specification import (
     Coordinates,
@@ -88,6 +98,8 @@ def energy_j(stage: int, kind: Kind, clock_mhz: int) -> float:
 def estimate(
     order: Iterable[Computation], version: int, iteration_count: int, clock_mhz: int
 ) -> EnergyEstimate:
+    """Stock is the highest clock."""
+    real_mhz = clock_mhz or CLOCKS_MHZ[0]
     keys = sorted({(c.stage, c.kind, c.chunk) for c in order})
     return EnergyEstimate(
         plan_version=version,
@@ -98,9 +110,9 @@ def estimate(
                 chunk,
                 clock_mhz,
                 iteration_count,
-                time_s(stage, kind, clock_mhz),
+                time_s(stage, kind, real_mhz),
                 1e-4,
-                energy_j(stage, kind, clock_mhz),
+                energy_j(stage, kind, real_mhz),
                 1e-2,
             )
             for stage, kind, chunk in keys
@@ -148,7 +160,10 @@ def batch(
 
 @dataclass
 class FakeRank:
-    """One rank and its agent: follows offers, and tells what it does."""
+    """One rank and its agent: follows offers, and tells what it does.
+
+    It may not be allowed to set clocks (`is_permitted`), or its GPU may lack some (`missing_mhz`).
+    """
 
     place: Coordinates
     instance_id: str
@@ -159,6 +174,8 @@ class FakeRank:
     pending: Offer | None = None
     sequence: int = 0
     after_sequence: int = 0
+    is_permitted: bool = True
+    missing_mhz: frozenset[int] = frozenset()
 
     def joined(self, in_force_epoch: str | None = None) -> RankJoined:
         epoch = EPOCH if self.in_force.version else ""
@@ -179,13 +196,35 @@ class FakeRank:
         self.after_sequence = self.sequence
 
     def answer(self, offer: Offer) -> OfferAnswered:
-        """Accept an offer unless its start has begun."""
+        """Accept an offer unless it asks for what can't be, or its start has begun."""
         refusal = None
-        if offer.start_iteration <= self.iteration and offer.version != self.in_force.version:
+        wanted = stage_clocks(offer.clocks, self.place.stage)
+        wanted_mhz = {wanted} if isinstance(wanted, int) else set(wanted)
+        missing_mhz = tuple(sorted(self.missing_mhz & wanted_mhz))
+        if wanted != STOCK_MHZ and not self.is_permitted:
+            refusal = RefusalReason.NOT_PERMITTED
+        elif missing_mhz:
+            refusal = RefusalReason.CLOCK_NOT_SUPPORTED
+        elif offer.start_iteration <= self.iteration and offer.version != self.in_force.version:
             refusal = RefusalReason.PAST_START
         else:
             self.pending = offer
-        return OfferAnswered(self.place, self.instance_id, EPOCH, offer.version, refusal, "", self.iteration)
+        return OfferAnswered(
+            self.place,
+            self.instance_id,
+            EPOCH,
+            offer.version,
+            refusal,
+            "",
+            self.iteration,
+            missing_mhz if refusal is RefusalReason.CLOCK_NOT_SUPPORTED else (),
+        )
+
+    def lose_permission(self) -> PlanInForce:
+        """The driver lets it set no clocks any more: stock from now on."""
+        self.is_permitted = False
+        self.in_force, self.pending = Offer(0, 0, STOCK), None
+        return PlanInForce(self.place, self.instance_id, "", 0, self.iteration + 1)
 
     def begin(self) -> PlanInForce | None:
         """Begin the next iteration, with the offer that starts here."""
@@ -201,11 +240,11 @@ class FakeRank:
     def end(self, duration_s: float) -> TelemetryArrived:
         """End the iteration and report it."""
         self.sequence += 1
-        clocks = self.in_force.clocks
+        held_mhz = stage_clocks(self.in_force.clocks, self.place.stage)
         energy = None
-        if isinstance(clocks, HoldClocks):
+        if isinstance(held_mhz, int):
             count = self.iteration - self.in_force_since + 1
-            energy = estimate(self.order, self.in_force.version, count, clocks.clocks_mhz[self.place.stage])
+            energy = estimate(self.order, self.in_force.version, count, held_mhz)
         telemetry = batch(
             self.sequence,
             [self.iteration],
@@ -291,14 +330,21 @@ class Cluster:
         assert self.machine.state is state
 
     def planned_times_s(self) -> list[float]:
-        """Iteration time of the plan in force on each pipeline; it must be the same on all its ranks."""
+        """Iteration time of the plan in force on each pipeline; all its ranks must have their share of it."""
+        self.expect_in_force()
         times_s = []
-        for pipeline in range(self.spec.parallelism.pipeline_count):
-            clocks = {rank.in_force.clocks for rank in self.ranks.values() if rank.place.pipeline == pipeline}
-            (one,) = clocks
-            assert isinstance(one, PlannedClocks)
-            times_s.append(one.plan.iteration_time_s)
+        for offer in self.machine._offers:
+            assert isinstance(offer.clocks, PlannedClocks)
+            times_s.append(offer.clocks.plan.iteration_time_s)
         return times_s
+
+    def expect_in_force(self) -> None:
+        """Every rank has its share of what its pipeline should have."""
+        for place, rank in self.ranks.items():
+            offer = self.machine._offers.of_rank(place)
+            assert rank.in_force.version == offer.version
+            in_force, wanted = (stage_clocks(some.clocks, place.stage) for some in (rank.in_force, offer))
+            assert in_force == wanted
 
     def stored(self) -> StoredJob:
         """What a store would give back now."""

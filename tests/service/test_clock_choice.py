@@ -99,7 +99,7 @@ def profile(cluster: NoisyCluster, schedule: Schedule, clocks_mhz: list[int]) ->
     """Measure what is chosen until that is enough; never more than MOST_CLOCKS at a stage."""
     profiles: list[StageProfile] = []
     for _ in range(MOST_CLOCKS):
-        choice = choose_clocks(profiles, schedule, clocks_mhz, barred=())
+        choice = choose_clocks(profiles, schedule, [clocks_mhz] * schedule.stage_count, barred=())
         if choice.doubt <= ACCURACY:
             break
         profiles += [cluster.hold(stage, mhz) for stage, mhz in enumerate(choice.clocks_mhz)]
@@ -115,9 +115,9 @@ def test_few_noisy_clocks_lead_to_nearly_the_plan_of_all(name: str, seed: int) -
     profiles = profile(cluster, pipeline.schedule, clocks_mhz)
     most = max(Counter(one.stage for one in profiles).values())
     assert most <= MOST_CLOCKS
-    first = fastest_plan(build_problem(profiles, pipeline.schedule, clocks_mhz))
+    first = fastest_plan(build_problem(profiles, pipeline.schedule, [clocks_mhz] * 8))
     verified = corrected(profiles, cluster.run(first))
-    plan = fastest_plan(build_problem(verified, pipeline.schedule, clocks_mhz))
+    plan = fastest_plan(build_problem(verified, pipeline.schedule, [clocks_mhz] * 8))
     shares = []
     for made in (first, plan):
         judged = replay(pipeline, made.clocks_mhz)

@@ -334,7 +334,7 @@ def damage(batch: agent_service_pb2.TelemetryBatch, what: str) -> None:
         case "energy.blocking_power_w":
             batch.energy.blocking_power_w = math.nan
         case "energy.samples[0].kind":
-            batch.energy.samples.add(clock_mhz=1400, computation_count=1, time_s=1, energy_j=1)
+            batch.energy.samples[0].ClearField("kind")
         case "sequence":
             batch.sequence = 0
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.iterations import OPEN_LIMIT, IterationLog
-from perseus.service.model import JobState
+from perseus.service.model import STOCK, JobState, PipelineOffer
 from perseus.service.specification import Parallelism
 from perseus.service.telemetry import IterationColumns
 
@@ -60,7 +60,8 @@ def test_a_row_that_comes_twice_counts_once() -> None:
 
 def test_the_first_iteration_under_new_plans_and_irregular_ones_are_left_out() -> None:
     log = IterationLog(RANKS)
-    log.label(1, JobState.PROFILING)
+    for pipeline in range(2):
+        log.label(pipeline, PipelineOffer((1,), 3, STOCK), JobState.PROFILING)
     for iteration, version in enumerate([0, 0, 0, 1, 1]):
         add_all(log, iteration, version=version)
     add_all(log, 5, version=1, is_regular=False)

@@ -1,7 +1,8 @@
 """Random lives of a job: joins, losses, reconnects, offers late and refused, stragglers, restarts.
 
 After every input the machine validates itself; no version goes backwards. When things calm down, every rank
-has its pipeline's plan in force; stock, if one has refused to set clocks.
+has its share of its pipeline's plan in force, and plans ask for nothing that a rank can't do: a stage that
+may not set clocks is at stock; where no stage may, the job.
 """
 
 from collections import deque
@@ -11,7 +12,7 @@ from dataclasses import replace
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from service_fakes import EPOCH, Cluster, FakeRank, make_spec
+from service_fakes import CLOCKS_MHZ, EPOCH, Cluster, FakeRank, make_spec
 
 from perseus.service.commands import Announce, Command, EndStream, SendOffer, Solve
 from perseus.service.inputs import (
@@ -29,12 +30,12 @@ from perseus.service.inputs import (
 )
 from perseus.service.job_machine import Rules
 from perseus.service.model import (
+    STOCK_MHZ,
     JobState,
-    PlannedClocks,
     RankLeftReason,
     RefusalReason,
-    StockClocks,
     Straggler,
+    stage_clocks,
 )
 from perseus.service.profiler import ProfilingRules
 from perseus.service.specification import Coordinates, OperatingPolicy
@@ -51,9 +52,11 @@ class RandomLife(RuleBasedStateMachine):
         self.waiting: deque[SendOffer] = deque()
         self.problems: deque[Solve] = deque()
         self.joined: set[Coordinates] = set()
-        self.sent_versions: dict[int, int] = {}
+        self.sent_versions: dict[Coordinates, int] = {}
+        self.unknown: list[OfferAnswered] = []
         self.told: TelemetryArrived | None = None
-        self.was_refused = False
+        self.incarnations = 0
+        self.may_be_at_stock = False
 
     # What the agents of the cluster do with the machine's commands: offers may wait, in order.
 
@@ -61,9 +64,9 @@ class RandomLife(RuleBasedStateMachine):
         for command in commands:
             if isinstance(command, SendOffer):
                 assert command.rank in self.joined, "an offer to a rank that nobody serves"
-                pipeline, version = command.rank.pipeline, command.offer.version
-                assert version >= self.sent_versions.get(pipeline, 0), "a version went backwards"
-                self.sent_versions[pipeline] = version
+                version = command.offer.version
+                assert version >= self.sent_versions.get(command.rank, 0), "a version went backwards"
+                self.sent_versions[command.rank] = version
                 self.waiting.append(command)
             elif isinstance(command, Solve):
                 self.problems.append(command)
@@ -73,6 +76,7 @@ class RandomLife(RuleBasedStateMachine):
     def break_stream(self, instance_id: str) -> None:
         self.joined -= {place for place in self.joined if self.rank(place).instance_id == instance_id}
         self.waiting = deque(command for command in self.waiting if command.instance_id != instance_id)
+        self.unknown = [answer for answer in self.unknown if answer.instance_id != instance_id]
 
     def rank(self, place: Coordinates) -> FakeRank:
         return self.cluster.ranks[place]
@@ -94,9 +98,19 @@ class RandomLife(RuleBasedStateMachine):
         self.waiting = deque(command for command in self.waiting if command.rank != place)
         self.rank(place).pending = None
         self.take(self.cluster.tell(self.rank(place).joined()))
+        # What was offered to the trainer before is answered only now, on the same stream.
+        late = [answer for answer in self.unknown if answer.rank == place]
+        self.unknown = [answer for answer in self.unknown if answer.rank != place]
+        for answer in late:
+            self.take(self.cluster.tell(answer))
 
     def lose(self, place: Coordinates) -> None:
         self.joined.discard(place)
+        self.unknown += [
+            replace(self.rank(place).answer(command.offer), refusal=RefusalReason.UNKNOWN_RANK, iteration=-1)
+            for command in self.waiting
+            if command.rank == place
+        ]
         self.waiting = deque(command for command in self.waiting if command.rank != place)
         self.rank(place).start_trainer()
         left = RankLeft(place, self.rank(place).instance_id, RankLeftReason.TRAINER_GONE)
@@ -108,7 +122,7 @@ class RandomLife(RuleBasedStateMachine):
             for place in PLACES:
                 self.lose(place)
         self.join_all()
-        for _ in range(60):
+        for _ in range(80):
             while self.waiting:
                 self.deliver_one()
             while self.problems:
@@ -138,17 +152,26 @@ class RandomLife(RuleBasedStateMachine):
     def lose_trainer(self, data: st.DataObject) -> None:
         self.lose(data.draw(st.sampled_from(sorted(self.joined))))
 
-    @rule(instance_id=st.sampled_from(["agent-0", "agent-1"]))
-    def disconnect(self, instance_id: str) -> None:
+    def instance_of(self, pipeline: int) -> str:
+        return self.rank(Coordinates(pipeline, 0, 0)).instance_id
+
+    @rule(pipeline=st.integers(0, 1))
+    def disconnect(self, pipeline: int) -> None:
+        instance_id = self.instance_of(pipeline)
         self.break_stream(instance_id)
         self.take(self.cluster.tell(AgentDisconnected(instance_id)))
 
-    @rule(instance_id=st.sampled_from(["agent-0", "agent-1"]))
-    def end_agent(self, instance_id: str) -> None:
+    @rule(pipeline=st.integers(0, 1))
+    def end_agent(self, pipeline: int) -> None:
+        """The next one may do what this one could not."""
+        instance_id = self.instance_of(pipeline)
         self.break_stream(instance_id)
+        self.incarnations += 1
         for rank in self.cluster.ranks.values():
-            if rank.instance_id == instance_id:
+            if rank.place.pipeline == pipeline:
                 rank.start_trainer()
+                rank.instance_id = f"agent-{pipeline}.{self.incarnations}"
+                rank.is_permitted, rank.missing_mhz = True, frozenset()
         self.take(self.cluster.tell(AgentLeft(instance_id)))
 
     @rule(place=st.sampled_from(PLACES))
@@ -189,21 +212,19 @@ class RandomLife(RuleBasedStateMachine):
             self.waiting.rotate(1)
             self.deliver_one()
 
-    @precondition(lambda self: self.waiting)
-    @rule(luck=st.integers(0, 5))
-    def refuse_for_good(self, luck: int) -> None:
-        """A rank that may not set clocks: the whole job goes to stock, and stays there."""
-        command = self.waiting[0]
-        if luck or isinstance(command.offer.clocks, StockClocks):
-            return
-        self.waiting.popleft()
-        self.rank(command.rank).pending = None
-        answer = self.rank(command.rank).answer(command.offer)
-        self.rank(command.rank).pending = None
-        self.take(self.cluster.tell(replace(answer, refusal=RefusalReason.NOT_PERMITTED)))
-        is_current = command.offer.version == self.cluster.machine._offers[command.rank.pipeline].version
-        assert self.cluster.machine.state is JobState.STOCK or not is_current
-        self.was_refused |= self.cluster.machine.state is JobState.STOCK
+    @rule(place=st.sampled_from(PLACES), luck=st.integers(0, 3))
+    def lose_permission(self, place: Coordinates, luck: int) -> None:
+        """The agent falls back to stock, and refuses all clocks from now on."""
+        if not luck:
+            fallen = self.rank(place).lose_permission()
+            if place in self.joined:
+                self.take(self.cluster.tell(fallen))
+
+    @rule(place=st.sampled_from(PLACES), clock_mhz=st.sampled_from(CLOCKS_MHZ), luck=st.integers(0, 1))
+    def lose_clock(self, place: Coordinates, clock_mhz: int, luck: int) -> None:
+        """What is in force stays; from now on offers with this clock are refused."""
+        if not luck:
+            self.rank(place).missing_mhz |= {clock_mhz}
 
     @precondition(lambda self: self.told is not None)
     @rule()
@@ -248,27 +269,40 @@ class RandomLife(RuleBasedStateMachine):
 
     @rule()
     def restart_coordinator(self) -> None:
-        for instance_id in ("agent-0", "agent-1"):
-            self.break_stream(instance_id)
+        for pipeline in range(2):
+            self.break_stream(self.instance_of(pipeline))
         self.problems.clear()
         self.cluster.restart_with(self.take)
 
+    def cannot_be_clocked(self, stage: int) -> bool:
+        """One of its ranks is not permitted, or too few clocks are left that all have."""
+        ranks = [rank for rank in self.cluster.ranks.values() if rank.place.stage == stage]
+        missing_mhz = frozenset().union(*(rank.missing_mhz for rank in ranks))
+        return len(missing_mhz) > len(CLOCKS_MHZ) - 2 or not all(rank.is_permitted for rank in ranks)
+
     @invariant()
     def never_at_stock_for_no_reason(self) -> None:
-        assert self.cluster.machine.state is not JobState.FINISHED
-        assert self.cluster.machine.state is not JobState.STOCK or self.was_refused
+        state = self.cluster.machine.state
+        assert state is not JobState.FINISHED
+        if state is JobState.STOCK and not self.may_be_at_stock:
+            told = [some.happening.message for some in self.cluster.history if isinstance(some, Announce)]
+            assert all(self.cannot_be_clocked(stage) for stage in range(2)), told[-5:]
+            self.may_be_at_stock = True
 
     def teardown(self) -> None:
         self.calm_down()
         machine = self.cluster.machine
-        told = [
-            command.happening.message for command in self.cluster.history if isinstance(command, Announce)
-        ]
-        assert machine.state is (JobState.STOCK if self.was_refused else JobState.PLANNED), told[-5:]
-        for rank in self.cluster.ranks.values():
-            offer = machine._offers[rank.place.pipeline]
-            assert isinstance(offer.clocks, StockClocks if self.was_refused else PlannedClocks)
-            assert (rank.in_force.version, rank.in_force.clocks) == (offer.version, offer.clocks)
+        told = [some.happening.message for some in self.cluster.history if isinstance(some, Announce)]
+        self.never_at_stock_for_no_reason()
+        assert machine.state is (JobState.STOCK if self.may_be_at_stock else JobState.PLANNED), told[-5:]
+        self.cluster.expect_in_force()
+        for place, rank in self.cluster.ranks.items():
+            clocks_mhz = stage_clocks(rank.in_force.clocks, place.stage)
+            others = [other for other in self.cluster.ranks.values() if other.place.stage == place.stage]
+            if self.may_be_at_stock or not all(other.is_permitted for other in others):
+                assert clocks_mhz == STOCK_MHZ
+            else:
+                assert isinstance(clocks_mhz, tuple) or self.cannot_be_clocked(place.stage)
 
 
 TestRandomLife = RandomLife.TestCase

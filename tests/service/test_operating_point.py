@@ -35,7 +35,7 @@ FRONTIER = make_frontier(0.01)
 
 
 def test_a_plan_has_the_fixed_computations_in_their_places_without_a_clock() -> None:
-    plan = planned_clocks(FRONTIER, 1.1 * FRONTIER.t_min_s).plan
+    plan = planned_clocks(FRONTIER, 1.1 * FRONTIER.t_min_s, at_stock=()).plan
     for order, stage in zip(FRONTIER.pipeline.schedule.orders, plan.stages, strict=True):
         assert tuple(planned.computation for planned in stage) == order
         for planned in stage:

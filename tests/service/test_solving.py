@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from service_fakes import Cluster, make_spec
+from service_fakes import CLOCKS_MHZ, Cluster, make_spec
 
 from perseus.service.errors import SolverBusyError, SolverCrashedError
 from perseus.service.model import JobState
@@ -20,7 +20,8 @@ def problem() -> Pipeline:
     cluster = Cluster(make_spec(microbatches=16))
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
-    return build_problem(cluster.machine.profiler.profiles, one_forward_one_backward(2, 16), ())
+    schedule = one_forward_one_backward(2, 16)
+    return build_problem(cluster.machine.profiler.profiles, schedule, (CLOCKS_MHZ,) * 2)
 
 
 @pytest.fixture(scope="module")

@@ -38,11 +38,11 @@ def scaled(some: EnergyEstimate, time: float, energy: float) -> EnergyEstimate:
 def test_time_is_that_of_the_slowest_tensor_rank_and_energy_their_sum_averaged_over_pipelines() -> None:
     found = estimates(1200)
     found[Coordinates(0, 1, 1)] = scaled(found[Coordinates(0, 1, 1)], time=1.5, energy=3.0)
-    profile = merge(1, 1200, found, SHAPE, range(2))
+    profile = merge(1, 1200, found, SHAPE, range(2), 1200)
     measured = profile.measurements[0, Kind.BACKWARD]
     assert measured.time_s == pytest.approx(1.25 * time_s(1, Kind.BACKWARD, 1200))
     assert measured.energy_j == pytest.approx((4 + 2) / 2 * energy_j(1, Kind.BACKWARD, 1200))
-    healthy = merge(1, 1200, found, SHAPE, [1])
+    healthy = merge(1, 1200, found, SHAPE, [1], 1200)
     assert healthy.measurements[0, Kind.BACKWARD].time_s == pytest.approx(time_s(1, Kind.BACKWARD, 1200))
 
 
@@ -50,7 +50,9 @@ def test_blocking_power_is_the_mean_of_the_ranks_that_tell_it() -> None:
     found = estimates(1200)
     for place in (Coordinates(0, 0, 0), Coordinates(1, 0, 0)):
         found[place] = replace(found[place], blocking_power_w=0.0, blocking_power_se_w=0.0)
-    assert merge(0, 1200, found, SHAPE, range(2)).blocking_power_w == pytest.approx(2 * BLOCKING_POWER_W)
+    assert merge(0, 1200, found, SHAPE, range(2), 1200).blocking_power_w == pytest.approx(
+        2 * BLOCKING_POWER_W
+    )
 
 
 def with_power(stage: int, power_w: float, error_w: float) -> StageProfile:
@@ -97,7 +99,7 @@ def test_the_problem_holds_interpolated_clocks_between_the_measured_ones_only() 
         for stage in range(2)
         for mhz in (1000, 1400)
     ]
-    problem = build_problem(profiles, SCHEDULE, (1500, 1400, 1200, 1000, 900))
+    problem = build_problem(profiles, SCHEDULE, [(1500, 1400, 1200, 1000, 900)] * 2)
     assert {m.clock_mhz for m in problem.profiles[1, 0, Kind.FORWARD]} == {1400, 1200, 1000}
 
 

@@ -25,7 +25,7 @@ from perseus.service.model import (
     Happening,
     HoldClocks,
     JobState,
-    Offer,
+    PipelineOffer,
     Rank,
     RankState,
     Straggler,
@@ -133,21 +133,23 @@ async def test_a_later_entry_replaces_one_of_the_same_key(open_store: Open) -> N
             NewJob(make_spec(), 1.0),
             JobEntry("job", RECORD),
             JobEntry("job", rank),
-            JobEntry("job", OfferRecord(1, Offer(3, 20, HoldClocks((1200,) * 2)))),
+            JobEntry("job", OfferRecord(1, PipelineOffer((3, 2), 20, HoldClocks((1200, 0))))),
         ]
     )
-    newer = replace(rank, state=RankState.LOST, in_force_version=-1)
+    newer = replace(
+        rank, state=RankState.LOST, in_force_version=-1, refused_clocks_mhz=(1200,), is_stock_only=True
+    )
     await store.write(
         [
             JobEntry("job", replace(RECORD, version=10)),
             JobEntry("job", newer),
-            JobEntry("job", OfferRecord(1, Offer(4, 22, STOCK))),
+            JobEntry("job", OfferRecord(1, PipelineOffer((4, 3), 22, STOCK))),
         ]
     )
     (stored,) = await store.load_jobs()
     assert stored.record == replace(RECORD, version=10)
     assert stored.ranks == (newer,)
-    assert stored.offers == (OfferRecord(1, Offer(4, 22, STOCK)),)
+    assert stored.offers == (OfferRecord(1, PipelineOffer((4, 3), 22, STOCK)),)
     await store.close()
 
 

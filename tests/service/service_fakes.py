@@ -96,7 +96,11 @@ def energy_j(stage: int, kind: Kind, clock_mhz: int) -> float:
 
 
 def estimate(
-    order: Iterable[Computation], version: int, iteration_count: int, clock_mhz: int
+    order: Iterable[Computation],
+    version: int,
+    iteration_count: int,
+    clock_mhz: int,
+    slowness: float = 1.0,
 ) -> EnergyEstimate:
     """Stock is the highest clock."""
     real_mhz = clock_mhz or CLOCKS_MHZ[0]
@@ -110,7 +114,7 @@ def estimate(
                 chunk,
                 clock_mhz,
                 iteration_count,
-                time_s(stage, kind, real_mhz),
+                slowness * time_s(stage, kind, real_mhz),
                 1e-4,
                 energy_j(stage, kind, real_mhz),
                 1e-2,

@@ -542,6 +542,7 @@ def test_the_job_ends_when_all_ranks_are_done() -> None:
         commands = cluster.tell(RankLeft(place, rank.instance_id, RankLeftReason.FINISHED))
         assert offers(commands) == {}
     cluster.expect(JobState.FINISHED)
+    assert events(commands) == [EventType.RANK_CHANGED, EventType.STATE_CHANGED], "nobody is left to tell"
 
 
 def test_ending_a_job_puts_every_rank_to_stock_and_refuses_what_comes_after() -> None:

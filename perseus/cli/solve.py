@@ -76,9 +76,9 @@ def solve(
         fail(str(error))
     console.print(_frontier_table(frontier))
     if output is not None:
-        from perseus.service import translate
+        from perseus.service.translate_problems import frontier_to_proto
 
-        _write_json("--output", output, translate.frontier_to_proto(frontier))
+        _write_json("--output", output, frontier_to_proto(frontier))
     if plot is not None:
         _draw("--plot", plot, frontier)
 
@@ -100,13 +100,13 @@ def plan(
 
     with _without_pyplot():
         from perseus import solver
-        from perseus.service import errors, translate
+        from perseus.service import errors, translate_problems
     from perseus.v1 import frontier_pb2
 
     check_destination("--output", output)
     try:
         message = json_format.Parse(frontier_file.read_text(encoding="utf-8"), frontier_pb2.Frontier())
-        pipeline = translate.problem_from_proto(message.problem)
+        pipeline = translate_problems.problem_from_proto(message.problem)
         made = solver.plan_at(pipeline, iteration_time)
     except OSError as error:
         fail(f"{frontier_file}: can't be read: {error.strerror}")
@@ -118,7 +118,7 @@ def plan(
         fail(f"{frontier_file}: {error}")
     console.print(_plan_table(made))
     if output is not None:
-        _write_json("--output", output, translate.plan_to_proto(made))
+        _write_json("--output", output, translate_problems.plan_to_proto(made))
 
 
 @contextmanager

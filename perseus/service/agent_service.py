@@ -31,10 +31,10 @@ from perseus.service.translate import (
     joined_from_proto,
     left_from_proto,
     offer_to_proto,
-    order_to_proto,
     telemetry_from_proto,
     text_from_proto,
 )
+from perseus.service.translate_problems import order_to_proto
 from perseus.solver import Computation
 from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, job_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse

@@ -13,7 +13,7 @@ from perseus.service.errors import InvalidFieldError
 from perseus.service.operating_point import with_fixed
 from perseus.service.solving import POINT_COUNT
 from perseus.service.statuses import mapped
-from perseus.service.translate import frontier_to_proto, plan_to_proto, problem_from_proto
+from perseus.service.translate_problems import frontier_to_proto, plan_to_proto, problem_from_proto
 from perseus.v1 import frontier_service_pb2 as pb
 from perseus.v1 import frontier_service_pb2_grpc
 

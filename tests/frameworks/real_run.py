@@ -98,24 +98,36 @@ class RealRun:
         stages = self.observer.job.spec.schedule.explicit.stages
         return [[(c.kind, c.microbatch, c.chunk) for c in stage.computations] for stage in stages]
 
+    def paths(self) -> list[list[tuple[int, int]]]:
+        """How activations flow, as the job was registered with it."""
+        assert self.observer.job is not None
+        paths = self.observer.job.spec.schedule.explicit.paths
+        return [[(step.stage, step.chunk) for step in path.steps] for path in paths]
+
     async def keep_timelines(self) -> None:
         """Keep what was executed in every iteration, as long as this runs."""
-        latest = dict.fromkeys(range(self.workload.pipeline_count), -1)
+        kept = dict.fromkeys(range(self.workload.pipeline_count), -1)
         while True:
-            for pipeline, before in latest.items():
+            for pipeline, before in kept.items():
                 iteration = self.observer.measurements.latest_of(pipeline)
                 if iteration is not None and iteration.number > before:
-                    latest[pipeline] = iteration.number
-                    await self._keep_timeline(pipeline)
+                    kept[pipeline] = await self._keep_timeline(pipeline, before)
             await asyncio.sleep(0.1)
 
-    async def _keep_timeline(self, pipeline: int) -> None:
-        found = await self.observer.timeline(pipeline)
+    async def _keep_timeline(self, pipeline: int, before: int) -> int:
+        """Keep the latest iteration of a pipeline; its number, or `before` if no whole one is there yet."""
+        try:
+            found = await self.observer.timeline(pipeline)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
+                raise
+            return before
         stages: list[list[Identity]] = [[] for _ in range(self.workload.stage_count)]
         for entry in found.entries:
             c = entry.computation
             stages[entry.stage].append((c.kind, c.microbatch, c.chunk))
         self.seen[pipeline, found.iteration] = stages
+        return found.iteration
 
 
 @asynccontextmanager

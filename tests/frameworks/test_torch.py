@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed here; `make test-frameworks` has it")
 
-from real_run import Figures, Identity, RealRun, real_run
+from real_run import STEP_TIMEOUT_S, Figures, Identity, RealRun, real_run
 from torch_trainer import TrainerTask
 
 from perseus import solver
@@ -161,16 +161,83 @@ def start(case: Case, tmp_path: Path):  # type: ignore[no-untyped-def]
     return start_trainers
 
 
-ONE_CHUNK = Case("1F1B", (0.8, 0.9, 0.85, 1.0), 1, 0.03, 0.06)
-INTERLEAVED = Case("Interleaved1F1B", (0.8, 0.9, 0.85, 1.0), 2, 0.02, 0.04)
-V_SHAPED = Case("ZBVZeroBubble", (0.8, 0.9, 0.85, 1.0), 2, 0.02, 0.04)
+UNEVEN = (0.8, 0.9, 0.85, 1.0)
+ONE_CHUNK = Case("1F1B", UNEVEN, 1, 0.03, 0.06)
+INTERLEAVED = Case("Interleaved1F1B", (0.8, 1.0), 2, 0.03, 0.06)
+V_SHAPED = Case("ZBVZeroBubble", (0.8, 1.0), 2, 0.03, 0.06)
+REPLICATED = Case("1F1B", (0.8, 1.0), 1, 0.03, 0.06, pipeline_count=2)
+STRAGGLER, SLOWDOWN = 1, 1.3
 
 
 @pytest.mark.timeout(300)
 async def test_1f1b(tmp_path: Path) -> None:
     async with real_run(ONE_CHUNK.workload, tmp_path / "logs", start(ONE_CHUNK, tmp_path)) as run:
         await run.until_planned()
-        plan = await run.watch(WATCHED)
-        await check_plan(run, plan)
+        await check_plan(run, await run.watch(WATCHED))
         check_identities(run, identities(solver.one_forward_one_backward(4, MICROBATCHES)))
     check_losses(ONE_CHUNK, tmp_path / "attached", tmp_path)
+
+
+@pytest.mark.timeout(300)
+async def test_interleaved_1f1b(tmp_path: Path) -> None:
+    async with real_run(INTERLEAVED.workload, tmp_path / "logs", start(INTERLEAVED, tmp_path)) as run:
+        await run.until_planned()
+        await check_plan(run, await run.watch(WATCHED))
+        expected = solver.interleaved_one_forward_one_backward(2, MICROBATCHES, 2)
+        check_identities(run, identities(expected))
+    check_losses(INTERLEAVED, tmp_path / "attached", tmp_path)
+
+
+@pytest.mark.timeout(300)
+async def test_zbv(tmp_path: Path) -> None:
+    async with real_run(V_SHAPED.workload, tmp_path / "logs", start(V_SHAPED, tmp_path)) as run:
+        await run.until_planned()
+        await check_plan(run, await run.watch(WATCHED))
+        assert run.paths() == [[(0, 0), (1, 0), (1, 1), (0, 1)]]
+        for stage, order in enumerate(run.registered()):
+            split = {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+            whole = {Kind.FORWARD, Kind.BACKWARD}
+            assert sorted(order) == sorted(
+                (int(kind), microbatch, chunk)
+                for microbatch in range(MICROBATCHES)
+                for chunk in range(2)
+                for kind in (whole if (stage, chunk) == (0, 0) else split)
+            )
+        check_identities(run, run.registered())
+    check_losses(V_SHAPED, tmp_path / "attached", tmp_path)
+
+
+@pytest.mark.timeout(300)
+async def test_a_straggling_replica_is_found_and_answered(tmp_path: Path) -> None:
+    async with real_run(REPLICATED.workload, tmp_path / "logs", start(REPLICATED, tmp_path)) as run:
+        await run.until_planned()
+        plan = await run.watch(WATCHED)
+        await check_plan(run, plan)
+        check_identities(run, identities(solver.one_forward_one_backward(2, MICROBATCHES)))
+
+        observer = run.observer
+        run.cluster.degrade(STRAGGLER, SLOWDOWN)
+        first = observer.next_whole_iteration
+        await observer.until(
+            "the straggler found, and its answer in force",
+            lambda: (
+                observer.stragglers == {STRAGGLER}
+                and observer.is_in_force()
+                and observer.in_force_since() > first
+            ),
+            STEP_TIMEOUT_S,
+        )
+        answered_after = observer.in_force_since() - first
+        unanswered = run.figures(range(first, observer.in_force_since()))
+        answered = await run.watch(WATCHED)
+        assert observer.job is not None
+        slowed_s, fast_s = observer.job.planned_iteration_time_s[0], observer.job.t_min_s
+        print(
+            f"\nstraggler: iteration {plan.time_s:.4f} s → {unanswered.time_s:.4f} s, answered after "
+            f"{answered_after} iterations by a plan of {slowed_s:.4f} s (T_min {fast_s:.4f} s), then "
+            f"{answered.time_s:.4f} s; energy {unanswered.energy_j:.1f} J → {answered.energy_j:.1f} J"
+        )
+        assert answered_after <= 6
+        assert slowed_s > 1.15 * fast_s, "the other replica takes the time that there is"
+        assert answered.time_s <= 1.02 * SLOWDOWN * plan.time_s
+    check_losses(REPLICATED, tmp_path / "attached", tmp_path)

@@ -5,8 +5,10 @@ they train until the run's folder holds a file named `stop`; alone, they train a
 as they can. Either way every last stage leaves its losses, bit for bit, in a file.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +28,8 @@ from perseus.agent.gpu.physics import Work
 from perseus.agent.torch import attach
 from perseus.demo.emulated_probe import Works, emulated_connect
 from perseus.demo.trainer import STOP_FILE
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
 
@@ -155,6 +159,8 @@ def main(task: TrainerTask) -> int:
         process = os.fork()
         if process == 0:
             status = 1
+            # Whoever ends the parent ends its ranks.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             try:
                 train(task, rank)
                 status = 0

@@ -1,0 +1,303 @@
+"""Attach to Megatron-Core, 0.12 to 0.16: one line, once its parallel state is initialised.
+
+    from perseus.agent.megatron import attach
+
+    with attach(config, job_id="gpt"):
+        run_forward_backward = get_forward_backward_func()
+        for _ in range(iterations):
+            run_forward_backward(...)
+            ...
+
+There are two seams.
+
+`schedules`, the default, replaces functions of `megatron.core.pipeline_parallel.schedules`, which the
+schedules look up there at every call: `forward_step` and `backward_step` are the computations, and the three
+`forward_backward_…` functions the iterations. `forward_step` says its microbatch and its virtual stage, which
+is the chunk; a backward has no number of its own, and is that of the forward whose output it is given.
+
+`timers` patches nothing of Megatron's: Megatron starts and stops `config.timers` around iterations and
+computations. Timers that were there go on as before. It is for schedules of one's own that keep these timers,
+for one chunk per stage, as computations can only be counted there, and for who leaves `config.timers` alone
+(Megatron-LM's `evaluate` does not).
+
+Forward-only iterations are not marked.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Literal
+
+from perseus.agent.attachment import Attachment, Connect
+from perseus.agent.computation import Kind
+from perseus.agent.placement import Placement, gather_over, gpu_uuid
+from perseus.agent.probe import Probe
+from perseus.agent.torch_marks import connect_marks
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("perseus.megatron")
+
+# These run computations otherwise than by forward_step and backward_step, or ever different ones.
+_UNSUPPORTED = ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel")
+_ITERATIONS = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+
+_Argument = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Finds one argument among those of a call."""
+
+
+def attach(
+    config: Any,
+    *,
+    job_id: str,
+    seam: Literal["schedules", "timers"] = "schedules",
+    connect: Connect = Probe.connect,
+    max_slowdown_percent: float = 0.0,
+) -> Attachment:
+    """Attach this rank to the agent of its node. Called by all ranks of the job, before training.
+
+    `config`: the model's `ModelParallelConfig`. `max_slowdown_percent`: how much slower than T_min plans may
+    be. `connect` stands for `Probe.connect` in tests and examples.
+
+    ValueError where the parallel state is not initialised, for a configuration that marks can't
+    follow and for a Megatron-Core that differs from those known. Without an agent that is said once, and
+    training goes on as before.
+    """
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    if not parallel_state.model_parallel_is_initialized():
+        raise ValueError("Megatron-Core: expected its parallel state to be initialised, found it is not")
+    for name in _UNSUPPORTED:
+        if getattr(config, name, False):
+            raise ValueError(f"config: {name}: expected False, as marks can't follow it, found True")
+    has_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+    if seam == "timers" and has_chunks:
+        raise ValueError("seam: expected 'schedules', as there are virtual stages, found 'timers'")
+    marked_schedules = None
+    if seam == "schedules":
+        virtual_stage = parallel_state.get_virtual_pipeline_model_parallel_rank
+        marked_schedules = MarkedSchedules(schedules, virtual_stage)
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+    placement = _placement(parallel_state, device)
+    attachment = Attachment(
+        placement,
+        connect_marks(connect, job_id, placement, device),
+        gather_over(parallel_state.get_pipeline_model_parallel_group()),
+        max_slowdown_percent=max_slowdown_percent,
+    )
+    if marked_schedules is not None:
+        marked_schedules.mark(attachment)
+    else:
+        attachment.replace(config, "timers", MarkedTimers(attachment, config.timers, torch.is_grad_enabled))
+    return attachment
+
+
+def _placement(parallel_state: Any, device: "torch.device") -> Placement:
+    tensor_count = parallel_state.get_tensor_model_parallel_world_size()
+    return Placement(
+        pipeline=parallel_state.get_data_parallel_rank(),
+        pipeline_count=parallel_state.get_data_parallel_world_size(),
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        stage_count=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor=parallel_state.get_context_parallel_rank() * tensor_count
+        + parallel_state.get_tensor_model_parallel_rank(),
+        tensor_count=parallel_state.get_context_parallel_world_size() * tensor_count,
+        gpu_uuid=gpu_uuid(device),
+    )
+
+
+class MarkedSchedules:
+    """Marks around the functions of `megatron.core.pipeline_parallel.schedules`, whatever their version.
+
+    `virtual_stage` says which virtual stage is executed, where `forward_step` is not told (0.12).
+    """
+
+    def __init__(self, schedules: Any, virtual_stage: Callable[[], int | None]) -> None:
+        """ValueError if a function lacks a parameter that is needed."""
+        self._schedules = schedules
+        self._forward_step = schedules.forward_step
+        self._backward_step = schedules.backward_step
+        self._microbatch_of = _argument(self._forward_step, "current_microbatch")
+        self._output_of = _argument(self._backward_step, "output_tensor")
+        self._chunk_of: _Argument = lambda _args, _kwargs: virtual_stage()
+        if "vp_stage" in inspect.signature(self._forward_step).parameters:
+            self._chunk_of = _argument(self._forward_step, "vp_stage")
+        # The microbatch and chunk of each forward whose backward is to come, by the id of its output, which
+        # Megatron keeps until then.
+        self._awaited: dict[int, tuple[int, int]] = {}
+        self._is_in_iteration = False
+        self._is_training = False
+        self._has_warned = False
+
+    def mark(self, attachment: Attachment) -> None:
+        """Replace the functions until the attachment is detached."""
+        for name in _ITERATIONS:
+            run = getattr(self._schedules, name)
+            attachment.replace(self._schedules, name, self._marked_iteration(attachment, run))
+        attachment.replace(self._schedules, "forward_step", self._marked_forward(attachment))
+        attachment.replace(self._schedules, "backward_step", self._marked_backward(attachment))
+
+    def _marked_iteration(self, attachment: Attachment, run: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._is_in_iteration = True
+            self._is_training = not kwargs.get("forward_only", False)
+            try:
+                if not self._is_training:
+                    return run(*args, **kwargs)
+                self._awaited.clear()
+                attachment.begin_iteration()
+                result = run(*args, **kwargs)
+                attachment.end_iteration()
+                return result
+            finally:
+                self._is_in_iteration = self._is_training = False
+
+        return marked
+
+    def _marked_forward(self, attachment: Attachment) -> Callable[..., Any]:
+        forward_step, microbatch_of, chunk_of = self._forward_step, self._microbatch_of, self._chunk_of
+
+        @wraps(forward_step)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_training:
+                self._warn_outside()
+                return forward_step(*args, **kwargs)
+            microbatch, chunk = microbatch_of(args, kwargs), chunk_of(args, kwargs) or 0
+            attachment.begin(Kind.FORWARD, microbatch, chunk)
+            result = forward_step(*args, **kwargs)
+            attachment.end(Kind.FORWARD, microbatch, chunk)
+            self._awaited[id(result[0])] = microbatch, chunk
+            return result
+
+        return marked
+
+    def _marked_backward(self, attachment: Attachment) -> Callable[..., Any]:
+        backward_step, output_of = self._backward_step, self._output_of
+
+        @wraps(backward_step)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            forward = self._awaited.pop(id(output_of(args, kwargs)), None)
+            if forward is None:
+                return backward_step(*args, **kwargs)
+            microbatch, chunk = forward
+            attachment.begin(Kind.BACKWARD, microbatch, chunk)
+            gradient = backward_step(*args, **kwargs)
+            attachment.end(Kind.BACKWARD, microbatch, chunk)
+            return gradient
+
+        return marked
+
+    def _warn_outside(self) -> None:
+        if not self._is_in_iteration and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "not marked: call get_forward_backward_func() after attach(), found it called before"
+            )
+
+
+def _argument(function: Callable[..., Any], name: str) -> _Argument:
+    parameters = list(inspect.signature(function).parameters)
+    if name not in parameters:
+        raise ValueError(
+            f"Megatron-Core: {function.__name__}: expected a parameter {name!r}, "
+            f"found {', '.join(parameters)}"
+        )
+    position = parameters.index(name)
+
+    def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[position] if position < len(args) else kwargs.get(name)
+
+    return find
+
+
+class MarkedTimers:
+    """Stands in for `config.timers`: marks, and passes everything on to the timers that were there.
+
+    `is_training` says whether the iteration that begins will have backwards.
+    """
+
+    def __init__(
+        self, attachment: Attachment, timers: Callable[..., Any] | None, is_training: Callable[[], bool]
+    ) -> None:
+        self._attachment = attachment
+        self._timers = timers
+        self._is_training = is_training
+        # How many computations of each kind the iteration has executed; those of a kind come in order.
+        self._counts = {Kind.FORWARD: 0, Kind.BACKWARD: 0}
+        self._marks: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+            "forward-backward": (self._begin_iteration, self._end_iteration),
+            "forward-compute": (partial(self._begin, Kind.FORWARD), partial(self._end, Kind.FORWARD)),
+            "backward-compute": (partial(self._begin, Kind.BACKWARD), partial(self._end, Kind.BACKWARD)),
+        }
+
+    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The timer of a name, as Megatron asks for it."""
+        timer = self._timers(name, *args, **kwargs) if self._timers is not None else _NO_TIMER
+        return _MarkedTimer(timer, *self._marks[name]) if name in self._marks else timer
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the timers that were there can do."""
+        return getattr(self._timers, name)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "MarkedTimers":
+        """Itself: a configuration may be copied, a connection can't."""
+        return self
+
+    def _begin_iteration(self) -> None:
+        self._counts.update(dict.fromkeys(self._counts, 0))
+        if self._is_training():
+            self._attachment.begin_iteration()
+
+    def _end_iteration(self) -> None:
+        if self._counts[Kind.BACKWARD]:
+            self._attachment.end_iteration()
+
+    def _begin(self, kind: Kind) -> None:
+        self._attachment.begin(kind, self._counts[kind])
+
+    def _end(self, kind: Kind) -> None:
+        self._attachment.end(kind, self._counts[kind])
+        self._counts[kind] += 1
+
+
+class _MarkedTimer:
+    """A timer whose start and stop mark as well."""
+
+    def __init__(self, timer: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._timer = timer
+        self._begin = begin
+        self._end = end
+
+    def start(self, *args: Any, **kwargs: Any) -> None:
+        self._timer.start(*args, **kwargs)
+        self._begin()
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        self._end()
+        self._timer.stop(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._timer, name)
+
+
+class _NoTimer:
+    """Times nothing: no timers were there."""
+
+    def start(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing."""
+
+    def stop(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing."""
+
+
+_NO_TIMER = _NoTimer()

@@ -1,0 +1,162 @@
+"""Training jobs that every framework's tests run, and how what they showed is judged."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from real_run import Figures, Identity, RealRun
+from trainers import TrainerTask
+
+from perseus import solver
+from perseus.agent.computation import Kind
+from perseus.agent.gpu.physics import A100_SXM, Work
+from perseus.demo.cluster import Cluster
+from perseus.demo.workload import Workload
+
+MICROBATCHES = 8
+WATCHED = 15
+GPU = A100_SXM.with_clocks(4)
+UNEVEN = (0.8, 0.9, 0.85, 1.0)
+_IDLE = Work(compute_s=1.0, memory_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A schedule, its layout and what its computations cost on the heaviest stage at the top clock.
+
+    `trainer` is the program that trains it, a module of this folder.
+    """
+
+    trainer: str
+    schedule: str
+    stage_weights: Sequence[float]
+    chunk_count: int
+    forward_s: float
+    backward_s: float
+    """Of which half is the input's and half the weights' gradient where they are computed apart."""
+    pipeline_count: int = 1
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(
+            job_id=self.schedule.lower(),
+            pipeline_count=self.pipeline_count,
+            stage_weights=self.stage_weights,
+            microbatch_count=MICROBATCHES,
+            forward=_IDLE,
+            backward=_IDLE,
+            optimizer_s=0.0,
+            gpu=GPU,
+        )
+
+    @property
+    def works(self) -> list[list[tuple[int, int, float, float, float]]]:
+        """Every stage's works, as the trainer takes them: a fifth of each is bound by memory."""
+        times_s = {
+            Kind.FORWARD: self.forward_s,
+            Kind.BACKWARD: self.backward_s,
+            Kind.BACKWARD_INPUT: self.backward_s / 2,
+            Kind.BACKWARD_WEIGHT: self.backward_s / 2,
+        }
+        return [
+            [
+                (int(kind), chunk, 0.8 * time_s * weight, 0.2 * time_s * weight, 0.9)
+                for kind, time_s in times_s.items()
+                for chunk in range(self.chunk_count)
+            ]
+            for weight in self.stage_weights
+        ]
+
+    def alone(self, folder: Path, iteration_count: int) -> TrainerTask:
+        """Its training without anything of ours."""
+        folder.mkdir()
+        return TrainerTask(
+            run_dir=str(folder),
+            losses_dir=str(folder),
+            job_id=self.workload.job_id,
+            schedule=self.schedule,
+            pipeline_count=self.pipeline_count,
+            stage_count=len(self.stage_weights),
+            chunk_count=self.chunk_count,
+            microbatch_count=MICROBATCHES,
+            iteration_count=iteration_count,
+        )
+
+    def command(self, task: TrainerTask) -> list[str]:
+        """What trains a task, as arguments of Python."""
+        return [str(Path(__file__).with_name(f"{self.trainer}.py")), task.to_json()]
+
+
+def start(case: Case, tmp_path: Path) -> Callable[[Cluster, Path], None]:
+    """What starts the case's trainer, attached, in a cluster."""
+    alone = case.alone(tmp_path / "attached", 0)
+
+    def start_trainers(cluster: Cluster, run_dir: Path) -> None:
+        stages = range(len(case.stage_weights))
+        pipelines = range(case.pipeline_count)
+        task = replace(
+            alone,
+            run_dir=str(run_dir),
+            sockets=[str(cluster.socket(pipeline)) for pipeline in pipelines],
+            gpu_files=[
+                [str(cluster.gpu_file(pipeline, stage)) for stage in stages] for pipeline in pipelines
+            ],
+            works=case.works,
+        )
+        cluster.start_trainer("trainers", *case.command(task))
+
+    return start_trainers
+
+
+def check_losses(case: Case, tmp_path: Path) -> None:
+    """Train as many iterations without us, and compare."""
+    found = _losses(tmp_path / "attached")
+    assert len(found) == case.pipeline_count
+    task = case.alone(tmp_path / "alone", iteration_count=len(found[0]) // MICROBATCHES)
+    subprocess.run([sys.executable, *case.command(task)], check=True, timeout=300)
+    assert _losses(tmp_path / "alone") == found
+    assert found[0][:MICROBATCHES] != found[0][-MICROBATCHES:], "it did train"
+
+
+def _losses(folder: Path) -> list[list[str]]:
+    """Every pipeline's losses, bit for bit."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("losses-*.json"))]
+
+
+def check_identities(run: RealRun, expected: Sequence[Sequence[Identity]]) -> None:
+    """Every computation of every iteration has arrived, under its identity and in its order."""
+    assert run.registered() == [list(order) for order in expected]
+    for pipeline in range(run.workload.pipeline_count):
+        iterations = sorted(number for of, number in run.seen if of == pipeline)
+        assert len(iterations) > WATCHED
+        assert iterations == list(range(iterations[0], iterations[-1] + 1)), "each of them was seen"
+    for (pipeline, iteration), stages in run.seen.items():
+        assert stages == run.registered(), f"pipeline {pipeline}, iteration {iteration}"
+
+
+async def check_plan(run: RealRun, plan: Figures) -> None:
+    """The plan keeps its promise: its time within 3 %, no slower than stock by 2 %, and its energy."""
+    assert run.stock is not None
+    frontier = await run.frontier()
+    point, stock = frontier.points[0], frontier.baseline
+    promised_percent = 100 * (1 - point.energy_j / stock.energy_j)
+    saved_percent = 100 * (1 - plan.energy_j / run.stock.energy_j)
+    print(
+        f"\n{run.workload.job_id}: iteration predicted {point.iteration_time_s:.4f} s, measured "
+        f"{plan.time_s:.4f} s ({100 * (plan.time_s / point.iteration_time_s - 1):+.2f} %), at stock "
+        f"{run.stock.time_s:.4f} s ({100 * (plan.time_s / run.stock.time_s - 1):+.2f} %); energy promised "
+        f"-{promised_percent:.2f} %, measured -{saved_percent:.2f} %"
+    )
+    assert plan.time_s == pytest.approx(point.iteration_time_s, rel=0.03)
+    assert plan.time_s <= 1.02 * run.stock.time_s
+    assert promised_percent > 3
+    assert saved_percent == pytest.approx(promised_percent, abs=2)
+
+
+def identities(schedule: solver.Schedule) -> list[list[Identity]]:
+    """The solver's own idea of a schedule, as identities."""
+    return [[(int(Kind[c.kind.name]), c.microbatch, c.chunk) for c in order] for order in schedule.orders]

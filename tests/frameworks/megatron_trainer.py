@@ -1,0 +1,185 @@
+"""A tiny GPT of Megatron-Core, really trained on CPUs: `megatron_trainer.py TASK`, a `TrainerTask` as JSON.
+
+Its schedules: "1f1b" through the schedules seam, "1f1b-timers" through that of the timers, "interleaved".
+"""
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import distributed
+from trainers import TrainerTask, main
+
+VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
+
+
+def train(task: TrainerTask, rank: int) -> None:
+    """Train one rank."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
+    _do_without_cuda()
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    has_chunks = task.chunk_count > 1
+    parallel_state.initialize_model_parallel(1, task.stage_count, task.chunk_count if has_chunks else None)
+    pipeline, stage = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    config = _config(task)
+    timers = _Timers()
+    config.timers = timers
+    chunks = [_chunk(config, task, stage, chunk) for chunk in range(task.chunk_count)]
+    attachment = None
+    if task.is_attached:
+        from perseus.agent.megatron import attach
+
+        arguments = task.attach_arguments(pipeline, stage)
+        if task.schedule == "1f1b-timers":
+            arguments["seam"] = "timers"
+        attachment = attach(config, **arguments)
+    optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.1)
+    losses: list[float] = []
+    iteration, goes_on = 0, True
+    while goes_on:
+        generator = torch.Generator().manual_seed(1000 * pipeline + iteration)
+        size = (task.microbatch_count, MICROBATCH_SIZE, LENGTH + 1)
+        microbatches = torch.randint(0, VOCABULARY, size, generator=generator)
+        found = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=[iter(microbatches) for _ in chunks] if has_chunks else iter(microbatches),
+            model=chunks if has_chunks else chunks[0],
+            num_microbatches=task.microbatch_count,
+            seq_length=LENGTH,
+            micro_batch_size=MICROBATCH_SIZE,
+        )
+        losses += [each["loss"].item() for each in found]
+        iteration += 1
+        # The norm of all gradients, as for clipping: here all ranks wait for each other.
+        norm = torch.stack([p.grad.square().sum() for chunk in chunks for p in chunk.parameters()]).sum()
+        state = torch.stack([norm, torch.tensor(float(rank == 0 and task.is_over(iteration)))])
+        distributed.all_reduce(state)
+        goes_on = state[1].item() == 0
+        optimizer.step()
+        optimizer.zero_grad()
+    if attachment is not None:
+        attachment.detach()
+    assert config.timers is timers
+    assert timers.counts["forward-compute"] == 2 * iteration * task.microbatch_count * task.chunk_count
+    if losses:
+        task.leave_losses(pipeline, losses)
+    distributed.destroy_process_group()
+
+
+class _Timers:
+    """Timers of the user's own, which are to go on: counts the starts and stops of each."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> "_Timers":
+        del log_level
+        self._name = name
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        self.counts[self._name] = self.counts.get(self._name, 0) + 1
+
+    def stop(self, barrier: bool = False) -> None:
+        self.counts[self._name] += 1
+
+
+def _config(task: TrainerTask) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=task.stage_count * task.chunk_count,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        pipeline_model_parallel_size=task.stage_count,
+        virtual_pipeline_model_parallel_size=task.chunk_count if task.chunk_count > 1 else None,
+        pipeline_dtype=torch.float32,
+        # With two stages, Megatron wants sends and receives to overlap where there are virtual ones.
+        overlap_p2p_comm=task.chunk_count > 1,
+        batch_p2p_comm=task.chunk_count == 1,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _chunk(config: Any, task: TrainerTask, stage: int, chunk: int) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    position, count = chunk * task.stage_count + stage, task.stage_count * task.chunk_count
+    arguments = {}
+    if task.chunk_count > 1:
+        # Up to 0.12 a chunk learns its place from the parallel state, later from an argument.
+        parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+        if "vp_stage" in inspect.signature(GPTModel).parameters:
+            arguments["vp_stage"] = chunk
+    torch.manual_seed(position)
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        LENGTH,
+        pre_process=position == 0,
+        post_process=position == count - 1,
+        share_embeddings_and_output_weights=False,
+        **arguments,
+    )
+
+
+def _forward_step(
+    microbatches: Iterator[torch.Tensor], model: Any
+) -> tuple[torch.Tensor, Callable[..., Any]]:
+    tokens = next(microbatches)
+    positions = torch.arange(LENGTH).expand(MICROBATCH_SIZE, LENGTH)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), _loss
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def _do_without_cuda() -> None:
+    """Megatron-Core means CUDA wherever it names a device: here that is the CPU."""
+    cpu = torch.device("cpu")
+
+    def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(make)
+        def made_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if "device" in kwargs:
+                kwargs["device"] = cpu
+            return make(*args, **kwargs)
+
+        return made_on_cpu
+
+    for name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    torch.cuda.current_device = lambda: cpu
+    torch.cuda.synchronize = lambda *_: None
+    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+
+
+if __name__ == "__main__":
+    sys.exit(main(train))

@@ -1,0 +1,43 @@
+"""Megatron-Core, really training on CPUs under a real coordinator and real agents."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron", reason="Megatron-Core is not installed; `make test-frameworks` has it")
+
+from cases import (
+    MICROBATCHES,
+    UNEVEN,
+    WATCHED,
+    Case,
+    check_identities,
+    check_losses,
+    check_plan,
+    identities,
+    start,
+)
+from real_run import real_run
+
+from perseus import solver
+
+BY_TIMERS = Case("megatron_trainer", "1f1b-timers", UNEVEN, 1, 0.03, 0.06)
+INTERLEAVED = Case("megatron_trainer", "interleaved", UNEVEN, 2, 0.02, 0.04)
+
+
+@pytest.mark.timeout(300)
+async def test_1f1b_seen_by_timers(tmp_path: Path) -> None:
+    async with real_run(BY_TIMERS.workload, tmp_path / "logs", start(BY_TIMERS, tmp_path)) as run:
+        await run.until_planned()
+        await check_plan(run, await run.watch(WATCHED))
+        check_identities(run, identities(solver.one_forward_one_backward(4, MICROBATCHES)))
+    check_losses(BY_TIMERS, tmp_path)
+
+
+@pytest.mark.timeout(300)
+async def test_interleaved_1f1b(tmp_path: Path) -> None:
+    async with real_run(INTERLEAVED.workload, tmp_path / "logs", start(INTERLEAVED, tmp_path)) as run:
+        await run.until_planned()
+        await check_plan(run, await run.watch(WATCHED))
+        check_identities(run, identities(solver.interleaved_one_forward_one_backward(4, MICROBATCHES, 2)))
+    check_losses(INTERLEAVED, tmp_path)

@@ -4,14 +4,11 @@ A record is stored before anything that follows from it leaves the coordinator: 
 version or an acknowledgement that the database does not know.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
-from perseus.service.iterations import Period
-from perseus.service.model import Happening, IterationSummary, JobState, Offer, PipelineOffer, Rank, Straggler
-from perseus.service.specification import Coordinates, OperatingPolicy
-from perseus.service.stage_profiles import StageProfile
-from perseus.service.telemetry import IterationColumns
+from perseus.service.model import Happening, IterationSummary, Offer
+from perseus.service.records import Record
+from perseus.service.specification import Coordinates
 from perseus.solver import Pipeline
 
 
@@ -63,62 +60,6 @@ class ReportIteration:
     """Tell a finished iteration of a pipeline to whoever watches."""
 
     summary: IterationSummary
-
-
-@dataclass(frozen=True, slots=True)
-class JobRecord:
-    """A job's own figures. `baseline_time_s` is 0 before it was measured."""
-
-    policy: OperatingPolicy
-    state: JobState
-    version: int
-    baseline_time_s: float
-    is_profile_complete: bool
-    stragglers: tuple[Straggler, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OfferRecord:
-    """The offer that a pipeline has now."""
-
-    pipeline: int
-    offer: PipelineOffer
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class IterationRows:
-    """A rank's rows of iterations; those up to `closed_through` are in the periods and no longer needed."""
-
-    rank: Coordinates
-    rows: IterationColumns
-    closed_through: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetIterations:
-    """The stored rows of incomplete iterations are no longer needed."""
-
-
-Record = JobRecord | Rank | OfferRecord | StageProfile | Period | IterationRows | ForgetIterations
-
-
-def record_key(record: Record) -> Hashable:
-    """Return what a record is about: a later one of the same key replaces it. Rows add up instead."""
-    match record:
-        case JobRecord():
-            return (JobRecord,)
-        case ForgetIterations():
-            return (ForgetIterations,)
-        case Rank():
-            return record.coordinates
-        case OfferRecord():
-            return OfferRecord, record.pipeline
-        case StageProfile():
-            return StageProfile, record.stage, record.clock_mhz
-        case Period():
-            return Period, record.number
-        case IterationRows():
-            return id(record)
 
 
 @dataclass(frozen=True, slots=True)

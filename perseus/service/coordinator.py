@@ -21,13 +21,10 @@ from perseus.service.commands import (
     Command,
     EndStream,
     FindProfile,
-    JobRecord,
-    OfferRecord,
     ReportIteration,
     SendOffer,
     Solve,
     Store,
-    record_key,
 )
 from perseus.service.errors import (
     CoordinatorError,
@@ -60,8 +57,10 @@ from perseus.service.inputs import (
     Tick,
 )
 from perseus.service.iterations import Period
-from perseus.service.job_machine import JobMachine, Rules
+from perseus.service.job_machine import JobMachine
 from perseus.service.model import EventType, IterationSummary, JobState, JobView, Offer, Rank, Straggler
+from perseus.service.records import JobRecord, OfferRecord, record_key
+from perseus.service.rules import Rules
 from perseus.service.solving import SolverPool
 from perseus.service.specification import Coordinates, JobSpec, OperatingPolicy
 from perseus.service.store import Entry, JobEntry, JobEvent, JobStore, NewJob, TelemetrySequence

@@ -24,25 +24,13 @@ change. A rank whose agent was silent for the lease is LOST, as is one whose tra
 on a Tick only. The time is any clock that never goes back; only differences count.
 """
 
-import math
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import singledispatchmethod
 
-from perseus.service.commands import (
-    AcceptRank,
-    Command,
-    EndStream,
-    FindProfile,
-    ForgetIterations,
-    IterationRows,
-    JobRecord,
-    OfferRecord,
-    ReportIteration,
-    Solve,
-)
+from perseus.service.baseline import Baseline
+from perseus.service.commands import AcceptRank, Command, EndStream, FindProfile, ReportIteration
 from perseus.service.errors import JobFinishedError, JobNotSolvedError
-from perseus.service.guard import GuardRules
 from perseus.service.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -64,14 +52,12 @@ from perseus.service.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.iterations import IterationLog, JobIteration, Period
+from perseus.service.iterations import IterationLog, JobIteration
 from perseus.service.journal import Journal
 from perseus.service.model import (
     FOREIGN_VERSION,
     NO_VERSION,
     STOCK,
-    STOCK_MHZ,
-    Clocks,
     EventType,
     HoldClocks,
     JobState,
@@ -80,48 +66,23 @@ from perseus.service.model import (
     Rank,
     RankLeftReason,
     RankState,
-    RefusalReason,
     StockClocks,
-    stage_clocks,
 )
 from perseus.service.offers import OfferBoard
-from perseus.service.operating_point import check_straggler, planned_clocks, straggler_time_s, target_times_s
-from perseus.service.plan_watch import PlanWatch
-from perseus.service.profiler import Profiler, ProfilingRules
-from perseus.service.ranks import LIVE, RankTable, named
+from perseus.service.operating_point import check_straggler
+from perseus.service.planner import Planner
+from perseus.service.profiler import Profiler
+from perseus.service.ranks import LIVE, RankTable
+from perseus.service.records import ForgetIterations, IterationRows, JobRecord, StoredJob
+from perseus.service.refusals import Refusals
+from perseus.service.rules import Rules
 from perseus.service.specification import JobSpec
-from perseus.service.stage_profiles import StageProfile, build_problem
 from perseus.service.straggler_book import StragglerBook
 from perseus.service.timeline import TimelineMemory
-from perseus.service.usable_clocks import LEAST_CLOCKS, UsableClocks, stages_at_stock, usable_clocks_mhz
+from perseus.service.usable_clocks import LEAST_CLOCKS, stages_at_stock
 from perseus.solver import Frontier, SolverError
 
 _NEEDS_ALL_RANKS = (JobState.BASELINE, JobState.PROFILING, JobState.SOLVING, JobState.PLANNED)
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What the operator sets for all jobs."""
-
-    lease_s: float = 30.0
-    baseline_iterations: int = 5
-    profiling: ProfilingRules = field(default_factory=ProfilingRules)
-    guard: GuardRules = field(default_factory=GuardRules)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredJob:
-    """What the store knows of a job: all that a machine needs to go on after a restart."""
-
-    spec: JobSpec
-    create_time_s: float
-    record: JobRecord | None
-    ranks: tuple[Rank, ...]
-    offers: tuple[OfferRecord, ...]
-    profiles: tuple[StageProfile, ...]
-    periods: tuple[Period, ...]
-    open_rows: tuple[IterationRows, ...]
-    last_sequence: int
 
 
 class JobMachine:
@@ -130,9 +91,7 @@ class JobMachine:
     Attributes:
         spec: the job as registered.
         schedule: its order of computations.
-        policy: the operating policy now in force.
         state: where the job stands.
-        frontier: once solved.
         log: its iterations and the report.
         timelines: the latest iteration of each pipeline.
         profiler: what is measured of its stages.
@@ -142,28 +101,32 @@ class JobMachine:
     def __init__(self, spec: JobSpec, rules: Rules, epoch: str, create_time_s: float) -> None:
         self.spec = spec
         self.schedule = spec.check()
-        self.policy = spec.policy
         self.state = JobState.WAITING
-        self.frontier: Frontier | None = None
         self.log = IterationLog(list(spec.parallelism.all_coordinates()))
         self.timelines = TimelineMemory(spec.parallelism)
-        self._rules = rules
         self._epoch = epoch
         self._create_time_s = create_time_s
         self._journal = Journal()
         self._ranks = RankTable(spec, rules.lease_s, self._journal)
         self._offers = OfferBoard(spec.parallelism, self._ranks, self._journal)
-        self._baseline_time_s = 0.0
-        self._baseline_times_s: list[float] = []
+        self._refusals = Refusals(self._ranks, self._offers, self._journal)
+        self._baseline = Baseline(rules.baseline_iterations)
         self.is_profile_complete = False
-        self._is_solving = False
-        self._is_solving_in_vain = False
         self.profiler = Profiler(spec.parallelism, self.schedule, rules.profiling, self._journal)
-        self._plan_watch = PlanWatch(spec.parallelism, rules.guard, self.profiler, self._journal)
         self._now_s = 0.0
         self._stragglers = StragglerBook(self.schedule, spec.parallelism, self._journal)
-        self._expected: dict[int, Clocks] = {}
-        self._gpu_errors: set[GpuErrorReported] = set()
+        self._planner = Planner(
+            spec.parallelism,
+            self.schedule,
+            spec.policy,
+            rules.guard,
+            self._ranks,
+            self._offers,
+            self.profiler,
+            self._baseline,
+            self._stragglers,
+            self._journal,
+        )
         self._stored_record: JobRecord | None = None
 
     # ------------------------------------------------------------------ the way in and out
@@ -192,8 +155,8 @@ class JobMachine:
         machine = cls(stored.spec, rules, epoch, stored.create_time_s)
         version = NO_VERSION
         if (record := stored.record) is not None:
-            machine.policy, machine.state, version = record.policy, record.state, record.version
-            machine._baseline_time_s = record.baseline_time_s
+            machine._planner.policy, machine.state, version = record.policy, record.state, record.version
+            machine._baseline.time_s = record.baseline_time_s
             machine.is_profile_complete = record.is_profile_complete
             machine._stragglers.restore(record.stragglers)
         machine._offers.restore(version, stored.offers)
@@ -229,21 +192,22 @@ class JobMachine:
 
     def view(self) -> JobView:
         """Return the job as others may see it."""
+        frontier = self._planner.frontier
         clocks = [offer.clocks for offer in self._offers]
         planned_s = tuple(some.plan.iteration_time_s for some in clocks if isinstance(some, PlannedClocks))
         return JobView(
             spec=self.spec,
-            policy=self.policy,
+            policy=self._planner.policy,
             state=self.state,
             epoch=self._epoch,
             ranks=tuple(self._ranks),
-            straggler_times_s=self._straggler_times_s(),
+            straggler_times_s=self._planner.straggler_times_s(),
             detected_stragglers=frozenset(
                 straggler.pipeline for straggler in self._stragglers if straggler.is_detected
             ),
             profiled_clock_count=self.profiler.clock_count,
-            t_min_s=self.frontier.t_min_s if self.frontier else 0.0,
-            t_slow_s=self.frontier.t_slow_s if self.frontier else 0.0,
+            t_min_s=frontier.t_min_s if frontier else 0.0,
+            t_slow_s=frontier.t_slow_s if frontier else 0.0,
             planned_iteration_time_s=planned_s if len(planned_s) == len(clocks) else (),
             create_time_s=self._create_time_s,
         )
@@ -260,16 +224,16 @@ class JobMachine:
         Raises:
             JobNotSolvedError: there is none yet.
         """
-        if self.frontier is None:
+        if self._planner.frontier is None:
             raise JobNotSolvedError(job_id=self.spec.job_id, state=self.state.value)
-        return self.frontier
+        return self._planner.frontier
 
     def _take_commands(self) -> list[Command]:
         record = JobRecord(
-            policy=self.policy,
+            policy=self._planner.policy,
             state=self.state,
             version=self._offers.version,
-            baseline_time_s=self._baseline_time_s,
+            baseline_time_s=self._baseline.time_s,
             is_profile_complete=self.is_profile_complete,
             stragglers=tuple(self._stragglers),
         )
@@ -312,17 +276,7 @@ class JobMachine:
     @_on.register
     def _(self, event: GpuErrorReported, _now_s: float) -> None:
         self.spec.check_rank(event.rank)
-        if event in self._gpu_errors:
-            return  # Agents say it again on every stream.
-        self._gpu_errors.add(event)
-        self._journal.announce(
-            EventType.GPU_ERROR,
-            f"{event.rank}: {event.reason.value}: {event.message}",
-            **named(event.rank),
-            gpu_uuid=event.gpu_uuid,
-            reason=event.reason.name,
-            agent_message=event.message,
-        )
+        self._ranks.note_gpu_error(event)
 
     @_on.register
     def _(self, event: AgentDisconnected, now_s: float) -> None:
@@ -360,36 +314,16 @@ class JobMachine:
             if self.state is JobState.PROFILING:
                 self.profiler.take_estimate(event.rank, energy)
             elif self.state is JobState.PLANNED:
-                self._plan_watch.take_estimate(event.rank, energy)
+                self._planner.watch.take_estimate(event.rank, energy)
 
     @_on.register
     def _(self, event: OfferAnswered, now_s: float) -> None:
         if not self._ranks.hear(event.rank, event.instance_id, now_s):
             return
         self._ranks.note_iteration(event.rank, event.iteration)
-        offer = self._offers.of_rank(event.rank)
-        if event.refusal is None or event.epoch != self._epoch or event.version != offer.version:
-            return
-        is_late = event.refusal is RefusalReason.PAST_START
-        has_it = self._ranks[event.rank].in_force_version == event.version
-        if is_late and (has_it or event.iteration < offer.start_iteration):
-            return  # The answer to an earlier start of the same version: the one to the newer is on its way.
-        self._journal.announce(
-            EventType.PLAN_REFUSED,
-            f"{event.rank} refused version {event.version} ({offer.clocks}): {event.refusal.value}",
-            **named(event.rank),
-            version=event.version,
-            start_iteration=offer.start_iteration,
-            iteration=event.iteration,
-            reason=event.refusal.name,
-            refused_clocks_mhz=list(event.refused_clocks_mhz),
-            agent_message=event.message,
-        )
-        if is_late:
-            self._offers.postpone(event.rank.pipeline)
-        elif event.refusal is not RefusalReason.UNKNOWN_RANK:
-            # (An agent that does not know the rank yet, or no more, is about to say so.)
-            self._take_lasting_refusal(event, stage_clocks(offer.clocks, event.rank.stage))
+        why = self._refusals.take(event) if event.epoch == self._epoch else None
+        if why is not None:
+            self._plan_without(why)
 
     @_on.register
     def _(self, event: PlanInForce, now_s: float) -> None:
@@ -409,13 +343,7 @@ class JobMachine:
         self.spec.check_pipeline(straggler.pipeline)
         check_straggler(straggler)
         if self._stragglers.report(straggler):
-            self._journal.announce(
-                EventType.STRAGGLER_REPORTED,
-                f"pipeline {straggler.pipeline} is slow: {straggler}",
-                pipeline=straggler.pipeline,
-                reported=straggler,
-                iteration_time_s=self._straggler_times_s()[straggler.pipeline],
-            )
+            self._planner.announce_straggler(straggler)
             self._after_straggler_change()
 
     @_on.register
@@ -429,13 +357,7 @@ class JobMachine:
     def _(self, event: PolicySet, _now_s: float) -> None:
         self._check_running()
         event.policy.check()
-        if event.policy != self.policy:
-            self.policy = event.policy
-            self._journal.announce(
-                EventType.POLICY_SET,
-                f"policy: {event.policy}",
-                **asdict(event.policy),
-            )
+        if self._planner.set_policy(event.policy):
             self._retarget()
 
     @_on.register
@@ -450,10 +372,10 @@ class JobMachine:
             raise JobNotSolvedError(job_id=self.spec.job_id, state=self.state.value)
         self._journal.announce(
             EventType.BASELINE_REQUESTED,
-            f"the stock iteration, {self._baseline_time_s:.6f} s so far, is measured again",
-            baseline_time_s=self._baseline_time_s,
+            f"the stock iteration, {self._baseline.time_s:.6f} s so far, is measured again",
+            baseline_time_s=self._baseline.time_s,
         )
-        self._baseline_time_s = 0.0
+        self._baseline.forget()
         self._enter(JobState.BASELINE, "the stock baseline is measured again")
 
     @_on.register
@@ -462,24 +384,13 @@ class JobMachine:
 
     @_on.register
     def _(self, event: Solved, _now_s: float) -> None:
-        if self._end_solving() or self.state in (JobState.STOCK, JobState.FINISHED):
-            return
-        frontier = self.frontier = event.frontier
-        self._journal.announce(
-            EventType.SOLVED,
-            f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s",
-            t_min_s=frontier.t_min_s,
-            t_star_s=frontier.t_star_s,
-            t_slow_s=frontier.t_slow_s,
-            baseline_energy_j=frontier.baseline.energy_j,
-            t_min_energy_j=frontier.points[0].energy_j,
-            point_count=len(frontier.points),
-        )
-        self._retarget()
+        if self._has_use_for_answer():
+            self._planner.take_frontier(event.frontier)
+            self._retarget()
 
     @_on.register
     def _(self, event: SolveFailed, _now_s: float) -> None:
-        if not self._end_solving():
+        if self._has_use_for_answer():
             self._give_up_solving(event.cause)
 
     @_on.register
@@ -510,34 +421,19 @@ class JobMachine:
             if self.state in _NEEDS_ALL_RANKS:
                 self._enter(JobState.WAITING, f"{ranks[0].coordinates} is lost: {why}")
 
-    def _take_lasting_refusal(self, event: OfferAnswered, clocks_mhz: tuple[int, ...] | int) -> None:
-        """Settle for what can be: plans without the refused clocks, or with the whole stage at stock."""
-        asked_mhz = {clocks_mhz} if isinstance(clocks_mhz, int) else set(clocks_mhz)
-        asked_mhz.discard(STOCK_MHZ)
-        if not asked_mhz:
-            return  # Stock was refused: there is nothing else to fall back to.
-        rank = self._ranks[event.rank]
-        if event.refusal is RefusalReason.CLOCK_NOT_SUPPORTED:
-            # An agent that does not say which leaves nothing of what it was asked for.
-            refused_mhz = asked_mhz.intersection(event.refused_clocks_mhz) or asked_mhz
-            refused_mhz.update(rank.refused_clocks_mhz)
-            self._ranks.change(replace(rank, refused_clocks_mhz=tuple(sorted(refused_mhz))))
-            why = f"{event.rank} has no {', '.join(str(mhz) for mhz in sorted(refused_mhz))} MHz"
-        else:
-            self._ranks.change(replace(rank, is_stock_only=True))
-            assert event.refusal is not None
-            why = f"{event.rank} stays at stock, with its stage: {event.refusal.value}"
-        if len(stages_at_stock(self._usable_clocks_mhz())) == self.spec.parallelism.stage_count:
+    def _plan_without(self, why: str) -> None:
+        """Settle on what can be: there are clocks that are no longer to be had."""
+        if len(stages_at_stock(self._ranks.usable_clocks_mhz())) == self.spec.parallelism.stage_count:
             self._fall_back(f"no stage can have other clocks than stock: {why}")
         elif self.state is JobState.PROFILING:
             self._enter(JobState.PROFILING, why)
         else:
-            self._drop_frontier()
+            self._planner.drop_frontier()
             self._enter(JobState.SOLVING, why)
 
     def _profile_more(self, why: str) -> None:
         """There may be more clocks to plan on than were measured."""
-        self._drop_frontier()
+        self._planner.drop_frontier()
         self.is_profile_complete = False
         if self.state in (JobState.PROFILING, JobState.SOLVING, JobState.PLANNED):
             self._enter(JobState.PROFILING, why)
@@ -570,44 +466,20 @@ class JobMachine:
             elif self.state is JobState.PLANNED:
                 self._watch_plans(iteration)
         if self.state is JobState.BASELINE:
-            self._measure_baseline(complete)
-
-    def _wanted_versions(self) -> tuple[int, ...]:
-        return tuple(offer.version for offer in self._offers)
+            self._baseline.take(complete, self._offers.versions)
 
     def _note_held(self, iteration: JobIteration, slowed: Collection[int]) -> None:
-        if iteration.versions == self._wanted_versions():
+        if iteration.versions == self._offers.versions:
             baseline_j = [period.energy_j for period in self.log.periods if period.state is JobState.BASELINE]
             disturbed = {*self._stragglers.pipelines, *slowed}
             self.profiler.take_iteration(iteration, disturbed, baseline_j[-1] if baseline_j else 0.0)
 
-    def _measure_baseline(self, complete: Sequence[JobIteration]) -> None:
-        """Take regular iterations at stock; the first one seen is dropped: it may have begun otherwise."""
-        wanted = self._wanted_versions()
-        self._baseline_times_s.extend(
-            iteration.iteration_time_s
-            for iteration in complete
-            if iteration.is_regular and iteration.versions == wanted
-        )
-        if len(self._baseline_times_s) > self._rules.baseline_iterations:
-            measured_s = self._baseline_times_s[1 : self._rules.baseline_iterations + 1]
-            self._baseline_time_s = math.fsum(measured_s) / len(measured_s)
-
     def _label_versions(self) -> None:
         """Let the report know for what state clocks were offered, and the detection what plans promise."""
-        if self.state is JobState.WAITING:
-            return
-        for pipeline, offer in enumerate(self._offers):
-            self.log.label(pipeline, offer, self.state)
-            version, clocks = offer.version, offer.clocks
-            if self.frontier and isinstance(clocks, PlannedClocks) and self._expected.get(version) != clocks:
-                planned_s = {
-                    each.computation: each.duration_s for stage in clocks.plan.stages for each in stage
-                }
-                self._stragglers.expect(version, {**self.frontier.pipeline.fixed_times_s, **planned_s})
-                self._expected[version] = clocks
-        in_use = {offer.version for offer in self._offers}
-        self._expected = {version: some for version, some in self._expected.items() if version in in_use}
+        if self.state is not JobState.WAITING:
+            for pipeline, offer in enumerate(self._offers):
+                self.log.label(pipeline, offer, self.state)
+            self._planner.tell_expectations()
 
     # ------------------------------------------------------------------ states
 
@@ -617,22 +489,22 @@ class JobMachine:
             self._enter(JobState.FINISHED, "all ranks are done")
         if self.state is JobState.WAITING and self._ranks.are_all(RankState.CONNECTED):
             self._enter(self._state_with_all_ranks(), "all ranks are there")
-        if self.state is JobState.BASELINE and self._baseline_time_s:
-            why = f"the stock iteration takes {self._baseline_time_s:.6f} s"
+        if self.state is JobState.BASELINE and self._baseline.time_s:
+            why = f"the stock iteration takes {self._baseline.time_s:.6f} s"
             self._enter(self._state_with_all_ranks(), why)
         if self.state is JobState.PROFILING:
             held = self._offers[0].clocks
             assert isinstance(held, HoldClocks)
             self._profile(held)
-        if self.state is JobState.SOLVING and self.frontier is not None:
+        if self.state is JobState.SOLVING and self._planner.frontier is not None:
             self._enter(JobState.PLANNED, "the frontier is solved")
 
     def _state_with_all_ranks(self) -> JobState:
-        if not self._baseline_time_s:
+        if not self._baseline.time_s:
             return JobState.BASELINE
         if not self.is_profile_complete:
             return JobState.PROFILING
-        return JobState.SOLVING if self.frontier is None else JobState.PLANNED
+        return JobState.SOLVING if self._planner.frontier is None else JobState.PLANNED
 
     def _enter(self, state: JobState, why: str) -> None:
         """Enter a state, and say what clocks the pipelines should have in it."""
@@ -644,8 +516,8 @@ class JobMachine:
             after=state.name,
             reason=why,
         )
-        self._baseline_times_s.clear()
-        self._plan_watch.restart()
+        self._baseline.restart()
+        self._planner.watch.restart()
         match state:
             case JobState.PROFILING:
                 if not self.profiler.profiles:
@@ -665,7 +537,7 @@ class JobMachine:
 
     def _profile(self, held: HoldClocks | None) -> None:
         """Hold clocks round by round, until what is measured is enough."""
-        clocks_mhz = self._usable_clocks_mhz()
+        clocks_mhz = self._ranks.usable_clocks_mhz()
         if not any(clocks_mhz):
             self._fall_back("the GPUs have no clock in common")
             return
@@ -678,80 +550,43 @@ class JobMachine:
         else:
             self._fall_back(following.why)
 
-    def _usable_clocks_mhz(self) -> UsableClocks:
-        return usable_clocks_mhz(self._ranks, self.spec.parallelism.stage_count)
-
     def _solve(self) -> None:
-        """Solve for the frontier; one that is there stays until the new one is."""
-        if self._is_solving:
-            return
         try:
-            problem = build_problem(self.profiler.profiles, self.schedule, self._usable_clocks_mhz())
+            self._planner.solve()
         except SolverError as error:
             self._give_up_solving(str(error))
-            return
-        self._is_solving = True
-        self._journal.do(Solve(problem))
 
-    def _end_solving(self) -> bool:
-        """Take note that there is an answer; tell whether it is to a question that has changed since."""
-        in_vain, self._is_solving, self._is_solving_in_vain = self._is_solving_in_vain, False, False
-        if in_vain and self.state is JobState.SOLVING:
+    def _has_use_for_answer(self) -> bool:
+        """Take note that there is an answer; one that is of no use any more may have to be asked for anew."""
+        is_of_use = self._planner.end_solving()
+        if not is_of_use and self.state is JobState.SOLVING:
             self._solve()
-        return in_vain
-
-    def _drop_frontier(self) -> None:
-        """It was solved for other clocks, as is the one that is being solved."""
-        self.frontier = None
-        self._is_solving_in_vain = self._is_solving
+        return is_of_use and self.state not in (JobState.STOCK, JobState.FINISHED)
 
     def _give_up_solving(self, cause: str) -> None:
-        if self.state is not JobState.FINISHED:
-            self._journal.announce(EventType.SOLVE_FAILED, f"no frontier: {cause}", cause=cause)
-            self._fall_back(f"no frontier: {cause}")
+        self._journal.announce(EventType.SOLVE_FAILED, f"no frontier: {cause}", cause=cause)
+        self._fall_back(f"no frontier: {cause}")
 
     # ------------------------------------------------------------------ plans
 
     def _watch_plans(self, iteration: JobIteration) -> None:
-        if self.frontier is None or self._is_solving or iteration.versions != self._wanted_versions():
-            return
-        clocks = [offer.clocks for offer in self._offers if isinstance(offer.clocks, PlannedClocks)]
-        verdict = self._plan_watch.judge(
-            iteration, clocks, self.frontier, self._baseline_time_s, self._stragglers.pipelines
-        )
+        verdict = self._planner.judge(iteration)
         if verdict.withdraw is None:
             if verdict.solve_again:
                 self._solve()
         elif verdict.solve_again:
-            self.frontier = None
+            self._planner.drop_frontier()
             self._enter(JobState.SOLVING, verdict.withdraw)
         else:
             self._fall_back(verdict.withdraw)
-
-    def _straggler_times_s(self) -> dict[int, float]:
-        """Return T' of each straggler; 0 while there is no frontier to measure it by."""
-        return {
-            straggler.pipeline: straggler_time_s(straggler, self.frontier, self._baseline_time_s, self.policy)
-            if self.frontier
-            else 0.0
-            for straggler in self._stragglers
-        }
 
     def _after_straggler_change(self) -> None:
         self.log.mark_straggler(self._ranks.highest_iteration() + 1, bool(self._stragglers))
         self._retarget()
 
     def _retarget(self) -> None:
-        """Give every pipeline the plan of its target time; pipelines of the same plan share its version."""
-        if self.state is not JobState.PLANNED or self.frontier is None:
-            return
-        targets_s = target_times_s(
-            self.frontier, self.policy, self._baseline_time_s, self._straggler_times_s(), len(self._offers)
-        )
-        at_stock = stages_at_stock(self._usable_clocks_mhz())
-        for target_s in sorted(set(targets_s)):
-            same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
-            self._offers.wish(same, planned_clocks(self.frontier, target_s, at_stock))
+        if self.state is JobState.PLANNED:
+            self._planner.retarget()
 
     # ------------------------------------------------------------------ checks
 
@@ -760,7 +595,7 @@ class JobMachine:
         self._ranks.validate()
         self._offers.validate()
         self.log.validate()
-        clocks = [offer.clocks for offer in self._offers]
+        planner, clocks = self._planner, [offer.clocks for offer in self._offers]
         match self.state:
             case JobState.PROFILING:
                 assert len(set(clocks)) == 1
@@ -768,7 +603,7 @@ class JobMachine:
                 assert not self.is_profile_complete
             case JobState.PLANNED:
                 assert all(isinstance(some, PlannedClocks) for some in clocks)
-                assert self.frontier is not None or self._is_solving
+                assert planner.frontier is not None or planner.is_solving
             case _:
                 assert all(isinstance(some, StockClocks) for some in clocks)
         if self.state in _NEEDS_ALL_RANKS:
@@ -776,12 +611,12 @@ class JobMachine:
         if self.state is JobState.WAITING:
             assert not self._ranks.are_all(RankState.CONNECTED)
         if self.state is JobState.SOLVING:
-            assert self._is_solving
+            assert planner.is_solving
         if self.state is JobState.BASELINE:
-            assert not self._baseline_time_s
+            assert not self._baseline.time_s
         if self.is_profile_complete:
             assert self.profiler.clock_count >= LEAST_CLOCKS
-        if self.frontier is not None or (self._is_solving and not self._is_solving_in_vain):
+        if planner.frontier is not None or (planner.is_solving and not planner.is_in_vain):
             assert self.is_profile_complete
-        assert self._is_solving or not self._is_solving_in_vain
+        planner.validate()
         self._stragglers.validate()

@@ -2,8 +2,9 @@
 
 from collections.abc import Hashable
 
-from perseus.service.commands import Announce, Command, Record, Store, record_key
+from perseus.service.commands import Announce, Command, Store
 from perseus.service.model import EventType, Happening
+from perseus.service.records import Record, record_key
 
 
 class Journal:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from perseus.service.commands import OfferRecord, SendOffer
+from perseus.service.commands import SendOffer
 from perseus.service.journal import Journal
 from perseus.service.model import (
     FOREIGN_VERSION,
@@ -36,6 +36,7 @@ from perseus.service.model import (
     stage_clocks,
 )
 from perseus.service.ranks import RankTable
+from perseus.service.records import OfferRecord
 from perseus.service.specification import Coordinates, Parallelism
 
 TRANSIT_S = 0.5
@@ -87,6 +88,11 @@ class OfferBoard:
 
     def __len__(self) -> int:
         return len(self._pipelines)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Each pipeline's version."""
+        return tuple(offer.version for offer in self)
 
     def restore(self, version: int, offers: Iterable[OfferRecord]) -> None:
         """Take what is stored."""

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from perseus.service.errors import RankAlreadyServedError
-from perseus.service.inputs import RankJoined
+from perseus.service.inputs import GpuErrorReported, RankJoined
 from perseus.service.journal import Journal
-from perseus.service.model import NO_VERSION, EventType, Rank, RankState
+from perseus.service.model import NO_VERSION, EventType, Rank, RankState, RefusalReason
 from perseus.service.specification import Coordinates, JobSpec
 from perseus.service.telemetry import ClockStatistics
+from perseus.service.usable_clocks import UsableClocks, usable_clocks_mhz
 
 LIVE = (RankState.CONNECTED, RankState.DISCONNECTED)
 
@@ -26,6 +27,8 @@ class RankTable:
         # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream says it anew.
         self._after_sequence: dict[Coordinates, int] = {}
         self._changed_pipelines: set[int] = set()
+        self._usable_clocks_mhz: UsableClocks | None = None
+        self._gpu_errors: set[GpuErrorReported] = set()
 
     def __getitem__(self, place: Coordinates) -> Rank:
         return self._ranks[place]
@@ -67,6 +70,24 @@ class RankTable:
             for rank in self
             if rank.state in LIVE and now_s >= self._heard_s[rank.instance_id] + self._lease_s
         ]
+
+    def usable_clocks_mhz(self) -> UsableClocks:
+        """Return the clocks that each stage can have."""
+        if self._usable_clocks_mhz is None:
+            self._usable_clocks_mhz = usable_clocks_mhz(self, self._spec.parallelism.stage_count)
+        return self._usable_clocks_mhz
+
+    def refuse_clocks(self, place: Coordinates, clocks_mhz: Iterable[int]) -> str:
+        """Take a rank's word that it does not have some clocks; return that as a sentence's part."""
+        rank = self._ranks[place]
+        refused_mhz = tuple(sorted({*rank.refused_clocks_mhz, *clocks_mhz}))
+        self.change(replace(rank, refused_clocks_mhz=refused_mhz))
+        return f"{place} has no {', '.join(str(mhz) for mhz in refused_mhz)} MHz"
+
+    def leave_at_stock(self, place: Coordinates, reason: RefusalReason) -> str:
+        """Take a rank's word that it can have no clock but stock; return that as a sentence's part."""
+        self.change(replace(self._ranks[place], is_stock_only=True))
+        return f"{place} stays at stock, with its stage: {reason.value}"
 
     def join(self, event: RankJoined, in_force_version: int, now_s: float) -> None:
         """Take a rank that an agent announces.
@@ -141,11 +162,31 @@ class RankTable:
         """Note how well a rank's clocks follow its plan. Not stored: it is reported again and again."""
         self._ranks[place] = replace(self._ranks[place], clocks=clocks)
 
+    def note_gpu_error(self, event: GpuErrorReported) -> None:
+        """Tell what went wrong with a rank's GPU, once: agents say it again on every stream."""
+        if event not in self._gpu_errors:
+            self._gpu_errors.add(event)
+            self._journal.announce(
+                EventType.GPU_ERROR,
+                f"{event.rank}: {event.reason.value}: {event.message}",
+                **named(event.rank),
+                gpu_uuid=event.gpu_uuid,
+                reason=event.reason.name,
+                agent_message=event.message,
+            )
+
     def change(self, rank: Rank, why: str | None = None) -> None:
         """Replace a rank; announced if there is a `why`, even an empty one."""
-        if rank == self._ranks[rank.coordinates]:
+        before = self._ranks[rank.coordinates]
+        if rank == before:
             return
         self._ranks[rank.coordinates] = rank
+        if (rank.gpu, rank.refused_clocks_mhz, rank.is_stock_only) != (
+            before.gpu,
+            before.refused_clocks_mhz,
+            before.is_stock_only,
+        ):
+            self._usable_clocks_mhz = None
         self._changed_pipelines.add(rank.coordinates.pipeline)
         self._journal.store(rank)
         if why is not None:

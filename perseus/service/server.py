@@ -16,9 +16,9 @@ from perseus.service.coordinator import Coordinator
 from perseus.service.errors import AddressUnavailableError
 from perseus.service.frontier_service import FrontierService
 from perseus.service.guard import GuardRules
-from perseus.service.job_machine import Rules
 from perseus.service.job_service import JobService
 from perseus.service.profiler import ProfilingRules
+from perseus.service.rules import Rules
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.solving import SolverPool
 from perseus.service.sqlite_store import SqliteStore

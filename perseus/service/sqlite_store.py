@@ -17,16 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import TypeAdapter
 
-from perseus.service.commands import (
-    ForgetIterations,
-    IterationRows,
-    JobRecord,
-    OfferRecord,
-    Record,
-)
 from perseus.service.errors import DatabaseUnavailableError
 from perseus.service.iterations import Period
-from perseus.service.job_machine import StoredJob
 from perseus.service.model import (
     Clocks,
     EventType,
@@ -37,6 +29,7 @@ from perseus.service.model import (
     Rank,
     StockClocks,
 )
+from perseus.service.records import ForgetIterations, IterationRows, JobRecord, OfferRecord, Record, StoredJob
 from perseus.service.specification import Coordinates, JobSpec
 from perseus.service.stage_profiles import StageKey, StageProfile
 from perseus.service.store import Entry, JobEntry, JobEvent, JobStore, NewJob, TelemetrySequence

@@ -9,9 +9,8 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perseus.service.commands import Record
-from perseus.service.job_machine import StoredJob
 from perseus.service.model import Happening
+from perseus.service.records import Record, StoredJob
 from perseus.service.specification import JobSpec
 
 

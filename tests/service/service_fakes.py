@@ -6,18 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from perseus.service.commands import (
-    Announce,
-    Command,
-    EndStream,
-    ForgetIterations,
-    IterationRows,
-    JobRecord,
-    OfferRecord,
-    SendOffer,
-    Solve,
-    Store,
-)
+from perseus.service.commands import Announce, Command, EndStream, SendOffer, Solve, Store
 from perseus.service.inputs import (
     Input,
     OfferAnswered,
@@ -27,7 +16,7 @@ from perseus.service.inputs import (
     TelemetryArrived,
 )
 from perseus.service.iterations import Period
-from perseus.service.job_machine import JobMachine, Rules, StoredJob
+from perseus.service.job_machine import JobMachine
 from perseus.service.model import (
     STOCK,
     STOCK_MHZ,
@@ -40,6 +29,8 @@ from perseus.service.model import (
     stage_clocks,
 )
 from perseus.service.profiler import ProfilingRules
+from perseus.service.records import ForgetIterations, IterationRows, JobRecord, OfferRecord, StoredJob
+from perseus.service.rules import Rules
 from perseus.service.specification import (
     Coordinates,
     JobSpec,

@@ -31,7 +31,6 @@ from perseus.service.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.job_machine import Rules
 from perseus.service.model import (
     STOCK,
     EventType,
@@ -45,6 +44,7 @@ from perseus.service.model import (
     Straggler,
 )
 from perseus.service.profiler import ProfilingRules
+from perseus.service.rules import Rules
 from perseus.service.specification import Coordinates, OperatingPolicy
 from perseus.solver import Computation, Kind
 

@@ -28,7 +28,6 @@ from perseus.service.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.job_machine import Rules
 from perseus.service.model import (
     STOCK_MHZ,
     JobState,
@@ -38,6 +37,7 @@ from perseus.service.model import (
     stage_clocks,
 )
 from perseus.service.profiler import ProfilingRules
+from perseus.service.rules import Rules
 from perseus.service.specification import Coordinates, OperatingPolicy
 from perseus.solver import solve
 

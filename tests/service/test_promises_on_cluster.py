@@ -11,9 +11,9 @@ from perseus.service.commands import Announce, FindProfile
 from perseus.service.drift import BLOCK
 from perseus.service.errors import JobNotSolvedError
 from perseus.service.inputs import BaselineRequested, PolicySet, ProfileFound, StragglerReported
-from perseus.service.job_machine import Rules
 from perseus.service.model import EventType, HoldClocks, JobState, PlannedClocks, Straggler
 from perseus.service.profiler import HOLD_LIMIT, ProfilingRules
+from perseus.service.rules import Rules
 from perseus.service.specification import Deadline, OperatingPolicy
 from perseus.service.telemetry import EnergyEstimate, EnergySample
 from perseus.solver import Computation, Kind, Measurement, Pipeline, replay
@@ -199,7 +199,7 @@ def test_a_policy_is_a_point_on_the_frontier() -> None:
     cluster = TruthfulCluster().plan()
     frontier = cluster.machine.solved_frontier()
     middle_s = (frontier.t_min_s + frontier.t_star_s) / 2
-    overhead_s = cluster.machine._baseline_time_s - frontier.baseline.iteration_time_s
+    overhead_s = cluster.machine._baseline.time_s - frontier.baseline.iteration_time_s
     cluster.send(PolicySet(OperatingPolicy(deadline=Deadline(10, 10 * (middle_s + overhead_s)))))
     cluster.run(4)
     assert frontier.t_min_s < cluster.planned_times_s()[0] <= middle_s

@@ -7,7 +7,6 @@ from service_fakes import CLOCKS_MHZ, EPOCH, Cluster, make_spec
 
 from perseus.service.commands import Announce, Command, SendOffer, Solve
 from perseus.service.inputs import AgentLeft, OfferAnswered, Solved, StragglerReported
-from perseus.service.job_machine import Rules
 from perseus.service.model import (
     STOCK,
     STOCK_MHZ,
@@ -20,6 +19,7 @@ from perseus.service.model import (
     Straggler,
     stage_clocks,
 )
+from perseus.service.rules import Rules
 from perseus.service.specification import Coordinates
 from perseus.solver import solve
 
@@ -215,7 +215,7 @@ def test_a_frontier_that_was_solved_for_what_is_no_longer_there_is_not_used() ->
     commands = cluster.tell(cluster.ranks[FIRST].answer(offers(commands)[FIRST]))
     (before,) = problems(commands)
     cluster.ranks[SECOND].missing_mhz = frozenset({CLOCKS_MHZ[-1]})
-    cluster.machine._drop_frontier()
+    cluster.machine._planner.drop_frontier()
     commands = cluster.tell(Solved(solve(before.problem, point_count=4)))
     cluster.expect(JobState.SOLVING)
     assert len(problems(commands)) == 1

@@ -9,16 +9,9 @@ import numpy as np
 import pytest
 from service_fakes import EPOCH, Cluster, make_gpu, make_spec
 
-from perseus.service.commands import (
-    Announce,
-    ForgetIterations,
-    IterationRows,
-    JobRecord,
-    OfferRecord,
-    Store,
-)
+from perseus.service.commands import Announce, Store
 from perseus.service.errors import DatabaseUnavailableError
-from perseus.service.job_machine import JobMachine, Rules
+from perseus.service.job_machine import JobMachine
 from perseus.service.model import (
     STOCK,
     EventType,
@@ -30,6 +23,8 @@ from perseus.service.model import (
     RankState,
     Straggler,
 )
+from perseus.service.records import ForgetIterations, IterationRows, JobRecord, OfferRecord
+from perseus.service.rules import Rules
 from perseus.service.specification import (
     Coordinates,
     ExplicitSchedule,

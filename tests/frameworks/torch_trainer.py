@@ -1,19 +1,6 @@
-"""A tiny transformer, really trained with `torch.distributed.pipelining` on CPUs: `torch_trainer.py TASK`.
+"""A tiny transformer, really trained with `torch.distributed.pipelining` on CPUs: `torch_trainer.py TASK`."""
 
-One process forks all ranks of the job. Attached, their computations take as long as emulated GPUs say, and
-they train until the run's folder holds a file named `stop`; alone, they train a number of iterations, as fast
-as they can. Either way every last stage leaves its losses, bit for bit, in a file.
-"""
-
-import ctypes
-import json
-import os
-import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,39 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.nn import functional
+from trainers import TrainerTask, main
 
-from perseus.agent.computation import Kind
-from perseus.agent.gpu.physics import Work
 from perseus.agent.torch import attach
-from perseus.demo.emulated_probe import Works, emulated_connect
-from perseus.demo.trainer import STOP_FILE
-
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerTask:
-    """What to train, and how. `sockets[p]` is the agent of a pipeline; none: alone."""
-
-    run_dir: str
-    losses_dir: str
-    job_id: str
-    schedule: str
-    pipeline_count: int
-    stage_count: int
-    chunk_count: int
-    microbatch_count: int
-    iteration_count: int
-    sockets: Sequence[str] = ()
-    gpu_files: Sequence[Sequence[str]] = ()
-    works: Sequence[Sequence[tuple[int, int, float, float, float]]] = ()
-    """For every stage: kind, chunk, and the work's compute-bound and memory-bound seconds and activity."""
-
-    def to_json(self) -> str:
-        """For the command line."""
-        return json.dumps(asdict(self))
 
 
 class Chunk(nn.Module):  # type: ignore[misc]
@@ -98,27 +57,18 @@ def make_schedule(task: TrainerTask, stage: int, group: Any) -> tuple[Any, list[
 def train(task: TrainerTask, rank: int) -> None:
     """Train one rank."""
     torch.set_num_threads(1)
-    world = task.pipeline_count * task.stage_count
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{task.losses_dir}/rendezvous", rank=rank, world_size=world
-    )
+    distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
     mesh = init_device_mesh("cpu", (task.pipeline_count, task.stage_count), mesh_dim_names=("dp", "pp"))
-    pipeline, stage = divmod(rank, task.stage_count)
+    pipeline, stage = mesh.get_coordinate()
     schedule, chunks = make_schedule(task, stage, mesh.get_group("pp"))
     attachment = None
-    if task.sockets:
-        os.environ["PERSEUS_AGENT_SOCKET"] = task.sockets[pipeline]
-        works: Works = {(Kind(k), chunk): Work(*work) for k, chunk, *work in task.works[stage]}
-        attachment = attach(
-            schedule,
-            job_id=task.job_id,
-            device_mesh=mesh,
-            connect=emulated_connect(Path(task.gpu_files[pipeline][stage]), works),
-        )
-    optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.1)
+    if task.is_attached:
+        attachment = attach(schedule, device_mesh=mesh, **task.attach_arguments(pipeline, stage))
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
     # The model's last chunk says what the losses are: in a V it is on the first stage.
     has_losses = any(chunk.head is not None for chunk in chunks)
-    losses: list[str] = []
+    losses: list[float] = []
     iteration, goes_on = 0, True
     while goes_on:
         generator = torch.Generator().manual_seed(1000 * pipeline + iteration)
@@ -127,17 +77,13 @@ def train(task: TrainerTask, rank: int) -> None:
         inputs = [tokens[:, :-1]] if chunks[0].embedding is not None else []
         found: list[torch.Tensor] = []
         schedule.step(*inputs, **({"target": tokens[:, 1:], "losses": found} if has_losses else {}))
-        losses += [loss.item().hex() for loss in found]
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                distributed.all_reduce(parameter.grad, group=mesh.get_group("dp"))
-        # The norm of all gradients, as for clipping: here all ranks wait for each other.
-        norm = torch.stack([p.grad.square().sum() for chunk in chunks for p in chunk.parameters()]).sum()
+        losses += [loss.item() for loss in found]
+        for parameter in parameters:
+            distributed.all_reduce(parameter.grad, group=mesh.get_group("dp"))
         iteration += 1
-        is_last = (
-            Path(task.run_dir, STOP_FILE).exists() if task.sockets else iteration == task.iteration_count
-        )
-        state = torch.stack([norm, torch.tensor(float(rank == 0 and is_last))])
+        # The norm of all gradients, as for clipping: here all ranks wait for each other.
+        norm = torch.stack([parameter.grad.square().sum() for parameter in parameters]).sum()
+        state = torch.stack([norm, torch.tensor(float(rank == 0 and task.is_over(iteration)))])
         distributed.all_reduce(state)
         goes_on = state[1].item() == 0
         optimizer.step()
@@ -145,34 +91,9 @@ def train(task: TrainerTask, rank: int) -> None:
     if attachment is not None:
         attachment.detach()
     if has_losses:
-        Path(task.losses_dir, f"losses-{pipeline}.json").write_text(json.dumps(losses))
+        task.leave_losses(pipeline, losses)
     distributed.destroy_process_group()
 
 
-def main(task: TrainerTask) -> int:
-    """Fork every rank, and wait for all."""
-    # An emulated GPU is as punctual as its process: other work on this machine's cores must not be its wait.
-    with suppress(PermissionError):
-        os.nice(-10)
-    ranks = []
-    for rank in range(task.pipeline_count * task.stage_count):
-        process = os.fork()
-        if process == 0:
-            status = 1
-            # Whoever ends the parent ends its ranks.
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            try:
-                train(task, rank)
-                status = 0
-            except BaseException as error:
-                sys.excepthook(type(error), error, error.__traceback__)
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        ranks.append(process)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
-    return max(map(abs, statuses))
-
-
 if __name__ == "__main__":
-    sys.exit(main(TrainerTask(**json.loads(sys.argv[1]))))
+    sys.exit(main(train))

@@ -70,10 +70,15 @@ class RealRun:
     async def watch(self, count: int) -> Figures:
         """Watch the next `count` iterations that begin from now on."""
         first = self.observer.next_whole_iteration
-        numbers = range(first, first + count)
+        return await self.when_known(range(first, first + count))
+
+    async def when_known(self, numbers: Sequence[int]) -> Figures:
+        """The figures of these iterations, once all pipelines have reported them."""
         measurements = self.observer.measurements
         await self.observer.until(
-            f"{count} iterations", lambda: measurements.are_complete(numbers), STEP_TIMEOUT_S
+            f"iterations {numbers[0]} to {numbers[-1]}",
+            lambda: measurements.are_complete(numbers),
+            STEP_TIMEOUT_S,
         )
         return self.figures(numbers)
 

@@ -25,7 +25,7 @@ from perseus.agent.computation import Kind
 ONE_CHUNK = Case("torch_trainer", "1F1B", UNEVEN, 1, 0.03, 0.06)
 INTERLEAVED = Case("torch_trainer", "Interleaved1F1B", (0.8, 1.0), 2, 0.03, 0.06)
 V_SHAPED = Case("torch_trainer", "ZBVZeroBubble", (0.8, 1.0), 2, 0.03, 0.06)
-REPLICATED = Case("torch_trainer", "1F1B", (0.8, 1.0), 1, 0.05, 0.1, pipeline_count=2)
+REPLICATED = Case("torch_trainer", "1F1B", (0.8, 1.0), 1, 0.04, 0.08, pipeline_count=2)
 STRAGGLER, SLOWDOWN = 1, 1.3
 
 
@@ -88,7 +88,7 @@ async def test_a_straggling_replica_is_found_and_answered(tmp_path: Path) -> Non
             STEP_TIMEOUT_S,
         )
         answered_after = observer.in_force_since() - first
-        unanswered = run.figures(range(first, observer.in_force_since()))
+        unanswered = await run.when_known(range(first, observer.in_force_since()))
         answered = await run.watch(WATCHED)
         assert observer.job is not None
         slowed_s, fast_s = observer.job.planned_iteration_time_s[0], observer.job.t_min_s

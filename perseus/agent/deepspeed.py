@@ -52,10 +52,10 @@ def attach(
         placement,
         connect_marks(connect, job_id, placement, engine.device),
         gather_over(engine.grid.get_pipe_parallel_group()),
-        table=_table(schedule),
+        table=table_of(schedule),
         max_slowdown_percent=max_slowdown_percent,
     )
-    _mark(attachment, engine)
+    mark_engine(attachment, engine)
     return attachment
 
 
@@ -72,7 +72,7 @@ def _placement(engine: Any) -> Placement:
     )
 
 
-def _table(schedule: Any) -> list[Computation]:
+def table_of(schedule: Any) -> list[Computation]:
     """The order that DeepSpeed's schedule gives its stage: a step has one computation at most."""
     return [
         Computation(kind, schedule._step_to_micro_batch(step)[0])
@@ -82,7 +82,8 @@ def _table(schedule: Any) -> list[Computation]:
     ]
 
 
-def _mark(attachment: Attachment, engine: Any) -> None:
+def mark_engine(attachment: Attachment, engine: Any) -> None:
+    """Put marks around an engine's training iterations and their computations."""
     # How many computations of each kind the iteration has executed.
     counts = dict.fromkeys(_KINDS.values(), 0)
     train_batch = engine.train_batch

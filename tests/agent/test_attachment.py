@@ -3,9 +3,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from marks_stub import MarksStub
 
 from perseus.agent.attachment import Attachment, ExecutedOrder, paths_through
 from perseus.agent.computation import Computation, Kind
@@ -13,43 +13,6 @@ from perseus.agent.placement import Placement
 
 ALONE = Placement(pipeline=0, pipeline_count=3, stage=0, stage_count=2, tensor=0, tensor_count=4)
 ORDER = (Computation(Kind.FORWARD, 0), Computation(Kind.BACKWARD, 0))
-
-
-class MarksStub:
-    """Takes note of all that is asked of it; raises at the method named in `failing`."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.registered: list[dict[str, Any]] = []
-        self.failing = ""
-
-    def register(self, **arguments: Any) -> bool:
-        self._note("register")
-        self.registered.append(arguments)
-        return True
-
-    def begin_iteration(self) -> None:
-        self._note("begin_iteration")
-
-    def end_iteration(self) -> None:
-        self._note("end_iteration")
-
-    def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        self._note("begin", kind, microbatch, chunk)
-
-    def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        self._note("end", kind, microbatch, chunk)
-
-    def finish(self) -> None:
-        self._note("finish")
-
-    def close(self) -> None:
-        self._note("close")
-
-    def _note(self, name: str, *arguments: Any) -> None:
-        if name == self.failing:
-            raise RuntimeError(f"{name} fails")
-        self.calls.append((name, *arguments))
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from real_run import real_run
 
 from perseus import solver
 
-BY_TIMERS = Case("megatron_trainer", "1f1b-timers", UNEVEN, 1, 0.03, 0.06)
-INTERLEAVED = Case("megatron_trainer", "interleaved", UNEVEN, 2, 0.02, 0.04)
+BY_TIMERS = Case("megatron_trainer", "1f1b-timers", UNEVEN, 1, 0.05, 0.1)
+INTERLEAVED = Case("megatron_trainer", "interleaved", UNEVEN, 2, 0.035, 0.07)
 
 
 @pytest.mark.timeout(300)

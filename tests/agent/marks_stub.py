@@ -1,0 +1,42 @@
+"""What stands for a probe in tests of the frameworks' hooks."""
+
+from typing import Any
+
+from perseus.agent.computation import Kind
+
+
+class MarksStub:
+    """Takes note of all that is asked of it; raises at the method named in `failing`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.registered: list[dict[str, Any]] = []
+        self.failing = ""
+
+    def register(self, **arguments: Any) -> bool:
+        self._note("register")
+        self.registered.append(arguments)
+        return True
+
+    def begin_iteration(self) -> None:
+        self._note("begin_iteration")
+
+    def end_iteration(self) -> None:
+        self._note("end_iteration")
+
+    def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
+        self._note("begin", kind, microbatch, chunk)
+
+    def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
+        self._note("end", kind, microbatch, chunk)
+
+    def finish(self) -> None:
+        self._note("finish")
+
+    def close(self) -> None:
+        self._note("close")
+
+    def _note(self, name: str, *arguments: Any) -> None:
+        if name == self.failing:
+            raise RuntimeError(f"{name} fails")
+        self.calls.append((name, *arguments))

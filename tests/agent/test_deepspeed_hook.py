@@ -1,0 +1,136 @@
+"""The hook into DeepSpeed, on a stand-in for its engine; tests/frameworks has the real one."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from marks_stub import MarksStub
+
+from perseus.agent.attachment import Attachment
+from perseus.agent.computation import Computation, Kind
+from perseus.agent.deepspeed import attach, mark_engine, table_of
+from perseus.agent.placement import Placement
+
+FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
+
+
+class Instruction:
+    """One instruction of a schedule."""
+
+    def __init__(self, **kwargs: int) -> None:
+        self.kwargs = kwargs
+
+
+class ForwardPass(Instruction):
+    """As DeepSpeed names it."""
+
+
+class BackwardPass(Instruction):
+    """As DeepSpeed names it."""
+
+
+class OptimizerStep(Instruction):
+    """As DeepSpeed names it."""
+
+
+class TwoMicrobatches:
+    """A schedule whose only buffer is used twice."""
+
+    def steps(self) -> Iterator[list[Instruction]]:
+        yield []
+        yield [ForwardPass(buffer_id=0)]
+        yield [BackwardPass(buffer_id=0)]
+        yield [ForwardPass(buffer_id=0)]
+        yield [BackwardPass(buffer_id=0), OptimizerStep()]
+
+    def _step_to_micro_batch(self, step: int) -> tuple[int, bool]:
+        return [(-1, True), (0, True), (0, False), (1, True), (1, False)][step]
+
+
+class Engine:
+    """Executes a schedule as DeepSpeed does: bound methods made from what its map has."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def _exec_forward(self, buffer_id: int) -> None:
+        self.done.append(f"F{buffer_id}")
+
+    def _exec_backward(self, buffer_id: int) -> None:
+        self.done.append(f"B{buffer_id}")
+
+    def _exec_optimizer_step(self, lr_kwargs: object = None) -> None:
+        self.done.append("step")
+
+    _INSTRUCTION_MAP: dict[type, Callable[..., None]] = {  # noqa: RUF012
+        ForwardPass: _exec_forward,
+        BackwardPass: _exec_backward,
+        OptimizerStep: _exec_optimizer_step,
+    }
+
+    def train_batch(self, data_iter: object = None) -> str:
+        self.execute()
+        return f"loss of {data_iter}"
+
+    def eval_batch(self) -> None:
+        self._INSTRUCTION_MAP[ForwardPass](self, buffer_id=1)
+
+    def execute(self) -> None:
+        for step in TwoMicrobatches().steps():
+            for instruction in step:
+                self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
+
+
+def attached(marks: MarksStub, table: list[Computation] | None = None) -> Attachment:
+    return Attachment(Placement(0, 1, 0, 1), marks, lambda order: [order], table=table)
+
+
+ITERATION: list[tuple[Any, ...]] = [
+    ("begin_iteration",),
+    ("begin", FORWARD, 0, 0),
+    ("end", FORWARD, 0, 0),
+    ("begin", BACKWARD, 0, 0),
+    ("end", BACKWARD, 0, 0),
+    ("begin", FORWARD, 1, 0),
+    ("end", FORWARD, 1, 0),
+    ("begin", BACKWARD, 1, 0),
+    ("end", BACKWARD, 1, 0),
+    ("end_iteration",),
+]
+
+
+def test_an_engine_is_marked_and_does_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
+    marks, engine = MarksStub(), Engine()
+    mark_engine(attached(marks, table_of(TwoMicrobatches())), engine)
+    assert engine.train_batch("data") == "loss of data"
+    engine.eval_batch()
+    assert engine.train_batch(data_iter="more") == "loss of more"
+    assert marks.calls == [*ITERATION, ("register",), *ITERATION]
+    batch = ["F0", "B0", "F0", "B0", "step"]
+    assert engine.done == [*batch, "F1", *batch]
+    assert not caplog.records, "the engine's table says the same"
+
+
+def test_detaching_leaves_the_engine_as_it_was() -> None:
+    marks, engine = MarksStub(), Engine()
+    attachment = attached(marks)
+    mark_engine(attachment, engine)
+    assert engine._INSTRUCTION_MAP is not Engine._INSTRUCTION_MAP
+    attachment.detach()
+    assert vars(engine) == {"done": []}
+    engine.train_batch()
+    assert marks.calls == [("finish",), ("close",)]
+
+
+def test_the_table_has_the_microbatch_of_every_computation() -> None:
+    assert table_of(TwoMicrobatches()) == [
+        Computation(FORWARD, 0),
+        Computation(BACKWARD, 0),
+        Computation(FORWARD, 1),
+        Computation(BACKWARD, 1),
+    ]
+
+
+def test_an_engine_without_a_pipeline_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected DeepSpeed's PipelineEngine, found SimpleEngine"):
+        attach(type("SimpleEngine", (), {})(), job_id="gpt")

@@ -1,0 +1,267 @@
+"""The hooks into Megatron-Core, on stand-ins for its functions; tests/frameworks has the real ones."""
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from marks_stub import MarksStub
+
+from perseus.agent.attachment import Attachment
+from perseus.agent.computation import Kind
+from perseus.agent.megatron import MarkedSchedules, MarkedTimers
+from perseus.agent.placement import Placement
+
+FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
+ITERATIONS = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+# (is forward, microbatch, virtual stage)
+Step = tuple[bool, int, int | None]
+ONE_CHUNK: list[Step] = [(True, 0, None), (True, 1, None), (False, 0, None), (False, 1, None)]
+TWO_CHUNKS: list[Step] = [
+    (True, 0, 0),
+    (True, 1, 0),
+    (True, 0, 1),
+    (False, 0, 1),
+    (True, 1, 1),
+    (False, 1, 1),
+    (False, 0, 0),
+    (False, 1, 0),
+]
+
+
+class Tensor:
+    """Something with an identity."""
+
+
+class Megatron:
+    """A stand-in for `schedules`, which executes `steps` as Megatron does: by looks-up in the module."""
+
+    def __init__(self, version: str, steps: Sequence[Step]) -> None:
+        self.virtual_stage: int | None = None
+        self.module = SimpleNamespace(
+            forward_step=_FORWARD_STEPS[version],
+            backward_step=_backward_step,
+            **dict.fromkeys(ITERATIONS, self.run),
+        )
+        self._calls_with_stage = version != "0.12"
+        self._steps = steps
+
+    def run(self, *, forward_only: bool = False) -> str:
+        outputs: dict[tuple[int, int | None], Any] = {}
+        for is_forward, microbatch, stage in self._steps:
+            if is_forward:
+                self.virtual_stage = stage
+                told = {"vp_stage": stage} if self._calls_with_stage else {}
+                outputs[microbatch, stage], tokens = self.module.forward_step(
+                    None, None, None, 2, None, [], None, current_microbatch=microbatch, **told
+                )
+                assert tokens == 7
+            elif not forward_only:
+                self.virtual_stage = None
+                gradient = self.module.backward_step(None, outputs.pop((microbatch, stage)), None, None, None)
+                assert gradient == "gradient"
+        return "losses"
+
+
+def _forward_step_of_0_12(
+    forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: Any, input_tensor: Any,
+    forward_data_store: Any, config: Any, collect_non_loss_data: Any = False,
+    checkpoint_activations_microbatch: Any = None, is_first_microbatch: Any = False,
+    current_microbatch: Any = None, encoder_decoder_xattn: Any = False,
+) -> tuple[Any, int]:  # fmt: skip
+    return Tensor(), 7
+
+
+def _forward_step_of_0_16(
+    forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: Any, input_tensor: Any,
+    forward_data_store: Any, config: Any, cp_group_size: Any = 1, collect_non_loss_data: Any = False,
+    checkpoint_activations_microbatch: Any = None, is_first_microbatch: Any = False,
+    current_microbatch: Any = None, vp_stage: Any = None, is_last_stage: Any = True,
+) -> tuple[Any, int]:  # fmt: skip
+    # Where a stage has several inputs its output is a list.
+    return [Tensor()], 7
+
+
+def _backward_step(
+    input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any
+) -> str:
+    return "gradient"
+
+
+_FORWARD_STEPS = {"0.12": _forward_step_of_0_12, "0.16": _forward_step_of_0_16}
+
+
+def attached(marks: MarksStub) -> Attachment:
+    return Attachment(Placement(0, 1, 0, 1), marks, lambda order: [order])
+
+
+def marked(steps: Sequence[Step]) -> list[tuple[Any, ...]]:
+    found = []
+    for is_forward, microbatch, chunk in steps:
+        kind = FORWARD if is_forward else BACKWARD
+        found += [("begin", kind, microbatch, chunk or 0), ("end", kind, microbatch, chunk or 0)]
+    return [("begin_iteration",), *found, ("end_iteration",)]
+
+
+@pytest.mark.parametrize("version", _FORWARD_STEPS)
+@pytest.mark.parametrize("steps", [ONE_CHUNK, TWO_CHUNKS])
+@pytest.mark.parametrize("iteration", ITERATIONS)
+def test_schedules_are_marked(version: str, steps: list[Step], iteration: str) -> None:
+    marks, megatron = MarksStub(), Megatron(version, steps)
+    attachment = attached(marks)
+    MarkedSchedules(megatron.module, lambda: megatron.virtual_stage).mark(attachment)
+    for _ in range(2):
+        assert getattr(megatron.module, iteration)() == "losses"
+    assert marks.calls == [*marked(steps), ("register",), *marked(steps)]
+
+
+def test_arguments_are_found_by_position_or_name() -> None:
+    marks, module = MarksStub(), Megatron("0.12", []).module
+
+    def run() -> None:
+        output, _ = module.forward_step(None, None, None, 2, None, [], None, False, None, False, 5)
+        module.backward_step(
+            output_tensor=output, input_tensor=None, output_tensor_grad=None, model_type=None, config=None
+        )
+
+    module.forward_backward_no_pipelining = run
+    MarkedSchedules(module, lambda: None).mark(attached(marks))
+    module.forward_backward_no_pipelining()
+    assert marks.calls == [*marked([(True, 5, 0), (False, 5, 0)]), ("register",)]
+
+
+def test_forward_only_iterations_are_not_marked() -> None:
+    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
+    MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
+    assert megatron.module.forward_backward_no_pipelining(forward_only=True) == "losses"
+    assert marks.calls == []
+
+
+def test_detaching_puts_the_functions_back() -> None:
+    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
+    before = dict(vars(megatron.module))
+    attachment = attached(marks)
+    MarkedSchedules(megatron.module, lambda: None).mark(attachment)
+    assert {name for name, value in vars(megatron.module).items() if value is not before[name]} == set(before)
+    attachment.detach()
+    assert vars(megatron.module) == before
+    assert marks.calls == [("finish",), ("close",)]
+
+
+def test_an_iteration_that_fails_is_not_ended_and_the_next_one_is_whole() -> None:
+    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
+    errors = [RuntimeError("out of memory")]
+
+    def fail_once(
+        input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any
+    ) -> str:
+        if errors:
+            raise errors.pop()
+        return "gradient"
+
+    megatron.module.backward_step = fail_once
+    MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        megatron.module.forward_backward_no_pipelining()
+    assert marks.calls[-1] == ("begin", BACKWARD, 0, 0)
+    marks.calls.clear()
+    megatron.module.forward_backward_no_pipelining()
+    assert marks.calls == [*marked(ONE_CHUNK), ("register",)]
+
+
+def test_a_schedule_taken_before_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
+    MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
+    with caplog.at_level(logging.WARNING):
+        assert megatron.run() == "losses"
+        megatron.run()
+    assert marks.calls == []
+    assert [record.message for record in caplog.records] == [
+        "not marked: call get_forward_backward_func() after attach(), found it called before"
+    ]
+
+
+def test_an_unknown_megatron_is_refused() -> None:
+    megatron = Megatron("0.16", ONE_CHUNK)
+
+    def forward_step(model: Any, microbatch: int) -> None:
+        raise AssertionError
+
+    megatron.module.forward_step = forward_step
+    with pytest.raises(
+        ValueError, match="expected a parameter 'current_microbatch', found model, microbatch"
+    ):
+        MarkedSchedules(megatron.module, lambda: None)
+
+
+class UsersTimers:
+    """Timers that were there before."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        def note(edge: str) -> Callable[..., None]:
+            return lambda barrier=False: self.calls.append((name, edge, log_level, barrier))
+
+        return SimpleNamespace(start=note("start"), stop=note("stop"), elapsed=lambda: 1.5)
+
+    def log(self, names: Sequence[str]) -> str:
+        return f"times of {', '.join(names)}"
+
+
+def run_with_timers(timers: Any, steps: Sequence[Step]) -> None:
+    """Start and stop timers as Megatron does."""
+    timers("forward-backward", log_level=1).start(barrier=True)
+    for is_forward, _, _ in steps:
+        name = "forward-compute" if is_forward else "backward-compute"
+        timers("forward-recv", log_level=2).start()
+        timers("forward-recv").stop()
+        timers(name, log_level=2).start()
+        timers(name).stop()
+    timers("forward-backward").stop()
+
+
+def test_timers_are_marked_and_those_that_were_there_go_on() -> None:
+    marks, users, alone = MarksStub(), UsersTimers(), UsersTimers()
+    timers = MarkedTimers(attached(marks), users, lambda: True)
+    for _ in range(2):
+        run_with_timers(timers, ONE_CHUNK)
+        run_with_timers(alone, ONE_CHUNK)
+    assert marks.calls == [*marked(ONE_CHUNK), ("register",), *marked(ONE_CHUNK)]
+    assert users.calls == alone.calls
+    assert timers.log(["forward-backward"]) == "times of forward-backward"
+    assert timers("forward-compute").elapsed() == 1.5
+
+
+def test_timers_are_marked_where_there_were_none() -> None:
+    marks = MarksStub()
+    run_with_timers(MarkedTimers(attached(marks), None, lambda: True), ONE_CHUNK)
+    assert marks.calls == [*marked(ONE_CHUNK), ("register",)]
+
+
+def test_timers_of_an_evaluation_are_not_marked() -> None:
+    marks = MarksStub()
+    run_with_timers(MarkedTimers(attached(marks), None, lambda: False), [(True, 0, None), (True, 1, None)])
+    assert marks.calls == []
+
+
+def test_forwards_alone_are_no_iteration_to_register() -> None:
+    marks = MarksStub()
+    timers = MarkedTimers(attached(marks), None, lambda: True)
+    run_with_timers(timers, [(True, 0, None)])
+    assert ("register",) not in marks.calls
+    marks.calls.clear()
+    run_with_timers(timers, ONE_CHUNK)
+    assert marks.calls == [*marked(ONE_CHUNK), ("register",)]
+
+
+def test_a_configuration_with_marked_timers_can_be_copied() -> None:
+    timers = MarkedTimers(attached(MarksStub()), UsersTimers(), lambda: True)
+    assert copy.deepcopy(SimpleNamespace(timers=timers)).timers is timers

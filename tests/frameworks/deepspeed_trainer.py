@@ -1,0 +1,85 @@
+"""A tiny transformer, really trained with DeepSpeed's pipeline on CPUs: `deepspeed_trainer.py TASK`."""
+
+import os
+import sys
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from torch import distributed, nn
+from torch.nn import functional
+from trainers import TrainerTask, main
+
+from perseus.agent.deepspeed import attach
+
+VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
+
+
+def train(task: TrainerTask, rank: int) -> None:
+    """Train one rank."""
+    torch.set_num_threads(1)
+    # Else DeepSpeed would compile its collectives for shared memory now.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(task.rank_count))
+    deepspeed.init_distributed(
+        "gloo",
+        init_method=task.rendezvous,
+        rank=rank,
+        world_size=task.rank_count,
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+    losses: list[float] = []
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = functional.cross_entropy(output.reshape(-1, VOCABULARY), target.reshape(-1))
+        losses.append(loss.item())
+        return loss
+
+    torch.manual_seed(0)
+    blocks = [
+        nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        for _ in range(task.stage_count)
+    ]
+    model = PipelineModule(
+        [nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY)],
+        num_stages=task.stage_count,
+        loss_fn=loss_of,
+        partition_method="type:TransformerEncoderLayer",
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={
+            "train_micro_batch_size_per_gpu": MICROBATCH_SIZE,
+            "gradient_accumulation_steps": task.microbatch_count,
+            "steps_per_print": sys.maxsize,
+        },
+    )
+    pipeline, stage = engine.grid.get_data_parallel_rank(), engine.grid.get_pipe_parallel_rank()
+    attachment = None
+    if task.is_attached:
+        attachment = attach(engine, **task.attach_arguments(pipeline, stage))
+    iteration, goes_on = 0, True
+    while goes_on:
+        generator = torch.Generator().manual_seed(1000 * pipeline + iteration)
+        size = (task.microbatch_count, MICROBATCH_SIZE, LENGTH + 1)
+        microbatches = torch.randint(0, VOCABULARY, size, generator=generator)
+        engine.train_batch(iter([(tokens[:, :-1], tokens[:, 1:]) for tokens in microbatches]))
+        iteration += 1
+        is_over = torch.tensor(rank == 0 and task.is_over(iteration))
+        distributed.broadcast(is_over, 0)
+        goes_on = not is_over.item()
+    if attachment is not None:
+        attachment.detach()
+    assert "_INSTRUCTION_MAP" not in vars(engine)
+    assert "train_batch" not in vars(engine)
+    if losses:
+        task.leave_losses(pipeline, losses)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(train))

@@ -1,0 +1,33 @@
+"""DeepSpeed's pipeline engine, really training on CPUs under a real coordinator and real agents."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed; `make test-frameworks` has it")
+
+from cases import (
+    MICROBATCHES,
+    UNEVEN,
+    WATCHED,
+    Case,
+    check_identities,
+    check_losses,
+    check_plan,
+    identities,
+    start,
+)
+from real_run import real_run
+
+from perseus import solver
+
+FOUR_STAGES = Case("deepspeed_trainer", "1f1b", UNEVEN, 1, 0.05, 0.1)
+
+
+@pytest.mark.timeout(300)
+async def test_pipeline_engine(tmp_path: Path) -> None:
+    async with real_run(FOUR_STAGES.workload, tmp_path / "logs", start(FOUR_STAGES, tmp_path)) as run:
+        await run.until_planned()
+        await check_plan(run, await run.watch(WATCHED))
+        check_identities(run, identities(solver.one_forward_one_backward(4, MICROBATCHES)))
+    check_losses(FOUR_STAGES, tmp_path)

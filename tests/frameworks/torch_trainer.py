@@ -14,6 +14,7 @@ from trainers import TrainerTask, main
 from perseus.agent.torch import attach
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 class Chunk(nn.Module):  # type: ignore[misc]
@@ -40,9 +41,8 @@ def make_schedule(task: TrainerTask, stage: int, group: Any) -> tuple[Any, list[
     """This rank's schedule, and the chunks of the model that it trains."""
     count = task.stage_count * task.chunk_count
     schedule_class = get_schedule_class(task.schedule)
-    is_v_shaped = task.schedule in ("ZBVZeroBubble", "DualPipeV")
     positions = [stage + chunk * task.stage_count for chunk in range(task.chunk_count)]
-    if is_v_shaped:
+    if task.schedule in V_SHAPED:
         positions = [stage, count - 1 - stage]
     stages, chunks = [], []
     for position in positions:

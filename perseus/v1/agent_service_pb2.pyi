@@ -890,7 +890,9 @@ class PlanOffer(google.protobuf.message.Message):
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     version: builtins.int
-    """Version, rising within the job. It belongs to the clocks and survives reconnects."""
+    """Version, rising within the job. It belongs to the clocks and survives reconnects. A rank whose clocks a new
+    plan does not change keeps its version, and is offered nothing.
+    """
     start_iteration: builtins.int
     """First iteration under these clocks. A rank that has already begun it refuses."""
     lease_s: builtins.float

@@ -122,13 +122,24 @@ class RandomLife(RuleBasedStateMachine):
             for place in PLACES:
                 self.lose(place)
         self.join_all()
-        for _ in range(80):
+        calm_count = 0
+        for _ in range(100):
             while self.waiting:
                 self.deliver_one()
             while self.problems:
                 self.finish_solving()
             for rank in self.cluster.ranks.values():
                 self.step(rank)
+            calm_count = calm_count + 1 if self.is_calm() else 0
+            if calm_count == 10:
+                break
+
+    def is_calm(self) -> bool:
+        machine = self.cluster.machine
+        return machine.state in (JobState.PLANNED, JobState.STOCK) and all(
+            rank.in_force.version == machine._offers.of_rank(place).version
+            for place, rank in self.cluster.ranks.items()
+        )
 
     # What may happen.
 

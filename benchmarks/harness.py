@@ -23,7 +23,7 @@ from perseus.solver import Pipeline, one_forward_one_backward, read_profile_csv
 RESULTS = Path(__file__).resolve().parent / "results"
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
-_PACKAGES = ("numpy", "igraph", "highspy", "lowtime")
+_PACKAGES = ("numpy", "igraph", "highspy", "lowtime", "torch")
 
 GPUS = {"a100-sxm": "A100 SXM", "a40": "A40"}
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}

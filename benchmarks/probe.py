@@ -23,19 +23,19 @@ from perseus.agent import Kind, Probe
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A100_SXM
 
-_UUID = "GPU-benchmark"
-_COMPUTATIONS = 4000
-_PACE_S = 0.0005
+UUID = "GPU-benchmark"
+COMPUTATIONS = 4000
+PACE_S = 0.0005
 """Between computations: an agent that is not stopped keeps up."""
 _START_TIMEOUT_S = 30.0
 _CORES = os.sched_getaffinity(0)
-_TRAINER_CORE = min(_CORES)
-_OTHER_CORES = _CORES - {_TRAINER_CORE} or _CORES
+TRAINER_CORE = min(_CORES)
+_OTHER_CORES = _CORES - {TRAINER_CORE} or _CORES
 
 
 def run() -> list[Table]:
     """Measure all conditions."""
-    os.sched_setaffinity(0, {_TRAINER_CORE})
+    os.sched_setaffinity(0, {TRAINER_CORE})
     rows = []
     for condition in ("agent reads", "agent stopped, socket full", "agent killed", "no agent"):
         costs_us, dropped_count = _measure(condition)
@@ -52,11 +52,11 @@ def run() -> list[Table]:
 
 
 def _measure(condition: str) -> tuple[list[float], int]:
-    with tempfile.TemporaryDirectory(prefix="perseus-") as folder, _agent(Path(folder)) as agent:
+    with tempfile.TemporaryDirectory(prefix="perseus-") as folder, running_agent(Path(folder)) as agent:
         path = Path(folder) / "agent.sock"
         if condition == "no agent":
             path = path.with_name("nobody.sock")
-        probe = Probe.connect(path, job_id="job", pipeline=0, stage=0, gpu_uuid=_UUID)
+        probe = Probe.connect(path, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID)
         if condition == "agent stopped, socket full":
             agent.send_signal(signal.SIGSTOP)
             while probe.dropped_mark_count == 0:
@@ -67,12 +67,12 @@ def _measure(condition: str) -> tuple[list[float], int]:
         dropped_before = probe.dropped_mark_count
         costs_us = []
         probe.begin_iteration()
-        for microbatch in range(_COMPUTATIONS):
+        for microbatch in range(COMPUTATIONS):
             begun_ns = perf_counter_ns()
             probe.begin_computation(Kind.FORWARD, microbatch)
             probe.end_computation(Kind.FORWARD, microbatch)
             costs_us.append((perf_counter_ns() - begun_ns) / 1000)
-            _compute(_PACE_S)
+            compute(PACE_S)
         dropped_count = probe.dropped_mark_count - dropped_before
         agent.send_signal(signal.SIGCONT)  # does nothing to one that is dead
         probe.close()
@@ -88,18 +88,18 @@ def _bare_sends_us() -> list[float]:
     theirs.close()
     packet = bytes(32)
     costs_us = []
-    for _ in range(_COMPUTATIONS):
+    for _ in range(COMPUTATIONS):
         begun_ns = perf_counter_ns()
         ours.send(packet)
         ours.send(packet)
         costs_us.append((perf_counter_ns() - begun_ns) / 1000)
-        _compute(_PACE_S)
+        compute(PACE_S)
     ours.close()
     reader.wait()
     return costs_us
 
 
-def _compute(duration_s: float) -> None:
+def compute(duration_s: float) -> None:
     """Keep the core busy, as a trainer does; a sleep would let it go to sleep, too."""
     until_s = time.perf_counter() + duration_s
     while time.perf_counter() < until_s:
@@ -107,9 +107,10 @@ def _compute(duration_s: float) -> None:
 
 
 @contextmanager
-def _agent(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running_agent(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """An agent with an emulated GPU, on the other cores; its socket is `agent.sock` in the folder."""
     (folder / "gpus").mkdir()
-    EmulatedGpu.create(folder / "gpus" / "gpu", A100_SXM, _UUID).close()
+    EmulatedGpu.create(folder / "gpus" / "gpu", A100_SXM, UUID).close()
     settings = {
         "COORDINATOR": "127.0.0.1:1",
         "SOCKET": str(folder / "agent.sock"),

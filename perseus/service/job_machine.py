@@ -311,10 +311,10 @@ class JobMachine:
             self._ranks.note_clocks(event.rank, batch.clocks)
         energy = batch.energy
         if energy is not None and energy.plan_version == self._offers.of_rank(event.rank).version:
-            if self.state is JobState.PROFILING:
-                self.profiler.take_estimate(event.rank, energy)
-            elif self.state is JobState.PLANNED:
+            if self.state is JobState.PLANNED:
                 self._planner.watch.take_estimate(event.rank, energy)
+            else:
+                self.profiler.take_estimate(event.rank, energy)
 
     @_on.register
     def _(self, event: OfferAnswered, now_s: float) -> None:

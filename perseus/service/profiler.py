@@ -14,7 +14,7 @@ first rounds measured.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from perseus.service.clock_choice import ClockChoice, choose_clocks
@@ -95,12 +95,6 @@ class Profiler:
         stages = [profile.stage for profile in self.profiles]
         return max((stages.count(stage) for stage in set(stages)), default=0)
 
-    def start_round(self) -> None:
-        """Forget what was measured of a round that did not end."""
-        self._estimates.clear()
-        self._disturbed.clear()
-        self._held_count = 0
-
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank's counter says of the clock that it holds."""
         self._estimates[rank] = estimate
@@ -130,9 +124,9 @@ class Profiler:
         choice = choose_clocks(self.profiles, self._schedule, clocks_mhz, self._barred)
         why = self._why_to_end(choice, now_s)
         if why is None:
-            self.start_round()
-            self._round_count += 1
             at_stock = stages_at_stock(clocks_mhz)
+            self._start_round(at_stock)
+            self._round_count += 1
             return HoldClocks(
                 tuple(
                     STOCK_MHZ if stage in at_stock else clock_mhz
@@ -150,6 +144,12 @@ class Profiler:
                 by_place[place] = profile
                 self._journal.store(profile)
         self.profiles = tuple(by_place[place] for place in sorted(by_place))
+
+    def _start_round(self, at_stock: Collection[int]) -> None:
+        """Forget what was estimated; but at stock it stays true, and newer estimates come more rarely."""
+        self._estimates = {rank: some for rank, some in self._estimates.items() if rank.stage in at_stock}
+        self._disturbed.clear()
+        self._held_count = 0
 
     def _why_to_end(self, choice: ClockChoice, now_s: float) -> str | None:
         clocks = f"{self.clock_count} clocks are measured"

@@ -6,7 +6,7 @@ from service_fakes import CLOCKS_MHZ, estimate, time_s
 from perseus.service.commands import Announce, Command
 from perseus.service.iterations import JobIteration
 from perseus.service.journal import Journal
-from perseus.service.model import EventType, HoldClocks
+from perseus.service.model import STOCK_MHZ, EventType, HoldClocks
 from perseus.service.profiler import HOLD_LIMIT, Profiler, ProfilingRules
 from perseus.service.specification import Parallelism
 from perseus.solver import Kind, one_forward_one_backward
@@ -87,7 +87,7 @@ def test_a_slow_pipeline_need_not_be_measured() -> None:
 def test_who_was_slow_is_forgotten_with_the_round() -> None:
     bench = Bench()
     bench.iterate(disturbed={0}, measured={0, 1})
-    bench.profiler.start_round()
+    assert bench.profiler.next_round(None, USABLE_MHZ, 0.0) == bench.held
     for _ in range(ITERATIONS):
         bench.iterate(disturbed=set(), measured={0})
     assert bench.goes_on(), "pipeline 1 counts again, and is not measured"
@@ -102,3 +102,24 @@ def test_a_clock_that_does_not_get_measured_is_given_up() -> None:
     following = bench.profiler.next_round(bench.held, USABLE_MHZ, 0.0)
     assert following == HoldClocks((1300, 1300))
     assert bench.events() == [EventType.CLOCK_GIVEN_UP] * 2
+
+
+def test_what_was_estimated_at_stock_counts_for_a_stage_that_stays_there() -> None:
+    """The longer a plan is in force, the rarer are its estimates: the next may be far away."""
+    journal = Journal()
+    profiler = Profiler(SHAPE, SCHEDULE, ProfilingRules(iterations=ITERATIONS), journal)
+    for place in SHAPE.all_coordinates():
+        profiler.take_estimate(place, estimate(SCHEDULE.orders[place.stage], 0, 100, STOCK_MHZ))
+    usable_mhz = [CLOCKS_MHZ, CLOCKS_MHZ[:1]]
+    held = profiler.next_round(None, usable_mhz, 0.0)
+    assert held == HoldClocks((1400, STOCK_MHZ))
+    assert profiler.next_round(held, usable_mhz, 0.0) is held, (
+        "stage 0 holds a clock of which nothing is known"
+    )
+    for place in SHAPE.all_coordinates():
+        if place.stage == 0:
+            profiler.take_estimate(place, estimate(SCHEDULE.orders[0], 1, ITERATIONS, 1400))
+    following = profiler.next_round(held, usable_mhz, 0.0)
+    assert isinstance(following, HoldClocks)
+    assert following.clocks_mhz[1] == STOCK_MHZ
+    assert [(profile.stage, profile.clock_mhz) for profile in profiler.profiles] == [(0, 1400), (1, 1400)]

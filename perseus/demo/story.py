@@ -209,11 +209,18 @@ def _draw(
         ),
     )
     powers_w = {
-        (profile.stage, profile.kind, measurement.clock_mhz): measurement.energy_j / measurement.time_s
+        (profile.stage, profile.kind): {
+            measurement.clock_mhz: measurement.energy_j / measurement.time_s
+            for measurement in profile.measurements
+        }
         for profile in frontier.problem.profiles
-        for measurement in profile.measurements
     }
-    highest_mhz = max(clock_mhz for _, _, clock_mhz in powers_w)
+
+    def power_w(entry: job_pb2.TimelineEntry) -> float:
+        # Stock is the highest clock. One that could not be measured on a stage is shown as the nearest that was.
+        by_clock_w = powers_w[entry.stage, entry.computation.kind]
+        clock_mhz = entry.clock_mhz or max(by_clock_w)
+        return by_clock_w[min(by_clock_w, key=lambda known_mhz: abs(known_mhz - clock_mhz))]
 
     def timeline(when: str, measured: job_service_pb2.GetTimelineResponse) -> pictures.Timeline:
         return pictures.Timeline(
@@ -225,7 +232,7 @@ def _draw(
                     f"{_SHORT_LABELS[entry.computation.kind]}{entry.computation.microbatch}",
                     entry.start_s,
                     entry.duration_s,
-                    powers_w[entry.stage, entry.computation.kind, entry.clock_mhz or highest_mhz],
+                    power_w(entry),
                 )
                 for entry in measured.entries
             ],

@@ -217,7 +217,7 @@ def _draw(
     }
 
     def power_w(entry: job_pb2.TimelineEntry) -> float:
-        # Stock is the highest clock. One that could not be measured on a stage is shown as the nearest that was.
+        # Stock is the highest clock. One that a stage could not be measured at is shown as the nearest.
         by_clock_w = powers_w[entry.stage, entry.computation.kind]
         clock_mhz = entry.clock_mhz or max(by_clock_w)
         return by_clock_w[min(by_clock_w, key=lambda known_mhz: abs(known_mhz - clock_mhz))]

@@ -3,8 +3,6 @@
 Its schedules: "1f1b" through the schedules seam, "1f1b-timers" through that of the timers, "interleaved".
 """
 
-import contextlib
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +12,8 @@ import torch
 from torch import distributed
 from trainers import TrainerTask, main
 
+from perseus.demo.megatron_on_cpu import CPU_OPTIONS, do_without_cuda
+
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
 
 
@@ -21,7 +21,7 @@ def train(task: TrainerTask, rank: int) -> None:
     """Train one rank."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
-    _do_without_cuda()
+    do_without_cuda()
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -109,13 +109,7 @@ def _config(task: TrainerTask) -> Any:
         # With two stages, Megatron wants sends and receives to overlap where there are virtual ones.
         overlap_p2p_comm=task.chunk_count > 1,
         batch_p2p_comm=task.chunk_count == 1,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+        **CPU_OPTIONS,
     )
 
 
@@ -156,29 +150,6 @@ def _forward_step(
 def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = output.mean()
     return loss, {"loss": loss.detach().clone()}
-
-
-def _do_without_cuda() -> None:
-    """Megatron-Core means CUDA wherever it names a device: here that is the CPU."""
-    cpu = torch.device("cpu")
-
-    def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(make)
-        def made_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if "device" in kwargs:
-                kwargs["device"] = cpu
-            return make(*args, **kwargs)
-
-        return made_on_cpu
-
-    for name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
-        setattr(torch, name, on_cpu(getattr(torch, name)))
-    torch.cuda.current_device = lambda: cpu
-    torch.cuda.synchronize = lambda *_: None
-    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
-    CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed; `make test-frameworks` has it")
 
 from cases import (
+    LIGHT,
     MICROBATCHES,
-    UNEVEN,
     WATCHED,
     Case,
     check_identities,
@@ -21,7 +21,7 @@ from real_run import real_run
 
 from perseus import solver
 
-FOUR_STAGES = Case("deepspeed_trainer", "1f1b", UNEVEN, 1, 0.05, 0.1)
+FOUR_STAGES = Case("deepspeed_trainer", "1f1b", LIGHT, 1, 0.045, 0.09)
 
 
 @pytest.mark.timeout(300)

@@ -1,0 +1,43 @@
+"""Megatron-Core without a GPU, for tests and examples: wherever it names CUDA, it gets the CPU."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def do_without_cuda() -> None:
+    """Patch this process's torch and Megatron-Core; to be called before a model is built."""
+    import torch
+
+    cpu = torch.device("cpu")
+
+    def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def made_on_cpu(*args: Any, **kwargs: Any) -> Any:
+            if "device" in kwargs:
+                kwargs["device"] = cpu
+            return make(*args, **kwargs)
+
+        return made_on_cpu
+
+    for name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    torch.cuda.current_device = lambda: cpu
+    torch.cuda.synchronize = lambda *_: None
+    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+
+
+CPU_OPTIONS = {
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+"""Options of a `TransformerConfig` that a CPU needs."""

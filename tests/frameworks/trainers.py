@@ -86,10 +86,11 @@ class TrainerTask:
 def main(train: Callable[[TrainerTask, int], None]) -> int:
     """Fork a process for every rank of the command line's task, and wait for all; 0 if all went well."""
     task = TrainerTask(**json.loads(sys.argv[1]))
-    # An emulated GPU is as punctual as its process: other work on this machine's cores must not be its wait.
-    # Ranks sleep nearly all the time, so whatever else runs hardly notices.
-    with suppress(PermissionError):
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    if task.is_attached:
+        # An emulated GPU is as punctual as its process: other work on this machine's cores must not be its
+        # wait. Such ranks sleep nearly all the time, so whatever else runs hardly notices.
+        with suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     ranks = [_fork(train, task, rank) for rank in range(task.rank_count)]
     return max(abs(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])) for rank in ranks)
 

@@ -22,8 +22,8 @@ from real_run import real_run
 
 from perseus import solver
 
-BY_TIMERS = Case("megatron_trainer", "1f1b-timers", LIGHT, 1, 0.045, 0.09)
-INTERLEAVED = Case("megatron_trainer", "interleaved", HALF_LIGHT, 2, 0.04, 0.08)
+BY_TIMERS = Case("megatron_trainer", "1f1b-timers", LIGHT, 1, 0.04, 0.08)
+INTERLEAVED = Case("megatron_trainer", "interleaved", HALF_LIGHT, 2, 0.03, 0.06)
 
 
 @pytest.mark.timeout(300)

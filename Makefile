@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS_VENV ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
+# Tested beside the version in tests/frameworks/requirements.txt.
+MEGATRON_CORES := 0.12.3 0.13.1 0.14.0 0.15.3
 PROTOS := $(wildcard protos/perseus/v1/*.proto)
 SERVICES := $(wildcard protos/perseus/v1/*_service.proto)
 # Where `make protos` writes; a test regenerates elsewhere and compares.
@@ -65,6 +67,9 @@ $(FRAMEWORKS_STAMP): pyproject.toml tests/frameworks/requirements.txt
 	$(FRAMEWORKS_VENV)/bin/pip install -qq --upgrade pip
 	DS_BUILD_OPS=0 $(FRAMEWORKS_VENV)/bin/pip install -qq --editable '.[coordinator]' \
 	  --requirement tests/frameworks/requirements.txt
+	for version in $(MEGATRON_CORES); do \
+	  $(FRAMEWORKS_VENV)/bin/pip install -qq --no-deps --upgrade megatron-core==$$version \
+	    --target $(FRAMEWORKS_VENV)/megatron-core-$$version || exit; done
 	touch $@
 
 clean:

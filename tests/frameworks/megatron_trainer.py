@@ -23,18 +23,14 @@ def train(task: TrainerTask, rank: int) -> None:
     distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
     do_without_cuda()
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    has_chunks = task.chunk_count > 1
-    parallel_state.initialize_model_parallel(1, task.stage_count, task.chunk_count if has_chunks else None)
+    config, chunks = make_chunks(task)
+    timers = CountingTimers()
+    config.timers = timers
     pipeline, stage = (
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
     )
-    config = _config(task)
-    timers = _Timers()
-    config.timers = timers
-    chunks = [_chunk(config, task, stage, chunk) for chunk in range(task.chunk_count)]
     attachment = None
     if task.is_attached:
         from perseus.agent.megatron import attach
@@ -47,18 +43,7 @@ def train(task: TrainerTask, rank: int) -> None:
     losses: list[float] = []
     iteration, goes_on = 0, True
     while goes_on:
-        generator = torch.Generator().manual_seed(1000 * pipeline + iteration)
-        size = (task.microbatch_count, MICROBATCH_SIZE, LENGTH + 1)
-        microbatches = torch.randint(0, VOCABULARY, size, generator=generator)
-        found = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=[iter(microbatches) for _ in chunks] if has_chunks else iter(microbatches),
-            model=chunks if has_chunks else chunks[0],
-            num_microbatches=task.microbatch_count,
-            seq_length=LENGTH,
-            micro_batch_size=MICROBATCH_SIZE,
-        )
-        losses += [each["loss"].item() for each in found]
+        losses += step(task, chunks, seed=1000 * pipeline + iteration)
         iteration += 1
         # The norm of all gradients, as for clipping: here all ranks wait for each other.
         norm = torch.stack([p.grad.square().sum() for chunk in chunks for p in chunk.parameters()]).sum()
@@ -76,13 +61,32 @@ def train(task: TrainerTask, rank: int) -> None:
     distributed.destroy_process_group()
 
 
-class _Timers:
+def step(task: TrainerTask, chunks: list[Any], seed: int, *, forward_only: bool = False) -> list[float]:
+    """One iteration, or evaluation; the losses of its microbatches on the rank that has them."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    size = (task.microbatch_count, MICROBATCH_SIZE, LENGTH + 1)
+    microbatches = torch.randint(0, VOCABULARY, size, generator=torch.Generator().manual_seed(seed))
+    has_chunks = task.chunk_count > 1
+    found = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=[iter(microbatches) for _ in chunks] if has_chunks else iter(microbatches),
+        model=chunks if has_chunks else chunks[0],
+        num_microbatches=task.microbatch_count,
+        seq_length=LENGTH,
+        micro_batch_size=MICROBATCH_SIZE,
+        forward_only=forward_only,
+    )
+    return [each["loss"].item() for each in found]
+
+
+class CountingTimers:
     """Timers of the user's own, which are to go on: counts the starts and stops of each."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
 
-    def __call__(self, name: str, log_level: int | None = None) -> "_Timers":
+    def __call__(self, name: str, log_level: int | None = None) -> "CountingTimers":
         del log_level
         self._name = name
         return self
@@ -92,6 +96,17 @@ class _Timers:
 
     def stop(self, barrier: bool = False) -> None:
         self.counts[self._name] += 1
+
+
+def make_chunks(task: TrainerTask) -> tuple[Any, list[Any]]:
+    """This rank's chunks of the model and their configuration, in a parallel state made for them."""
+    from megatron.core import parallel_state
+
+    virtual = task.chunk_count if task.chunk_count > 1 else None
+    parallel_state.initialize_model_parallel(1, task.stage_count, virtual)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    config = _config(task)
+    return config, [_chunk(config, task, stage, chunk) for chunk in range(task.chunk_count)]
 
 
 def _config(task: TrainerTask) -> Any:

@@ -3,7 +3,6 @@
 Two ranks. What stage 0 registered, and what each rank marked, is left in one file for each rank.
 """
 
-import functools
 import json
 import sys
 from dataclasses import replace
@@ -11,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from notebook import Notebook
 from torch import distributed
 from torch_trainer import LENGTH, MICROBATCH_SIZE, V_SHAPED, VOCABULARY, make_schedule
 from trainers import TrainerTask, main
 
-from perseus.agent.computation import Computation, Kind
 from perseus.agent.torch import attach
 
 SCHEDULES = {
@@ -32,45 +31,6 @@ SCHEDULES = {
 ITERATIONS = 3
 
 
-class Notebook:
-    """Keeps marks and the registration (implements `Marks`)."""
-
-    def __init__(self) -> None:
-        self.registration: dict[str, Any] = {}
-        self.iterations: list[list[tuple[int, int, int]]] = []
-        self.open: tuple[int, int, int] | None = None
-        self.is_finished = False
-
-    def register(self, **arguments: Any) -> bool:
-        orders: list[tuple[Computation, ...]] = arguments["schedule"]
-        self.registration = {
-            "orders": [[(int(c.kind), c.microbatch, c.chunk) for c in order] for order in orders],
-            "paths": arguments["paths"],
-        }
-        return True
-
-    def begin_iteration(self) -> None:
-        self.iterations.append([])
-
-    def end_iteration(self) -> None:
-        assert self.open is None
-
-    def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        assert self.open is None
-        self.open = (int(kind), microbatch, chunk)
-        self.iterations[-1].append(self.open)
-
-    def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
-        assert self.open == (int(kind), microbatch, chunk)
-        self.open = None
-
-    def finish(self) -> None:
-        self.is_finished = True
-
-    def close(self) -> None:
-        assert self.is_finished
-
-
 def step(schedule: Any, task: TrainerTask, stage: int, seed: int, *, evaluates: bool = False) -> list[str]:
     """One iteration, or evaluation; the losses, bit for bit."""
     size = (task.microbatch_count * MICROBATCH_SIZE, LENGTH + 1)
@@ -81,10 +41,6 @@ def step(schedule: Any, task: TrainerTask, stage: int, seed: int, *, evaluates: 
     targets = {"target": tokens[:, 1:], "losses": losses} if has_losses else {}
     (schedule.eval if evaluates else schedule.step)(*inputs, **targets)
     return [loss.item().hex() for loss in losses]
-
-
-def _same(notebook: Notebook, **_arguments: Any) -> Notebook:
-    return notebook
 
 
 def train(task: TrainerTask, rank: int) -> None:
@@ -98,12 +54,11 @@ def train(task: TrainerTask, rank: int) -> None:
         task = replace(task, schedule=name, chunk_count=chunk_count)
         losses: list[list[list[str]]] = []
         notebook = Notebook()
-        connect = functools.partial(_same, notebook)
         for is_attached in (False, True):
             schedule, chunks = make_schedule(task, rank, None)
             owners = [schedule, *(getattr(schedule, "_stages", None) or [schedule._stage])]
             before = [dict(vars(owner)) for owner in owners]
-            attachment = attach(schedule, job_id="x", connect=connect) if is_attached else None
+            attachment = attach(schedule, job_id="x", connect=notebook.connect) if is_attached else None
             optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.1)
             losses.append([])
             for iteration in range(ITERATIONS):

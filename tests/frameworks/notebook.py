@@ -1,0 +1,48 @@
+"""A notebook in place of an agent: what a framework's hook marks and registers."""
+
+from typing import Any
+
+from perseus.agent.computation import Computation, Kind
+
+
+class Notebook:
+    """Keeps marks and the registration (implements `Marks`)."""
+
+    def __init__(self) -> None:
+        self.registration: dict[str, Any] = {}
+        self.iterations: list[list[tuple[int, int, int]]] = []
+        self.open: tuple[int, int, int] | None = None
+        self.is_finished = False
+
+    def register(self, **arguments: Any) -> bool:
+        orders: list[tuple[Computation, ...]] = arguments["schedule"]
+        self.registration = {
+            "orders": [[(int(c.kind), c.microbatch, c.chunk) for c in order] for order in orders],
+            "paths": arguments["paths"],
+        }
+        return True
+
+    def begin_iteration(self) -> None:
+        self.iterations.append([])
+
+    def end_iteration(self) -> None:
+        assert self.open is None
+
+    def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
+        assert self.open is None
+        self.open = (int(kind), microbatch, chunk)
+        self.iterations[-1].append(self.open)
+
+    def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
+        assert self.open == (int(kind), microbatch, chunk)
+        self.open = None
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+    def close(self) -> None:
+        assert self.is_finished
+
+    def connect(self, **_arguments: Any) -> "Notebook":
+        """What `attach` takes for `Probe.connect`."""
+        return self

@@ -1,7 +1,8 @@
-"""What a framework's hook costs the trainer for each computation, torch's with and without an agent.
+"""What a framework's hook costs the trainer for each computation, with and without an agent.
 
 A stage object of `torch.distributed.pipelining` whose forward does nothing: its call is timed as it is, with
-the hook around it, and after `detach`. `make test-frameworks` makes the environment that has torch:
+the hook around it, and after `detach`. The hooks into Megatron-Core and DeepSpeed are timed on stand-ins for
+the functions that they hook. `make test-frameworks` makes the environment that has torch:
 
     .venv-frameworks/bin/python -m benchmarks.adapters
 """
@@ -11,13 +12,18 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
+from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.harness import Column, Table, main
+from benchmarks.harness import Cell, Column, Table, main
 from benchmarks.probe import COMPUTATIONS, PACE_S, TRAINER_CORE, UUID, compute, running_agent
-from perseus.agent.attachment import Marks
+from perseus.agent.attachment import Attachment, Marks
+from perseus.agent.deepspeed import mark_engine
+from perseus.agent.megatron import MarkedSchedules, MarkedTimers
+from perseus.agent.placement import Placement
 from perseus.agent.probe import SOCKET_VARIABLE, Probe
 
 _MICROBATCHES = 100
@@ -35,8 +41,19 @@ def run() -> list[Table]:
     return [
         Table(
             "One computation of a stage of torch's pipelining, computing nothing", columns, tuple(rows), note
-        )
+        ),
+        _others(),
     ]
+
+
+def _others() -> Table:
+    conditions = ("not attached", "attached, agent reads", "attached, no agent")
+    rows: list[tuple[Cell, ...]] = [
+        (name, *(median(_measure_stand_in(make, condition)) for condition in conditions))
+        for name, make in _STAND_INS.items()
+    ]
+    columns = (Column("hook"), *(Column(f"{condition}, µs", ".2f") for condition in conditions))
+    return Table("The same through the other hooks, on stand-ins, medians", columns, tuple(rows))
 
 
 def _measure(condition: str) -> list[float]:
@@ -56,7 +73,7 @@ def _measure(condition: str) -> list[float]:
             attachment.detach()
         # Only the calls are timed, so the iterations are those of a schedule that does little else.
         costs_us: list[float] = []
-        schedule._step_microbatches = lambda *_, **__: _time_forwards(stage, costs_us)
+        schedule._step_microbatches = lambda *_, **__: _time_calls(stage.forward_one_chunk, costs_us)
         while len(costs_us) < COMPUTATIONS:
             schedule.step(return_outputs=False)
         if condition.startswith("attached"):
@@ -82,12 +99,103 @@ def _connect(**arguments: Any) -> Marks:
     return Probe.connect(**{**arguments, "gpu_uuid": UUID})
 
 
-def _time_forwards(stage: Any, costs_us: list[float]) -> None:
+def _time_calls(forward: Callable[[int], object], costs_us: list[float]) -> None:
     for microbatch in range(_MICROBATCHES):
         begun_ns = time.perf_counter_ns()
-        stage.forward_one_chunk(microbatch)
+        forward(microbatch)
         costs_us.append((time.perf_counter_ns() - begun_ns) / 1000)
         compute(PACE_S)
+
+
+# Something to hook: what puts the marks around it, what runs a body as an iteration, and a forward.
+_StandIn = tuple[Callable[[Attachment], None], Callable[[Callable[[], None]], None], Callable[[int], object]]
+
+
+def _measure_stand_in(make: Callable[[], _StandIn], condition: str) -> list[float]:
+    with tempfile.TemporaryDirectory(prefix="perseus-") as folder, running_agent(Path(folder)):
+        socket = "nobody.sock" if condition == "attached, no agent" else "agent.sock"
+        os.environ[SOCKET_VARIABLE] = str(Path(folder, socket))
+        mark, iterate, forward = make()
+        attachment = None
+        if condition != "not attached":
+            marks = _connect(job_id="job", pipeline=0, stage=0)
+            attachment = Attachment(Placement(0, 1, 0, 1), marks, lambda order: [order])
+            mark(attachment)
+        costs_us: list[float] = []
+        iterate(lambda: _time_calls(forward, []))  # the first iteration registers
+        while len(costs_us) < COMPUTATIONS:
+            iterate(lambda: _time_calls(forward, costs_us))
+        if attachment is not None:
+            attachment.detach()
+    return costs_us
+
+
+def _megatron_schedules() -> _StandIn:
+    bodies: list[Callable[[], None]] = []
+    run = lambda **_: bodies.pop()()  # noqa: E731
+    schedules = SimpleNamespace(
+        forward_step=lambda func, data, model, count, tensor, store, config, current_microbatch, vp_stage: (
+            None,
+            0,
+        ),
+        backward_step=lambda input_tensor, output_tensor: None,
+        forward_backward_no_pipelining=run,
+        forward_backward_pipelining_with_interleaving=run,
+        forward_backward_pipelining_without_interleaving=run,
+    )
+
+    def iterate(body: Callable[[], None]) -> None:
+        bodies.append(body)
+        schedules.forward_backward_pipelining_without_interleaving(forward_only=False)
+
+    def forward(microbatch: int) -> object:
+        return schedules.forward_step(
+            None, None, None, 8, None, None, None, current_microbatch=microbatch, vp_stage=0
+        )
+
+    return MarkedSchedules(schedules, lambda: 0).mark, iterate, forward
+
+
+def _megatron_timers() -> _StandIn:
+    config = SimpleNamespace(timers=None)
+
+    def timed(name: str, body: Callable[[], object]) -> None:
+        if config.timers is not None:
+            config.timers(name, log_level=2).start()
+        body()
+        if config.timers is not None:
+            config.timers(name).stop()
+
+    def iterate(body: Callable[[], None]) -> None:
+        def body_and_backward() -> None:
+            body()
+            timed("backward-compute", lambda: None)
+
+        timed("forward-backward", body_and_backward)
+
+    def mark(attachment: Attachment) -> None:
+        attachment.replace(config, "timers", MarkedTimers(attachment, None, lambda: True))
+
+    return mark, iterate, lambda _microbatch: timed("forward-compute", lambda: None)
+
+
+def _deepspeed() -> _StandIn:
+    instruction = type("ForwardPass", (), {})
+    engine = SimpleNamespace(
+        _INSTRUCTION_MAP={instruction: lambda engine, buffer_id: None}, train_batch=lambda body: body()
+    )
+
+    def forward(_microbatch: int) -> object:
+        return engine._INSTRUCTION_MAP[instruction](engine, buffer_id=0)
+
+    return lambda attachment: mark_engine(attachment, engine), lambda body: engine.train_batch(body), forward
+
+
+_STAND_INS = {
+    "Megatron-Core, schedules": _megatron_schedules,
+    "Megatron-Core, timers": _megatron_timers,
+    "DeepSpeed": _deepspeed,
+}
 
 
 if __name__ == "__main__":

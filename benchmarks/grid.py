@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from benchmarks.harness import GPUS, Column, Table, main, published_pipeline, timed
 from perseus.solver import Frontier, solve
 
+_ROUNDS = 5
+
 
 def run() -> Sequence[Table]:
     rows: list[tuple[str | int | float | None, ...]] = []
@@ -40,7 +42,7 @@ def run() -> Sequence[Table]:
             tuple(rows),
             "Per point against the relaxed optimum at the plan's own time; T_min, and plans asked for at a "
             "time of their own, get the thorough search of the table above. Look-up: the slowest "
-            "of all points, the better of two rounds.",
+            "of all points, each the best of five.",
         )
     ]
 
@@ -52,7 +54,7 @@ def _slowest_look_up_s(frontier: Frontier) -> float:
         return time.perf_counter() - started_s
 
     times_s = [point.iteration_time_s for point in frontier.points]
-    return max(min(look_up_s(t), look_up_s(t)) for t in times_s)
+    return max(min(look_up_s(t) for _ in range(_ROUNDS)) for t in times_s)
 
 
 if __name__ == "__main__":

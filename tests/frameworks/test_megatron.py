@@ -22,7 +22,7 @@ from real_run import real_run
 
 from perseus import solver
 
-BY_TIMERS = Case("megatron_trainer", "1f1b-timers", LIGHT, 1, 0.04, 0.08)
+BY_TIMERS = Case("megatron_trainer", "1f1b-timers", LIGHT, 1, 0.035, 0.07)
 INTERLEAVED = Case("megatron_trainer", "interleaved", HALF_LIGHT, 2, 0.03, 0.06)
 
 

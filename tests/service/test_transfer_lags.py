@@ -19,7 +19,7 @@ from perseus.service.drift import BLOCK
 from perseus.service.inputs import SolveFailed
 from perseus.service.model import STOCK, Clocks, EventType, JobState, PlannedClocks
 from perseus.service.plan_watch import MOST_BROKEN_PROMISES
-from perseus.solver import replay, with_lag
+from perseus.solver import common_lag_s, replay, with_lag
 
 LAG_S = 0.006
 
@@ -128,6 +128,7 @@ def test_longer_lags_are_found_until_promises_have_been_broken_too_often() -> No
     assert lags_s == sorted(lags_s)
     assert len(cluster.announced(EventType.PROMISE_BROKEN)) == MOST_BROKEN_PROMISES + 1
     assert len(lags_s) == MOST_BROKEN_PROMISES + 1
+    assert cluster.announced(EventType.STATE_CHANGED)[-1]["reason"] == "plans broke their promise 3 times"
 
 
 def test_a_restarted_coordinator_knows_the_lag_and_makes_the_same_plans() -> None:
@@ -149,10 +150,16 @@ def test_a_frontier_that_was_asked_for_to_explain_a_slow_plan_is_planned_on() ->
     cluster = WaitingCluster()
     cluster.break_promise()
     assert cluster.problems is not None
-    (problem,) = cluster.problems
-    commands = cluster.tell(solved(problem))
+    commands = cluster.tell(solved(cluster.problems.pop()))
     assert kinds(commands) == [
         EventType.SOLVED,
         EventType.STATE_CHANGED,
         *[EventType.PLAN_OFFERED, SendOffer, SendOffer] * 2,
     ]
+    cluster.carry_out(commands)
+    cluster.run(BLOCK)
+    cluster.slowness = lambda _stage, _mhz: 0.9
+    cluster.run(2 * BLOCK)
+    (later,) = cluster.problems
+    assert later.slow is None
+    assert common_lag_s(later.problem) == pytest.approx(LAG_S)

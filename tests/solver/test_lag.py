@@ -1,9 +1,10 @@
 """One lag for all transfers: found from two plans' times, and what no lag does is not put on one."""
 
 import math
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pipelines import pipelines, published_pipeline, small_pipeline
 
@@ -28,10 +29,26 @@ PS_S = 1e-12
 LAGS_S = st.integers(0, 40).map(lambda tenths_ms: tenths_ms / 10_000)
 
 
+@st.composite
+def stretchable(draw: st.DrawFn) -> Pipeline:
+    """1F1B whose stages weigh differently: plans stretch the light ones until they have no slack."""
+    weights = draw(st.lists(st.sampled_from([1.0, 1.15, 1.3, 1.5]), min_size=2, max_size=4, unique=True))
+    measured = small_pipeline().profiles
+    profiles = {
+        (stage, 0, kind): tuple(
+            replace(m, time_s=weight * m.time_s, energy_j=weight * m.energy_j) for m in measured[0, 0, kind]
+        )
+        for stage, weight in enumerate(weights)
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    schedule = one_forward_one_backward(len(weights), draw(st.integers(3, 8)))
+    return Pipeline(schedule, profiles, (50.0,) * len(weights))
+
+
 def plans(pipeline: Pipeline) -> tuple[Plan, Plan]:
-    """The slowest plan, and all-max."""
+    """The plan of T_min, and all-max."""
     frontier = solve(pipeline, point_count=3)
-    return frontier.plan(frontier.t_slow_s), frontier.baseline
+    return frontier.plan(frontier.t_min_s), frontier.baseline
 
 
 def time_s(pipeline: Pipeline, plan: Plan, lag_s: float) -> float:
@@ -58,7 +75,8 @@ def has_transfers(pipeline: Pipeline) -> bool:
     return with_lag(pipeline, 1.0).activation_lags_s != {}
 
 
-@given(pipelines(), LAGS_S, LAGS_S, st.floats(0.0, 0.1))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.one_of(stretchable(), pipelines()), LAGS_S, LAGS_S, st.floats(0.0, 0.1))
 def test_the_lag_that_is_found_replays_to_what_was_measured(
     pipeline: Pipeline, assumed_s: float, more_s: float, rest_s: float
 ) -> None:
@@ -84,7 +102,8 @@ def test_the_lag_that_is_found_replays_to_what_was_measured(
             assert found_excess_s >= wanted_s - 100 * PS_S
 
 
-@given(pipelines(), st.floats(0, 0.2), st.floats(0, 0.2))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(stretchable(), st.floats(0, 0.03), st.floats(0, 0.03))
 def test_more_to_explain_takes_a_longer_lag_or_none_does(
     pipeline: Pipeline, one_s: float, other_s: float
 ) -> None:
@@ -99,6 +118,7 @@ def test_more_to_explain_takes_a_longer_lag_or_none_does(
     assert less_s <= more_s
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pipelines())
 def test_no_lag_explains_more_than_the_plans_differ_in_all_computations(pipeline: Pipeline) -> None:
     pipeline = with_lag(pipeline, 0.0)
@@ -124,7 +144,7 @@ def test_no_lag_is_found_with_which_all_max_would_take_longer_than_measured() ->
     assert explaining_lag_s(pipeline, slow, with_s + wanted_s, fast, with_s) == pytest.approx(0.004)
     assert explaining_lag_s(pipeline, slow, without_s + wanted_s, fast, without_s) is None
     too_short_s = 0.98 * without_s
-    assert explaining_lag_s(pipeline, slow, too_short_s + wanted_s, fast, too_short_s) is None
+    assert explaining_lag_s(pipeline, slow, too_short_s, fast, too_short_s) is None
 
 
 def test_a_lag_on_the_published_profile_comes_back() -> None:
@@ -136,6 +156,7 @@ def test_a_lag_on_the_published_profile_comes_back() -> None:
     assert found_s == pytest.approx(0.003, abs=100 * PS_S)
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pipelines(), LAGS_S)
 def test_a_lag_is_that_of_all_transfers(pipeline: Pipeline, lag_s: float) -> None:
     lagged = with_lag(pipeline, lag_s)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from perseus.service.model import Happening, IterationSummary, Offer
 from perseus.service.records import Record
 from perseus.service.specification import Coordinates
-from perseus.solver import Pipeline
+from perseus.solver import Pipeline, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,23 @@ class FindProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowPlan:
+    """A plan whose iterations take longer than it promised, and the stock baseline to hold them against."""
+
+    plan: Plan
+    median_time_s: float
+    baseline_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Solve:
-    """Solve a problem; the answer comes back as Solved or SolveFailed."""
+    """Solve a problem; the answer comes back as Solved or SolveFailed.
+
+    With a slow plan, the lag between stages that explains it is found first, and the problem solved with it.
+    """
 
     problem: Pipeline
+    slow: SlowPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)

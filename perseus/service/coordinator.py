@@ -23,6 +23,7 @@ from perseus.service.commands import (
     FindProfile,
     ReportIteration,
     SendOffer,
+    SlowPlan,
     Solve,
     Store,
 )
@@ -461,8 +462,8 @@ class Coordinator:
                     watcher.tell(summary)
             case FindProfile():
                 self._find_profile(job_id)
-            case Solve(problem):
-                task = asyncio.get_running_loop().create_task(self._solve(job_id, problem))
+            case Solve(problem, slow):
+                task = asyncio.get_running_loop().create_task(self._solve(job_id, problem, slow))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
@@ -489,10 +490,10 @@ class Coordinator:
             found = ProfileFound(youngest.profiler.profiles)
             self._perform(job_id, machine.handle(found, time.monotonic()))
 
-    async def _solve(self, job_id: str, problem: Pipeline) -> None:
+    async def _solve(self, job_id: str, problem: Pipeline, slow: SlowPlan | None) -> None:
         answer: Solved | SolveFailed
         try:
-            answer = Solved(await self._solver.solve(problem))
+            answer = Solved(await self._solver.solve(problem, slow=slow))
         except (SolverError, CoordinatorError) as error:
             answer = SolveFailed(str(error))
         machine = self._jobs[job_id].machine

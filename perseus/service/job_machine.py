@@ -157,6 +157,7 @@ class JobMachine:
         if (record := stored.record) is not None:
             machine._planner.policy, machine.state, version = record.policy, record.state, record.version
             machine._baseline.time_s = record.baseline_time_s
+            machine._planner.lag_s = record.lag_s
             machine.is_profile_complete = record.is_profile_complete
             machine._stragglers.restore(record.stragglers)
         machine._offers.restore(version, stored.offers)
@@ -236,6 +237,7 @@ class JobMachine:
             baseline_time_s=self._baseline.time_s,
             is_profile_complete=self.is_profile_complete,
             stragglers=tuple(self._stragglers),
+            lag_s=self._planner.lag_s,
         )
         if record != self._stored_record:
             self._stored_record = record
@@ -575,7 +577,7 @@ class JobMachine:
             if verdict.solve_again:
                 self._solve()
         elif verdict.solve_again:
-            self._planner.drop_frontier()
+            self._planner.drop_frontier(verdict.slow)
             self._enter(JobState.SOLVING, verdict.withdraw)
         else:
             self._fall_back(verdict.withdraw)

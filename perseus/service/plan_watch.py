@@ -1,14 +1,16 @@
 """Holds what plans in force lead to against what was promised, and planned. Part of the state machine.
 
 The guard says that a promise is broken, the watch for drift that computations take other times than the plans
-were made with. In both cases the profile is what may be wrong, and is corrected by what was measured.
+were made with. In both cases the profile is what may be wrong, and is corrected by what was measured. Where
+the computations take the time planned and the iteration does not, transfers between stages may be why.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
+from perseus.service.commands import SlowPlan
 from perseus.service.drift import Drift, DriftWatch
-from perseus.service.guard import Guard, GuardRules, promised_time_s
+from perseus.service.guard import BrokenPromise, Guard, GuardRules, promised_time_s
 from perseus.service.iterations import JobIteration
 from perseus.service.journal import Journal
 from perseus.service.model import EventType, PlannedClocks
@@ -28,11 +30,13 @@ class Verdict:
 
     Attributes:
         withdraw: why they have to go, if they have to.
-        solve_again: the profile was corrected: there may be better ones.
+        solve_again: there may be better ones: the profile was corrected, or transfers are to be planned for.
+        slow: the plan that transfers between stages may have made slower than promised.
     """
 
     withdraw: str | None = None
     solve_again: bool = False
+    slow: SlowPlan | None = None
 
 
 class PlanWatch:
@@ -75,18 +79,26 @@ class PlanWatch:
                     **asdict(broken),
                     versions=iteration.versions,
                 )
-                return self._answer_broken_promise(frontier)
+                return self._answer_broken_promise(broken, clocks, frontier)
         if self._drift.is_due(iteration.versions) and self._correct_profile(frontier, stragglers):
             return Verdict(solve_again=True)
         return Verdict()
 
-    def _answer_broken_promise(self, frontier: Frontier) -> Verdict:
+    def _answer_broken_promise(
+        self, broken: BrokenPromise, clocks: Sequence[PlannedClocks], frontier: Frontier
+    ) -> Verdict:
         self._broken_count += 1
-        if not self._correct_profile(frontier, ()):
-            return Verdict("the plans broke their promise, and the profile does not say why")
+        is_corrected = self._correct_profile(frontier, ())
         if self._broken_count > MOST_BROKEN_PROMISES:
             return Verdict(f"plans broke their promise {self._broken_count} times")
-        return Verdict("the plans broke their promise, and the profile was corrected", solve_again=True)
+        if is_corrected:
+            return Verdict("the plans broke their promise, and the profile was corrected", solve_again=True)
+        slowest = max((some.plan for some in clocks), key=lambda plan: plan.iteration_time_s)
+        return Verdict(
+            "the plans broke their promise, and the profile agrees: do transfers between stages explain it?",
+            solve_again=True,
+            slow=SlowPlan(slowest, broken.median_time_s, broken.baseline_time_s),
+        )
 
     def _correct_profile(self, frontier: Frontier, ignored: Collection[int]) -> bool:
         """Correct the profile by what was measured under the plans, if they disagree."""

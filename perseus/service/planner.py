@@ -7,7 +7,7 @@ that is being solved is solved in vain: its answer is ignored.
 from dataclasses import asdict
 
 from perseus.service.baseline import Baseline
-from perseus.service.commands import Solve
+from perseus.service.commands import SlowPlan, Solve
 from perseus.service.guard import GuardRules
 from perseus.service.iterations import JobIteration
 from perseus.service.journal import Journal
@@ -21,7 +21,7 @@ from perseus.service.specification import OperatingPolicy, Parallelism
 from perseus.service.stage_profiles import build_problem
 from perseus.service.straggler_book import StragglerBook
 from perseus.service.usable_clocks import stages_at_stock
-from perseus.solver import Frontier, Schedule
+from perseus.solver import Frontier, Schedule, common_lag_s, with_lag
 
 
 class Planner:
@@ -32,6 +32,7 @@ class Planner:
         frontier: once solved; it stays until a newer one is there, or it is dropped.
         is_solving: whether an answer is to come.
         is_in_vain: whether it is of no use any more.
+        lag_s: how long a transfer between stages takes, as far as plans have shown; problems have it.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Planner:
         self.frontier: Frontier | None = None
         self.is_solving = False
         self.is_in_vain = False
+        self.lag_s = 0.0
         self.watch = PlanWatch(parallelism, rules, profiler, journal)
         self._schedule = schedule
         self._ranks = ranks
@@ -59,6 +61,8 @@ class Planner:
         self._baseline = baseline
         self._stragglers = stragglers
         self._journal = journal
+        # What the next frontier has to explain.
+        self._slow: SlowPlan | None = None
         # By version of the plans in use, what iterations are judged by.
         self._expected: dict[int, Clocks] = {}
 
@@ -72,7 +76,8 @@ class Planner:
             clocks_mhz = self._ranks.usable_clocks_mhz()
             problem = build_problem(self._profiler.profiles, self._schedule, clocks_mhz)
             self.is_solving = True
-            self._journal.do(Solve(problem))
+            self._journal.do(Solve(with_lag(problem, self.lag_s), self._slow))
+            self._slow = None
 
     def end_solving(self) -> bool:
         """Take note that there is an answer; tell whether it is of use."""
@@ -83,6 +88,7 @@ class Planner:
     def take_frontier(self, frontier: Frontier) -> None:
         """Plan on a new frontier."""
         self.frontier = frontier
+        self.lag_s = common_lag_s(frontier.pipeline)
         self._journal.announce(
             EventType.SOLVED,
             f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s",
@@ -92,12 +98,17 @@ class Planner:
             baseline_energy_j=frontier.baseline.energy_j,
             t_min_energy_j=frontier.points[0].energy_j,
             point_count=len(frontier.points),
+            transfer_lag_s=self.lag_s,
         )
 
-    def drop_frontier(self) -> None:
-        """It was solved for other clocks, as is the one that is being solved."""
+    def drop_frontier(self, slow: SlowPlan | None = None) -> None:
+        """It was solved for other clocks, as is the one that is being solved, or led to broken promises.
+
+        The next one is to explain the slow plan.
+        """
         self.frontier = None
         self.is_in_vain = self.is_solving
+        self._slow = slow
 
     def straggler_times_s(self) -> dict[int, float]:
         """Return T' of each straggler; 0 while there is no frontier to measure it by."""

@@ -12,7 +12,7 @@ from perseus.service.telemetry import IterationColumns
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job's own figures. `baseline_time_s` is 0 before it was measured."""
+    """A job's own figures. `baseline_time_s` is 0 before it was measured, `lag_s` before plans showed it."""
 
     policy: OperatingPolicy
     state: JobState
@@ -20,6 +20,7 @@ class JobRecord:
     baseline_time_s: float
     is_profile_complete: bool
     stragglers: tuple[Straggler, ...]
+    lag_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,17 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 
+from perseus.service.commands import SlowPlan
 from perseus.service.errors import SolverBusyError, SolverCrashedError
-from perseus.solver import Frontier, Pipeline, solve
+from perseus.solver import (
+    Frontier,
+    LagError,
+    Pipeline,
+    explaining_lag_s,
+    fastest_clock_plan,
+    solve,
+    with_lag,
+)
 
 POINT_COUNT = 100
 
@@ -30,10 +39,13 @@ class SolverPool:
         self._in_flight = 0
         self._pool = self._new_pool()
 
-    async def solve(self, problem: Pipeline, point_count: int = POINT_COUNT) -> Frontier:
-        """Solve a problem.
+    async def solve(
+        self, problem: Pipeline, point_count: int = POINT_COUNT, slow: SlowPlan | None = None
+    ) -> Frontier:
+        """Solve a problem, with the lag between stages that explains a slow plan, if there is one.
 
         Raises:
+            LagError: no lag explains the slow plan.
             SolverError: the problem can't be solved.
             SolverCrashedError: the worker died.
             SolverBusyError: too many problems wait.
@@ -43,7 +55,9 @@ class SolverPool:
         pool = self._pool
         self._in_flight += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, _solve, problem, point_count)
+            return await asyncio.get_running_loop().run_in_executor(
+                pool, solve_explaining, problem, point_count, slow
+            )
         except BrokenProcessPool as error:
             if self._pool is pool:
                 pool.shutdown(wait=False)
@@ -67,8 +81,24 @@ class SolverPool:
         return pool
 
 
-def _solve(problem: Pipeline, point_count: int) -> Frontier:
+def solve_explaining(problem: Pipeline, point_count: int, slow: SlowPlan | None) -> Frontier:
+    """Solve a problem here and now; see SolverPool.solve."""
+    if slow is not None:
+        problem = with_lag(problem, _lag_s(problem, slow))
     return solve(problem, point_count=point_count)
+
+
+def _lag_s(problem: Pipeline, slow: SlowPlan) -> float:
+    stock = fastest_clock_plan(problem)
+    lag_s = explaining_lag_s(problem, slow.plan, slow.median_time_s, stock, slow.baseline_time_s)
+    if lag_s is None:
+        raise LagError(
+            f"no lag between stages explains iterations of {slow.median_time_s:.6f} s, "
+            f"{slow.baseline_time_s:.6f} s at stock",
+            median_time_s=slow.median_time_s,
+            baseline_time_s=slow.baseline_time_s,
+        )
+    return lag_s
 
 
 def _start_worker() -> None:

@@ -38,7 +38,7 @@ from perseus.solver import Measurement
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _SCHEMA = """
 CREATE TABLE coordinator (epoch TEXT NOT NULL);

@@ -17,7 +17,7 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from perseus.service import errors
-from perseus.solver import DeadlineError, PipelineError, ProfileError, ScheduleError, SolverError
+from perseus.solver import DeadlineError, LagError, PipelineError, ProfileError, ScheduleError, SolverError
 
 Unary = TypeVar("Unary", bound=Callable[..., Coroutine[Anything, Anything, Anything]])
 Stream = TypeVar("Stream", bound=Callable[..., AsyncIterator[Anything]])
@@ -48,6 +48,7 @@ STATUSES: dict[type[Exception], tuple[int, str]] = {
     ProfileError: (Code.INVALID_ARGUMENT, "INVALID_PROFILE"),
     PipelineError: (Code.INVALID_ARGUMENT, "INVALID_PIPELINE"),
     DeadlineError: (Code.OUT_OF_RANGE, "ITERATION_TIME_TOO_SHORT"),
+    LagError: (Code.FAILED_PRECONDITION, "LAG_NOT_FOUND"),
     SolverError: (Code.INVALID_ARGUMENT, "INVALID_PROBLEM"),
 }
 """Code and reason of every error class that can be raised; those that only gather others have none."""

@@ -25,6 +25,8 @@ from perseus.solver import (
     Pipeline,
     Plan,
     PlannedComputation,
+    common_lag_s,
+    with_lag,
 )
 from perseus.v1 import computation_pb2, frontier_pb2
 
@@ -146,11 +148,16 @@ def schedule_to_proto(
 
 
 def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
-    """Return a problem. The wire has no lags; FIXED computations of a stage and chunk share one time."""
+    """Return a problem. All its transfers share a lag, and FIXED computations of a stage and chunk a time.
+
+    Raises:
+        PipelineError: its transfers have different lags.
+    """
     message = frontier_pb2.PipelineProblem(
         schedule=schedule_to_proto(problem.schedule.orders, problem.schedule.paths),
         stage_count=problem.schedule.stage_count,
         blocking_power_w=problem.blocking_power_w,
+        transfer_lag_s=common_lag_s(problem),
     )
     for stage, chunk, kind in sorted(problem.profiles):
         message.profiles.add(stage=stage, chunk=chunk, kind=_KIND_TO_PROTO[kind]).measurements.extend(
@@ -175,12 +182,16 @@ def problem_from_proto(message: frontier_pb2.PipelineProblem) -> Pipeline:
     """Return a problem, checked.
 
     Raises:
-        InvalidFieldError: a part is missing or there twice.
+        InvalidFieldError: a part is missing, there twice or out of range.
         SolverError: the solver refuses it.
     """
     if not 1 <= message.stage_count <= MAX_STAGE_COUNT:
         raise InvalidFieldError(
             field="stage_count", expected=f"1 to {MAX_STAGE_COUNT}", found=message.stage_count
+        )
+    if not (math.isfinite(message.transfer_lag_s) and message.transfer_lag_s >= 0):
+        raise InvalidFieldError(
+            field="transfer_lag_s", expected="a finite number of 0 or more", found=message.transfer_lag_s
         )
     schedule = build_schedule(schedule_spec_from_proto(message.schedule), message.stage_count)
     profiles: dict[tuple[int, int, Kind], tuple[Measurement, ...]] = {}
@@ -208,7 +219,7 @@ def problem_from_proto(message: frontier_pb2.PipelineProblem) -> Pipeline:
                 Measurement(m.clock_mhz, m.time_s, m.energy_j, m.time_se_s, m.energy_se_j)
                 for m in profile.measurements
             )
-    return Pipeline(
+    pipeline = Pipeline(
         schedule=schedule,
         profiles=profiles,
         blocking_power_w=tuple(message.blocking_power_w),
@@ -218,6 +229,7 @@ def problem_from_proto(message: frontier_pb2.PipelineProblem) -> Pipeline:
             if c.kind is Kind.FIXED and (c.stage, c.chunk) in fixed_s
         },
     )
+    return with_lag(pipeline, message.transfer_lag_s)
 
 
 def frontier_to_proto(frontier: Frontier) -> frontier_pb2.Frontier:

@@ -14,9 +14,17 @@ from perseus.solver.emulation import (
     Replicas,
     emulate,
 )
-from perseus.solver.errors import DeadlineError, PipelineError, ProfileError, ScheduleError, SolverError
+from perseus.solver.errors import (
+    DeadlineError,
+    LagError,
+    PipelineError,
+    ProfileError,
+    ScheduleError,
+    SolverError,
+)
 from perseus.solver.fitting import FittedTimes, MeasuredIteration, emulated_iteration_time_s, fit_times
 from perseus.solver.frontier import Frontier, FrontierPoint, plan_at, solve
+from perseus.solver.lag import common_lag_s, explaining_lag_s, with_lag
 from perseus.solver.latency import LatencyReplay, replay_with_latency
 from perseus.solver.measurements import interpolate_clocks, merge_measurements
 from perseus.solver.named_schedules import (
@@ -42,6 +50,7 @@ __all__ = [
     "Frontier",
     "FrontierPoint",
     "Kind",
+    "LagError",
     "LatencyReplay",
     "MeasuredIteration",
     "Measurement",
@@ -57,11 +66,13 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SolverError",
+    "common_lag_s",
     "dwell",
     "early_recomputation",
     "emulate",
     "emulated_iteration_time_s",
     "envpipe",
+    "explaining_lag_s",
     "fastest_clock_plan",
     "fit_times",
     "gpipe",
@@ -75,6 +86,7 @@ __all__ = [
     "replay",
     "replay_with_latency",
     "solve",
+    "with_lag",
     "zero_bubble_h1",
     "zeus_global",
     "zeus_per_stage",

@@ -4,7 +4,8 @@ SolverError
 ├── ScheduleError   an order of computations is inconsistent or deadlocks
 ├── ProfileError    measurements are wrong, missing or unreadable
 ├── PipelineError   powers, lags or fixed times don't fit the schedule
-└── DeadlineError   no plan is as fast as the asked iteration time
+├── DeadlineError   no plan is as fast as the asked iteration time
+└── LagError        no lag between stages explains measured iteration times
 """
 
 
@@ -34,3 +35,7 @@ class PipelineError(SolverError):
 
 class DeadlineError(SolverError):
     """The asked iteration time is not a time, or shorter than T_min."""
+
+
+class LagError(SolverError):
+    """No lag between stages explains measured iteration times."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from perseus.v1 import computation_pb2 as perseus_dot_v1_dot_computation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19perseus/v1/frontier.proto\x12\nperseus.v1\x1a\x1cperseus/v1/computation.proto\"j\n\x0bMeasurement\x12\x11\n\tclock_mhz\x18\x01 \x01(\x05\x12\x0e\n\x06time_s\x18\x02 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x03 \x01(\x01\x12\x11\n\ttime_se_s\x18\x04 \x01(\x01\x12\x13\n\x0b\x65nergy_se_j\x18\x05 \x01(\x01\"\x8c\x01\n\x12\x43omputationProfile\x12\r\n\x05stage\x18\x01 \x01(\x05\x12\r\n\x05\x63hunk\x18\x02 \x01(\x05\x12)\n\x04kind\x18\x03 \x01(\x0e\x32\x1b.perseus.v1.ComputationKind\x12-\n\x0cmeasurements\x18\x04 \x03(\x0b\x32\x17.perseus.v1.Measurement\"\x9a\x01\n\x0fPipelineProblem\x12&\n\x08schedule\x18\x01 \x01(\x0b\x32\x14.perseus.v1.Schedule\x12\x13\n\x0bstage_count\x18\x02 \x01(\x05\x12\x30\n\x08profiles\x18\x03 \x03(\x0b\x32\x1e.perseus.v1.ComputationProfile\x12\x18\n\x10\x62locking_power_w\x18\x04 \x03(\x01\";\n\rIterationCost\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\"S\n\rFrontierPoint\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\x12\x16\n\x0e\x62ound_energy_j\x18\x03 \x01(\x01\"\xdb\x01\n\x08\x46rontier\x12,\n\x07problem\x18\x01 \x01(\x0b\x32\x1b.perseus.v1.PipelineProblem\x12+\n\x08\x62\x61seline\x18\x02 \x01(\x0b\x32\x19.perseus.v1.IterationCost\x12)\n\x06points\x18\x03 \x03(\x0b\x32\x19.perseus.v1.FrontierPoint\x12\x0f\n\x07t_min_s\x18\x04 \x01(\x01\x12\x10\n\x08t_star_s\x18\x05 \x01(\x01\x12\x10\n\x08t_slow_s\x18\x06 \x01(\x01\x12\x14\n\x0ct_star_index\x18\x07 \x01(\x05\"\x9a\x01\n\x12PlannedComputation\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.perseus.v1.ComputationKind\x12\x12\n\nmicrobatch\x18\x02 \x01(\x05\x12\r\n\x05\x63hunk\x18\x03 \x01(\x05\x12\x11\n\tclock_mhz\x18\x04 \x01(\x05\x12\x0f\n\x07start_s\x18\x05 \x01(\x01\x12\x12\n\nduration_s\x18\x06 \x01(\x01\"A\n\tStagePlan\x12\x34\n\x0c\x63omputations\x18\x01 \x03(\x0b\x32\x1e.perseus.v1.PlannedComputation\"Y\n\x04Plan\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\x12%\n\x06stages\x18\x03 \x03(\x0b\x32\x15.perseus.v1.StagePlanb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19perseus/v1/frontier.proto\x12\nperseus.v1\x1a\x1cperseus/v1/computation.proto\"j\n\x0bMeasurement\x12\x11\n\tclock_mhz\x18\x01 \x01(\x05\x12\x0e\n\x06time_s\x18\x02 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x03 \x01(\x01\x12\x11\n\ttime_se_s\x18\x04 \x01(\x01\x12\x13\n\x0b\x65nergy_se_j\x18\x05 \x01(\x01\"\x8c\x01\n\x12\x43omputationProfile\x12\r\n\x05stage\x18\x01 \x01(\x05\x12\r\n\x05\x63hunk\x18\x02 \x01(\x05\x12)\n\x04kind\x18\x03 \x01(\x0e\x32\x1b.perseus.v1.ComputationKind\x12-\n\x0cmeasurements\x18\x04 \x03(\x0b\x32\x17.perseus.v1.Measurement\"\xb2\x01\n\x0fPipelineProblem\x12&\n\x08schedule\x18\x01 \x01(\x0b\x32\x14.perseus.v1.Schedule\x12\x13\n\x0bstage_count\x18\x02 \x01(\x05\x12\x30\n\x08profiles\x18\x03 \x03(\x0b\x32\x1e.perseus.v1.ComputationProfile\x12\x18\n\x10\x62locking_power_w\x18\x04 \x03(\x01\x12\x16\n\x0etransfer_lag_s\x18\x05 \x01(\x01\";\n\rIterationCost\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\"S\n\rFrontierPoint\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\x12\x16\n\x0e\x62ound_energy_j\x18\x03 \x01(\x01\"\xdb\x01\n\x08\x46rontier\x12,\n\x07problem\x18\x01 \x01(\x0b\x32\x1b.perseus.v1.PipelineProblem\x12+\n\x08\x62\x61seline\x18\x02 \x01(\x0b\x32\x19.perseus.v1.IterationCost\x12)\n\x06points\x18\x03 \x03(\x0b\x32\x19.perseus.v1.FrontierPoint\x12\x0f\n\x07t_min_s\x18\x04 \x01(\x01\x12\x10\n\x08t_star_s\x18\x05 \x01(\x01\x12\x10\n\x08t_slow_s\x18\x06 \x01(\x01\x12\x14\n\x0ct_star_index\x18\x07 \x01(\x05\"\x9a\x01\n\x12PlannedComputation\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.perseus.v1.ComputationKind\x12\x12\n\nmicrobatch\x18\x02 \x01(\x05\x12\r\n\x05\x63hunk\x18\x03 \x01(\x05\x12\x11\n\tclock_mhz\x18\x04 \x01(\x05\x12\x0f\n\x07start_s\x18\x05 \x01(\x01\x12\x12\n\nduration_s\x18\x06 \x01(\x01\"A\n\tStagePlan\x12\x34\n\x0c\x63omputations\x18\x01 \x03(\x0b\x32\x1e.perseus.v1.PlannedComputation\"Y\n\x04Plan\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\x12%\n\x06stages\x18\x03 \x03(\x0b\x32\x15.perseus.v1.StagePlanb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,17 +37,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPUTATIONPROFILE']._serialized_start=180
   _globals['_COMPUTATIONPROFILE']._serialized_end=320
   _globals['_PIPELINEPROBLEM']._serialized_start=323
-  _globals['_PIPELINEPROBLEM']._serialized_end=477
-  _globals['_ITERATIONCOST']._serialized_start=479
-  _globals['_ITERATIONCOST']._serialized_end=538
-  _globals['_FRONTIERPOINT']._serialized_start=540
-  _globals['_FRONTIERPOINT']._serialized_end=623
-  _globals['_FRONTIER']._serialized_start=626
-  _globals['_FRONTIER']._serialized_end=845
-  _globals['_PLANNEDCOMPUTATION']._serialized_start=848
-  _globals['_PLANNEDCOMPUTATION']._serialized_end=1002
-  _globals['_STAGEPLAN']._serialized_start=1004
-  _globals['_STAGEPLAN']._serialized_end=1069
-  _globals['_PLAN']._serialized_start=1071
-  _globals['_PLAN']._serialized_end=1160
+  _globals['_PIPELINEPROBLEM']._serialized_end=501
+  _globals['_ITERATIONCOST']._serialized_start=503
+  _globals['_ITERATIONCOST']._serialized_end=562
+  _globals['_FRONTIERPOINT']._serialized_start=564
+  _globals['_FRONTIERPOINT']._serialized_end=647
+  _globals['_FRONTIER']._serialized_start=650
+  _globals['_FRONTIER']._serialized_end=869
+  _globals['_PLANNEDCOMPUTATION']._serialized_start=872
+  _globals['_PLANNEDCOMPUTATION']._serialized_end=1026
+  _globals['_STAGEPLAN']._serialized_start=1028
+  _globals['_STAGEPLAN']._serialized_end=1093
+  _globals['_PLAN']._serialized_start=1095
+  _globals['_PLAN']._serialized_end=1184
 # @@protoc_insertion_point(module_scope)

@@ -95,8 +95,13 @@ class PipelineProblem(google.protobuf.message.Message):
     STAGE_COUNT_FIELD_NUMBER: builtins.int
     PROFILES_FIELD_NUMBER: builtins.int
     BLOCKING_POWER_W_FIELD_NUMBER: builtins.int
+    TRANSFER_LAG_S_FIELD_NUMBER: builtins.int
     stage_count: builtins.int
     """Number of stages; an explicit schedule must agree with it."""
+    transfer_lag_s: builtins.float
+    """Lag of every transfer of activations or gradients between two stages, either way, seconds: from the end of
+    the computation that sends to the earliest start of the one that receives.
+    """
     @property
     def schedule(self) -> perseus.v1.computation_pb2.Schedule:
         """The order of the computations."""
@@ -116,9 +121,10 @@ class PipelineProblem(google.protobuf.message.Message):
         stage_count: builtins.int = ...,
         profiles: collections.abc.Iterable[Global___ComputationProfile] | None = ...,
         blocking_power_w: collections.abc.Iterable[builtins.float] | None = ...,
+        transfer_lag_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["schedule", b"schedule"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocking_power_w", b"blocking_power_w", "profiles", b"profiles", "schedule", b"schedule", "stage_count", b"stage_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocking_power_w", b"blocking_power_w", "profiles", b"profiles", "schedule", b"schedule", "stage_count", b"stage_count", "transfer_lag_s", b"transfer_lag_s"]) -> None: ...
 
 Global___PipelineProblem: typing_extensions.TypeAlias = PipelineProblem
 

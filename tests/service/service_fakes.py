@@ -13,6 +13,7 @@ from perseus.service.inputs import (
     PlanInForce,
     RankJoined,
     Solved,
+    SolveFailed,
     TelemetryArrived,
 )
 from perseus.service.iterations import Period
@@ -31,6 +32,7 @@ from perseus.service.model import (
 from perseus.service.profiler import ProfilingRules
 from perseus.service.records import ForgetIterations, IterationRows, JobRecord, OfferRecord, StoredJob
 from perseus.service.rules import Rules
+from perseus.service.solving import solve_explaining
 from perseus.service.specification import (
     Coordinates,
     JobSpec,
@@ -48,7 +50,7 @@ from perseus.service.telemetry import (
     IterationColumns,
     TelemetryBatch,
 )
-from perseus.solver import Computation, Kind, Schedule, solve
+from perseus.solver import Computation, Kind, Schedule, SolverError
 
 EPOCH = "epoch-of-the-tests"
 CLOCKS_MHZ = (1400, 1300, 1200, 1100, 1000, 900)
@@ -151,6 +153,14 @@ def batch(
         energy=energy,
         dropped_batch_count=0,
     )
+
+
+def solved(command: Solve) -> Solved | SolveFailed:
+    """What comes back of a problem."""
+    try:
+        return Solved(solve_explaining(command.problem, 8, command.slow))
+    except SolverError as error:
+        return SolveFailed(str(error))
 
 
 @dataclass
@@ -292,7 +302,7 @@ class Cluster:
                 if any(isinstance(other, SendOffer) for other in waiting):
                     waiting.append(command)  # It takes longer than an offer's way.
                 else:
-                    waiting.extend(self.tell(Solved(solve(command.problem, point_count=8))))
+                    waiting.extend(self.tell(solved(command)))
             elif isinstance(command, EndStream):
                 self.ended_instances.append(command.instance_id)
 

@@ -243,6 +243,8 @@ async def test_problems_that_cannot_be_solved_are_refused(client: Client) -> Non
         (problem(profiles=[bad_profile]), 0, "INVALID_PROFILE"),
         (problem(blocking_power_w=[]), 0, "INVALID_PIPELINE"),
         (problem(blocking_power_w=[-1.0]), 0, "INVALID_PIPELINE"),
+        (problem(transfer_lag_s=-1e-3), 0, "INVALID_FIELD"),
+        (problem(transfer_lag_s=math.nan), 0, "INVALID_FIELD"),
     ]
     for message, points, reason in cases:
         request = frontier_service_pb2.SolveRequest(problem=message, point_count=points)

@@ -16,7 +16,7 @@ from perseus.service.profiler import HOLD_LIMIT, ProfilingRules
 from perseus.service.rules import Rules
 from perseus.service.specification import Deadline, OperatingPolicy
 from perseus.service.telemetry import EnergyEstimate, EnergySample
-from perseus.solver import Computation, Kind, Measurement, Pipeline, replay
+from perseus.solver import Computation, Kind, Measurement, Pipeline, replay, with_lag
 
 OVERHEAD_S = 0.02
 Slowness = Callable[[int, int], float]
@@ -28,11 +28,12 @@ def never(_stage: int, _clock_mhz: int) -> float:
 
 
 class TruthfulCluster(Cluster):
-    """Iterations last as long as their computations, and agents go on estimating under plans."""
+    """Iterations last as long as their computations and transfers; agents go on estimating under plans."""
 
-    def __init__(self, slowness: Slowness = never, rules: Rules | None = None) -> None:
+    def __init__(self, slowness: Slowness = never, rules: Rules | None = None, lag_s: float = 0.0) -> None:
         super().__init__(make_spec(microbatches=8), rules)
         self.slowness = slowness
+        self.lag_s = lag_s
 
     def run(self, count: int) -> None:
         for _ in range(count):
@@ -90,7 +91,7 @@ class TruthfulCluster(Cluster):
             for stage in range(2)
             for kind in (Kind.FORWARD, Kind.BACKWARD)
         }
-        pipeline = Pipeline(self.schedule, profiles, (60.0, 60.0))
+        pipeline = with_lag(Pipeline(self.schedule, profiles, (60.0, 60.0)), self.lag_s)
         return replay(pipeline, {c: clock_mhz(c) for c in self.schedule.computations}).iteration_time_s
 
     def _estimate(self, rank: FakeRank, clocks: PlannedClocks) -> EnergyEstimate:
@@ -155,6 +156,8 @@ def test_a_promise_that_is_broken_for_no_reason_that_computations_show_ends_at_s
     cluster.iterate(8, duration_s=5.0)
     cluster.expect(JobState.STOCK)
     assert cluster.announced(EventType.PROFILE_CORRECTED) == []
+    (failed,) = cluster.announced(EventType.SOLVE_FAILED)
+    assert failed["cause"].startswith("no lag between stages explains iterations of 5.000000 s")
 
 
 def test_a_straggler_explains_slow_iterations() -> None:

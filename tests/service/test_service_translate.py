@@ -1,5 +1,7 @@
 """Between messages and values, both ways."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +19,7 @@ from perseus.service.translate_problems import (
     problem_from_proto,
     problem_to_proto,
 )
-from perseus.solver import Computation, Kind, solve
+from perseus.solver import Computation, Kind, solve, with_lag
 from perseus.v1 import agent_service_pb2, computation_pb2, frontier_pb2, job_pb2
 
 
@@ -76,6 +78,23 @@ def test_a_problem_with_fixed_computations_comes_back_and_solves_the_same() -> N
     assert problem == FRONTIER.pipeline
     assert problem_to_proto(problem) == message.problem
     assert solve(problem, point_count=8).points == FRONTIER.points
+
+
+def test_a_problem_with_a_lag_comes_back_and_solves_the_same() -> None:
+    frontier = solve(with_lag(FRONTIER.pipeline, 1 / 300), point_count=8)
+    assert frontier.t_min_s > FRONTIER.t_min_s
+    message = frontier_pb2.Frontier.FromString(frontier_to_proto(frontier).SerializeToString())
+    problem = problem_from_proto(message.problem)
+    assert problem == frontier.pipeline
+    assert solve(problem, point_count=8).points == frontier.points
+
+
+@pytest.mark.parametrize("lag_s", [-1e-9, math.nan, math.inf])
+def test_an_impossible_lag_is_named(lag_s: float) -> None:
+    message = problem_to_proto(FRONTIER.pipeline)
+    message.transfer_lag_s = lag_s
+    with pytest.raises(InvalidFieldError, match=f"transfer_lag_s: expected .*, found {lag_s}"):
+        problem_from_proto(message)
 
 
 def test_a_plan_names_clocks_in_order() -> None:

@@ -8,11 +8,22 @@ from collections.abc import Iterator
 import pytest
 from service_fakes import CLOCKS_MHZ, Cluster, make_spec
 
+from perseus.service.commands import SlowPlan
 from perseus.service.errors import SolverBusyError, SolverCrashedError
 from perseus.service.model import JobState
 from perseus.service.solving import SolverPool
 from perseus.service.stage_profiles import build_problem
-from perseus.solver import Pipeline, SolverError, one_forward_one_backward, solve
+from perseus.solver import (
+    LagError,
+    Pipeline,
+    SolverError,
+    common_lag_s,
+    one_forward_one_backward,
+    plan_at,
+    replay,
+    solve,
+    with_lag,
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +62,18 @@ async def test_the_solvers_error_comes_back(pool: SolverPool, problem: Pipeline)
     with pytest.raises(SolverError, match="found 1") as caught:
         await pool.solve(problem, 1)
     assert caught.value.details == {"found": "1"}
+
+
+async def test_a_slow_plan_is_explained_elsewhere_as_here(pool: SolverPool, problem: Pipeline) -> None:
+    stock = solve(problem, point_count=3).baseline
+    plan, real = plan_at(problem, stock.iteration_time_s), with_lag(problem, 0.004)
+    slow_s, stock_s = (replay(real, some.clocks_mhz).iteration_time_s for some in (plan, stock))
+    there = await pool.solve(problem, 5, SlowPlan(plan, slow_s, stock_s))
+    assert common_lag_s(there.pipeline) == pytest.approx(0.004)
+    assert there.points == solve(there.pipeline, point_count=5).points
+    with pytest.raises(LagError, match="no lag between stages explains") as caught:
+        await pool.solve(problem, 5, SlowPlan(plan, 10 * slow_s, stock_s))
+    assert caught.value.details == {"median_time_s": str(10 * slow_s), "baseline_time_s": str(stock_s)}
 
 
 async def test_a_dead_worker_fails_its_problem_and_not_the_next(pool: SolverPool, problem: Pipeline) -> None:

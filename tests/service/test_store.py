@@ -50,7 +50,9 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     return {"sqlite": open_sqlite}[request.param]
 
 
-RECORD = JobRecord(OperatingPolicy(3.5), JobState.PLANNED, 9, 0.1 + 0.2, True, (Straggler(0, None, 1.3),))
+RECORD = JobRecord(
+    OperatingPolicy(3.5), JobState.PLANNED, 9, 0.1 + 0.2, True, (Straggler(0, None, 1.3),), 0.7e-3
+)
 
 
 def rows(rank: Coordinates, iterations: list[int], closed_through: int) -> IterationRows:

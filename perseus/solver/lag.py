@@ -1,0 +1,131 @@
+"""One lag for every transfer between stages, found from two measured iterations.
+
+Activations and gradients take time to travel. At the highest clocks much of that hides while light stages
+wait; a plan that stretches a light stage until it has no slack lays it bare. So a plan that turns out slower
+than predicted, by more than the all-max plan does, tells how long a transfer takes: the longer the lag, the
+further the two plans' iteration times part.
+
+:mod:`perseus.solver.fitting` tells boundaries and directions apart, and needs many plans for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+from perseus.solver.computation import Computation
+from perseus.solver.errors import PipelineError
+from perseus.solver.graph import Dependency, order_computations
+from perseus.solver.pipeline import Pipeline
+from perseus.solver.plan import Plan, earliest_finishes_ps
+from perseus.solver.profile import PS_PER_S, to_ps
+
+_MEASURED_WITHIN = 0.01
+"""The share by which a measured iteration time may be off."""
+
+_RUNG_COUNT = 32
+"""The plans may part and close up again as the lag grows; how finely the first place is looked for."""
+
+
+def with_lag(pipeline: Pipeline, lag_s: float) -> Pipeline:
+    """Return the pipeline with this lag, in seconds, of every transfer along its paths, either way.
+
+    Raises:
+        PipelineError: the lag is not finite, or negative.
+    """
+    hops = _hops(pipeline)
+    return replace(
+        pipeline,
+        activation_lags_s=dict.fromkeys(hops, lag_s) if lag_s else {},
+        gradient_lags_s={(receiver, sender): lag_s for sender, receiver in hops} if lag_s else {},
+    )
+
+
+def common_lag_s(pipeline: Pipeline) -> float:
+    """Return the lag of every transfer along the pipeline's paths, in seconds; 0 if there is none.
+
+    Raises:
+        PipelineError: transfers have different lags.
+    """
+    hops = _hops(pipeline)
+    lags_s = {pipeline.activation_lags_s.get(hop, 0.0) for hop in hops}
+    lags_s |= {pipeline.gradient_lags_s.get((receiver, sender), 0.0) for sender, receiver in hops}
+    if len(lags_s) > 1:
+        raise PipelineError(
+            f"activation_lags_s, gradient_lags_s: expected one lag for all, found {min(lags_s)} to "
+            f"{max(lags_s)} s",
+            field="activation_lags_s",
+            found=f"{min(lags_s)} to {max(lags_s)}",
+        )
+    return lags_s.pop() if lags_s else 0.0
+
+
+def explaining_lag_s(
+    pipeline: Pipeline, slow_plan: Plan, slow_time_s: float, fast_plan: Plan, fast_time_s: float
+) -> float | None:
+    """Return the least lag of all transfers that explains two plans' measured iteration times.
+
+    With it the plans, replayed, are as far apart as measured, or further already with the pipeline's own lag,
+    which is common to all transfers and the least that is considered. What an iteration holds besides (the
+    optimizer) is the same under both plans and not negative: a lag with which the fast plan alone would
+    take longer than measured explains nothing. None if no lag does.
+
+    Raises:
+        PipelineError: the pipeline's transfers have different lags.
+    """
+    slow, fast = _iteration_time_ps(pipeline, slow_plan), _iteration_time_ps(pipeline, fast_plan)
+    excess_ps = to_ps(slow_time_s - fast_time_s)
+    most_ps = to_ps((1 + _MEASURED_WITHIN) * fast_time_s)
+
+    def explains(lag_ps: int) -> bool:
+        return slow(lag_ps) - fast(lag_ps) >= excess_ps
+
+    def is_too_long(lag_ps: int) -> bool:
+        return fast(lag_ps) > most_ps
+
+    least_ps = to_ps(common_lag_s(pipeline))
+    if not _hops(pipeline) or is_too_long(least_ps):
+        return None
+    if explains(least_ps):
+        return least_ps / PS_PER_S
+    longest_ps = _first(is_too_long, least_ps, max(least_ps, most_ps) + 1) - 1
+    rungs_ps = [least_ps + (longest_ps - least_ps) * k // _RUNG_COUNT for k in range(_RUNG_COUNT + 1)]
+    for below_ps, rung_ps in pairwise(rungs_ps):
+        if explains(rung_ps):
+            return _first(explains, below_ps, rung_ps) / PS_PER_S
+    return None
+
+
+def _hops(pipeline: Pipeline) -> set[tuple[int, int]]:
+    """Return the (sending stage, receiving stage) of activations; gradients travel the other way."""
+    return {
+        (sender, receiver)
+        for path in pipeline.schedule.paths
+        for (sender, _), (receiver, _) in pairwise(path)
+        if sender != receiver
+    }
+
+
+def _iteration_time_ps(pipeline: Pipeline, plan: Plan) -> Callable[[int], int]:
+    """Return the plan's iteration time as a function of the lag, both in picoseconds."""
+    computations, dependencies = order_computations(with_lag(pipeline, 1.0))
+    times_s: dict[Computation, float] = dict(pipeline.fixed_times_s)
+    times_s |= {planned.computation: planned.duration_s for stage in plan.stages for planned in stage}
+    durations_ps = [to_ps(times_s[computation]) for computation in computations]
+
+    def replayed(lag_ps: int) -> int:
+        # The lags of a second say which dependencies are transfers.
+        lagged = [Dependency(earlier, later, lag_ps if lag else 0) for earlier, later, lag in dependencies]
+        return max(earliest_finishes_ps(lagged, durations_ps))
+
+    return replayed
+
+
+def _first(holds: Callable[[int], bool], below: int, high: int) -> int:
+    """Return where it begins to hold between `below`, where it does not, and `high`, where it does."""
+    while high - below > 1:
+        middle = (below + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            below = middle
+    return high

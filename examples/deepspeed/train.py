@@ -55,9 +55,11 @@ def train() -> None:
             "steps_per_print": 100,
         },
     )
+    seeded = torch.Generator().manual_seed(0)  # all stages draw the same tokens
+    shape = (MICROBATCHES, MICROBATCH, LENGTH + 1)
     with attach(engine, job_id=EMULATED.job_id, **example.attach_arguments(EMULATED, engine.stage_id)):
         for _ in range(ITERATIONS):
-            tokens = torch.randint(0, VOCABULARY, (MICROBATCHES, MICROBATCH, LENGTH + 1))
+            tokens = torch.randint(0, VOCABULARY, shape, generator=seeded)
             engine.train_batch(iter([(batch[:, :-1], batch[:, 1:]) for batch in tokens]))
             if is_over(engine.device):
                 break

@@ -68,9 +68,11 @@ def train() -> None:
         share_embeddings_and_output_weights=False,
     ).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seeded = torch.Generator().manual_seed(0)  # all stages draw the same tokens
+    shape = (MICROBATCHES, MICROBATCH, LENGTH + 1)
     with attach(config, job_id=EMULATED.job_id, **example.attach_arguments(EMULATED, stage)):
         for _ in range(ITERATIONS):
-            tokens = torch.randint(0, VOCABULARY, (MICROBATCHES, MICROBATCH, LENGTH + 1)).to(device)
+            tokens = torch.randint(0, VOCABULARY, shape, generator=seeded).to(device)
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(tokens),

@@ -35,7 +35,7 @@ def coordinator(
     log_format: Annotated[str | None, _flag("log_format")] = None,
 ) -> None:
     """Run the coordinator of many jobs. Every flag is also PERSEUS_COORDINATOR_… in the environment."""
-    from perseus.service.errors import StartupError
+    from perseus.service.domain.errors import StartupError
     from perseus.service.server import serve
 
     flags = {

@@ -76,7 +76,7 @@ def solve(
         fail(str(error))
     console.print(_frontier_table(frontier))
     if output is not None:
-        from perseus.service.translate_problems import frontier_to_proto
+        from perseus.service.api.translate_problems import frontier_to_proto
 
         _write_json("--output", output, frontier_to_proto(frontier))
     if plot is not None:
@@ -100,7 +100,8 @@ def plan(
 
     with _without_pyplot():
         from perseus import solver
-        from perseus.service import errors, translate_problems
+        from perseus.service.api import translate_problems
+        from perseus.service.domain import errors
     from perseus.v1 import frontier_pb2
 
     check_destination("--output", output)

@@ -11,17 +11,17 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from perseus.service.agent_service import AgentService
-from perseus.service.coordinator import Coordinator
-from perseus.service.errors import AddressUnavailableError
-from perseus.service.frontier_service import FrontierService
-from perseus.service.guard import GuardRules
-from perseus.service.job_service import JobService
-from perseus.service.profiler import ProfilingRules
-from perseus.service.rules import Rules
+from perseus.service.api.agent_service import AgentService
+from perseus.service.api.frontier_service import FrontierService
+from perseus.service.api.job_service import JobService
+from perseus.service.domain.errors import AddressUnavailableError
+from perseus.service.job.planning.guard import GuardRules
+from perseus.service.job.profiling.profiler import ProfilingRules
+from perseus.service.job.rules import Rules
 from perseus.service.settings import CoordinatorSettings
-from perseus.service.solving import SolverPool
-from perseus.service.sqlite_store import SqliteStore
+from perseus.service.shell.coordinator import Coordinator
+from perseus.service.shell.solving import SolverPool
+from perseus.service.storage.sqlite_store import SqliteStore
 from perseus.v1 import (
     agent_service_pb2,
     agent_service_pb2_grpc,

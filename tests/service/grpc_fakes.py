@@ -12,11 +12,11 @@ import service_fakes
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
-from perseus.service.model import STOCK, Clocks, HoldClocks, Offer, PlannedClocks
+from perseus.service.domain.model import STOCK, Clocks, HoldClocks, Offer, PlannedClocks
+from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.telemetry import KINDS
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
-from perseus.service.specification import Coordinates
-from perseus.service.telemetry import KINDS
 from perseus.solver import Plan, PlannedComputation, Schedule, one_forward_one_backward
 from perseus.v1 import agent_service_pb2, computation_pb2, job_pb2, job_service_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from perseus.service.commands import Announce, Command, EndStream, SendOffer, Solve, Store
-from perseus.service.inputs import (
+from perseus.service.domain.commands import Announce, Command, EndStream, SendOffer, Solve, Store
+from perseus.service.domain.inputs import (
     Input,
     OfferAnswered,
     PlanInForce,
@@ -16,9 +16,7 @@ from perseus.service.inputs import (
     SolveFailed,
     TelemetryArrived,
 )
-from perseus.service.iterations import Period
-from perseus.service.job_machine import JobMachine
-from perseus.service.model import (
+from perseus.service.domain.model import (
     STOCK,
     STOCK_MHZ,
     Gpu,
@@ -29,11 +27,8 @@ from perseus.service.model import (
     RefusalReason,
     stage_clocks,
 )
-from perseus.service.profiler import ProfilingRules
-from perseus.service.records import ForgetIterations, IterationRows, JobRecord, OfferRecord, StoredJob
-from perseus.service.rules import Rules
-from perseus.service.solving import solve_explaining
-from perseus.service.specification import (
+from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, OfferRecord, StoredJob
+from perseus.service.domain.specification import (
     Coordinates,
     JobSpec,
     NamedSchedule,
@@ -41,8 +36,7 @@ from perseus.service.specification import (
     Parallelism,
     ScheduleName,
 )
-from perseus.service.stage_profiles import StageProfile
-from perseus.service.telemetry import (
+from perseus.service.domain.telemetry import (
     KINDS,
     ComputationColumns,
     EnergyEstimate,
@@ -50,6 +44,12 @@ from perseus.service.telemetry import (
     IterationColumns,
     TelemetryBatch,
 )
+from perseus.service.job.iterations.iteration_log import Period
+from perseus.service.job.machine import JobMachine
+from perseus.service.job.profiling.profiler import ProfilingRules
+from perseus.service.job.profiling.stage_profiles import StageProfile
+from perseus.service.job.rules import Rules
+from perseus.service.shell.solving import solve_explaining
 from perseus.solver import Computation, Kind, Schedule, SolverError
 
 EPOCH = "epoch-of-the-tests"

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 from service_fakes import CLOCKS_MHZ, Cluster, FakeRank, time_s
 
-from perseus.service.commands import Announce, SendOffer
-from perseus.service.inputs import TelemetryArrived
-from perseus.service.model import EventType, Happening, HoldClocks, JobState, PlannedClocks
-from perseus.service.specification import JobSpec
+from perseus.service.domain.commands import Announce, SendOffer
+from perseus.service.domain.inputs import TelemetryArrived
+from perseus.service.domain.model import EventType, Happening, HoldClocks, JobState, PlannedClocks
+from perseus.service.domain.specification import JobSpec
 from perseus.solver import Computation
 
 CHANGES = (EventType.STRAGGLER_DETECTED, EventType.STRAGGLER_WITHDRAWN)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perseus.service.spans import SpanGraph
+from perseus.service.job.stragglers.spans import SpanGraph
 from perseus.solver import Computation, Kind, Schedule, one_forward_one_backward
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "straggler"

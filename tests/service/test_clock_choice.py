@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perseus.service.clock_choice import choose_clocks
-from perseus.service.stage_profiles import StageProfile, build_problem, corrected
+from perseus.service.job.profiling.clock_choice import choose_clocks
+from perseus.service.job.profiling.stage_profiles import StageProfile, build_problem, corrected
 from perseus.solver import (
     Kind,
     Measurement,

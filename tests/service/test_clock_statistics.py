@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from service_fakes import Cluster, batch, make_spec
 
-from perseus.service.errors import InvalidFieldError
-from perseus.service.inputs import TelemetryArrived
-from perseus.service.specification import Coordinates
-from perseus.service.telemetry import ClockStatistics
-from perseus.service.translate import rank_to_proto, telemetry_from_proto
+from perseus.service.api.translate_jobs import rank_to_proto, telemetry_from_proto
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.inputs import TelemetryArrived
+from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.telemetry import ClockStatistics
 from perseus.v1 import agent_service_pb2, clock_statistics_pb2
 
 WIRE = clock_statistics_pb2.ClockStatistics(

@@ -18,7 +18,7 @@ from grpc_fakes import (
     spec_message,
 )
 
-from perseus.service.specification import Coordinates
+from perseus.service.domain.specification import Coordinates
 from perseus.v1 import (
     agent_service_pb2,
     computation_pb2,

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings, until
 
-from perseus.service.errors import AddressUnavailableError
+from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.server import running
 from perseus.v1 import job_pb2, job_service_pb2
 

@@ -10,7 +10,7 @@ from grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from perseus.service import watching
+from perseus.service.shell import watching
 from perseus.v1 import job_pb2, job_service_pb2
 
 

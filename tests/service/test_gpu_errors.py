@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from grpc_fakes import TIMEOUT_S, Client, FakeAgent, connected, make_settings
 
-from perseus.service.errors import InvalidFieldError
-from perseus.service.model import GpuErrorReason
-from perseus.service.translate import gpu_error_from_proto
+from perseus.service.api.translate_jobs import gpu_error_from_proto
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.model import GpuErrorReason
 from perseus.v1 import agent_service_pb2, job_pb2, job_service_pb2
 
 

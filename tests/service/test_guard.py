@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from service_fakes import CLOCKS_MHZ, energy_j, estimate, time_s
 
-from perseus.service.drift import BLOCK, Drift, DriftWatch
-from perseus.service.guard import Guard, GuardRules
-from perseus.service.iterations import JobIteration
-from perseus.service.specification import Coordinates, Parallelism
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.job.iterations.iteration_log import JobIteration
+from perseus.service.job.planning.drift import BLOCK, Drift, DriftWatch
+from perseus.service.job.planning.guard import Guard, GuardRules
 from perseus.solver import Kind, Measurement, Pipeline, one_forward_one_backward
 
 PROMISE_S = 1.0

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.service.iterations import OPEN_LIMIT, IterationLog
-from perseus.service.model import STOCK, JobState, PipelineOffer
-from perseus.service.specification import Parallelism
-from perseus.service.telemetry import IterationColumns
+from perseus.service.domain.model import STOCK, JobState, PipelineOffer
+from perseus.service.domain.specification import Parallelism
+from perseus.service.domain.telemetry import IterationColumns
+from perseus.service.job.iterations.iteration_log import OPEN_LIMIT, IterationLog
 
 RANKS = list(Parallelism(2, 1, 2).all_coordinates())
 

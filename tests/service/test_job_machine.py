@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from service_fakes import CLOCKS_MHZ, EPOCH, Cluster, FakeRank, batch, energy_j, estimate, make_gpu, make_spec
 
-from perseus.service.commands import AcceptRank, Announce, Command, EndStream, SendOffer, Solve
-from perseus.service.errors import (
+from perseus.service.domain.commands import AcceptRank, Announce, Command, EndStream, SendOffer, Solve
+from perseus.service.domain.errors import (
     InvalidFieldError,
     JobFinishedError,
     PipelineOutOfRangeError,
     RankAlreadyServedError,
     RankOutOfRangeError,
 )
-from perseus.service.inputs import (
+from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
@@ -31,7 +31,7 @@ from perseus.service.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.model import (
+from perseus.service.domain.model import (
     STOCK,
     EventType,
     HoldClocks,
@@ -43,9 +43,9 @@ from perseus.service.model import (
     RefusalReason,
     Straggler,
 )
-from perseus.service.profiler import ProfilingRules
-from perseus.service.rules import Rules
-from perseus.service.specification import Coordinates, OperatingPolicy
+from perseus.service.domain.specification import Coordinates, OperatingPolicy
+from perseus.service.job.profiling.profiler import ProfilingRules
+from perseus.service.job.rules import Rules
 from perseus.solver import Computation, Kind
 
 FIRST, SECOND = Coordinates(0, 0, 0), Coordinates(0, 1, 0)

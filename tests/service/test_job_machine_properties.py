@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from service_fakes import CLOCKS_MHZ, EPOCH, Cluster, FakeRank, make_spec
 
-from perseus.service.commands import Announce, Command, EndStream, SendOffer, Solve
-from perseus.service.inputs import (
+from perseus.service.domain.commands import Announce, Command, EndStream, SendOffer, Solve
+from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
@@ -28,7 +28,7 @@ from perseus.service.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.model import (
+from perseus.service.domain.model import (
     STOCK_MHZ,
     JobState,
     RankLeftReason,
@@ -36,9 +36,9 @@ from perseus.service.model import (
     Straggler,
     stage_clocks,
 )
-from perseus.service.profiler import ProfilingRules
-from perseus.service.rules import Rules
-from perseus.service.specification import Coordinates, OperatingPolicy
+from perseus.service.domain.specification import Coordinates, OperatingPolicy
+from perseus.service.job.profiling.profiler import ProfilingRules
+from perseus.service.job.rules import Rules
 from perseus.solver import solve
 
 PLACES = list(make_spec().parallelism.all_coordinates())

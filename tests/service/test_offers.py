@@ -4,10 +4,9 @@ from dataclasses import replace
 
 from service_fakes import make_gpu, make_spec
 
-from perseus.service.commands import Announce, Command, SendOffer
-from perseus.service.inputs import RankJoined
-from perseus.service.journal import Journal
-from perseus.service.model import (
+from perseus.service.domain.commands import Announce, Command, SendOffer
+from perseus.service.domain.inputs import RankJoined
+from perseus.service.domain.model import (
     NO_VERSION,
     STOCK,
     STOCK_MHZ,
@@ -17,9 +16,10 @@ from perseus.service.model import (
     PlannedClocks,
     stage_clocks,
 )
-from perseus.service.offers import OfferBoard
-from perseus.service.ranks import RankTable
-from perseus.service.specification import Coordinates
+from perseus.service.domain.specification import Coordinates
+from perseus.service.job.journal import Journal
+from perseus.service.job.planning.offers import OfferBoard
+from perseus.service.job.ranks.rank_table import RankTable
 from perseus.solver import Computation, Kind, Plan, PlannedComputation
 
 FIRST, SECOND = Coordinates(0, 0, 0), Coordinates(0, 1, 0)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_fakes import CLOCKS_MHZ, energy_j, time_s
 
-from perseus.service.model import Straggler
-from perseus.service.operating_point import planned_clocks, straggler_time_s, target_times_s
-from perseus.service.specification import Deadline, OperatingPolicy
+from perseus.service.domain.model import Straggler
+from perseus.service.domain.specification import Deadline, OperatingPolicy
+from perseus.service.job.planning.operating_point import planned_clocks, straggler_time_s, target_times_s
 from perseus.solver import Computation, Frontier, Kind, Measurement, Pipeline, Schedule, solve
 
 

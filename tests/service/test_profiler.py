@@ -3,12 +3,12 @@
 import pytest
 from service_fakes import CLOCKS_MHZ, estimate, time_s
 
-from perseus.service.commands import Announce, Command
-from perseus.service.iterations import JobIteration
-from perseus.service.journal import Journal
-from perseus.service.model import STOCK_MHZ, EventType, HoldClocks
-from perseus.service.profiler import HOLD_LIMIT, Profiler, ProfilingRules
-from perseus.service.specification import Parallelism
+from perseus.service.domain.commands import Announce, Command
+from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks
+from perseus.service.domain.specification import Parallelism
+from perseus.service.job.iterations.iteration_log import JobIteration
+from perseus.service.job.journal import Journal
+from perseus.service.job.profiling.profiler import HOLD_LIMIT, Profiler, ProfilingRules
 from perseus.solver import Kind, one_forward_one_backward
 
 SHAPE = Parallelism(2, 2, 1)

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from service_fakes import CLOCKS_MHZ, Cluster, FakeRank, energy_j, make_spec, time_s
 
-from perseus.service.commands import Announce, FindProfile
-from perseus.service.drift import BLOCK
-from perseus.service.errors import JobNotSolvedError
-from perseus.service.inputs import BaselineRequested, PolicySet, ProfileFound, StragglerReported
-from perseus.service.model import EventType, HoldClocks, JobState, PlannedClocks, Straggler
-from perseus.service.profiler import HOLD_LIMIT, ProfilingRules
-from perseus.service.rules import Rules
-from perseus.service.specification import Deadline, OperatingPolicy
-from perseus.service.telemetry import EnergyEstimate, EnergySample
+from perseus.service.domain.commands import Announce, FindProfile
+from perseus.service.domain.errors import JobNotSolvedError
+from perseus.service.domain.inputs import BaselineRequested, PolicySet, ProfileFound, StragglerReported
+from perseus.service.domain.model import EventType, HoldClocks, JobState, PlannedClocks, Straggler
+from perseus.service.domain.specification import Deadline, OperatingPolicy
+from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
+from perseus.service.job.planning.drift import BLOCK
+from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
+from perseus.service.job.rules import Rules
 from perseus.solver import Computation, Kind, Measurement, Pipeline, replay, with_lag
 
 OVERHEAD_S = 0.02

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from perseus.service import outbox
-from perseus.service.errors import LeaseExpiredError, ReaderTooSlowError
-from perseus.service.model import IterationSummary
-from perseus.service.outbox import Outbox
-from perseus.service.watching import NEWS_LIMIT, Watcher
+from perseus.service.api import outbox
+from perseus.service.api.outbox import Outbox
+from perseus.service.domain.errors import LeaseExpiredError, ReaderTooSlowError
+from perseus.service.domain.model import IterationSummary
+from perseus.service.shell.watching import NEWS_LIMIT, Watcher
 from perseus.v1 import agent_service_pb2
 from perseus.v1.agent_service_pb2 import ConnectResponse
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from service_fakes import CLOCKS_MHZ, EPOCH, Cluster, make_spec
 
-from perseus.service.commands import Announce, Command, SendOffer, Solve
-from perseus.service.inputs import AgentLeft, OfferAnswered, Solved, StragglerReported
-from perseus.service.model import (
+from perseus.service.domain.commands import Announce, Command, SendOffer, Solve
+from perseus.service.domain.inputs import AgentLeft, OfferAnswered, Solved, StragglerReported
+from perseus.service.domain.model import (
     STOCK,
     STOCK_MHZ,
     EventType,
@@ -19,8 +19,8 @@ from perseus.service.model import (
     Straggler,
     stage_clocks,
 )
-from perseus.service.rules import Rules
-from perseus.service.specification import Coordinates
+from perseus.service.domain.specification import Coordinates
+from perseus.service.job.rules import Rules
 from perseus.solver import solve
 
 FIRST, SECOND = Coordinates(0, 0, 0), Coordinates(0, 1, 0)

@@ -8,17 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_operating_point import FRONTIER
 
-from perseus.service import model, specification
-from perseus.service.errors import InvalidFieldError
-from perseus.service.specification import ExplicitSchedule, JobSpec, OperatingPolicy, Parallelism
-from perseus.service.telemetry import KINDS
-from perseus.service.translate import job_to_proto, offer_to_proto, spec_from_proto, telemetry_from_proto
-from perseus.service.translate_problems import (
+from perseus.service.api.translate_jobs import (
+    job_to_proto,
+    offer_to_proto,
+    spec_from_proto,
+    telemetry_from_proto,
+)
+from perseus.service.api.translate_problems import (
     frontier_to_proto,
     plan_to_proto,
     problem_from_proto,
     problem_to_proto,
 )
+from perseus.service.domain import model, specification
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.specification import ExplicitSchedule, JobSpec, OperatingPolicy, Parallelism
+from perseus.service.domain.telemetry import KINDS
 from perseus.solver import Computation, Kind, solve, with_lag
 from perseus.v1 import agent_service_pb2, computation_pb2, frontier_pb2, job_pb2
 

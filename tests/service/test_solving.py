@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 from service_fakes import CLOCKS_MHZ, Cluster, make_spec
 
-from perseus.service.commands import SlowPlan
-from perseus.service.errors import SolverBusyError, SolverCrashedError
-from perseus.service.model import JobState
-from perseus.service.solving import SolverPool
-from perseus.service.stage_profiles import build_problem
+from perseus.service.domain.commands import SlowPlan
+from perseus.service.domain.errors import SolverBusyError, SolverCrashedError
+from perseus.service.domain.model import JobState
+from perseus.service.job.profiling.stage_profiles import build_problem
+from perseus.service.shell.solving import SolverPool
 from perseus.solver import (
     LagError,
     Pipeline,

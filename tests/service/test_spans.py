@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perseus.service.spans import SpanBook, SpanGraph
-from perseus.service.specification import Coordinates, Parallelism
-from perseus.service.telemetry import KINDS, ComputationColumns, IterationColumns, TelemetryBatch
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.domain.telemetry import KINDS, ComputationColumns, IterationColumns, TelemetryBatch
+from perseus.service.job.stragglers.spans import SpanBook, SpanGraph
 from perseus.solver import Computation, Kind, Schedule, gpipe, one_forward_one_backward
 
 F, B = Kind.FORWARD, Kind.BACKWARD

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from service_fakes import BLOCKING_POWER_W, energy_j, estimate, time_s
 
-from perseus.service.specification import Coordinates, Parallelism
-from perseus.service.stage_profiles import (
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.domain.telemetry import EnergyEstimate
+from perseus.service.job.profiling.stage_profiles import (
     StageProfile,
     agree,
     blocking_power_w,
@@ -16,7 +17,6 @@ from perseus.service.stage_profiles import (
     is_measured,
     merge,
 )
-from perseus.service.telemetry import EnergyEstimate
 from perseus.solver import Kind, Measurement, one_forward_one_backward
 
 SCHEDULE = one_forward_one_backward(2, 2)

@@ -5,8 +5,8 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 
-from perseus.service import errors
-from perseus.service.statuses import STATUSES, to_status
+from perseus.service.api.statuses import STATUSES, to_status
+from perseus.service.domain import errors
 from perseus.solver import DeadlineError, SolverError
 
 

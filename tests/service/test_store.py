@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from service_fakes import EPOCH, Cluster, make_gpu, make_spec
 
-from perseus.service.commands import Announce, Store
-from perseus.service.errors import DatabaseUnavailableError
-from perseus.service.job_machine import JobMachine
-from perseus.service.model import (
+from perseus.service.domain.commands import Announce, Store
+from perseus.service.domain.errors import DatabaseUnavailableError
+from perseus.service.domain.model import (
     STOCK,
     EventType,
     Happening,
@@ -23,18 +22,19 @@ from perseus.service.model import (
     RankState,
     Straggler,
 )
-from perseus.service.records import ForgetIterations, IterationRows, JobRecord, OfferRecord
-from perseus.service.rules import Rules
-from perseus.service.specification import (
+from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, OfferRecord
+from perseus.service.domain.specification import (
     Coordinates,
     ExplicitSchedule,
     JobSpec,
     OperatingPolicy,
     Parallelism,
 )
-from perseus.service.sqlite_store import SqliteStore
-from perseus.service.store import Entry, JobEntry, JobEvent, JobStore, NewJob, TelemetrySequence
-from perseus.service.telemetry import IterationColumns
+from perseus.service.domain.telemetry import IterationColumns
+from perseus.service.job.machine import JobMachine
+from perseus.service.job.rules import Rules
+from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.storage.store import Entry, JobEntry, JobEvent, JobStore, NewJob, TelemetrySequence
 from perseus.solver import Computation, Kind
 
 Open = Callable[[], Awaitable[JobStore]]

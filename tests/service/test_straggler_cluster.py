@@ -4,11 +4,11 @@ import pytest
 from service_fakes import make_spec
 from straggler_cluster import TimedCluster
 
-from perseus.service.commands import Announce, SendOffer
-from perseus.service.inputs import PolicySet, StragglerCleared, StragglerReported
-from perseus.service.model import EventType, JobState, Straggler
-from perseus.service.specification import OperatingPolicy
-from perseus.service.stragglers import ENTER
+from perseus.service.domain.commands import Announce, SendOffer
+from perseus.service.domain.inputs import PolicySet, StragglerCleared, StragglerReported
+from perseus.service.domain.model import EventType, JobState, Straggler
+from perseus.service.domain.specification import OperatingPolicy
+from perseus.service.job.stragglers.detector import ENTER
 
 SEEDS = range(3)
 

@@ -17,8 +17,8 @@ import straggler_traces
 from grpc_fakes import TIMEOUT_S, Client, connected, make_settings, spec_message
 from straggler_traces import Trace
 
-from perseus.service.spans import IterationSpans
-from perseus.service.stragglers import StragglerDetector
+from perseus.service.job.stragglers.detector import StragglerDetector
+from perseus.service.job.stragglers.spans import IterationSpans
 from perseus.solver import Kind
 from perseus.v1 import agent_service_pb2, computation_pb2, job_pb2, job_service_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from perseus.service.spans import IterationSpans
-from perseus.service.stragglers import CALM, ENTER, SLOWING_REASONS, Finding, StragglerDetector
+from perseus.service.job.stragglers.detector import CALM, ENTER, SLOWING_REASONS, Finding, StragglerDetector
+from perseus.service.job.stragglers.spans import IterationSpans
 
 PLANNED_S = 10.0
 VERSION = 5

@@ -6,7 +6,7 @@ import pytest
 from service_fakes import solved
 from test_promises_on_cluster import TruthfulCluster
 
-from perseus.service.commands import (
+from perseus.service.domain.commands import (
     Announce,
     Command,
     ReportIteration,
@@ -15,10 +15,10 @@ from perseus.service.commands import (
     Solve,
     Store,
 )
-from perseus.service.drift import BLOCK
-from perseus.service.inputs import SolveFailed
-from perseus.service.model import STOCK, Clocks, EventType, JobState, PlannedClocks
-from perseus.service.plan_watch import MOST_BROKEN_PROMISES
+from perseus.service.domain.inputs import SolveFailed
+from perseus.service.domain.model import STOCK, Clocks, EventType, JobState, PlannedClocks
+from perseus.service.job.planning.drift import BLOCK
+from perseus.service.job.planning.plan_watch import MOST_BROKEN_PROMISES
 from perseus.solver import common_lag_s, replay, with_lag
 
 LAG_S = 0.006

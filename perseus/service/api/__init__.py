@@ -1,0 +1,1 @@
+"""The gRPC surface: one thin adapter per service, translation, statuses, what waits to be sent."""

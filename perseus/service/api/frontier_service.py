@@ -1,0 +1,57 @@
+"""`perseus.v1.FrontierService`: a thin adapter over the coordinator."""
+
+# ruff: noqa: N802 (the contract names the methods)
+
+import asyncio
+import math
+from typing import Any
+
+import grpc
+
+from perseus.service.api.statuses import mapped
+from perseus.service.api.translate_problems import frontier_to_proto, plan_to_proto, problem_from_proto
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.job.planning.operating_point import with_fixed
+from perseus.service.shell.coordinator import Coordinator
+from perseus.service.shell.solving import POINT_COUNT
+from perseus.v1 import frontier_service_pb2 as pb
+from perseus.v1 import frontier_service_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+LEAST_POINT_COUNT = 3
+MOST_POINT_COUNT = 10_000
+
+
+class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
+    """Answers what an iteration could cost."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    @mapped
+    async def GetFrontier(self, request: pb.GetFrontierRequest, context: Context) -> pb.GetFrontierResponse:
+        """See the contract."""
+        return pb.GetFrontierResponse(frontier=frontier_to_proto(self._coordinator.frontier(request.job_id)))
+
+    @mapped
+    async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.GetPlanResponse:
+        """See the contract."""
+        frontier = self._coordinator.frontier(request.job_id)
+        time_s = request.iteration_time_s
+        if not math.isfinite(time_s):
+            raise InvalidFieldError(field="iteration_time_s", expected="a finite number", found=time_s)
+        # Rounding is plain Python over all computations: too long for the event loop of a large job.
+        plan = await asyncio.to_thread(frontier.plan, time_s)
+        return pb.GetPlanResponse(plan=plan_to_proto(with_fixed(plan, frontier.pipeline)))
+
+    @mapped
+    async def Solve(self, request: pb.SolveRequest, context: Context) -> pb.SolveResponse:
+        """See the contract."""
+        count = request.point_count or POINT_COUNT
+        if not LEAST_POINT_COUNT <= count <= MOST_POINT_COUNT:
+            raise InvalidFieldError(
+                field="point_count", expected=f"0, or {LEAST_POINT_COUNT} to {MOST_POINT_COUNT}", found=count
+            )
+        frontier = await self._coordinator.solve(problem_from_proto(request.problem), count)
+        return pb.SolveResponse(frontier=frontier_to_proto(frontier))

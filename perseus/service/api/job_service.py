@@ -1,0 +1,140 @@
+"""`perseus.v1.JobService`: a thin adapter over the coordinator."""
+
+# ruff: noqa: N802 (the contract names the methods)
+
+import base64
+import binascii
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from perseus.service.api.statuses import mapped, mapped_stream
+from perseus.service.api.translate_jobs import (
+    event_to_proto,
+    job_to_proto,
+    period_to_proto,
+    policy_from_proto,
+    spec_from_proto,
+    straggler_from_proto,
+    summary_to_proto,
+    timeline_to_proto,
+)
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.model import IterationSummary, JobView
+from perseus.service.shell.coordinator import Coordinator
+from perseus.service.storage.store import JobEvent
+from perseus.v1 import job_service_pb2 as pb
+from perseus.v1 import job_service_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+
+
+class JobService(job_service_pb2_grpc.JobServiceServicer):
+    """Registers, observes and steers jobs."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    @mapped
+    async def RegisterJob(self, request: pb.RegisterJobRequest, context: Context) -> pb.RegisterJobResponse:
+        """See the contract."""
+        return pb.RegisterJobResponse(
+            job=job_to_proto(await self._coordinator.register(spec_from_proto(request.spec)))
+        )
+
+    @mapped
+    async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.GetJobResponse:
+        """See the contract."""
+        return pb.GetJobResponse(job=job_to_proto(self._coordinator.job(request.job_id)))
+
+    @mapped
+    async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
+        """See the contract."""
+        size = request.page_size or DEFAULT_PAGE_SIZE
+        if not 1 <= size <= MAX_PAGE_SIZE:
+            raise InvalidFieldError(field="page_size", expected=f"0 to {MAX_PAGE_SIZE}", found=size)
+        views, has_more = self._coordinator.jobs(_decode_token(request.page_token), size)
+        return pb.ListJobsResponse(
+            jobs=[job_to_proto(view) for view in views],
+            next_page_token=_encode_token(views[-1].spec.job_id) if has_more else "",
+        )
+
+    @mapped
+    async def FinishJob(self, request: pb.FinishJobRequest, context: Context) -> pb.FinishJobResponse:
+        """See the contract."""
+        return pb.FinishJobResponse(job=job_to_proto(await self._coordinator.finish(request.job_id)))
+
+    @mapped
+    async def ReportStraggler(
+        self, request: pb.ReportStragglerRequest, context: Context
+    ) -> pb.ReportStragglerResponse:
+        """See the contract."""
+        view = await self._coordinator.report_straggler(request.job_id, straggler_from_proto(request))
+        return pb.ReportStragglerResponse(job=job_to_proto(view))
+
+    @mapped
+    async def ClearStraggler(
+        self, request: pb.ClearStragglerRequest, context: Context
+    ) -> pb.ClearStragglerResponse:
+        """See the contract."""
+        view = await self._coordinator.clear_straggler(request.job_id, request.pipeline)
+        return pb.ClearStragglerResponse(job=job_to_proto(view))
+
+    @mapped
+    async def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
+        """See the contract."""
+        view = await self._coordinator.set_policy(request.job_id, policy_from_proto(request.policy))
+        return pb.SetPolicyResponse(job=job_to_proto(view))
+
+    @mapped
+    async def MeasureBaseline(
+        self, request: pb.MeasureBaselineRequest, context: Context
+    ) -> pb.MeasureBaselineResponse:
+        """See the contract."""
+        return pb.MeasureBaselineResponse(
+            job=job_to_proto(await self._coordinator.measure_baseline(request.job_id))
+        )
+
+    @mapped
+    async def GetReport(self, request: pb.GetReportRequest, context: Context) -> pb.GetReportResponse:
+        """See the contract."""
+        periods = self._coordinator.report(request.job_id)
+        return pb.GetReportResponse(periods=[period_to_proto(period) for period in periods])
+
+    @mapped
+    async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
+        """See the contract."""
+        return timeline_to_proto(self._coordinator.timeline(request.job_id, request.pipeline))
+
+    @mapped_stream
+    async def WatchJob(
+        self, request: pb.WatchJobRequest, context: Context
+    ) -> AsyncIterator[pb.WatchJobResponse]:
+        """See the contract."""
+        if request.after_sequence < 0:
+            raise InvalidFieldError(
+                field="after_sequence", expected="0 or more", found=request.after_sequence
+            )
+        async for update in self._coordinator.watch(request.job_id, request.after_sequence):
+            match update:
+                case JobView():
+                    yield pb.WatchJobResponse(job=job_to_proto(update))
+                case JobEvent():
+                    yield pb.WatchJobResponse(event=event_to_proto(update))
+                case IterationSummary():
+                    yield pb.WatchJobResponse(iteration=summary_to_proto(update))
+
+
+def _encode_token(job_id: str) -> str:
+    return base64.urlsafe_b64encode(job_id.encode()).decode()
+
+
+def _decode_token(token: str) -> str:
+    try:
+        return base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode()
+    except (binascii.Error, UnicodeError):
+        raise InvalidFieldError(field="page_token", expected="a next_page_token", found=repr(token)) from None

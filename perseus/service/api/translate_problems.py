@@ -1,0 +1,280 @@
+"""Between the wire's problems (schedules, profiles, frontiers, plans) and the solver's values.
+
+The half of `translate.py` that a solve without a job needs as well.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.specification import (
+    MAX_COMPUTATION_COUNT,
+    MAX_STAGE_COUNT,
+    ExplicitSchedule,
+    NamedSchedule,
+    ScheduleName,
+    ScheduleSpec,
+    build_schedule,
+)
+from perseus.solver import (
+    Computation,
+    Frontier,
+    Kind,
+    Measurement,
+    Path,
+    Pipeline,
+    Plan,
+    PlannedComputation,
+    common_lag_s,
+    with_lag,
+)
+from perseus.v1 import computation_pb2, frontier_pb2
+
+_KIND_TO_PROTO = {
+    kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind
+}
+KIND_FROM_PROTO: dict[int, Kind] = {number: kind for kind, number in _KIND_TO_PROTO.items()}
+_SCHEDULE_NAME_TO_PROTO = {
+    name: computation_pb2.ScheduleName.Value(f"SCHEDULE_NAME_{name.name}") for name in ScheduleName
+}
+_SCHEDULE_NAME_FROM_PROTO = {number: name for name, number in _SCHEDULE_NAME_TO_PROTO.items()}
+
+
+# ---------------------------------------------------------------------- computations and schedules
+
+
+def kind_from_proto(number: int, field: str) -> Kind:
+    """Return the kind.
+
+    Raises:
+        InvalidFieldError: it is unspecified or unknown.
+    """
+    try:
+        return KIND_FROM_PROTO[number]
+    except KeyError:
+        raise InvalidFieldError(field=field, expected="a known kind", found=number) from None
+
+
+def computation_to_proto(computation: Computation) -> computation_pb2.Computation:
+    """Return the computation without its stage, which the wire gives by position."""
+    return computation_pb2.Computation(
+        kind=_KIND_TO_PROTO[computation.kind], microbatch=computation.microbatch, chunk=computation.chunk
+    )
+
+
+def order_to_proto(order: Iterable[Computation]) -> computation_pb2.StageOrder:
+    """Return one stage's order."""
+    return computation_pb2.StageOrder(
+        computations=[computation_to_proto(computation) for computation in order]
+    )
+
+
+def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
+    """Return how the schedule is given.
+
+    Raises:
+        InvalidFieldError: it is missing, or has an unknown name or kind.
+    """
+    match message.WhichOneof("order"):
+        case "named":
+            name = _SCHEDULE_NAME_FROM_PROTO.get(message.named.name)
+            if name is None:
+                raise InvalidFieldError(
+                    field="schedule.named.name", expected="a known schedule", found=message.named.name
+                )
+            return NamedSchedule(name, message.named.microbatch_count)
+        case "explicit":
+            stages = message.explicit.stages
+            computation_count = sum(len(stage.computations) for stage in stages)
+            if len(stages) > MAX_STAGE_COUNT or computation_count > MAX_COMPUTATION_COUNT:
+                raise InvalidFieldError(
+                    field="schedule.explicit.stages",
+                    expected=f"at most {MAX_STAGE_COUNT} stages and {MAX_COMPUTATION_COUNT} computations",
+                    found=f"{len(stages)} and {computation_count}",
+                )
+            return ExplicitSchedule(
+                tuple(
+                    tuple(
+                        Computation(
+                            stage,
+                            kind_from_proto(
+                                computation.kind,
+                                f"schedule.explicit.stages[{stage}].computations[{position}].kind",
+                            ),
+                            computation.microbatch,
+                            computation.chunk,
+                        )
+                        for position, computation in enumerate(order.computations)
+                    )
+                    for stage, order in enumerate(stages)
+                ),
+                tuple(
+                    tuple((step.stage, step.chunk) for step in path.steps) for path in message.explicit.paths
+                ),
+            )
+        case _:
+            raise InvalidFieldError(field="schedule", expected="named or explicit", found="none")
+
+
+def schedule_spec_to_proto(spec: ScheduleSpec) -> computation_pb2.Schedule:
+    """Return the schedule in the form in which it was given."""
+    if isinstance(spec, NamedSchedule):
+        return computation_pb2.Schedule(
+            named=computation_pb2.NamedSchedule(
+                name=_SCHEDULE_NAME_TO_PROTO[spec.name], microbatch_count=spec.microbatch_count
+            )
+        )
+    return schedule_to_proto(spec.orders, spec.paths)
+
+
+def schedule_to_proto(
+    orders: Sequence[Sequence[Computation]], paths: Sequence[Path]
+) -> computation_pb2.Schedule:
+    """Return explicit orders, stage 0 first, and how activations flow."""
+    return computation_pb2.Schedule(
+        explicit=computation_pb2.ExplicitSchedule(
+            stages=[order_to_proto(order) for order in orders],
+            paths=[
+                computation_pb2.Path(
+                    steps=[computation_pb2.PathStep(stage=stage, chunk=chunk) for stage, chunk in path]
+                )
+                for path in paths
+            ],
+        )
+    )
+
+
+# ---------------------------------------------------------------------- problems, frontiers and plans
+
+
+def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
+    """Return a problem. All its transfers share a lag, and FIXED computations of a stage and chunk a time.
+
+    Raises:
+        PipelineError: its transfers have different lags.
+    """
+    message = frontier_pb2.PipelineProblem(
+        schedule=schedule_to_proto(problem.schedule.orders, problem.schedule.paths),
+        stage_count=problem.schedule.stage_count,
+        blocking_power_w=problem.blocking_power_w,
+        transfer_lag_s=common_lag_s(problem),
+    )
+    for stage, chunk, kind in sorted(problem.profiles):
+        message.profiles.add(stage=stage, chunk=chunk, kind=_KIND_TO_PROTO[kind]).measurements.extend(
+            frontier_pb2.Measurement(
+                clock_mhz=m.clock_mhz,
+                time_s=m.time_s,
+                energy_j=m.energy_j,
+                time_se_s=m.time_se_s,
+                energy_se_j=m.energy_se_j,
+            )
+            for m in problem.profiles[stage, chunk, kind]
+        )
+    fixed_s = {(c.stage, c.chunk): time_s for c, time_s in sorted(problem.fixed_times_s.items())}
+    for (stage, chunk), time_s in fixed_s.items():
+        message.profiles.add(stage=stage, chunk=chunk, kind=_KIND_TO_PROTO[Kind.FIXED]).measurements.add(
+            time_s=time_s, energy_j=time_s * problem.blocking_power_w[stage]
+        )
+    return message
+
+
+def problem_from_proto(message: frontier_pb2.PipelineProblem) -> Pipeline:
+    """Return a problem, checked.
+
+    Raises:
+        InvalidFieldError: a part is missing, there twice or out of range.
+        SolverError: the solver refuses it.
+    """
+    if not 1 <= message.stage_count <= MAX_STAGE_COUNT:
+        raise InvalidFieldError(
+            field="stage_count", expected=f"1 to {MAX_STAGE_COUNT}", found=message.stage_count
+        )
+    if not (math.isfinite(message.transfer_lag_s) and message.transfer_lag_s >= 0):
+        raise InvalidFieldError(
+            field="transfer_lag_s", expected="a finite number of 0 or more", found=message.transfer_lag_s
+        )
+    schedule = build_schedule(schedule_spec_from_proto(message.schedule), message.stage_count)
+    profiles: dict[tuple[int, int, Kind], tuple[Measurement, ...]] = {}
+    fixed_s: dict[tuple[int, int], float] = {}
+    for position, profile in enumerate(message.profiles):
+        kind = kind_from_proto(profile.kind, f"profiles[{position}].kind")
+        key = (profile.stage, profile.chunk, kind)
+        if key in profiles or (kind is Kind.FIXED and key[:2] in fixed_s):
+            raise InvalidFieldError(
+                field=f"profiles[{position}]",
+                expected="each stage, chunk and kind once",
+                found=f"stage {profile.stage}, chunk {profile.chunk}, {kind.value} again",
+            )
+        if kind is Kind.FIXED:
+            times_s = [m.time_s for m in profile.measurements]
+            if len(times_s) != 1 or not math.isfinite(times_s[0]) or times_s[0] < 0:
+                raise InvalidFieldError(
+                    field=f"profiles[{position}].measurements",
+                    expected="one time of 0 or more",
+                    found=times_s,
+                )
+            fixed_s[key[:2]] = times_s[0]
+        else:
+            profiles[key] = tuple(
+                Measurement(m.clock_mhz, m.time_s, m.energy_j, m.time_se_s, m.energy_se_j)
+                for m in profile.measurements
+            )
+    pipeline = Pipeline(
+        schedule=schedule,
+        profiles=profiles,
+        blocking_power_w=tuple(message.blocking_power_w),
+        fixed_times_s={
+            c: fixed_s[c.stage, c.chunk]
+            for c in schedule.computations
+            if c.kind is Kind.FIXED and (c.stage, c.chunk) in fixed_s
+        },
+    )
+    return with_lag(pipeline, message.transfer_lag_s)
+
+
+def frontier_to_proto(frontier: Frontier) -> frontier_pb2.Frontier:
+    """Return a frontier, with all that a plan for another iteration time follows from."""
+    return frontier_pb2.Frontier(
+        problem=problem_to_proto(frontier.pipeline),
+        baseline=frontier_pb2.IterationCost(
+            iteration_time_s=frontier.baseline.iteration_time_s, energy_j=frontier.baseline.energy_j
+        ),
+        points=[
+            frontier_pb2.FrontierPoint(
+                iteration_time_s=point.iteration_time_s,
+                energy_j=point.energy_j,
+                bound_energy_j=point.bound_energy_j,
+            )
+            for point in frontier.points
+        ],
+        t_min_s=frontier.t_min_s,
+        t_star_s=frontier.t_star_s,
+        t_slow_s=frontier.t_slow_s,
+        t_star_index=frontier.t_star_index,
+    )
+
+
+def plan_to_proto(plan: Plan) -> frontier_pb2.Plan:
+    """Return a plan."""
+    return frontier_pb2.Plan(
+        iteration_time_s=plan.iteration_time_s,
+        energy_j=plan.energy_j,
+        stages=[stage_plan_to_proto(stage) for stage in plan.stages],
+    )
+
+
+def stage_plan_to_proto(stage: Iterable[PlannedComputation]) -> frontier_pb2.StagePlan:
+    """Return one stage's share of a plan."""
+    return frontier_pb2.StagePlan(
+        computations=[
+            frontier_pb2.PlannedComputation(
+                kind=_KIND_TO_PROTO[planned.computation.kind],
+                microbatch=planned.computation.microbatch,
+                chunk=planned.computation.chunk,
+                clock_mhz=planned.clock_mhz,
+                start_s=planned.start_s,
+                duration_s=planned.duration_s,
+            )
+            for planned in stage
+        ]
+    )

@@ -1,0 +1,85 @@
+"""What a job's state machine wants done, in this order: records stored, then the rest.
+
+A record is stored before anything that follows from it leaves the coordinator: after a crash nobody holds a
+version or an acknowledgement that the database does not know.
+"""
+
+from dataclasses import dataclass
+
+from perseus.service.domain.model import Happening, IterationSummary, Offer
+from perseus.service.domain.records import Record
+from perseus.service.domain.specification import Coordinates
+from perseus.solver import Pipeline, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptRank:
+    """Tell the agent that its rank is served."""
+
+    rank: Coordinates
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendOffer:
+    """Offer clocks to a rank."""
+
+    rank: Coordinates
+    instance_id: str
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    """End the stream of an agent that was silent for longer than its lease, so that it joins anew."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FindProfile:
+    """Look for a profile of the same GPUs and job shape; it comes back as ProfileFound, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowPlan:
+    """A plan whose iterations take longer than it promised, and the stock baseline to hold them against."""
+
+    plan: Plan
+    median_time_s: float
+    baseline_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Solve:
+    """Solve a problem; the answer comes back as Solved or SolveFailed.
+
+    With a slow plan, the lag between stages that explains it is found first, and the problem solved with it.
+    """
+
+    problem: Pipeline
+    slow: SlowPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Store an event, and tell it to whoever watches."""
+
+    happening: Happening
+
+
+@dataclass(frozen=True, slots=True)
+class ReportIteration:
+    """Tell a finished iteration of a pipeline to whoever watches."""
+
+    summary: IterationSummary
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Store a record; one of the same key is replaced."""
+
+    record: Record
+
+
+Command = AcceptRank | SendOffer | EndStream | FindProfile | Solve | Announce | ReportIteration | Store

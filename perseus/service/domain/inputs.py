@@ -1,0 +1,186 @@
+"""What can happen to a job: the events that its state machine takes.
+
+Each is checked for form before it gets here (finite, in range); whether it fits the job is the machine's to
+say.
+"""
+
+from dataclasses import dataclass
+
+from perseus.service.domain.model import Gpu, GpuErrorReason, RankLeftReason, RefusalReason, Straggler
+from perseus.service.domain.specification import Coordinates, OperatingPolicy
+from perseus.service.domain.telemetry import TelemetryBatch
+from perseus.service.job.profiling.stage_profiles import StageProfile
+from perseus.solver import Frontier
+
+
+@dataclass(frozen=True, slots=True)
+class RankJoined:
+    """An agent serves a rank. An empty epoch in force means stock without a plan.
+
+    Telemetry up to `after_sequence` is of an earlier trainer.
+    """
+
+    rank: Coordinates
+    instance_id: str
+    hostname: str
+    gpu: Gpu
+    iteration: int
+    in_force_epoch: str
+    in_force_version: int
+    after_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLeft:
+    """An agent no longer serves a rank, whose GPU is back on stock."""
+
+    rank: Coordinates
+    instance_id: str
+    reason: RankLeftReason
+
+
+@dataclass(frozen=True, slots=True)
+class GpuErrorReported:
+    """A rank's GPU, or the way to it, refused or failed to do something. The rank may never have joined."""
+
+    rank: Coordinates
+    gpu_uuid: str
+    reason: GpuErrorReason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentDisconnected:
+    """An agent's stream ended without a goodbye."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLeft:
+    """An agent said goodbye: its GPUs are back on stock."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHeard:
+    """A sign of life."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryArrived:
+    """A batch that was not seen before."""
+
+    rank: Coordinates
+    instance_id: str
+    batch: TelemetryBatch
+
+
+@dataclass(frozen=True, slots=True)
+class OfferAnswered:
+    """A rank accepted an offer (`refusal` is None) or refused it. `iteration` is the highest begun.
+
+    `refused_clocks_mhz`: those that its GPU does not have, where that is why.
+    """
+
+    rank: Coordinates
+    instance_id: str
+    epoch: str
+    version: int
+    refusal: RefusalReason | None
+    message: str
+    iteration: int
+    refused_clocks_mhz: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInForce:
+    """The plan in force on a rank has changed."""
+
+    rank: Coordinates
+    instance_id: str
+    epoch: str
+    version: int
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class StragglerReported:
+    """Somebody says that a pipeline is slow."""
+
+    straggler: Straggler
+
+
+@dataclass(frozen=True, slots=True)
+class StragglerCleared:
+    """Somebody says that a pipeline is no longer slow."""
+
+    pipeline: int
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySet:
+    """The operating policy changes."""
+
+    policy: OperatingPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRequested:
+    """Somebody ends the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineRequested:
+    """Somebody wants the stock baseline measured again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFound:
+    """The answer to FindProfile: what is known of the same GPUs and job shape."""
+
+    profiles: tuple[StageProfile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The frontier that was asked for."""
+
+    frontier: Frontier
+
+
+@dataclass(frozen=True, slots=True)
+class SolveFailed:
+    """There will be no frontier; why."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Input = (
+    RankJoined
+    | RankLeft
+    | GpuErrorReported
+    | AgentDisconnected
+    | AgentLeft
+    | AgentHeard
+    | TelemetryArrived
+    | OfferAnswered
+    | PlanInForce
+    | StragglerReported
+    | StragglerCleared
+    | PolicySet
+    | FinishRequested
+    | BaselineRequested
+    | ProfileFound
+    | Solved
+    | SolveFailed
+    | Tick
+)

@@ -1,0 +1,272 @@
+"""The words of a job's life: states, ranks, offers and events, as plain values.
+
+They are what the state machine keeps, what the store writes down and what the adapters translate.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
+from perseus.service.domain.telemetry import ClockStatistics
+from perseus.solver import Plan
+
+
+class JobState(enum.Enum):
+    """The state of a job; see `job_machine.py` for how it moves."""
+
+    WAITING = "waiting"
+    BASELINE = "baseline"
+    PROFILING = "profiling"
+    SOLVING = "solving"
+    PLANNED = "planned"
+    STOCK = "stock"
+    FINISHED = "finished"
+
+
+class RankState(enum.Enum):
+    """Whether an agent serves a rank."""
+
+    EXPECTED = "expected"
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+    LOST = "lost"
+    FINISHED = "finished"
+
+
+class RankLeftReason(enum.Enum):
+    """Why a rank is no longer served."""
+
+    FINISHED = "finished"
+    TRAINER_GONE = "trainer gone"
+    GPU_FAILED = "GPU failed"
+
+
+class RefusalReason(enum.Enum):
+    """Why a plan offer was refused."""
+
+    PAST_START = "past start"
+    CLOCK_NOT_SUPPORTED = "clock not supported"
+    NOT_PERMITTED = "not permitted"
+    ORDER_MISMATCH = "order mismatch"
+    UNKNOWN_RANK = "unknown rank"
+    GPU_FAILED = "GPU failed"
+
+
+class GpuErrorReason(enum.Enum):
+    """What it was that went wrong with a GPU."""
+
+    NOT_FOUND = "not found"
+    DRIVER_FAILED = "driver failed"
+    NO_PERMISSION = "no permission"
+    LOST = "lost"
+    NOT_SUPPORTED = "not supported"
+    IN_USE = "in use"
+    NOT_RECORDED = "not recorded"
+
+
+class EventType(enum.Enum):
+    """What kind of thing happened to a job."""
+
+    REGISTERED = "registered"
+    STATE_CHANGED = "state changed"
+    RANK_CHANGED = "rank changed"
+    CLOCK_PROFILED = "clock profiled"
+    SOLVED = "solved"
+    SOLVE_FAILED = "solve failed"
+    PLAN_OFFERED = "plan offered"
+    PLAN_IN_FORCE = "plan in force"
+    PLAN_REFUSED = "plan refused"
+    STRAGGLER_REPORTED = "straggler reported"
+    STRAGGLER_CLEARED = "straggler cleared"
+    POLICY_SET = "policy set"
+    STRAGGLER_DETECTED = "straggler detected"
+    STRAGGLER_WITHDRAWN = "straggler withdrawn"
+    GPU_ERROR = "GPU error"
+    CLOCK_GIVEN_UP = "clock given up"
+    PROFILE_ADOPTED = "profile adopted"
+    PROMISE_BROKEN = "promise broken"
+    PROFILE_CORRECTED = "profile corrected"
+    BASELINE_REQUESTED = "baseline requested"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as its agent sees it; its clocks highest first."""
+
+    uuid: str
+    model: str
+    supported_clocks_mhz: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StockClocks:
+    """The GPU's own clocks, without Perseus."""
+
+    def __str__(self) -> str:
+        return "stock"
+
+
+STOCK_MHZ = 0
+"""Stands for stock where others have a clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldClocks:
+    """One clock for all computations of a stage, or STOCK_MHZ, for each stage, for profiling."""
+
+    clocks_mhz: tuple[int, ...]
+
+    def __str__(self) -> str:
+        different_mhz = [mhz for mhz in dict.fromkeys(self.clocks_mhz) if mhz != STOCK_MHZ]
+        return f"hold {', '.join(str(mhz) for mhz in different_mhz)} MHz"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedClocks:
+    """A clock for each computation of the pipeline; STOCK_MHZ for those of a stage that stays at stock."""
+
+    plan: Plan
+
+    def __str__(self) -> str:
+        return f"plan of {self.plan.iteration_time_s:.6f} s"
+
+
+Clocks = StockClocks | HoldClocks | PlannedClocks
+STOCK = StockClocks()
+
+
+def stage_clocks(clocks: Clocks, stage: int) -> tuple[int, ...] | int:
+    """Return a stage's share, to compare: one for each of its computations, or one for all of them.
+
+    Whatever sets no clock in the stage is STOCK_MHZ for all.
+    """
+    match clocks:
+        case PlannedClocks(plan):
+            clocks_mhz = tuple(planned.clock_mhz for planned in plan.stages[stage])
+            return clocks_mhz if any(clocks_mhz) else STOCK_MHZ
+        case HoldClocks(clocks_mhz):
+            return clocks_mhz[stage]
+        case StockClocks():
+            return STOCK_MHZ
+
+
+NO_VERSION = 0
+"""The version of stock without a plan."""
+
+FOREIGN_VERSION = -1
+"""In force is a plan of another epoch: of a coordinator that has lost what it knew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A rank's share of its pipeline's clocks: whole, from the begin of the start iteration."""
+
+    version: int
+    start_iteration: int
+    clocks: Clocks
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOffer:
+    """Clocks for one pipeline. `stage_versions`: when each stage got the share that it has."""
+
+    stage_versions: tuple[int, ...]
+    start_iteration: int
+    clocks: Clocks
+
+    @property
+    def version(self) -> int:
+        """That of the pipeline's clocks: its latest stage's."""
+        return max(self.stage_versions)
+
+    def to_stage(self, stage: int) -> Offer:
+        """What the ranks of a stage are offered."""
+        return Offer(self.stage_versions[stage], self.start_iteration, self.clocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank: who serves it, what it was offered and what it says is in force.
+
+    `iteration` is the highest that it reported, -1 if none. `in_force_version` may be FOREIGN_VERSION.
+    `clocks`: how well they follow the plan, as reported last. What its agent refused for good: some clocks
+    (`refused_clocks_mhz`), or all but stock.
+    """
+
+    coordinates: Coordinates
+    state: RankState = RankState.EXPECTED
+    instance_id: str = ""
+    hostname: str = ""
+    gpu: Gpu | None = None
+    offered_version: int = NO_VERSION
+    in_force_version: int = NO_VERSION
+    iteration: int = -1
+    clocks: ClockStatistics | None = None
+    refused_clocks_mhz: tuple[int, ...] = ()
+    is_stock_only: bool = False
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether there is something that it does without."""
+        return self.is_stock_only or bool(self.refused_clocks_mhz)
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A pipeline that is slow: its measured iteration time, or its factor of T_min.
+
+    Somebody reported it, or it was detected in the telemetry.
+    """
+
+    pipeline: int
+    iteration_time_s: float | None = None
+    slowdown_factor: float | None = None
+    is_detected: bool = False
+
+    def __str__(self) -> str:
+        if self.slowdown_factor is not None:
+            return f"{self.slowdown_factor:g} × T_min"
+        return f"{self.iteration_time_s:g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something that happened to a job, with its evidence; numbered within the job from 1."""
+
+    sequence: int
+    type: EventType
+    message: str
+    attributes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class IterationSummary:
+    """One iteration of one pipeline: the time of its slowest rank, the energy of all of them."""
+
+    pipeline: int
+    iteration: int
+    plan_version: int
+    iteration_time_s: float
+    energy_j: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job as others may see it."""
+
+    spec: JobSpec
+    policy: OperatingPolicy
+    state: JobState
+    epoch: str
+    ranks: tuple[Rank, ...]
+    straggler_times_s: Mapping[int, float]
+    """T' by pipeline; 0 before the frontier is known."""
+    detected_stragglers: frozenset[int]
+    """The pipelines among them that nobody reported."""
+    profiled_clock_count: int
+    t_min_s: float
+    t_slow_s: float
+    planned_iteration_time_s: tuple[float, ...]
+    create_time_s: float
+    """When it was registered, on the wall clock."""

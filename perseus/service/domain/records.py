@@ -1,0 +1,82 @@
+"""What is stored of a job: each record replaces an older one of the same key."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from perseus.service.domain.model import JobState, PipelineOffer, Rank, Straggler
+from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
+from perseus.service.domain.telemetry import IterationColumns
+from perseus.service.job.iterations.iteration_log import Period
+from perseus.service.job.profiling.stage_profiles import StageProfile
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job's own figures. `baseline_time_s` is 0 before it was measured, `lag_s` before plans showed it."""
+
+    policy: OperatingPolicy
+    state: JobState
+    version: int
+    baseline_time_s: float
+    is_profile_complete: bool
+    stragglers: tuple[Straggler, ...]
+    lag_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OfferRecord:
+    """The offer that a pipeline has now."""
+
+    pipeline: int
+    offer: PipelineOffer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IterationRows:
+    """A rank's rows of iterations; those up to `closed_through` are in the periods and no longer needed."""
+
+    rank: Coordinates
+    rows: IterationColumns
+    closed_through: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetIterations:
+    """The stored rows of incomplete iterations are no longer needed."""
+
+
+Record = JobRecord | Rank | OfferRecord | StageProfile | Period | IterationRows | ForgetIterations
+
+
+def record_key(record: Record) -> Hashable:
+    """Return what a record is about: a later one of the same key replaces it. Rows add up instead."""
+    match record:
+        case JobRecord():
+            return (JobRecord,)
+        case ForgetIterations():
+            return (ForgetIterations,)
+        case Rank():
+            return record.coordinates
+        case OfferRecord():
+            return OfferRecord, record.pipeline
+        case StageProfile():
+            return StageProfile, record.stage, record.clock_mhz
+        case Period():
+            return Period, record.number
+        case IterationRows():
+            return id(record)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredJob:
+    """What the store knows of a job: all that a machine needs to go on after a restart."""
+
+    spec: JobSpec
+    create_time_s: float
+    record: JobRecord | None
+    ranks: tuple[Rank, ...]
+    offers: tuple[OfferRecord, ...]
+    profiles: tuple[StageProfile, ...]
+    periods: tuple[Period, ...]
+    open_rows: tuple[IterationRows, ...]
+    last_sequence: int

@@ -1,0 +1,250 @@
+"""What a client says of a job, and the checks that it must pass to be registered."""
+
+import enum
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from perseus.service.domain.errors import (
+    InvalidFieldError,
+    InvalidJobIdError,
+    PipelineOutOfRangeError,
+    RankOutOfRangeError,
+)
+from perseus.solver import Computation, Path, Schedule, gpipe, one_forward_one_backward
+
+_JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+MAX_PIPELINE_COUNT = 4096
+MAX_STAGE_COUNT = 256
+MAX_TENSOR_COUNT = 256
+MAX_RANK_COUNT = 65_536
+MAX_MICROBATCH_COUNT = 4096
+MAX_COMPUTATION_COUNT = 500_000
+"""Limits far above any job known, so that a slip of the pen can't take the coordinator's memory."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Coordinates:
+    """The place of one rank in its job; each counts from 0."""
+
+    pipeline: int
+    stage: int
+    tensor: int
+
+    def __str__(self) -> str:
+        return f"pipeline {self.pipeline}, stage {self.stage}, tensor {self.tensor}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """How a job's ranks are laid out."""
+
+    pipeline_count: int
+    stage_count: int
+    tensor_count: int
+
+    def all_coordinates(self) -> Iterator[Coordinates]:
+        """Every rank, ordered by pipeline, stage and tensor."""
+        return (
+            Coordinates(pipeline, stage, tensor)
+            for pipeline in range(self.pipeline_count)
+            for stage in range(self.stage_count)
+            for tensor in range(self.tensor_count)
+        )
+
+    def check(self) -> None:
+        """Refuse counts below 1 or beyond the limits.
+
+        Raises:
+            InvalidFieldError: names the count.
+        """
+        for name, limit in (
+            ("pipeline_count", MAX_PIPELINE_COUNT),
+            ("stage_count", MAX_STAGE_COUNT),
+            ("tensor_count", MAX_TENSOR_COUNT),
+        ):
+            count = getattr(self, name)
+            if not 1 <= count <= limit:
+                raise InvalidFieldError(field=f"parallelism.{name}", expected=f"1 to {limit}", found=count)
+        ranks = self.pipeline_count * self.stage_count * self.tensor_count
+        if ranks > MAX_RANK_COUNT:
+            expected = f"at most {MAX_RANK_COUNT} ranks"
+            raise InvalidFieldError(field="parallelism", expected=expected, found=ranks)
+
+
+class ScheduleName(enum.Enum):
+    """Schedules known by name."""
+
+    GPIPE = "gpipe"
+    ONE_FORWARD_ONE_BACKWARD = "1f1b"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSchedule:
+    """A schedule that follows from its name and its counts."""
+
+    name: ScheduleName
+    microbatch_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExplicitSchedule:
+    """A schedule given as each stage's order, stage 0 first; without paths, chunk by chunk."""
+
+    orders: tuple[tuple[Computation, ...], ...]
+    paths: tuple[Path, ...] = ()
+
+
+ScheduleSpec = NamedSchedule | ExplicitSchedule
+
+
+def build_schedule(spec: ScheduleSpec, stage_count: int) -> Schedule:
+    """Write the schedule out.
+
+    Raises:
+        InvalidFieldError: a count does not fit.
+        ScheduleError: the orders are inconsistent, or deadlock.
+    """
+    if isinstance(spec, NamedSchedule):
+        limit = min(MAX_MICROBATCH_COUNT, MAX_COMPUTATION_COUNT // (2 * stage_count))
+        if not 1 <= spec.microbatch_count <= limit:
+            raise InvalidFieldError(
+                field="schedule.named.microbatch_count", expected=f"1 to {limit}", found=spec.microbatch_count
+            )
+        build = gpipe if spec.name is ScheduleName.GPIPE else one_forward_one_backward
+        return build(stage_count, spec.microbatch_count)
+    if len(spec.orders) != stage_count:
+        raise InvalidFieldError(
+            field="schedule.explicit.stages",
+            expected=f"one order for each of {stage_count} stages",
+            found=len(spec.orders),
+        )
+    computations = sum(len(order) for order in spec.orders)
+    if computations > MAX_COMPUTATION_COUNT:
+        raise InvalidFieldError(
+            field="schedule.explicit.stages",
+            expected=f"at most {MAX_COMPUTATION_COUNT} computations",
+            found=computations,
+        )
+    step_count = sum(len(path) for path in spec.paths)
+    if step_count > MAX_COMPUTATION_COUNT:
+        raise InvalidFieldError(
+            field="schedule.explicit.paths",
+            expected=f"at most {MAX_COMPUTATION_COUNT} steps",
+            found=step_count,
+        )
+    return Schedule(spec.orders, spec.paths)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """So many whole iterations within so much time."""
+
+    iteration_count: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OperatingPolicy:
+    """Where on the frontier a job runs without a straggler: one rule of three.
+
+    Attributes:
+        max_slowdown_percent: how much slower than T_min; 0 is no slowdown.
+        deadline: as slow as it allows.
+        max_average_power_w: as fast as this cap on a pipeline's average power allows.
+    """
+
+    max_slowdown_percent: float = 0.0
+    deadline: Deadline | None = None
+    max_average_power_w: float | None = None
+
+    def __str__(self) -> str:
+        if self.deadline is not None:
+            return f"{self.deadline.iteration_count} iterations within {self.deadline.time_s:g} s"
+        if self.max_average_power_w is not None:
+            return f"at most {self.max_average_power_w:g} W a pipeline"
+        return f"at most {self.max_slowdown_percent:g} % slower than T_min"
+
+    def check(self) -> None:
+        """Refuse figures that can't be.
+
+        Raises:
+            InvalidFieldError: names the figure.
+        """
+        if self.deadline is not None:
+            if not self.deadline.iteration_count >= 1:
+                raise InvalidFieldError(
+                    field="policy.deadline.iteration_count",
+                    expected="1 or more",
+                    found=self.deadline.iteration_count,
+                )
+            _check_positive("policy.deadline.time_s", self.deadline.time_s)
+        if self.max_average_power_w is not None:
+            _check_positive("policy.max_average_power_w", self.max_average_power_w)
+        if not (math.isfinite(self.max_slowdown_percent) and 0 <= self.max_slowdown_percent <= 100):
+            raise InvalidFieldError(
+                field="policy.max_slowdown_percent", expected="0 to 100", found=self.max_slowdown_percent
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A job as it was registered."""
+
+    job_id: str
+    parallelism: Parallelism
+    schedule: ScheduleSpec
+    policy: OperatingPolicy = field(default_factory=OperatingPolicy)
+
+    def check(self) -> Schedule:
+        """Check everything and return the schedule written out.
+
+        Raises:
+            InvalidJobIdError, InvalidFieldError: a value that can't be.
+            ScheduleError: the orders are inconsistent, or deadlock.
+        """
+        if not _JOB_ID.fullmatch(self.job_id):
+            raise InvalidJobIdError(job_id=self.job_id)
+        self.parallelism.check()
+        self.policy.check()
+        return build_schedule(self.schedule, self.parallelism.stage_count)
+
+    def check_rank(self, rank: Coordinates) -> None:
+        """Refuse coordinates that the parallelism does not have.
+
+        Raises:
+            RankOutOfRangeError: quotes both.
+        """
+        counts = self.parallelism
+        if not (
+            0 <= rank.pipeline < counts.pipeline_count
+            and 0 <= rank.stage < counts.stage_count
+            and 0 <= rank.tensor < counts.tensor_count
+        ):
+            raise RankOutOfRangeError(
+                job_id=self.job_id,
+                pipeline_count=counts.pipeline_count,
+                stage_count=counts.stage_count,
+                tensor_count=counts.tensor_count,
+                pipeline=rank.pipeline,
+                stage=rank.stage,
+                tensor=rank.tensor,
+            )
+
+    def check_pipeline(self, pipeline: int) -> None:
+        """Refuse a pipeline that the parallelism does not have.
+
+        Raises:
+            PipelineOutOfRangeError: quotes both.
+        """
+        if not 0 <= pipeline < self.parallelism.pipeline_count:
+            raise PipelineOutOfRangeError(
+                job_id=self.job_id, last_pipeline=self.parallelism.pipeline_count - 1, pipeline=pipeline
+            )
+
+
+def _check_positive(field: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise InvalidFieldError(field=field, expected="a positive number", found=value)

@@ -1,0 +1,271 @@
+"""Finished iterations: put together from their ranks, and summed up for the report.
+
+An iteration of a pipeline is complete when all its ranks have reported it, one of the job when all
+pipelines have. The report counts complete iterations of the job only. It is kept as *periods* (running sums
+over consecutive iterations under the same plans), so its size does not grow with the length of the
+training; beside the periods only the few rows of iterations that are not yet complete need to be stored.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus.service.domain.model import NO_VERSION, IterationSummary, JobState, PipelineOffer
+from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.telemetry import IterationColumns
+
+OPEN_LIMIT = 256
+"""Incomplete iterations kept; older ones will never be complete, because an agent dropped their rows."""
+
+_LABEL_LIMIT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class JobIteration:
+    """One iteration of the whole job. `versions` is None if some pipeline's stages were not of one plan."""
+
+    iteration: int
+    versions: tuple[int, ...] | None
+    is_regular: bool
+    iteration_time_s: float
+    pipeline_energy_j: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """Consecutive iterations under the same plans: counts, means and sums of squared deviations."""
+
+    number: int
+    state: JobState
+    has_straggler: bool
+    versions: tuple[int, ...]
+    first_iteration: int
+    iteration_count: int
+    iteration_time_s: float
+    iteration_time_m2: float
+    energy_j: float
+    energy_m2: float
+    pipeline_energy_j: tuple[float, ...]
+
+    @property
+    def iteration_time_se_s(self) -> float:
+        """Standard error of the mean iteration time; 0 for a single iteration."""
+        return _standard_error(self.iteration_time_m2, self.iteration_count)
+
+    @property
+    def energy_se_j(self) -> float:
+        """Standard error of the mean energy; 0 for a single iteration."""
+        return _standard_error(self.energy_m2, self.iteration_count)
+
+    def extended(self, iteration: JobIteration) -> "Period":
+        """Return the period with one more iteration (Welford's update)."""
+        count = self.iteration_count + 1
+        energy_j = sum(iteration.pipeline_energy_j)
+        time_step_s = iteration.iteration_time_s - self.iteration_time_s
+        energy_step_j = energy_j - self.energy_j
+        time_s = self.iteration_time_s + time_step_s / count
+        mean_energy_j = self.energy_j + energy_step_j / count
+        return replace(
+            self,
+            iteration_count=count,
+            iteration_time_s=time_s,
+            iteration_time_m2=self.iteration_time_m2 + time_step_s * (iteration.iteration_time_s - time_s),
+            energy_j=mean_energy_j,
+            energy_m2=self.energy_m2 + energy_step_j * (energy_j - mean_energy_j),
+            pipeline_energy_j=tuple(
+                mean_j + (new_j - mean_j) / count
+                for mean_j, new_j in zip(self.pipeline_energy_j, iteration.pipeline_energy_j, strict=True)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Open:
+    """An incomplete iteration: one entry per rank, pipeline by pipeline."""
+
+    is_seen: NDArray[np.bool_]
+    version: NDArray[np.int64]
+    duration_s: NDArray[np.float64]
+    energy_j: NDArray[np.float64]
+    is_regular: NDArray[np.bool_]
+
+
+class IterationLog:
+    """Puts iterations together, and keeps the report's periods.
+
+    Attributes:
+        closed_through: the highest iteration that takes no more rows, -1 if none.
+        periods: the report so far.
+        iteration_time_s: that of the latest complete iteration of the job, 0 before the first.
+    """
+
+    def __init__(self, ranks: Sequence[Coordinates], periods: Sequence[Period] = ()) -> None:
+        self.closed_through = -1
+        self.periods: list[Period] = list(periods)
+        self.iteration_time_s = 0.0
+        self._index = {rank: index for index, rank in enumerate(ranks)}
+        self._pipeline_count = ranks[-1].pipeline + 1
+        self._ranks_per_pipeline = len(ranks) // self._pipeline_count
+        self._stage_count = ranks[-1].stage + 1
+        # By pipeline: the stages' versions that make one plan, and its version.
+        self._plans: list[dict[tuple[int, ...], int]] = [
+            {(NO_VERSION,) * self._stage_count: NO_VERSION} for _ in range(self._pipeline_count)
+        ]
+        self._open: dict[int, _Open] = {}
+        self._key: tuple[tuple[int, ...], bool] | None = None
+        self._labels: dict[int, JobState] = {NO_VERSION: JobState.BASELINE}
+        self._straggler_since: list[tuple[int, bool]] = []
+
+    def label(self, pipeline: int, offer: PipelineOffer, state: JobState) -> None:
+        """Say what a pipeline is offered, and for what state of the job."""
+        version, plans = offer.version, self._plans[pipeline]
+        if offer.stage_versions not in plans:
+            plans[offer.stage_versions] = version
+            for oldest in list(plans)[:-_LABEL_LIMIT]:
+                del plans[oldest]
+        if self._labels.get(version) is state:
+            return
+        self._labels[version] = state
+        for old in sorted(self._labels)[1:-_LABEL_LIMIT]:
+            del self._labels[old]
+
+    def mark_straggler(self, first_iteration: int, has_straggler: bool) -> None:
+        """Say whether a straggler is known from this iteration on."""
+        self._straggler_since = [mark for mark in self._straggler_since if mark[0] < first_iteration][
+            -_LABEL_LIMIT:
+        ]
+        self._straggler_since.append((first_iteration, has_straggler))
+
+    def restart(self) -> None:
+        """Forget incomplete iterations: the job may go on with an iteration that it had before."""
+        self.closed_through = -1
+        self._open.clear()
+        self._key = None
+        has_straggler = self._has_straggler_at(2**63)
+        self._straggler_since = [(-1, True)] if has_straggler else []
+
+    def add(
+        self, rank: Coordinates, rows: IterationColumns
+    ) -> tuple[list[IterationSummary], list[JobIteration]]:
+        """Take one rank's rows; return the iterations of pipelines, and of the job, that they complete."""
+        index = self._index[rank]
+        first = rank.pipeline * self._ranks_per_pipeline
+        own = slice(first, first + self._ranks_per_pipeline)
+        summaries, complete = [], []
+        for row in np.argsort(rows.iteration, kind="stable").tolist():
+            iteration = int(rows.iteration[row])
+            if iteration <= self.closed_through:
+                continue
+            entry = self._open_entry(iteration)
+            if entry.is_seen[index]:
+                continue
+            entry.is_seen[index] = True
+            entry.version[index] = rows.plan_version[row]
+            entry.duration_s[index] = rows.duration_s[row]
+            entry.energy_j[index] = rows.energy_j[row]
+            entry.is_regular[index] = rows.is_regular[row]
+            if entry.is_seen[own].all():
+                summaries.append(
+                    IterationSummary(
+                        pipeline=rank.pipeline,
+                        iteration=iteration,
+                        plan_version=int(entry.version[own].max()),
+                        iteration_time_s=float(entry.duration_s[own].max()),
+                        energy_j=float(entry.energy_j[own].sum()),
+                    )
+                )
+            if entry.is_seen.all():
+                complete.append(self._close(iteration, entry))
+        return summaries, complete
+
+    def _open_entry(self, iteration: int) -> _Open:
+        entry = self._open.get(iteration)
+        if entry is None:
+            count = len(self._index)
+            entry = self._open[iteration] = _Open(
+                np.zeros(count, np.bool_), np.zeros(count, np.int64), np.zeros(count), np.zeros(count),
+                np.zeros(count, np.bool_),
+            )  # fmt: skip
+            if len(self._open) > OPEN_LIMIT:
+                self._close_through(min(self._open))
+        return entry
+
+    def _close_through(self, iteration: int) -> None:
+        self.closed_through = max(self.closed_through, iteration)
+        for old in [number for number in self._open if number <= iteration]:
+            del self._open[old]
+
+    def _close(self, iteration: int, entry: _Open) -> JobIteration:
+        self._close_through(iteration)
+        complete = JobIteration(
+            iteration=iteration,
+            versions=self._versions(entry),
+            is_regular=bool(entry.is_regular.all()),
+            iteration_time_s=float(entry.duration_s.max()),
+            pipeline_energy_j=tuple(entry.energy_j.reshape(self._pipeline_count, -1).sum(axis=1).tolist()),
+        )
+        self.iteration_time_s = complete.iteration_time_s
+        self._count(complete)
+        return complete
+
+    def _versions(self, entry: _Open) -> tuple[int, ...] | None:
+        """Return the version of each pipeline's plan, if all its ranks followed it."""
+        by_stage = entry.version.reshape(self._pipeline_count, self._stage_count, -1)
+        if (by_stage != by_stage[:, :, :1]).any():
+            return None
+        versions = [
+            plans.get(tuple(own)) for plans, own in zip(self._plans, by_stage[:, :, 0].tolist(), strict=True)
+        ]
+        known = [version for version in versions if version is not None]
+        return tuple(known) if len(known) == len(versions) else None
+
+    def _count(self, complete: JobIteration) -> None:
+        """Add an iteration to the report, unless it is irregular or the first one under its plans."""
+        if complete.versions is None or not complete.is_regular:
+            return
+        key = (complete.versions, self._has_straggler_at(complete.iteration))
+        previous, self._key = self._key, key
+        if previous is None or previous[0] != complete.versions:
+            return
+        last = self.periods[-1] if self.periods else None
+        if last is not None and (last.versions, last.has_straggler) == key:
+            self.periods[-1] = last.extended(complete)
+            return
+        self.periods.append(
+            Period(
+                number=len(self.periods),
+                state=self._labels.get(max(complete.versions), JobState.STOCK),
+                has_straggler=key[1],
+                versions=complete.versions,
+                first_iteration=complete.iteration,
+                iteration_count=1,
+                iteration_time_s=complete.iteration_time_s,
+                iteration_time_m2=0.0,
+                energy_j=sum(complete.pipeline_energy_j),
+                energy_m2=0.0,
+                pipeline_energy_j=complete.pipeline_energy_j,
+            )
+        )
+
+    def _has_straggler_at(self, iteration: int) -> bool:
+        known = False
+        for first_iteration, has_straggler in self._straggler_since:
+            if first_iteration <= iteration:
+                known = has_straggler
+        return known
+
+    def validate(self) -> None:
+        """Check what must always hold."""
+        assert len(self._open) <= OPEN_LIMIT
+        assert all(iteration > self.closed_through for iteration in self._open)
+        assert not any(entry.is_seen.all() for entry in self._open.values())
+        assert all(period.number == number for number, period in enumerate(self.periods))
+        assert all(earlier[0] < later[0] for earlier, later in pairwise(self._straggler_since))
+
+
+def _standard_error(m2: float, count: int) -> float:
+    return math.sqrt(max(m2, 0.0) / (count - 1) / count) if count > 1 else 0.0

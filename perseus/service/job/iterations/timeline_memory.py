@@ -1,0 +1,56 @@
+"""The latest whole iteration of each pipeline, computation by computation, kept in memory only."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from perseus.service.domain.model import IterationSummary
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.domain.telemetry import ComputationColumns
+
+_KEPT = 4
+"""Iterations kept per stage: its ranks do not report at the same moment."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """One iteration of one pipeline; `stages[s]` holds the computations of stage `s`, tensor rank 0."""
+
+    iteration: int
+    iteration_time_s: float
+    stages: tuple[ComputationColumns, ...]
+
+
+class TimelineMemory:
+    """Keeps the last few iterations of every stage, and finds the latest that is whole."""
+
+    def __init__(self, parallelism: Parallelism) -> None:
+        def memory() -> deque[tuple[int, ComputationColumns]]:
+            return deque(maxlen=_KEPT)
+
+        pipelines = range(parallelism.pipeline_count)
+        self._stages = {p: tuple(memory() for _ in range(parallelism.stage_count)) for p in pipelines}
+        self._times_s: dict[int, dict[int, float]] = {p: {} for p in pipelines}
+
+    def add(self, rank: Coordinates, computations: ComputationColumns) -> None:
+        """Remember a rank's latest computations; those of tensor rank 0 stand for the stage."""
+        if rank.tensor == 0:
+            memory = self._stages[rank.pipeline][rank.stage]
+            for iteration in np.unique(computations.iteration)[-_KEPT:].tolist():
+                memory.append((iteration, computations.of_iteration(iteration)))
+
+    def finish(self, summary: IterationSummary) -> None:
+        """Note that an iteration of a pipeline is complete."""
+        times_s = self._times_s[summary.pipeline]
+        times_s[summary.iteration] = summary.iteration_time_s
+        while len(times_s) > 2 * _KEPT:
+            del times_s[next(iter(times_s))]
+
+    def latest(self, pipeline: int) -> Timeline | None:
+        """Return the complete iteration reported last, if there is one."""
+        stages = [dict(memory) for memory in self._stages[pipeline]]
+        for iteration, time_s in reversed(self._times_s[pipeline].items()):
+            if all(iteration in stage for stage in stages):
+                return Timeline(iteration, time_s, tuple(stage[iteration] for stage in stages))
+        return None

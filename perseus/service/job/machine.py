@@ -1,0 +1,624 @@
+"""A job's life, as a pure state machine: inputs and the time in, commands out.
+
+Theory of operation
+===================
+
+The machine holds what the job *should* run (`OfferBoard`, one offer per pipeline) and what its ranks *say*
+they run (`RankTable`). Every input ends with the same three steps:
+
+1. The input itself changes what is known: a rank joined, an iteration ended, a straggler was reported.
+2. `_advance` moves the state as far as it goes, and each state says what clocks the pipelines should have:
+
+       WAITING ──all connected──► BASELINE ──measured──► PROFILING ──swept──► SOLVING ──solved──► PLANNED
+          ▲   stock                 stock                  clock by clock       stock              plans
+          │
+          └──── a rank is lost ◄── any of these; what was measured is kept, and the way back skips it
+
+       STOCK      something failed: stock on every rank until the job ends
+       FINISHED   all ranks are done, or the job was ended: stock on every rank that is left
+
+3. `OfferBoard.settle` offers the pipelines' clocks to the ranks that need them.
+
+A rank whose stream ended is DISCONNECTED: it keeps its plan and may resume, and its job's state does not
+change. A rank whose agent was silent for the lease is LOST, as is one whose trainer is gone. Leases run out
+on a Tick only. The time is any clock that never goes back; only differences count.
+"""
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import replace
+from functools import singledispatchmethod
+
+from perseus.service.domain.commands import AcceptRank, Command, EndStream, FindProfile, ReportIteration
+from perseus.service.domain.errors import JobFinishedError, JobNotSolvedError
+from perseus.service.domain.inputs import (
+    AgentDisconnected,
+    AgentHeard,
+    AgentLeft,
+    BaselineRequested,
+    FinishRequested,
+    GpuErrorReported,
+    Input,
+    OfferAnswered,
+    PlanInForce,
+    PolicySet,
+    ProfileFound,
+    RankJoined,
+    RankLeft,
+    Solved,
+    SolveFailed,
+    StragglerCleared,
+    StragglerReported,
+    TelemetryArrived,
+    Tick,
+)
+from perseus.service.domain.model import (
+    FOREIGN_VERSION,
+    NO_VERSION,
+    STOCK,
+    EventType,
+    HoldClocks,
+    JobState,
+    JobView,
+    PlannedClocks,
+    Rank,
+    RankLeftReason,
+    RankState,
+    StockClocks,
+)
+from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, StoredJob
+from perseus.service.domain.specification import JobSpec
+from perseus.service.job.iterations.baseline import Baseline
+from perseus.service.job.iterations.iteration_log import IterationLog, JobIteration
+from perseus.service.job.iterations.timeline_memory import TimelineMemory
+from perseus.service.job.journal import Journal
+from perseus.service.job.planning.offers import OfferBoard
+from perseus.service.job.planning.operating_point import check_straggler
+from perseus.service.job.planning.planner import Planner
+from perseus.service.job.planning.refusals import Refusals
+from perseus.service.job.profiling.profiler import Profiler
+from perseus.service.job.ranks.rank_table import LIVE, RankTable
+from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, stages_at_stock
+from perseus.service.job.rules import Rules
+from perseus.service.job.stragglers.straggler_book import StragglerBook
+from perseus.solver import Frontier, SolverError
+
+_NEEDS_ALL_RANKS = (JobState.BASELINE, JobState.PROFILING, JobState.SOLVING, JobState.PLANNED)
+
+
+class JobMachine:
+    """One job. `handle` is the only way in; what it returns is the only way out.
+
+    Attributes:
+        spec: the job as registered.
+        schedule: its order of computations.
+        state: where the job stands.
+        log: its iterations and the report.
+        timelines: the latest iteration of each pipeline.
+        profiler: what is measured of its stages.
+        is_profile_complete: whether that is enough to plan on.
+    """
+
+    def __init__(self, spec: JobSpec, rules: Rules, epoch: str, create_time_s: float) -> None:
+        self.spec = spec
+        self.schedule = spec.check()
+        self.state = JobState.WAITING
+        self.log = IterationLog(list(spec.parallelism.all_coordinates()))
+        self.timelines = TimelineMemory(spec.parallelism)
+        self._epoch = epoch
+        self._create_time_s = create_time_s
+        self._journal = Journal()
+        self._ranks = RankTable(spec, rules.lease_s, self._journal)
+        self._offers = OfferBoard(spec.parallelism, self._ranks, self._journal)
+        self._refusals = Refusals(self._ranks, self._offers, self._journal)
+        self._baseline = Baseline(rules.baseline_iterations)
+        self.is_profile_complete = False
+        self.profiler = Profiler(spec.parallelism, self.schedule, rules.profiling, self._journal)
+        self._now_s = 0.0
+        self._stragglers = StragglerBook(self.schedule, spec.parallelism, self._journal)
+        self._planner = Planner(
+            spec.parallelism,
+            self.schedule,
+            spec.policy,
+            rules.guard,
+            self._ranks,
+            self._offers,
+            self.profiler,
+            self._baseline,
+            self._stragglers,
+            self._journal,
+        )
+        self._stored_record: JobRecord | None = None
+
+    # ------------------------------------------------------------------ the way in and out
+
+    def register(self) -> list[Command]:
+        """Begin the job's life: what is to be stored and told of a new job."""
+        counts = self.spec.parallelism
+        self._journal.announce(
+            EventType.REGISTERED,
+            f"registered with {counts.pipeline_count} pipelines × {counts.stage_count} stages × "
+            f"{counts.tensor_count} tensor-parallel ranks",
+            pipeline_count=counts.pipeline_count,
+            stage_count=counts.stage_count,
+            tensor_count=counts.tensor_count,
+        )
+        return self._take_commands()
+
+    @classmethod
+    def restore(
+        cls, stored: StoredJob, rules: Rules, epoch: str, now_s: float
+    ) -> tuple["JobMachine", list[Command]]:
+        """Go on after a restart. Ranks that were connected have a whole lease to come back.
+
+        A frontier is not stored: a complete profile is solved again, while plans in force stay as they are.
+        """
+        machine = cls(stored.spec, rules, epoch, stored.create_time_s)
+        version = NO_VERSION
+        if (record := stored.record) is not None:
+            machine._planner.policy, machine.state, version = record.policy, record.state, record.version
+            machine._baseline.time_s = record.baseline_time_s
+            machine._planner.lag_s = record.lag_s
+            machine.is_profile_complete = record.is_profile_complete
+            machine._stragglers.restore(record.stragglers)
+        machine._offers.restore(version, stored.offers)
+        machine._ranks.restore(stored.ranks, now_s)
+        machine.profiler.profiles = stored.profiles
+        machine._journal.sequence = stored.last_sequence
+        machine.log.periods = list(stored.periods)
+        machine.log.mark_straggler(-1, bool(machine._stragglers))
+        machine._label_versions()
+        for rows in stored.open_rows:
+            machine.log.add(rows.rank, rows.rows)
+        if machine.is_profile_complete and machine.state not in (JobState.STOCK, JobState.FINISHED):
+            machine._solve()
+        return machine, machine._take_commands()
+
+    def handle(self, event: Input, now_s: float) -> list[Command]:
+        """Take one input. Returns what is to be done, records first.
+
+        Raises:
+            InvalidInputError: the input does not fit the job; nothing has changed.
+            JobFinishedError, RankAlreadyServedError: it is refused; nothing has changed.
+        """
+        self._now_s = now_s
+        self._on(event, now_s)
+        self._advance()
+        self._offers.settle()
+        self._label_versions()
+        return self._take_commands()
+
+    def next_deadline_s(self) -> float | None:
+        """When the next lease runs out, if any runs: a Tick is due then."""
+        return self._ranks.next_deadline_s()
+
+    def view(self) -> JobView:
+        """Return the job as others may see it."""
+        frontier = self._planner.frontier
+        clocks = [offer.clocks for offer in self._offers]
+        planned_s = tuple(some.plan.iteration_time_s for some in clocks if isinstance(some, PlannedClocks))
+        return JobView(
+            spec=self.spec,
+            policy=self._planner.policy,
+            state=self.state,
+            epoch=self._epoch,
+            ranks=tuple(self._ranks),
+            straggler_times_s=self._planner.straggler_times_s(),
+            detected_stragglers=frozenset(
+                straggler.pipeline for straggler in self._stragglers if straggler.is_detected
+            ),
+            profiled_clock_count=self.profiler.clock_count,
+            t_min_s=frontier.t_min_s if frontier else 0.0,
+            t_slow_s=frontier.t_slow_s if frontier else 0.0,
+            planned_iteration_time_s=planned_s if len(planned_s) == len(clocks) else (),
+            create_time_s=self._create_time_s,
+        )
+
+    def profile_key(self) -> Hashable:
+        """Return what two jobs have in common that may share a profile."""
+        counts = self.spec.parallelism
+        models = tuple(sorted({rank.gpu.model for rank in self._ranks if rank.gpu}))
+        return models, counts.stage_count, counts.tensor_count, self.spec.schedule
+
+    def solved_frontier(self) -> Frontier:
+        """Return the frontier.
+
+        Raises:
+            JobNotSolvedError: there is none yet.
+        """
+        if self._planner.frontier is None:
+            raise JobNotSolvedError(job_id=self.spec.job_id, state=self.state.value)
+        return self._planner.frontier
+
+    def _take_commands(self) -> list[Command]:
+        record = JobRecord(
+            policy=self._planner.policy,
+            state=self.state,
+            version=self._offers.version,
+            baseline_time_s=self._baseline.time_s,
+            is_profile_complete=self.is_profile_complete,
+            stragglers=tuple(self._stragglers),
+            lag_s=self._planner.lag_s,
+        )
+        if record != self._stored_record:
+            self._stored_record = record
+            self._journal.store(record)
+        return self._journal.take()
+
+    # ------------------------------------------------------------------ inputs
+
+    @singledispatchmethod
+    def _on(self, event: Input, now_s: float) -> None:
+        raise TypeError(f"unknown input {event!r}")
+
+    @_on.register
+    def _(self, event: RankJoined, now_s: float) -> None:
+        self._check_running()
+        self.spec.check_rank(event.rank)
+        rank = self._ranks[event.rank]
+        if rank.instance_id == event.instance_id and rank.state in LIVE and event.iteration < rank.iteration:
+            self._lose([rank], "its trainer is back at an earlier iteration")
+        has_refused = self._ranks[event.rank].has_refused
+        self._ranks.join(event, self._known_version(event.in_force_epoch, event.in_force_version), now_s)
+        self._offers.forget_sent(event.rank)
+        self._journal.do(AcceptRank(event.rank, event.instance_id))
+        if has_refused and not self._ranks[event.rank].has_refused:
+            self._profile_more(f"{event.rank} has another agent")
+
+    @_on.register
+    def _(self, event: RankLeft, _now_s: float) -> None:
+        self.spec.check_rank(event.rank)
+        rank = self._ranks[event.rank]
+        if rank.instance_id == event.instance_id and rank.state in LIVE:
+            if event.reason is RankLeftReason.FINISHED:
+                self._offers.forget_sent(event.rank)
+                self._ranks.drop(event.rank, RankState.FINISHED, event.reason.value)
+            else:
+                self._lose([rank], event.reason.value)
+
+    @_on.register
+    def _(self, event: GpuErrorReported, _now_s: float) -> None:
+        self.spec.check_rank(event.rank)
+        self._ranks.note_gpu_error(event)
+
+    @_on.register
+    def _(self, event: AgentDisconnected, now_s: float) -> None:
+        for rank in self._ranks.of_instance(event.instance_id, RankState.CONNECTED):
+            self._offers.forget_sent(rank.coordinates)
+        self._ranks.disconnect(event.instance_id, now_s)
+
+    @_on.register
+    def _(self, event: AgentLeft, _now_s: float) -> None:
+        self._lose(self._ranks.of_instance(event.instance_id, *LIVE), "its agent ended")
+
+    @_on.register
+    def _(self, event: AgentHeard, now_s: float) -> None:
+        self._ranks.hear_agent(event.instance_id, now_s)
+
+    @_on.register
+    def _(self, event: TelemetryArrived, now_s: float) -> None:
+        if not self._ranks.hear(event.rank, event.instance_id, now_s):
+            return
+        gpu, batch = self._ranks[event.rank].gpu, event.batch
+        if not self._ranks.is_of_trainer(event.rank, batch.sequence):
+            return
+        assert gpu is not None
+        batch.check_clocks(gpu.supported_clocks_mhz)
+        batch.check_order(self.schedule.orders[event.rank.stage])
+        self._stragglers.take_telemetry(event.rank, batch)
+        if len(batch.iterations.iteration):
+            self._ranks.note_iteration(event.rank, int(batch.iterations.iteration.max()))
+            self._take_iterations(event)
+        self.timelines.add(event.rank, batch.computations)
+        if batch.clocks is not None:
+            self._ranks.note_clocks(event.rank, batch.clocks)
+        energy = batch.energy
+        if energy is not None and energy.plan_version == self._offers.of_rank(event.rank).version:
+            if self.state is JobState.PLANNED:
+                self._planner.watch.take_estimate(event.rank, energy)
+            else:
+                self.profiler.take_estimate(event.rank, energy)
+
+    @_on.register
+    def _(self, event: OfferAnswered, now_s: float) -> None:
+        if not self._ranks.hear(event.rank, event.instance_id, now_s):
+            return
+        self._ranks.note_iteration(event.rank, event.iteration)
+        why = self._refusals.take(event) if event.epoch == self._epoch else None
+        if why is not None:
+            self._plan_without(why)
+
+    @_on.register
+    def _(self, event: PlanInForce, now_s: float) -> None:
+        if not self._ranks.hear(event.rank, event.instance_id, now_s):
+            return
+        self._ranks.note_iteration(event.rank, event.iteration)
+        rank = self._ranks[event.rank]
+        version = self._known_version(event.epoch, event.version)
+        if rank.in_force_version == self._offers.of_rank(event.rank).version != version:
+            self._offers.forget_sent(event.rank)  # It had the right clocks and fell back: its lease ran out.
+        self._ranks.change(replace(rank, in_force_version=version))
+
+    @_on.register
+    def _(self, event: StragglerReported, _now_s: float) -> None:
+        self._check_running()
+        straggler = event.straggler
+        self.spec.check_pipeline(straggler.pipeline)
+        check_straggler(straggler)
+        if self._stragglers.report(straggler):
+            self._planner.announce_straggler(straggler)
+            self._after_straggler_change()
+
+    @_on.register
+    def _(self, event: StragglerCleared, _now_s: float) -> None:
+        self._check_running()
+        self.spec.check_pipeline(event.pipeline)
+        if self._stragglers.clear(event.pipeline):
+            self._after_straggler_change()
+
+    @_on.register
+    def _(self, event: PolicySet, _now_s: float) -> None:
+        self._check_running()
+        event.policy.check()
+        if self._planner.set_policy(event.policy):
+            self._retarget()
+
+    @_on.register
+    def _(self, _event: FinishRequested, _now_s: float) -> None:
+        if self.state is not JobState.FINISHED:
+            self._enter(JobState.FINISHED, "ended on request")
+
+    @_on.register
+    def _(self, _event: BaselineRequested, _now_s: float) -> None:
+        self._check_running()
+        if self.state is not JobState.PLANNED:
+            raise JobNotSolvedError(job_id=self.spec.job_id, state=self.state.value)
+        self._journal.announce(
+            EventType.BASELINE_REQUESTED,
+            f"the stock iteration, {self._baseline.time_s:.6f} s so far, is measured again",
+            baseline_time_s=self._baseline.time_s,
+        )
+        self._baseline.forget()
+        self._enter(JobState.BASELINE, "the stock baseline is measured again")
+
+    @_on.register
+    def _(self, event: ProfileFound, _now_s: float) -> None:
+        self.profiler.offered = event.profiles
+
+    @_on.register
+    def _(self, event: Solved, _now_s: float) -> None:
+        if self._has_use_for_answer():
+            self._planner.take_frontier(event.frontier)
+            self._retarget()
+
+    @_on.register
+    def _(self, event: SolveFailed, _now_s: float) -> None:
+        if self._has_use_for_answer():
+            self._give_up_solving(event.cause)
+
+    @_on.register
+    def _(self, _event: Tick, now_s: float) -> None:
+        expired = self._ranks.expired(now_s)
+        silent = {rank.instance_id: None for rank in expired if rank.state is RankState.CONNECTED}
+        self._lose(expired, "its lease ran out")
+        for instance_id in silent:
+            self._journal.do(EndStream(instance_id))
+
+    # ------------------------------------------------------------------ ranks
+
+    def _known_version(self, epoch: str, version: int) -> int:
+        """Return what a rank says is in force, as a version of this coordinator's."""
+        if not epoch:
+            return NO_VERSION
+        return version if epoch == self._epoch else FOREIGN_VERSION
+
+    def _lose(self, ranks: Sequence[Rank], why: str) -> None:
+        """Lose ranks. The job can't go on without them, and may come back at another iteration."""
+        for rank in ranks:
+            self._offers.forget_sent(rank.coordinates)
+            self._ranks.drop(rank.coordinates, RankState.LOST, why)
+        if ranks:
+            self.log.restart()
+            self._stragglers.restart()
+            self._journal.store(ForgetIterations())
+            if self.state in _NEEDS_ALL_RANKS:
+                self._enter(JobState.WAITING, f"{ranks[0].coordinates} is lost: {why}")
+
+    def _plan_without(self, why: str) -> None:
+        """Settle on what can be: there are clocks that are no longer to be had."""
+        if len(stages_at_stock(self._ranks.usable_clocks_mhz())) == self.spec.parallelism.stage_count:
+            self._fall_back(f"no stage can have other clocks than stock: {why}")
+        elif self.state is JobState.PROFILING:
+            self._enter(JobState.PROFILING, why)
+        else:
+            self._planner.drop_frontier()
+            self._enter(JobState.SOLVING, why)
+
+    def _profile_more(self, why: str) -> None:
+        """There may be more clocks to plan on than were measured."""
+        self._planner.drop_frontier()
+        self.is_profile_complete = False
+        if self.state in (JobState.PROFILING, JobState.SOLVING, JobState.PLANNED):
+            self._enter(JobState.PROFILING, why)
+
+    def _check_running(self) -> None:
+        if self.state is JobState.FINISHED:
+            raise JobFinishedError(job_id=self.spec.job_id)
+
+    # ------------------------------------------------------------------ iterations
+
+    def _take_iterations(self, event: TelemetryArrived) -> None:
+        count = len(self.log.periods)
+        last = self.log.periods[-1] if self.log.periods else None
+        summaries, complete = self.log.add(event.rank, event.batch.iterations)
+        for summary in summaries:
+            self.timelines.finish(summary)
+            self._journal.do(ReportIteration(summary))
+        for period in self.log.periods[max(0, count - 1) :]:
+            if period != last:
+                self._journal.store(period)
+        self._journal.store(IterationRows(event.rank, event.batch.iterations, self.log.closed_through))
+        if complete:
+            self._offers.iteration_time_s = complete[-1].iteration_time_s
+        for iteration in complete:
+            judgement = self._stragglers.judge(iteration)
+            if judgement.has_changed:
+                self._after_straggler_change()
+            if self.state is JobState.PROFILING:
+                self._note_held(iteration, judgement.slowed)
+            elif self.state is JobState.PLANNED:
+                self._watch_plans(iteration)
+        if self.state is JobState.BASELINE:
+            self._baseline.take(complete, self._offers.versions)
+
+    def _note_held(self, iteration: JobIteration, slowed: Collection[int]) -> None:
+        if iteration.versions == self._offers.versions:
+            baseline_j = [period.energy_j for period in self.log.periods if period.state is JobState.BASELINE]
+            disturbed = {*self._stragglers.pipelines, *slowed}
+            self.profiler.take_iteration(iteration, disturbed, baseline_j[-1] if baseline_j else 0.0)
+
+    def _label_versions(self) -> None:
+        """Let the report know for what state clocks were offered, and the detection what plans promise."""
+        if self.state is not JobState.WAITING:
+            for pipeline, offer in enumerate(self._offers):
+                self.log.label(pipeline, offer, self.state)
+            self._planner.tell_expectations()
+
+    # ------------------------------------------------------------------ states
+
+    def _advance(self) -> None:
+        """Move the state as far as what is known allows."""
+        if self.state is not JobState.FINISHED and self._ranks.are_all(RankState.FINISHED):
+            self._enter(JobState.FINISHED, "all ranks are done")
+        if self.state is JobState.WAITING and self._ranks.are_all(RankState.CONNECTED):
+            self._enter(self._state_with_all_ranks(), "all ranks are there")
+        if self.state is JobState.BASELINE and self._baseline.time_s:
+            why = f"the stock iteration takes {self._baseline.time_s:.6f} s"
+            self._enter(self._state_with_all_ranks(), why)
+        if self.state is JobState.PROFILING:
+            held = self._offers[0].clocks
+            assert isinstance(held, HoldClocks)
+            self._profile(held)
+        if self.state is JobState.SOLVING and self._planner.frontier is not None:
+            self._enter(JobState.PLANNED, "the frontier is solved")
+
+    def _state_with_all_ranks(self) -> JobState:
+        if not self._baseline.time_s:
+            return JobState.BASELINE
+        if not self.is_profile_complete:
+            return JobState.PROFILING
+        return JobState.SOLVING if self._planner.frontier is None else JobState.PLANNED
+
+    def _enter(self, state: JobState, why: str) -> None:
+        """Enter a state, and say what clocks the pipelines should have in it."""
+        before, self.state = self.state, state
+        self._journal.announce(
+            EventType.STATE_CHANGED,
+            f"{before.value} → {state.value}: {why}",
+            before=before.name,
+            after=state.name,
+            reason=why,
+        )
+        self._baseline.restart()
+        self._planner.watch.restart()
+        match state:
+            case JobState.PROFILING:
+                if not self.profiler.profiles:
+                    self._journal.do(FindProfile())
+                self._profile(held=None)
+            case JobState.PLANNED:
+                self._retarget()
+            case JobState.SOLVING:
+                self._offers.wish(range(len(self._offers)), STOCK)
+                self._solve()
+            case _:
+                self._offers.wish(range(len(self._offers)), STOCK)
+
+    def _fall_back(self, why: str) -> None:
+        if self.state not in (JobState.STOCK, JobState.FINISHED):
+            self._enter(JobState.STOCK, why)
+
+    def _profile(self, held: HoldClocks | None) -> None:
+        """Hold clocks round by round, until what is measured is enough."""
+        clocks_mhz = self._ranks.usable_clocks_mhz()
+        if not any(clocks_mhz):
+            self._fall_back("the GPUs have no clock in common")
+            return
+        following = self.profiler.next_round(held, clocks_mhz, self._now_s)
+        if isinstance(following, HoldClocks):
+            self._offers.wish(range(len(self._offers)), following)
+        elif following.is_enough:
+            self.is_profile_complete = True
+            self._enter(JobState.SOLVING, following.why)
+        else:
+            self._fall_back(following.why)
+
+    def _solve(self) -> None:
+        try:
+            self._planner.solve()
+        except SolverError as error:
+            self._give_up_solving(str(error))
+
+    def _has_use_for_answer(self) -> bool:
+        """Take note that there is an answer; one that is of no use any more may have to be asked for anew."""
+        is_of_use = self._planner.end_solving()
+        if not is_of_use and self.state is JobState.SOLVING:
+            self._solve()
+        return is_of_use and self.state not in (JobState.STOCK, JobState.FINISHED)
+
+    def _give_up_solving(self, cause: str) -> None:
+        self._journal.announce(EventType.SOLVE_FAILED, f"no frontier: {cause}", cause=cause)
+        self._fall_back(f"no frontier: {cause}")
+
+    # ------------------------------------------------------------------ plans
+
+    def _watch_plans(self, iteration: JobIteration) -> None:
+        verdict = self._planner.judge(iteration)
+        if verdict.withdraw is None:
+            if verdict.solve_again:
+                self._solve()
+        elif verdict.solve_again:
+            self._planner.drop_frontier(verdict.slow)
+            self._enter(JobState.SOLVING, verdict.withdraw)
+        else:
+            self._fall_back(verdict.withdraw)
+
+    def _after_straggler_change(self) -> None:
+        self.log.mark_straggler(self._ranks.highest_iteration() + 1, bool(self._stragglers))
+        self._retarget()
+
+    def _retarget(self) -> None:
+        if self.state is JobState.PLANNED:
+            self._planner.retarget()
+
+    # ------------------------------------------------------------------ checks
+
+    def validate(self) -> None:
+        """Check what must always hold between two inputs."""
+        self._ranks.validate()
+        self._offers.validate()
+        self.log.validate()
+        planner, clocks = self._planner, [offer.clocks for offer in self._offers]
+        match self.state:
+            case JobState.PROFILING:
+                assert len(set(clocks)) == 1
+                assert isinstance(clocks[0], HoldClocks)
+                assert not self.is_profile_complete
+            case JobState.PLANNED:
+                assert all(isinstance(some, PlannedClocks) for some in clocks)
+                assert planner.frontier is not None or planner.is_solving
+            case _:
+                assert all(isinstance(some, StockClocks) for some in clocks)
+        if self.state in _NEEDS_ALL_RANKS:
+            assert not any(rank.state in (RankState.EXPECTED, RankState.LOST) for rank in self._ranks)
+        if self.state is JobState.WAITING:
+            assert not self._ranks.are_all(RankState.CONNECTED)
+        if self.state is JobState.SOLVING:
+            assert planner.is_solving
+        if self.state is JobState.BASELINE:
+            assert not self._baseline.time_s
+        if self.is_profile_complete:
+            assert self.profiler.clock_count >= LEAST_CLOCKS
+        if planner.frontier is not None or (planner.is_solving and not planner.is_in_vain):
+            assert self.is_profile_complete
+        planner.validate()
+        self._stragglers.validate()

@@ -1,0 +1,124 @@
+"""Whether computations take the time that was planned. Part of the state machine.
+
+Agents go on estimating while plans are in force. Every `BLOCK` iterations their times, of computations that
+ran at one clock from begin to end, are held against those that the plan was made with. What all pipelines
+show is drift (a pipeline of its own is a straggler). The first block verifies clocks that nobody measured.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.domain.telemetry import EnergyEstimate
+from perseus.service.job.profiling.stage_profiles import StageKey
+from perseus.solver import Pipeline
+
+BLOCK = 20
+"""Iterations between two looks."""
+
+DRIFT_SHARE = 0.02
+"""By how much a computation's time has to be off for the profile to have drifted."""
+
+VERIFICATION_SHARE = 0.005
+"""The same, for a clock that was not measured."""
+
+_LEAST_COUNT = 5
+"""Computations in a sample that says anything."""
+
+_ERRORS = 3.0
+"""Standard errors that are noise."""
+
+Place = tuple[int, int, StageKey]
+"""Stage, clock and (chunk, kind)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Computations whose times are off. `times_s`: all that is measured; `worst`: where it is off most."""
+
+    times_s: Mapping[Place, float]
+    worst: Place
+    worst_ratio: float
+
+    @property
+    def stage(self) -> int:
+        """The stage that is off the most."""
+        return self.worst[0]
+
+
+class DriftWatch:
+    """Holds the estimates of the plans in force against what they were made with."""
+
+    def __init__(self, parallelism: Parallelism) -> None:
+        self._parallelism = parallelism
+        self._estimates: dict[Coordinates, EnergyEstimate] = {}
+        self._versions: tuple[int, ...] | None = None
+        self._iteration_count = 0
+
+    def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
+        """Take what a rank measured under the plan that it has now."""
+        self._estimates[rank] = estimate
+
+    def is_due(self, versions: tuple[int, ...] | None) -> bool:
+        """Count an iteration; tell whether a block of them under the same plans is complete."""
+        if versions != self._versions:
+            self._versions = versions
+            self._iteration_count = 0
+        self._iteration_count += 1
+        return self._iteration_count % BLOCK == 0
+
+    def restart(self) -> None:
+        """What is under way counts for nothing."""
+        self._estimates.clear()
+        self._versions = None
+
+    def check(
+        self, problem: Pipeline, measured: Collection[tuple[int, int]], ignored: Collection[int]
+    ) -> Drift | None:
+        """Compare with what the plans were made with; return what is off, if anything is.
+
+        `measured` are the (stage, clock) that were, `ignored` pipelines that have reasons to be slow.
+        """
+        planned_s = {
+            (stage, m.clock_mhz, (chunk, kind)): m.time_s
+            for (stage, chunk, kind), some in problem.profiles.items()
+            for m in some
+        }
+        figures = {place: pair for place, pair in self._times_s(ignored).items() if place in planned_s}
+        off = {}
+        for place, (time_s, error_s) in figures.items():
+            share = DRIFT_SHARE if place[:2] in measured else VERIFICATION_SHARE
+            difference_s = abs(time_s - planned_s[place])
+            if difference_s > share * planned_s[place] + _ERRORS * error_s:
+                off[place] = difference_s / planned_s[place]
+        if not off:
+            return None
+        times_s = {place: time_s for place, (time_s, _) in figures.items()}
+        worst = max(off, key=off.__getitem__)
+        return Drift(times_s, worst, times_s[worst] / planned_s[worst])
+
+    def _times_s(self, ignored: Collection[int]) -> dict[Place, tuple[float, float]]:
+        """Return the median over the pipelines of the slowest tensor rank's time, where most tell it.
+
+        With it comes the largest standard error.
+        """
+        slowest_s: dict[Place, dict[int, tuple[float, float]]] = {}
+        for rank, estimate in self._estimates.items():
+            if rank.pipeline in ignored:
+                continue
+            for sample in estimate.samples:
+                if sample.computation_count < _LEAST_COUNT:
+                    continue
+                own_s = slowest_s.setdefault((rank.stage, sample.clock_mhz, (sample.chunk, sample.kind)), {})
+                figure = sample.time_s, sample.time_se_s
+                own_s[rank.pipeline] = max(own_s.get(rank.pipeline, figure), figure)
+        needed = (self._parallelism.pipeline_count - len(ignored) + 1) // 2
+        return {
+            place: (
+                median(time_s for time_s, _ in own_s.values()),
+                max(error_s for _, error_s in own_s.values()),
+            )
+            for place, own_s in slowest_s.items()
+            if len(own_s) >= needed
+        }

@@ -1,0 +1,262 @@
+"""What clocks each pipeline of a job should have, and the way there. Part of the state machine.
+
+A version belongs to clocks, rises within the job and is never used again. A stage whose share of new clocks
+is the one that it has keeps its version, and its ranks are told nothing; the pipeline's version is that of
+the stage that changed last. All ranks of a pipeline that are to change get the same start iteration. A rank
+that has already begun it refuses; then the pipeline keeps its versions and is offered them anew with a later
+start.
+
+The start lies a margin above the highest iteration that any rank reported. Telemetry comes when an
+iteration has ended and the next is running, so two is the least; short iterations need enough of them to
+cover the way (`TRANSIT_S`). The margin doubles with every refusal of the same version.
+
+`settle` sends offers. It looks at how things stand, never at how they came about: every connected rank that
+neither has its stage's version in force nor was sent the present offer is sent it. So a rank that resumes
+with the right version gets nothing, and one that comes back with another, or fell back to stock, gets the
+offer.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from perseus.service.domain.commands import SendOffer
+from perseus.service.domain.model import (
+    FOREIGN_VERSION,
+    NO_VERSION,
+    STOCK,
+    Clocks,
+    EventType,
+    Offer,
+    PipelineOffer,
+    PlannedClocks,
+    Rank,
+    RankState,
+    stage_clocks,
+)
+from perseus.service.domain.records import OfferRecord
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.job.journal import Journal
+from perseus.service.job.ranks.rank_table import RankTable
+
+TRANSIT_S = 0.5
+"""Time that a report needs to get here, and an offer to get back, with room to spare."""
+
+LEAST_MARGIN = 2
+MOST_MARGIN = 256
+
+
+@dataclass(slots=True)
+class _Pipeline:
+    """The offer, how often it came too late, and the versions that were last offered and in force at all."""
+
+    offer: PipelineOffer
+    late_count: int = 0
+    offered_version: int = NO_VERSION
+    in_force_version: int = NO_VERSION
+
+
+class OfferBoard:
+    """One offer per pipeline, and what was sent of it.
+
+    Attributes:
+        version: the highest version used so far.
+        iteration_time_s: that of the latest iteration, 0 if unknown; short iterations need a wider margin.
+    """
+
+    def __init__(self, parallelism: Parallelism, ranks: RankTable, journal: Journal) -> None:
+        self.version = NO_VERSION
+        self.iteration_time_s = 0.0
+        self._ranks = ranks
+        self._journal = journal
+        self._stages = range(parallelism.stage_count)
+        nothing = PipelineOffer((NO_VERSION,) * parallelism.stage_count, 0, STOCK)
+        self._pipelines = [_Pipeline(nothing) for _ in range(parallelism.pipeline_count)]
+        self._by_pipeline: list[list[Coordinates]] = [[] for _ in self._pipelines]
+        for rank in ranks:
+            self._by_pipeline[rank.coordinates.pipeline].append(rank.coordinates)
+        # The (version, start iteration) sent to each rank on its present stream.
+        self._sent: dict[Coordinates, tuple[int, int]] = {}
+        # Pipelines of which something has changed: only these need a look, however large the job is.
+        self._unsettled: set[int] = set()
+
+    def __getitem__(self, pipeline: int) -> PipelineOffer:
+        return self._pipelines[pipeline].offer
+
+    def __iter__(self) -> Iterator[PipelineOffer]:
+        return (pipeline.offer for pipeline in self._pipelines)
+
+    def __len__(self) -> int:
+        return len(self._pipelines)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Each pipeline's version."""
+        return tuple(offer.version for offer in self)
+
+    def restore(self, version: int, offers: Iterable[OfferRecord]) -> None:
+        """Take what is stored."""
+        self.version = version
+        for record in offers:
+            pipeline = self._pipelines[record.pipeline]
+            pipeline.offer = record.offer
+            pipeline.offered_version = pipeline.in_force_version = record.offer.version
+
+    def of_rank(self, place: Coordinates) -> Offer:
+        """What a rank is offered, or was."""
+        return self._pipelines[place.pipeline].offer.to_stage(place.stage)
+
+    def wish(self, pipelines: Iterable[int], clocks: Clocks) -> None:
+        """Let pipelines have these clocks; the stages that have to change get one new version."""
+        wanted = [stage_clocks(clocks, stage) for stage in self._stages]
+        # By the clocks that pipelines have now: many have the same.
+        changes: dict[int, list[int]] = {}
+        changing: dict[int, list[int]] = {}
+        for number in pipelines:
+            offer = self._pipelines[number].offer
+            if id(offer.clocks) not in changes:
+                changes[id(offer.clocks)] = [
+                    stage for stage in self._stages if stage_clocks(offer.clocks, stage) != wanted[stage]
+                ]
+            if stages := changes[id(offer.clocks)]:
+                changing[number] = stages
+            elif offer.clocks != clocks:  # The same clocks, but other times are expected of them.
+                self._replace(number, replace(offer, clocks=clocks))
+        if changing:
+            self._renew(changing, clocks)
+
+    def forget_sent(self, place: Coordinates) -> None:
+        """What was sent to a rank is of no use any more: its stream ended, or it fell back to stock."""
+        self._sent.pop(place, None)
+        self._unsettled.add(place.pipeline)
+
+    def postpone(self, number: int) -> None:
+        """Offer a pipeline its clocks anew, later: they came too late for a rank."""
+        pipeline = self._pipelines[number]
+        pipeline.late_count += 1
+        self._restart(number)
+
+    def settle(self) -> None:
+        """Send offers to the ranks that need one, and announce plans that are now in force everywhere."""
+        for number in sorted(self._unsettled | self._ranks.take_changed_pipelines()):
+            pipeline = self._pipelines[number]
+            ranks = [self._ranks[place] for place in self._by_pipeline[number]]
+            needing = self._needing(pipeline, ranks)
+            stages = sorted({rank.coordinates.stage for rank in needing})
+            if unsaid := [at for at in stages if pipeline.offer.stage_versions[at] == NO_VERSION]:
+                # Something unknown is in force there: stock has to be said.
+                self._renew({number: unsaid}, pipeline.offer.clocks)
+                needing = self._needing(pipeline, ranks)
+            elif needing and pipeline.offer.start_iteration < self._start_iteration(pipeline):
+                self._restart(number)
+                needing = self._needing(pipeline, ranks)
+            if needing:
+                self._announce_offered(number, pipeline)
+            for rank in needing:
+                offer = self.of_rank(rank.coordinates)
+                self._sent[rank.coordinates] = (offer.version, offer.start_iteration)
+                self._ranks.change(replace(rank, offered_version=offer.version))
+                self._journal.do(SendOffer(rank.coordinates, rank.instance_id, offer))
+            self._announce_in_force(number, pipeline, ranks)
+        self._unsettled.clear()
+
+    def validate(self) -> None:
+        """Check what must always hold between two inputs."""
+        for offer in self:
+            assert len(offer.stage_versions) == len(self._stages)
+            assert all(NO_VERSION <= version <= self.version for version in offer.stage_versions)
+        for rank in self._ranks:
+            own = self.of_rank(rank.coordinates)
+            sent = self._sent.get(rank.coordinates)
+            assert rank.in_force_version >= FOREIGN_VERSION
+            assert rank.offered_version <= own.version
+            if rank.state is RankState.CONNECTED:
+                assert rank.in_force_version == own.version or sent == (own.version, own.start_iteration)
+            else:
+                assert sent is None
+        for number, pipeline in enumerate(self._pipelines):
+            starts = {
+                start
+                for place in self._by_pipeline[number]
+                if (sent := self._sent.get(place)) is not None
+                for version, start in [sent]
+                if version == pipeline.offer.stage_versions[place.stage]
+                and self._ranks[place].in_force_version != version
+            }
+            assert len(starts) <= 1, "a pipeline would be switched in halves"
+
+    def _renew(self, changing: Mapping[int, Collection[int]], clocks: Clocks) -> None:
+        """Give stages of pipelines a new version."""
+        self.version += 1
+        for number, stages in changing.items():
+            pipeline = self._pipelines[number]
+            pipeline.late_count = 0
+            versions = tuple(
+                self.version if stage in stages else version
+                for stage, version in enumerate(pipeline.offer.stage_versions)
+            )
+            self._replace(number, PipelineOffer(versions, self._start_iteration(pipeline), clocks))
+
+    def _restart(self, number: int) -> None:
+        pipeline = self._pipelines[number]
+        self._replace(number, replace(pipeline.offer, start_iteration=self._start_iteration(pipeline)))
+
+    def _replace(self, number: int, offer: PipelineOffer) -> None:
+        self._pipelines[number].offer = offer
+        self._unsettled.add(number)
+        self._journal.store(OfferRecord(number, offer))
+
+    def _start_iteration(self, pipeline: _Pipeline) -> int:
+        margin = LEAST_MARGIN
+        if self.iteration_time_s:
+            margin = max(margin, 1 + math.ceil(TRANSIT_S / self.iteration_time_s))
+        return self._ranks.highest_iteration() + min(MOST_MARGIN, margin << min(pipeline.late_count, 8))
+
+    def _needing(self, pipeline: _Pipeline, ranks: Iterable[Rank]) -> list[Rank]:
+        versions, start_iteration = pipeline.offer.stage_versions, pipeline.offer.start_iteration
+        return [
+            rank
+            for rank in ranks
+            if rank.state is RankState.CONNECTED
+            and rank.in_force_version != (version := versions[rank.coordinates.stage])
+            and self._sent.get(rank.coordinates) != (version, start_iteration)
+        ]
+
+    def _announce_offered(self, number: int, pipeline: _Pipeline) -> None:
+        offer = pipeline.offer
+        if offer.version != pipeline.offered_version:
+            pipeline.offered_version = offer.version
+            self._journal.announce(
+                EventType.PLAN_OFFERED,
+                f"pipeline {number} is offered {offer.clocks} as version {offer.version} "
+                f"from iteration {offer.start_iteration}",
+                **_evidence(number, offer),
+            )
+
+    def _announce_in_force(self, number: int, pipeline: _Pipeline, ranks: Iterable[Rank]) -> None:
+        offer = pipeline.offer
+        if offer.version != pipeline.in_force_version and all(
+            rank.in_force_version == offer.stage_versions[rank.coordinates.stage] for rank in ranks
+        ):
+            pipeline.in_force_version = offer.version
+            pipeline.late_count = 0
+            self._journal.announce(
+                EventType.PLAN_IN_FORCE,
+                f"version {offer.version} ({offer.clocks}) is in force on pipeline {number}",
+                **_evidence(number, offer),
+            )
+
+
+def _evidence(number: int, offer: PipelineOffer) -> dict[str, object]:
+    version = offer.version
+    evidence: dict[str, object] = {
+        "pipeline": number,
+        "version": version,
+        "changed_stages": [stage for stage, own in enumerate(offer.stage_versions) if own == version],
+        "start_iteration": offer.start_iteration,
+        "clocks": offer.clocks,
+    }
+    if isinstance(offer.clocks, PlannedClocks):
+        evidence["iteration_time_s"] = offer.clocks.plan.iteration_time_s
+        evidence["energy_j"] = offer.clocks.plan.energy_j
+    return evidence

@@ -1,0 +1,130 @@
+"""Where on the frontier each pipeline runs, and what a straggler's report means there."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.model import STOCK_MHZ, PlannedClocks, Straggler
+from perseus.service.domain.specification import OperatingPolicy
+from perseus.solver import Frontier, Kind, Pipeline, Plan, PlannedComputation
+
+
+def check_straggler(straggler: Straggler) -> None:
+    """Refuse a report that says nothing, or nothing possible.
+
+    Raises:
+        InvalidFieldError: names the figure.
+    """
+    time_s, factor = straggler.iteration_time_s, straggler.slowdown_factor
+    if (time_s is None) == (factor is None):
+        raise InvalidFieldError(field="slowness", expected="a time or a factor", found="neither")
+    if factor is not None and not (math.isfinite(factor) and factor >= 1):
+        raise InvalidFieldError(field="slowdown_factor", expected="a number of 1 or more", found=factor)
+    if time_s is not None and not (math.isfinite(time_s) and time_s > 0):
+        raise InvalidFieldError(field="iteration_time_s", expected="a positive number", found=time_s)
+
+
+def straggler_time_s(
+    straggler: Straggler, frontier: Frontier, baseline_time_s: float, policy: OperatingPolicy
+) -> float:
+    """Return T': the straggler's iteration time on the frontier's scale, never below T_min.
+
+    A detected straggler is slower than its own plan by its factor, whatever that plan is.
+
+    What a measured iteration holds beyond the computations is taken off.
+    """
+    if straggler.slowdown_factor is not None:
+        is_detected = straggler.is_detected
+        scale_s = _planned_time_s(frontier, policy, baseline_time_s) if is_detected else frontier.t_min_s
+        return scale_s * straggler.slowdown_factor
+    assert straggler.iteration_time_s is not None
+    return max(frontier.t_min_s, straggler.iteration_time_s - overhead_s(frontier, baseline_time_s))
+
+
+def overhead_s(frontier: Frontier, baseline_time_s: float) -> float:
+    """Return what a measured iteration holds beyond the computations that the frontier knows.
+
+    That is what the stock baseline took beyond the all-max prediction: transfers, optimizer. It does not
+    shrink or stretch with the clocks. `baseline_time_s` is 0 where no baseline was measured; then this is 0.
+    """
+    return max(0.0, baseline_time_s - frontier.baseline.iteration_time_s)
+
+
+def planned_clocks(frontier: Frontier, target_s: float, at_stock: Collection[int]) -> PlannedClocks:
+    """Return the slowest realised plan that keeps a target time; below T_min there is none.
+
+    Stages `at_stock` have no clock in it: the frontier knows of one only, which stands for stock.
+    """
+    plan = with_fixed(frontier.plan_within(target_s), frontier.pipeline)
+    stages = tuple(
+        tuple(planned._replace(clock_mhz=STOCK_MHZ) for planned in computations)
+        if stage in at_stock
+        else computations
+        for stage, computations in enumerate(plan.stages)
+    )
+    return PlannedClocks(replace(plan, stages=stages))
+
+
+def with_fixed(plan: Plan, pipeline: Pipeline) -> Plan:
+    """Return the plan with the FIXED computations, which the solver leaves out, in their places.
+
+    They have no clock (0). Nothing but the stage's own order keeps them waiting, so each starts when the
+    one before ends.
+    """
+    if not pipeline.fixed_times_s:
+        return plan
+    stages = []
+    for order, planned in zip(pipeline.schedule.orders, plan.stages, strict=True):
+        others, stage, end_s = iter(planned), list[PlannedComputation](), 0.0
+        for computation in order:
+            if computation.kind is Kind.FIXED:
+                duration_s = pipeline.fixed_times_s[computation]
+                stage.append(PlannedComputation(computation, 0, end_s, duration_s))
+            else:
+                stage.append(next(others))
+            end_s = stage[-1].start_s + stage[-1].duration_s
+        stages.append(tuple(stage))
+    return replace(plan, stages=tuple(stages))
+
+
+def target_times_s(
+    frontier: Frontier,
+    policy: OperatingPolicy,
+    baseline_time_s: float,
+    straggler_times_s: Mapping[int, float],
+    pipeline_count: int,
+) -> tuple[float, ...]:
+    """Return the iteration time that each pipeline may take.
+
+    Without a straggler that is what the policy says. With stragglers the slowest of them is
+    waited for, so every other pipeline may take min(T_slow, T'); the stragglers themselves must not get any
+    slower.
+    """
+    own_s = _own_time_s(frontier, policy, baseline_time_s)
+    others_s = max([own_s, min(frontier.t_slow_s, max(straggler_times_s.values(), default=0.0))])
+    return tuple(own_s if pipeline in straggler_times_s else others_s for pipeline in range(pipeline_count))
+
+
+def _own_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float) -> float:
+    """Return the iteration time that a pipeline may take that waits for nobody: from T_min to T*."""
+    if policy.deadline is not None:
+        pace_s = policy.deadline.time_s / policy.deadline.iteration_count
+        wanted_s = pace_s - overhead_s(frontier, baseline_time_s)
+    elif policy.max_average_power_w is not None:
+        # Along the frontier, slower is never more power: a cap is kept from some point on.
+        powers_w = [point.energy_j / point.iteration_time_s for point in frontier.points]
+        first = bisect_left(powers_w, -policy.max_average_power_w, key=lambda power_w: -power_w)
+        return frontier.points[min(first, len(frontier.points) - 1)].iteration_time_s
+    else:
+        wanted_s = frontier.t_min_s * (1 + policy.max_slowdown_percent / 100)
+    return max(frontier.t_min_s, min(wanted_s, frontier.t_star_s))
+
+
+def _planned_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float) -> float:
+    """Return the iteration time of the plan that such a pipeline has."""
+    own_s = _own_time_s(frontier, policy, baseline_time_s)
+    return max(
+        (t for point in frontier.points if (t := point.iteration_time_s) <= own_s), default=frontier.t_min_s
+    )

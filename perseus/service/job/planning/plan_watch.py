@@ -1,0 +1,124 @@
+"""Holds what plans in force lead to against what was promised, and planned. Part of the state machine.
+
+The guard says that a promise is broken, the watch for drift that computations take other times than the plans
+were made with. In both cases the profile is what may be wrong, and is corrected by what was measured. Where
+the computations take the time planned and the iteration does not, transfers between stages may be why.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+
+from perseus.service.domain.commands import SlowPlan
+from perseus.service.domain.model import EventType, PlannedClocks
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.domain.telemetry import EnergyEstimate
+from perseus.service.job.iterations.iteration_log import JobIteration
+from perseus.service.job.journal import Journal
+from perseus.service.job.planning.drift import Drift, DriftWatch
+from perseus.service.job.planning.guard import BrokenPromise, Guard, GuardRules, promised_time_s
+from perseus.service.job.profiling.profiler import Profiler
+from perseus.service.job.profiling.stage_profiles import corrected
+from perseus.solver import Frontier
+
+MOST_BROKEN_PROMISES = 2
+"""After so many broken promises the job stays at stock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong with the plans in force; nothing by default.
+
+    Attributes:
+        withdraw: why they have to go, if they have to.
+        solve_again: there may be better ones: the profile was corrected, or transfers are to be planned for.
+        slow: the plan that transfers between stages may have made slower than promised.
+    """
+
+    withdraw: str | None = None
+    solve_again: bool = False
+    slow: SlowPlan | None = None
+
+
+class PlanWatch:
+    """Follows the iterations of a job that runs under plans."""
+
+    def __init__(
+        self, parallelism: Parallelism, rules: GuardRules, profiler: Profiler, journal: Journal
+    ) -> None:
+        self._guard = Guard(rules)
+        self._drift = DriftWatch(parallelism)
+        self._profiler = profiler
+        self._journal = journal
+        self._broken_count = 0
+
+    def restart(self) -> None:
+        """What is under way counts for nothing."""
+        self._guard.restart()
+        self._drift.restart()
+
+    def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
+        """Take what a rank measured under the plan that it has now."""
+        self._drift.take_estimate(rank, estimate)
+
+    def judge(
+        self,
+        iteration: JobIteration,
+        clocks: Sequence[PlannedClocks],
+        frontier: Frontier,
+        baseline_time_s: float,
+        stragglers: Collection[int],
+    ) -> Verdict:
+        """Judge an iteration under these clocks. A straggler explains what is slow."""
+        if not stragglers:
+            promise_s = promised_time_s(clocks, frontier, baseline_time_s)
+            broken = self._guard.judge(iteration, promise_s, baseline_time_s)
+            if broken is not None:
+                self._journal.announce(
+                    EventType.PROMISE_BROKEN,
+                    f"iterations take {broken.median_time_s:.6f} s, not {broken.promised_time_s:.6f} s",
+                    **asdict(broken),
+                    versions=iteration.versions,
+                )
+                return self._answer_broken_promise(broken, clocks, frontier)
+        if self._drift.is_due(iteration.versions) and self._correct_profile(frontier, stragglers):
+            return Verdict(solve_again=True)
+        return Verdict()
+
+    def _answer_broken_promise(
+        self, broken: BrokenPromise, clocks: Sequence[PlannedClocks], frontier: Frontier
+    ) -> Verdict:
+        self._broken_count += 1
+        is_corrected = self._correct_profile(frontier, ())
+        if self._broken_count > MOST_BROKEN_PROMISES:
+            return Verdict(f"plans broke their promise {self._broken_count} times")
+        if is_corrected:
+            return Verdict("the plans broke their promise, and the profile was corrected", solve_again=True)
+        slowest = max((some.plan for some in clocks), key=lambda plan: plan.iteration_time_s)
+        return Verdict(
+            "the plans broke their promise, and the profile agrees: do transfers between stages explain it?",
+            solve_again=True,
+            slow=SlowPlan(slowest, broken.median_time_s, broken.baseline_time_s),
+        )
+
+    def _correct_profile(self, frontier: Frontier, ignored: Collection[int]) -> bool:
+        """Correct the profile by what was measured under the plans, if they disagree."""
+        measured = {(profile.stage, profile.clock_mhz) for profile in self._profiler.profiles}
+        drift = self._drift.check(frontier.pipeline, measured, ignored)
+        if drift is None:
+            return False
+        self._announce(drift)
+        self._profiler.replace(corrected(self._profiler.profiles, drift.times_s))
+        return True
+
+    def _announce(self, drift: Drift) -> None:
+        stage, clock_mhz, (chunk, kind) = drift.worst
+        self._journal.announce(
+            EventType.PROFILE_CORRECTED,
+            f"stage {stage} takes {drift.worst_ratio:.3f} × the time planned at {clock_mhz} MHz",
+            stage=stage,
+            clock_mhz=clock_mhz,
+            chunk=chunk,
+            computation_kind=kind.name,
+            ratio=drift.worst_ratio,
+            measured_count=len(drift.times_s),
+        )

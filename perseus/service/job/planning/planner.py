@@ -1,0 +1,176 @@
+"""From profiles to plans: the frontier, and where on it each pipeline runs. Part of the state machine.
+
+One problem is solved at a time. Where a frontier is dropped (clocks are gone, or there again), the problem
+that is being solved is solved in vain: its answer is ignored.
+"""
+
+from dataclasses import asdict
+
+from perseus.service.domain.commands import SlowPlan, Solve
+from perseus.service.domain.model import Clocks, EventType, PlannedClocks, Straggler
+from perseus.service.domain.specification import OperatingPolicy, Parallelism
+from perseus.service.job.iterations.baseline import Baseline
+from perseus.service.job.iterations.iteration_log import JobIteration
+from perseus.service.job.journal import Journal
+from perseus.service.job.planning.guard import GuardRules
+from perseus.service.job.planning.offers import OfferBoard
+from perseus.service.job.planning.operating_point import planned_clocks, straggler_time_s, target_times_s
+from perseus.service.job.planning.plan_watch import PlanWatch, Verdict
+from perseus.service.job.profiling.profiler import Profiler
+from perseus.service.job.profiling.stage_profiles import build_problem
+from perseus.service.job.ranks.rank_table import RankTable
+from perseus.service.job.ranks.usable_clocks import stages_at_stock
+from perseus.service.job.stragglers.straggler_book import StragglerBook
+from perseus.solver import Frontier, Schedule, common_lag_s, with_lag
+
+
+class Planner:
+    """Solves for a job's frontier, and wishes for plans on it.
+
+    Attributes:
+        policy: the operating policy now in force.
+        frontier: once solved; it stays until a newer one is there, or it is dropped.
+        is_solving: whether an answer is to come.
+        is_in_vain: whether it is of no use any more.
+        lag_s: how long a transfer between stages takes, as far as plans have shown; problems have it.
+    """
+
+    def __init__(
+        self,
+        parallelism: Parallelism,
+        schedule: Schedule,
+        policy: OperatingPolicy,
+        rules: GuardRules,
+        ranks: RankTable,
+        offers: OfferBoard,
+        profiler: Profiler,
+        baseline: Baseline,
+        stragglers: StragglerBook,
+        journal: Journal,
+    ) -> None:
+        self.policy = policy
+        self.frontier: Frontier | None = None
+        self.is_solving = False
+        self.is_in_vain = False
+        self.lag_s = 0.0
+        self.watch = PlanWatch(parallelism, rules, profiler, journal)
+        self._schedule = schedule
+        self._ranks = ranks
+        self._offers = offers
+        self._profiler = profiler
+        self._baseline = baseline
+        self._stragglers = stragglers
+        self._journal = journal
+        # What the next frontier has to explain.
+        self._slow: SlowPlan | None = None
+        # By version of the plans in use, what iterations are judged by.
+        self._expected: dict[int, Clocks] = {}
+
+    def solve(self) -> None:
+        """Ask for the frontier, unless an answer is to come anyway.
+
+        Raises:
+            SolverError: the profiles make no problem that can be solved.
+        """
+        if not self.is_solving:
+            clocks_mhz = self._ranks.usable_clocks_mhz()
+            problem = build_problem(self._profiler.profiles, self._schedule, clocks_mhz)
+            self.is_solving = True
+            self._journal.do(Solve(with_lag(problem, self.lag_s), self._slow))
+            self._slow = None
+
+    def end_solving(self) -> bool:
+        """Take note that there is an answer; tell whether it is of use."""
+        is_of_use = not self.is_in_vain
+        self.is_solving = self.is_in_vain = False
+        return is_of_use
+
+    def take_frontier(self, frontier: Frontier) -> None:
+        """Plan on a new frontier."""
+        self.frontier = frontier
+        self.lag_s = common_lag_s(frontier.pipeline)
+        self._journal.announce(
+            EventType.SOLVED,
+            f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s",
+            t_min_s=frontier.t_min_s,
+            t_star_s=frontier.t_star_s,
+            t_slow_s=frontier.t_slow_s,
+            baseline_energy_j=frontier.baseline.energy_j,
+            t_min_energy_j=frontier.points[0].energy_j,
+            point_count=len(frontier.points),
+            transfer_lag_s=self.lag_s,
+        )
+
+    def drop_frontier(self, slow: SlowPlan | None = None) -> None:
+        """It was solved for other clocks, as is the one that is being solved, or led to broken promises.
+
+        The next one is to explain the slow plan.
+        """
+        self.frontier = None
+        self.is_in_vain = self.is_solving
+        self._slow = slow
+
+    def straggler_times_s(self) -> dict[int, float]:
+        """Return T' of each straggler; 0 while there is no frontier to measure it by."""
+        return {
+            straggler.pipeline: straggler_time_s(straggler, self.frontier, self._baseline.time_s, self.policy)
+            if self.frontier
+            else 0.0
+            for straggler in self._stragglers
+        }
+
+    def set_policy(self, policy: OperatingPolicy) -> bool:
+        """Take a policy; tell whether it is news."""
+        is_news = policy != self.policy
+        if is_news:
+            self.policy = policy
+            self._journal.announce(EventType.POLICY_SET, f"policy: {policy}", **asdict(policy))
+        return is_news
+
+    def announce_straggler(self, straggler: Straggler) -> None:
+        """Tell what somebody reported, and what it means on the frontier."""
+        self._journal.announce(
+            EventType.STRAGGLER_REPORTED,
+            f"pipeline {straggler.pipeline} is slow: {straggler}",
+            pipeline=straggler.pipeline,
+            reported=straggler,
+            iteration_time_s=self.straggler_times_s()[straggler.pipeline],
+        )
+
+    def retarget(self) -> None:
+        """Give every pipeline the plan of its target time; pipelines of the same plan share its version."""
+        if self.frontier is None:
+            return
+        targets_s = target_times_s(
+            self.frontier, self.policy, self._baseline.time_s, self.straggler_times_s(), len(self._offers)
+        )
+        at_stock = stages_at_stock(self._ranks.usable_clocks_mhz())
+        for target_s in sorted(set(targets_s)):
+            same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
+            self._offers.wish(same, planned_clocks(self.frontier, target_s, at_stock))
+
+    def tell_expectations(self) -> None:
+        """Let the detection of stragglers know what the plans promise for each computation."""
+        for offer in self._offers:
+            version, clocks = offer.version, offer.clocks
+            if self.frontier and isinstance(clocks, PlannedClocks) and self._expected.get(version) != clocks:
+                planned_s = {
+                    each.computation: each.duration_s for stage in clocks.plan.stages for each in stage
+                }
+                self._stragglers.expect(version, {**self.frontier.pipeline.fixed_times_s, **planned_s})
+                self._expected[version] = clocks
+        in_use = {offer.version for offer in self._offers}
+        self._expected = {version: some for version, some in self._expected.items() if version in in_use}
+
+    def judge(self, iteration: JobIteration) -> Verdict:
+        """Judge an iteration under the plans in force, where there is nothing better to come."""
+        if self.frontier is None or self.is_solving or iteration.versions != self._offers.versions:
+            return Verdict()
+        clocks = [offer.clocks for offer in self._offers if isinstance(offer.clocks, PlannedClocks)]
+        return self.watch.judge(
+            iteration, clocks, self.frontier, self._baseline.time_s, self._stragglers.pipelines
+        )
+
+    def validate(self) -> None:
+        """Check what must always hold."""
+        assert self.is_solving or not self.is_in_vain

@@ -1,0 +1,69 @@
+"""What ranks refuse, and what follows from it. Part of the state machine.
+
+    reason                  what follows
+    ----------------------- ----------------------------------------------------------------------------------
+    PAST_START              the same clocks are offered again, from a later start
+    UNKNOWN_RANK            nothing: its agent is about to say that it serves the rank, or no more
+    CLOCK_NOT_SUPPORTED     the rank does without these clocks, and with it its stage on all pipelines
+    any other               the rank stays at stock, and with it its stage on all pipelines
+
+Only the refusal of what is offered now counts. Who refuses stock has nothing else to fall back to.
+"""
+
+from perseus.service.domain.inputs import OfferAnswered
+from perseus.service.domain.model import STOCK_MHZ, EventType, Offer, RefusalReason, stage_clocks
+from perseus.service.job.journal import Journal
+from perseus.service.job.planning.offers import OfferBoard
+from perseus.service.job.ranks.rank_table import RankTable, named
+
+
+class Refusals:
+    """Takes refusals of a job's ranks."""
+
+    def __init__(self, ranks: RankTable, offers: OfferBoard, journal: Journal) -> None:
+        self._ranks = ranks
+        self._offers = offers
+        self._journal = journal
+
+    def take(self, event: OfferAnswered) -> str | None:
+        """Take an answer to an offer of this epoch; return what can't be had any more, if it says so."""
+        offer = self._offers.of_rank(event.rank)
+        if event.refusal is None or event.version != offer.version:
+            return None
+        is_late = event.refusal is RefusalReason.PAST_START
+        has_it = self._ranks[event.rank].in_force_version == event.version
+        if is_late and (has_it or event.iteration < offer.start_iteration):
+            return None  # To an earlier start of the same version: the answer to the newer is on its way.
+        self._announce(event, offer)
+        if is_late:
+            self._offers.postpone(event.rank.pipeline)
+            return None
+        if event.refusal is RefusalReason.UNKNOWN_RANK:
+            return None
+        return self._give_up(event, event.refusal, offer)
+
+    def _give_up(self, event: OfferAnswered, reason: RefusalReason, offer: Offer) -> str | None:
+        wanted = stage_clocks(offer.clocks, event.rank.stage)
+        wanted_mhz = {wanted} if isinstance(wanted, int) else set(wanted)
+        wanted_mhz.discard(STOCK_MHZ)
+        if not wanted_mhz:
+            return None
+        if reason is RefusalReason.CLOCK_NOT_SUPPORTED:
+            # An agent that does not say which leaves nothing of what it was asked for.
+            refused_mhz = wanted_mhz.intersection(event.refused_clocks_mhz) or wanted_mhz
+            return self._ranks.refuse_clocks(event.rank, refused_mhz)
+        return self._ranks.leave_at_stock(event.rank, reason)
+
+    def _announce(self, event: OfferAnswered, offer: Offer) -> None:
+        assert event.refusal is not None
+        self._journal.announce(
+            EventType.PLAN_REFUSED,
+            f"{event.rank} refused version {event.version} ({offer.clocks}): {event.refusal.value}",
+            **named(event.rank),
+            version=event.version,
+            start_iteration=offer.start_iteration,
+            iteration=event.iteration,
+            reason=event.refusal.name,
+            refused_clocks_mhz=list(event.refused_clocks_mhz),
+            agent_message=event.message,
+        )

@@ -1,0 +1,1 @@
+"""Measuring stages clock by clock while training goes on. Pure."""

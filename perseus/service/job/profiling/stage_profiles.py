@@ -1,0 +1,234 @@
+"""From the agents' estimates to stage profiles, and from those to what the solver plans on.
+
+All ranks of a stage hold one clock; their agents estimate time and energy of each kind of computation by
+regression. Once all have a good estimate, they are merged: the largest time and the sum of the energies over
+the tensor-parallel ranks, then the mean over the pipelines.
+
+A plan may use clocks that nobody measured: between two measured clocks, time and energy are interpolated in
+the time of a cycle (1 / clock). What is planned on is then verified once, in force (`planning.drift`).
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
+from perseus.service.job.ranks.usable_clocks import UsableClocks, stages_at_stock
+from perseus.solver import Computation, Kind, Measurement, Pipeline, ProfileKey, Schedule, interpolate_clocks
+
+StageKey = tuple[int, Kind]
+"""(chunk, kind): computations of a stage that share it share their measurements."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageProfile:
+    """One stage at one clock, measured on all its ranks and merged. Energies and powers are the stage's.
+
+    The blocking power is 0 where no rank told what it is (it may hardly ever wait).
+    """
+
+    stage: int
+    clock_mhz: int
+    measurements: Mapping[StageKey, Measurement]
+    blocking_power_w: float
+    blocking_power_se_w: float
+
+
+def is_measured(
+    estimate: EnergyEstimate, order: Iterable[Computation], clock_mhz: int, iteration_count: int
+) -> bool:
+    """Tell whether an estimate covers the order at the clock, over enough iterations.
+
+    Early estimates may be impossible (energy of 0 or less, while few counter windows are in): not yet
+    measured.
+    """
+    good = {
+        (sample.kind, sample.chunk)
+        for sample in estimate.samples
+        if sample.clock_mhz == clock_mhz and sample.energy_j > 0
+    }
+    needed = {(computation.kind, computation.chunk) for computation in order}
+    return estimate.iteration_count >= iteration_count and needed <= good
+
+
+def merge(
+    stage: int,
+    clock_mhz: int,
+    estimates: Mapping[Coordinates, EnergyEstimate],
+    parallelism: Parallelism,
+    pipelines: Sequence[int],
+    held_mhz: int,
+) -> StageProfile:
+    """Merge the estimates of a stage's ranks in these pipelines, which held a clock or stock.
+
+    Each must be measured (`is_measured`). `clock_mhz` is what the measurements count as.
+    """
+    rows = [
+        [estimates[Coordinates(pipeline, stage, tensor)] for tensor in range(parallelism.tensor_count)]
+        for pipeline in pipelines
+    ]
+    samples = [[_samples_at(estimate, held_mhz) for estimate in row] for row in rows]
+    measurements: dict[StageKey, Measurement] = {}
+    for key in samples[0][0]:
+        found = [[by_key[key] for by_key in row] for row in samples]
+        slowest = [max(row, key=lambda sample: sample.time_s) for row in found]
+        time_s, time_se_s = _mean([(sample.time_s, sample.time_se_s) for sample in slowest])
+        energy_j, energy_se_j = _mean(
+            [_sum([(sample.energy_j, sample.energy_se_j) for sample in row]) for row in found]
+        )
+        measurements[key] = Measurement(clock_mhz, time_s, energy_j, time_se_s, energy_se_j)
+    told = [(e.blocking_power_w, e.blocking_power_se_w) for row in rows for e in row if e.blocking_power_w]
+    power_w, power_se_w = _mean(told) if told else (0.0, 0.0)
+    count = parallelism.tensor_count
+    return StageProfile(stage, clock_mhz, measurements, count * power_w, count * power_se_w)
+
+
+def blocking_power_w(profiles: Sequence[StageProfile], stage_count: int) -> tuple[float, ...]:
+    """Return each stage's blocking power over all clocks, each clock weighted by the inverse of its variance.
+
+    Where a clock comes without a standard error, all weigh the same. Clocks that do not tell a stage's power
+    are left out. A stage that never waits needs no power of its own: it gets the mean of the others, 0 if no
+    stage has one.
+    """
+    told_w: dict[int, float] = {}
+    for stage in range(stage_count):
+        known = [p for p in profiles if p.stage == stage and p.blocking_power_w > 0]
+        if known:
+            has_errors = all(p.blocking_power_se_w for p in known)
+            weights = [1 / p.blocking_power_se_w**2 if has_errors else 1.0 for p in known]
+            total_w = math.fsum(w * p.blocking_power_w for w, p in zip(weights, known, strict=True))
+            told_w[stage] = total_w / math.fsum(weights)
+    mean_w = math.fsum(told_w.values()) / len(told_w) if told_w else 0.0
+    return tuple(told_w.get(stage, mean_w) for stage in range(stage_count))
+
+
+def interpolate(measured: Sequence[Measurement], clock_mhz: int) -> Measurement:
+    """Return a measurement at a clock between (or a little beyond) at least two measured ones.
+
+    `measured` is sorted by clock. Linear in 1 / clock; standard errors as those of the two clocks around.
+    """
+    right = next(
+        (i for i in range(1, len(measured)) if measured[i].clock_mhz >= clock_mhz), len(measured) - 1
+    )
+    low, high = measured[right - 1], measured[right]
+    share = (1 / clock_mhz - 1 / high.clock_mhz) / (1 / low.clock_mhz - 1 / high.clock_mhz)
+
+    def between(name: str) -> float:
+        at_high: float = getattr(high, name)
+        at_low: float = getattr(low, name)
+        return at_high + share * (at_low - at_high)
+
+    return Measurement(
+        clock_mhz,
+        between("time_s"),
+        between("energy_j"),
+        max(low.time_se_s, high.time_se_s),
+        max(low.energy_se_j, high.energy_se_j),
+    )
+
+
+def curves(profiles: Iterable[StageProfile], stage: int) -> dict[StageKey, list[Measurement]]:
+    """Return what is measured of each kind of computation of a stage, by rising clock."""
+    found: dict[StageKey, list[Measurement]] = {}
+    for profile in profiles:
+        if profile.stage == stage:
+            for key, measurement in profile.measurements.items():
+                found.setdefault(key, []).append(measurement)
+    return {key: sorted(some, key=lambda m: m.clock_mhz) for key, some in found.items()}
+
+
+def build_problem(profiles: Sequence[StageProfile], schedule: Schedule, clocks_mhz: UsableClocks) -> Pipeline:
+    """Return what the solver has to solve, from at least two measured clocks of each stage.
+
+    Of a stage's `clocks_mhz` those are planned on that were measured or, interpolated, lie between; of one
+    that stays at stock the highest one measured. A FIXED computation takes the mean of its times over the
+    clocks.
+    """
+    by_key: dict[ProfileKey, tuple[Measurement, ...]] = {}
+    fixed_s: dict[ProfileKey, float] = {}
+    at_stock = stages_at_stock(clocks_mhz)
+    for stage in range(schedule.stage_count):
+        for (chunk, kind), measured in curves(profiles, stage).items():
+            if kind is Kind.FIXED:
+                fixed_s[stage, chunk, kind] = math.fsum(m.time_s for m in measured) / len(measured)
+            elif stage in at_stock:
+                by_key[stage, chunk, kind] = (measured[-1],)
+            else:
+                lowest_mhz, highest_mhz = measured[0].clock_mhz, measured[-1].clock_mhz
+                between_mhz = [mhz for mhz in clocks_mhz[stage] if lowest_mhz < mhz < highest_mhz]
+                by_key[stage, chunk, kind] = tuple(
+                    m for m in interpolate_clocks(measured, between_mhz) if m.clock_mhz in clocks_mhz[stage]
+                )
+    return Pipeline(
+        schedule=schedule,
+        profiles=by_key,
+        blocking_power_w=blocking_power_w(profiles, schedule.stage_count),
+        fixed_times_s={
+            c: fixed_s[c.stage, c.chunk, c.kind] for c in schedule.computations if c.kind is Kind.FIXED
+        },
+    )
+
+
+def agree(
+    measured: Iterable[StageProfile], others: Iterable[StageProfile], time_share: float, energy_share: float
+) -> bool:
+    """Tell whether two sets of profiles have clocks in common, and agree wherever they do, within shares."""
+    by_place = {(profile.stage, profile.clock_mhz): profile for profile in others}
+    shared = [
+        (one, by_place[one.stage, one.clock_mhz])
+        for one in measured
+        if (one.stage, one.clock_mhz) in by_place
+    ]
+    return bool(shared) and all(
+        (other := theirs.measurements.get(key)) is not None
+        and abs(other.time_s - m.time_s) <= time_share * m.time_s
+        and abs(other.energy_j - m.energy_j) <= energy_share * m.energy_j
+        for ours, theirs in shared
+        for key, m in ours.measurements.items()
+    )
+
+
+def corrected(
+    profiles: Iterable[StageProfile], times_s: Mapping[tuple[int, int, StageKey], float]
+) -> tuple[StageProfile, ...]:
+    """Return the profiles with newer times, by (stage, clock, key); the power stays.
+
+    Clocks of the same computation that were not looked at change by the mean ratio of those that were. A
+    clock that was only interpolated so far counts as measured from now on.
+    """
+    found: dict[tuple[int, int], StageProfile] = {}
+    profiles = tuple(profiles)
+    for stage in {profile.stage for profile in profiles}:
+        own = [profile for profile in profiles if profile.stage == stage]
+        for key, measured in curves(own, stage).items():
+            newer_s = {mhz: time_s for (at, mhz, of), time_s in times_s.items() if (at, of) == (stage, key)}
+            ratios = [time_s / interpolate(measured, mhz).time_s for mhz, time_s in newer_s.items()]
+            ratio = math.fsum(ratios) / len(ratios) if ratios else 1.0
+            for m in [
+                *measured,
+                *(interpolate(measured, mhz) for mhz in newer_s.keys() - {m.clock_mhz for m in measured}),
+            ]:
+                own_ratio = newer_s[m.clock_mhz] / m.time_s if m.clock_mhz in newer_s else ratio
+                newer = replace(m, time_s=own_ratio * m.time_s, energy_j=own_ratio * m.energy_j)
+                entry = found.setdefault((stage, m.clock_mhz), StageProfile(stage, m.clock_mhz, {}, 0.0, 0.0))
+                found[stage, m.clock_mhz] = replace(entry, measurements={**entry.measurements, key: newer})
+        for profile in own:
+            place = stage, profile.clock_mhz
+            found[place] = replace(profile, measurements=found[place].measurements)
+    return tuple(found[place] for place in sorted(found))
+
+
+def _samples_at(estimate: EnergyEstimate, clock_mhz: int) -> dict[StageKey, EnergySample]:
+    return {(s.chunk, s.kind): s for s in estimate.samples if s.clock_mhz == clock_mhz}
+
+
+def _sum(figures: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Add independent (value, standard error) figures up."""
+    return math.fsum(value for value, _ in figures), math.sqrt(math.fsum(error**2 for _, error in figures))
+
+
+def _mean(figures: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Average independent (value, standard error) figures."""
+    value, error = _sum(figures)
+    return value / len(figures), error / len(figures)

@@ -1,0 +1,225 @@
+"""The ranks of one job: who serves them, whose lease runs, how far they are. Part of the state machine."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from perseus.service.domain.errors import RankAlreadyServedError
+from perseus.service.domain.inputs import GpuErrorReported, RankJoined
+from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankState, RefusalReason
+from perseus.service.domain.specification import Coordinates, JobSpec
+from perseus.service.domain.telemetry import ClockStatistics
+from perseus.service.job.journal import Journal
+from perseus.service.job.ranks.usable_clocks import UsableClocks, usable_clocks_mhz
+
+LIVE = (RankState.CONNECTED, RankState.DISCONNECTED)
+
+
+class RankTable:
+    """All ranks of a job, connected or not. Changes are stored and announced through the journal."""
+
+    def __init__(self, spec: JobSpec, lease_s: float, journal: Journal) -> None:
+        self._spec = spec
+        self._lease_s = lease_s
+        self._journal = journal
+        self._ranks = {place: Rank(place) for place in spec.parallelism.all_coordinates()}
+        # By agent instance: whatever it says renews the leases of all its ranks.
+        self._heard_s: dict[str, float] = {}
+        # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream says it anew.
+        self._after_sequence: dict[Coordinates, int] = {}
+        self._changed_pipelines: set[int] = set()
+        self._usable_clocks_mhz: UsableClocks | None = None
+        self._gpu_errors: set[GpuErrorReported] = set()
+
+    def __getitem__(self, place: Coordinates) -> Rank:
+        return self._ranks[place]
+
+    def __iter__(self) -> Iterator[Rank]:
+        return iter(self._ranks.values())
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def restore(self, ranks: Iterable[Rank], now_s: float) -> None:
+        """Take stored ranks; those that were connected have a whole lease to come back."""
+        for rank in ranks:
+            state = RankState.DISCONNECTED if rank.state in LIVE else rank.state
+            self._ranks[rank.coordinates] = replace(rank, state=state)
+            self._heard_s[rank.instance_id] = now_s
+
+    def are_all(self, state: RankState) -> bool:
+        """Tell whether every rank is in a state."""
+        return all(rank.state is state for rank in self)
+
+    def of_instance(self, instance_id: str, *states: RankState) -> list[Rank]:
+        """Return the ranks of an agent that are in one of these states."""
+        return [rank for rank in self if rank.instance_id == instance_id and rank.state in states]
+
+    def highest_iteration(self) -> int:
+        """Return the highest iteration that a live rank reported, -1 if none."""
+        return max((rank.iteration for rank in self if rank.state in LIVE), default=-1)
+
+    def next_deadline_s(self) -> float | None:
+        """When the next lease runs out, if any runs."""
+        heard_s = [self._heard_s[rank.instance_id] for rank in self if rank.state in LIVE]
+        return min(heard_s) + self._lease_s if heard_s else None
+
+    def expired(self, now_s: float) -> list[Rank]:
+        """Return the live ranks whose lease has run out."""
+        return [
+            rank
+            for rank in self
+            if rank.state in LIVE and now_s >= self._heard_s[rank.instance_id] + self._lease_s
+        ]
+
+    def usable_clocks_mhz(self) -> UsableClocks:
+        """Return the clocks that each stage can have."""
+        if self._usable_clocks_mhz is None:
+            self._usable_clocks_mhz = usable_clocks_mhz(self, self._spec.parallelism.stage_count)
+        return self._usable_clocks_mhz
+
+    def refuse_clocks(self, place: Coordinates, clocks_mhz: Iterable[int]) -> str:
+        """Take a rank's word that it does not have some clocks; return that as a sentence's part."""
+        rank = self._ranks[place]
+        refused_mhz = tuple(sorted({*rank.refused_clocks_mhz, *clocks_mhz}))
+        self.change(replace(rank, refused_clocks_mhz=refused_mhz))
+        return f"{place} has no {', '.join(str(mhz) for mhz in refused_mhz)} MHz"
+
+    def leave_at_stock(self, place: Coordinates, reason: RefusalReason) -> str:
+        """Take a rank's word that it can have no clock but stock; return that as a sentence's part."""
+        self.change(replace(self._ranks[place], is_stock_only=True))
+        return f"{place} stays at stock, with its stage: {reason.value}"
+
+    def join(self, event: RankJoined, in_force_version: int, now_s: float) -> None:
+        """Take a rank that an agent announces.
+
+        Raises:
+            RankAlreadyServedError: another agent serves it, or its lease still runs.
+        """
+        rank = self._ranks[event.rank]
+        if rank.state in LIVE and rank.instance_id != event.instance_id:
+            raise RankAlreadyServedError(
+                job_id=self._spec.job_id,
+                pipeline=event.rank.pipeline,
+                stage=event.rank.stage,
+                tensor=event.rank.tensor,
+                instance_id=rank.instance_id,
+                hostname=rank.hostname,
+            )
+        self._heard_s[event.instance_id] = now_s
+        self._after_sequence[event.rank] = event.after_sequence
+        if rank.instance_id != event.instance_id:
+            rank = replace(rank, refused_clocks_mhz=(), is_stock_only=False)  # Another agent may be able to.
+        joined = replace(
+            rank,
+            state=RankState.CONNECTED,
+            instance_id=event.instance_id,
+            hostname=event.hostname,
+            gpu=event.gpu,
+            in_force_version=in_force_version,
+            iteration=event.iteration,
+        )
+        self.change(joined, why="")
+
+    def hear(self, place: Coordinates, instance_id: str, now_s: float) -> bool:
+        """Renew the leases of a rank's agent; False if it does not serve the rank: what it says is stale.
+
+        Raises:
+            RankOutOfRangeError: the job has no such rank.
+        """
+        self._spec.check_rank(place)
+        rank = self._ranks[place]
+        if rank.state is not RankState.CONNECTED or rank.instance_id != instance_id:
+            return False
+        self._heard_s[instance_id] = now_s
+        return True
+
+    def is_of_trainer(self, place: Coordinates, sequence: int) -> bool:
+        """Tell whether a rank's telemetry is of the trainer that it has now, not of an earlier one."""
+        return sequence > self._after_sequence[place]
+
+    def hear_agent(self, instance_id: str, now_s: float) -> None:
+        """Renew the leases of an agent, if it serves any of the ranks."""
+        if instance_id in self._heard_s:
+            self._heard_s[instance_id] = now_s
+
+    def disconnect(self, instance_id: str, now_s: float) -> None:
+        """Note that an agent's stream has ended; the leases of its ranks run from now."""
+        self.hear_agent(instance_id, now_s)
+        for rank in self.of_instance(instance_id, RankState.CONNECTED):
+            self.change(replace(rank, state=RankState.DISCONNECTED), why="its agent's stream ended")
+
+    def drop(self, place: Coordinates, state: RankState, why: str) -> None:
+        """Note that a rank is lost or finished; its GPU is at stock, or will be when the lease runs out."""
+        self.change(replace(self._ranks[place], state=state, in_force_version=NO_VERSION), why)
+
+    def note_iteration(self, place: Coordinates, iteration: int) -> None:
+        """Note how far a rank is. Not stored: after a restart the ranks say it anew."""
+        rank = self._ranks[place]
+        if iteration > rank.iteration:
+            self._ranks[place] = replace(rank, iteration=iteration)
+
+    def note_clocks(self, place: Coordinates, clocks: ClockStatistics) -> None:
+        """Note how well a rank's clocks follow its plan. Not stored: it is reported again and again."""
+        self._ranks[place] = replace(self._ranks[place], clocks=clocks)
+
+    def note_gpu_error(self, event: GpuErrorReported) -> None:
+        """Tell what went wrong with a rank's GPU, once: agents say it again on every stream."""
+        if event not in self._gpu_errors:
+            self._gpu_errors.add(event)
+            self._journal.announce(
+                EventType.GPU_ERROR,
+                f"{event.rank}: {event.reason.value}: {event.message}",
+                **named(event.rank),
+                gpu_uuid=event.gpu_uuid,
+                reason=event.reason.name,
+                agent_message=event.message,
+            )
+
+    def change(self, rank: Rank, why: str | None = None) -> None:
+        """Replace a rank; announced if there is a `why`, even an empty one."""
+        before = self._ranks[rank.coordinates]
+        if rank == before:
+            return
+        self._ranks[rank.coordinates] = rank
+        if (rank.gpu, rank.refused_clocks_mhz, rank.is_stock_only) != (
+            before.gpu,
+            before.refused_clocks_mhz,
+            before.is_stock_only,
+        ):
+            self._usable_clocks_mhz = None
+        self._changed_pipelines.add(rank.coordinates.pipeline)
+        self._journal.store(rank)
+        if why is not None:
+            self._journal.announce(
+                EventType.RANK_CHANGED,
+                f"{rank.coordinates} is {rank.state.value}{f': {why}' if why else ''}",
+                **named(rank.coordinates),
+                state=rank.state.name,
+                instance_id=rank.instance_id,
+                hostname=rank.hostname,
+                gpu_uuid=rank.gpu.uuid if rank.gpu else "",
+                reason=why,
+            )
+
+    def take_changed_pipelines(self) -> set[int]:
+        """Return the pipelines of which a rank has changed since this was asked last."""
+        changed, self._changed_pipelines = self._changed_pipelines, set()
+        return changed
+
+    def validate(self) -> None:
+        """Check what must always hold."""
+        for place, rank in self._ranks.items():
+            assert rank.coordinates == place
+            if rank.state in LIVE:
+                assert rank.instance_id
+                assert rank.gpu is not None
+                assert rank.instance_id in self._heard_s
+            elif rank.state is RankState.EXPECTED:
+                assert not rank.instance_id
+            else:
+                assert rank.in_force_version == NO_VERSION
+
+
+def named(place: Coordinates) -> dict[str, int]:
+    """Return a rank's place as attributes of an event."""
+    return {"pipeline": place.pipeline, "stage": place.stage, "tensor": place.tensor}

@@ -1,0 +1,41 @@
+"""Which clocks the stages of a job can have: those of all its GPUs, but for what was refused.
+
+Pipelines share one frontier, so what one rank of a stage can't do, no rank of that stage is asked for. A
+stage that has no two clocks left has nothing to choose, and stays at stock. It is planned as if stock were
+the highest of all clocks, where GPUs run that nothing holds back.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from perseus.service.domain.model import Rank
+
+LEAST_CLOCKS = 2
+"""Clocks of a stage without which there is nothing to plan."""
+
+UsableClocks = Sequence[Sequence[int]]
+"""For each stage its clocks, highest first; none while no GPU is known, a single one for stock."""
+
+
+def usable_clocks_mhz(ranks: Iterable[Rank], stage_count: int) -> UsableClocks:
+    """Return the clocks that every stage can have."""
+    common_mhz: set[int] | None = None
+    refused_mhz: list[set[int]] = [set() for _ in range(stage_count)]
+    at_stock: set[int] = set()
+    for rank in ranks:
+        if rank.gpu is not None:
+            own_mhz = rank.gpu.supported_clocks_mhz
+            common_mhz = set(own_mhz) if common_mhz is None else common_mhz.intersection(own_mhz)
+        refused_mhz[rank.coordinates.stage].update(rank.refused_clocks_mhz)
+        if rank.is_stock_only:
+            at_stock.add(rank.coordinates.stage)
+    falling_mhz = sorted(common_mhz or (), reverse=True)
+    usable_mhz = [[mhz for mhz in falling_mhz if mhz not in refused] for refused in refused_mhz]
+    return [
+        falling_mhz[:1] if stage in at_stock or len(own_mhz) < LEAST_CLOCKS else own_mhz
+        for stage, own_mhz in enumerate(usable_mhz)
+    ]
+
+
+def stages_at_stock(clocks_mhz: UsableClocks) -> Collection[int]:
+    """Return the stages that stay at stock."""
+    return {stage for stage, own_mhz in enumerate(clocks_mhz) if len(own_mhz) == 1}

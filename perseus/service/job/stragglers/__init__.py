@@ -1,0 +1,1 @@
+"""Which pipelines are slow. Pure."""

@@ -1,0 +1,237 @@
+"""The compute span of each pipeline's iteration, rebuilt from the durations of its computations.
+
+What an iteration takes by the clock says little about who is slow: all pipelines end it together, at the
+gradient synchronisation. So each iteration is replayed: every computation as early as the schedule allows, in
+the time that it takes. Synchronisation and waiting are in no computation, hence not in the span.
+
+A computation's likes are those of its stage, kind and chunk. It counts with their median pace (the measured
+duration over the planned one; without a plan, the duration itself), not with its own: a host that was busy
+for a moment stretches a few computations by much, a slow GPU all of them. Where the gradients are reduced
+while the last microbatch's backward still runs, that backward waits for the slowest pipeline; it is left out
+of the median.
+
+The schedule is compiled once. Computations are laid out level by level (each level waits for the ones before
+it only), so a replay takes one numpy operation per level for all pipelines together, and a batch of telemetry
+is put in place by one look-up per column.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.domain.telemetry import KINDS, ComputationColumns, FloatColumn, IntColumn, TelemetryBatch
+from perseus.solver import Computation, Kind, Schedule
+
+_OPEN_LIMIT = 4
+"""Iterations that may be incomplete at a time; the oldest makes way."""
+
+_VERSION_LIMIT = 64
+"""Versions whose plans are remembered: an iteration is judged by the one that it ran under."""
+
+_REDUCING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""Kinds that yield gradients of weights: the last of them may hold the reduction."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IterationSpans:
+    """One iteration of all pipelines, as arrays of shape (pipelines,), NaN for what is not known.
+
+    Attributes:
+        versions: the version that each ran under.
+        spans_s: compute spans, rebuilt from what was measured.
+        planned_s: what the plan in force promised for them; NaN where there was none.
+        slowest_stages: the stage that fell behind its plan (without one, behind its peers) the most.
+        stage_ratios: how much it fell behind, as the ratio of the times that it computed.
+        clock_event_reasons: NVML's bits, of all ranks together.
+    """
+
+    iteration: int
+    versions: IntColumn
+    spans_s: FloatColumn
+    planned_s: FloatColumn
+    slowest_stages: IntColumn
+    stage_ratios: FloatColumn
+    clock_event_reasons: IntColumn
+
+
+class SpanGraph:
+    """One pipeline's dependencies, compiled to replay many iterations at once.
+
+    Attributes:
+        columns: the column of each computation in arrays of durations.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        waits_for: dict[Computation, list[Computation]] = {c: [] for c in schedule.computations}
+        for earlier, later in schedule.dependencies:
+            waits_for[later].append(earlier)
+        for order in schedule.orders:
+            for earlier, later in pairwise(order):
+                waits_for[later].append(earlier)
+        levels = _levels(schedule, waits_for)
+        by_level = sorted(waits_for, key=levels.__getitem__)
+        self.columns = {computation: column for column, computation in enumerate(by_level)}
+        # One more row, always 0, stands for the begin of the iteration.
+        width = max(len(awaited) for awaited in waits_for.values())
+        begin = len(by_level)
+        self._waits_for = np.full((width, len(by_level)), begin, np.int64)
+        for computation, awaited in waits_for.items():
+            for row, one in enumerate(awaited):
+                self._waits_for[row, self.columns[computation]] = self.columns[one]
+        sizes = np.bincount([levels[computation] for computation in by_level])
+        self._bounds = list(pairwise([0, *np.cumsum(sizes).tolist()]))
+
+    def spans_s(self, durations_s: FloatColumn) -> FloatColumn:
+        """Return the spans for durations of shape (computations, pipelines); NaN where one of them is."""
+        finishes_s = np.zeros((len(durations_s) + 1, durations_s.shape[1]))
+        for first, end in self._bounds:
+            starts_s = finishes_s[self._waits_for[0, first:end]]
+            for row in self._waits_for[1:, first:end]:
+                np.maximum(starts_s, finishes_s[row], out=starts_s)
+            np.add(starts_s, durations_s[first:end], out=finishes_s[first:end])
+        spans_s: FloatColumn = finishes_s.max(axis=0)
+        return spans_s
+
+
+def _levels(schedule: Schedule, waits_for: Mapping[Computation, list[Computation]]) -> dict[Computation, int]:
+    """Return for each computation the number of those that it waits for, one after another."""
+    levels: dict[Computation, int] = {}
+    next_in = [0] * schedule.stage_count
+    # The schedule does not deadlock, so every turn over the stages gets at least one of them further.
+    while len(levels) < len(waits_for):
+        for stage, order in enumerate(schedule.orders):
+            while next_in[stage] < len(order):
+                computation = order[next_in[stage]]
+                if not all(earlier in levels for earlier in waits_for[computation]):
+                    break
+                levels[computation] = 1 + max(
+                    (levels[earlier] for earlier in waits_for[computation]), default=-1
+                )
+                next_in[stage] += 1
+    return levels
+
+
+class SpanBook:
+    """Collects durations as telemetry brings them, and makes spans of whole iterations."""
+
+    def __init__(self, schedule: Schedule, parallelism: Parallelism) -> None:
+        self._graph = SpanGraph(schedule)
+        columns = self._graph.columns
+        self._pipeline_count = parallelism.pipeline_count
+        self._counts = (
+            len(KINDS),
+            1 + max(computation.chunk for computation in columns),
+            1 + max(computation.microbatch for computation in columns),
+        )
+        self._column_of = np.full((schedule.stage_count, np.prod(self._counts)), -1, np.int64)
+        for computation, column in columns.items():
+            place = (KINDS.index(computation.kind), computation.chunk, computation.microbatch)
+            self._column_of[computation.stage, np.ravel_multi_index(place, self._counts)] = column
+        self._stages = [np.array([columns[each] for each in order]) for order in schedule.orders]
+        self._likes = list(_likes(schedule, columns))
+        self._planned_s: dict[int, tuple[FloatColumn, float]] = {}
+        self._open: dict[int, tuple[FloatColumn, IntColumn]] = {}
+
+    def expect(self, version: int, planned_s: Mapping[Computation, float]) -> None:
+        """Take the durations that a plan promises, those of FIXED computations included."""
+        durations_s = np.array([planned_s[computation] for computation in self._graph.columns])
+        self._planned_s[version] = durations_s, float(self._graph.spans_s(durations_s[:, None])[0])
+        while len(self._planned_s) > _VERSION_LIMIT:
+            del self._planned_s[min(self._planned_s)]
+
+    def restart(self) -> None:
+        """Forget incomplete iterations."""
+        self._open.clear()
+
+    def add(self, rank: Coordinates, batch: TelemetryBatch) -> None:
+        """Take what a rank measured. A stage's duration is the longest of its ranks'."""
+        computations = batch.computations
+        columns = self._columns(rank.stage, computations)
+        for iteration in np.unique(computations.iteration).tolist():
+            rows = (computations.iteration == iteration) & (columns >= 0)
+            durations_s, _ = self._open_iteration(iteration)
+            own_s = durations_s[:, rank.pipeline]
+            own_s[columns[rows]] = np.fmax(own_s[columns[rows]], computations.duration_s[rows])
+        iterations = batch.iterations
+        for row in np.flatnonzero(iterations.clock_event_reasons).tolist():
+            _, reasons = self._open_iteration(int(iterations.iteration[row]))
+            reasons[rank.pipeline] |= iterations.clock_event_reasons[row]
+
+    def take(self, iteration: int, versions: tuple[int, ...]) -> IterationSpans | None:
+        """Return the spans of an iteration that is complete, and forget it and the ones before."""
+        found = self._open.get(iteration)
+        self._open = {number: entry for number, entry in self._open.items() if number > iteration}
+        if found is None:
+            return None
+        durations_s, reasons = found
+        weights_s = np.ones_like(durations_s)
+        planned_s = np.full(self._pipeline_count, np.nan)
+        for pipeline, version in enumerate(versions):
+            if version in self._planned_s:
+                weights_s[:, pipeline], planned_s[pipeline] = self._planned_s[version]
+        for likes, judged in self._likes:
+            pace = np.median(durations_s[judged] / weights_s[judged], axis=0)
+            durations_s[likes] = weights_s[likes] * pace
+        stages, ratios = self._slowest_stages(durations_s, weights_s, np.isnan(planned_s))
+        return IterationSpans(
+            iteration=iteration,
+            versions=np.array(versions),
+            spans_s=self._graph.spans_s(durations_s),
+            planned_s=planned_s,
+            slowest_stages=stages,
+            stage_ratios=ratios,
+            clock_event_reasons=reasons,
+        )
+
+    def _columns(self, stage: int, computations: ComputationColumns) -> NDArray[np.int64]:
+        """Return the column of each row, -1 for what the stage's order does not have."""
+        _, chunk_count, microbatch_count = self._counts
+        known = (computations.chunk < chunk_count) & (computations.microbatch < microbatch_count)
+        place = (computations.kind * chunk_count + computations.chunk) * microbatch_count
+        place = np.where(known, place + computations.microbatch, 0)
+        columns: NDArray[np.int64] = np.where(known, self._column_of[stage, place], -1)
+        return columns
+
+    def _open_iteration(self, iteration: int) -> tuple[FloatColumn, IntColumn]:
+        entry = self._open.get(iteration)
+        if entry is None:
+            shape = (len(self._graph.columns), self._pipeline_count)
+            entry = self._open[iteration] = np.full(shape, np.nan), np.zeros(self._pipeline_count, np.int64)
+            if len(self._open) > _OPEN_LIMIT:
+                del self._open[min(self._open)]
+        return entry
+
+    def _slowest_stages(
+        self, durations_s: FloatColumn, weights_s: FloatColumn, is_unplanned: NDArray[np.bool_]
+    ) -> tuple[IntColumn, FloatColumn]:
+        busy_s = np.array([durations_s[columns].sum(axis=0) for columns in self._stages])
+        ratios = busy_s / np.array([weights_s[columns].sum(axis=0) for columns in self._stages])
+        if is_unplanned.any():
+            alike = ratios[:, is_unplanned]
+            whole = alike[:, ~np.isnan(alike).any(axis=0)]
+            if whole.size:
+                ratios[:, is_unplanned] /= np.median(whole, axis=1)[:, None]
+        comparable = np.where(np.isnan(ratios), -np.inf, ratios)
+        stages = comparable.argmax(axis=0)
+        return stages, ratios[stages, np.arange(self._pipeline_count)]
+
+
+def _likes(
+    schedule: Schedule, columns: Mapping[Computation, int]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """The columns of computations that are alike, and of those among them whose pace counts.
+
+    FIXED computations are told apart by their microbatch; none is like another.
+    """
+    for order in schedule.orders:
+        groups: dict[tuple[Kind, int, int], list[int]] = {}
+        for computation in order:
+            only = computation.microbatch if computation.kind is Kind.FIXED else 0
+            groups.setdefault((computation.kind, computation.chunk, only), []).append(columns[computation])
+        for (kind, _, _), group in groups.items():
+            without_last = group[:-1] or group
+            yield np.array(group), np.array(without_last if kind in _REDUCING else group)

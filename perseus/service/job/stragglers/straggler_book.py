@@ -1,0 +1,132 @@
+"""Which pipelines of a job are slow: what was reported, and what is detected. Part of the state machine.
+
+What somebody reported overrides what is found until it is cleared; then what is found counts.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from perseus.service.domain.model import EventType, Straggler
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.domain.telemetry import TelemetryBatch
+from perseus.service.job.iterations.iteration_log import JobIteration
+from perseus.service.job.journal import Journal
+from perseus.service.job.stragglers.detector import SLOWING_REASONS, Finding, StragglerDetector
+from perseus.service.job.stragglers.spans import SpanBook
+from perseus.solver import Computation, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Whether the stragglers have changed, and the pipelines of which a GPU was slowed in the iteration."""
+
+    has_changed: bool
+    slowed: Collection[int]
+
+
+class StragglerBook:
+    """The stragglers of a job, by pipeline."""
+
+    def __init__(self, schedule: Schedule, parallelism: Parallelism, journal: Journal) -> None:
+        self._journal = journal
+        self._stragglers: dict[int, Straggler] = {}
+        self._spans = SpanBook(schedule, parallelism)
+        self._detector = StragglerDetector(parallelism.pipeline_count)
+
+    def __len__(self) -> int:
+        return len(self._stragglers)
+
+    def __iter__(self) -> Iterator[Straggler]:
+        return (self._stragglers[pipeline] for pipeline in sorted(self._stragglers))
+
+    @property
+    def pipelines(self) -> Collection[int]:
+        """The pipelines that are slow."""
+        return self._stragglers.keys()
+
+    def restore(self, stragglers: Iterable[Straggler]) -> None:
+        """Take what is stored."""
+        for straggler in stragglers:
+            self._stragglers[straggler.pipeline] = straggler
+            if straggler.is_detected and straggler.slowdown_factor is not None:
+                self._detector.restore(straggler.pipeline, straggler.slowdown_factor)
+
+    def restart(self) -> None:
+        """What is under way counts for nothing: the job may go on with an iteration that it had before."""
+        self._spans.restart()
+        self._detector.restart()
+
+    def report(self, straggler: Straggler) -> bool:
+        """Take somebody's report; tell whether it is news."""
+        is_news = self._stragglers.get(straggler.pipeline) != straggler
+        self._stragglers[straggler.pipeline] = straggler
+        return is_news
+
+    def clear(self, pipeline: int) -> bool:
+        """Take somebody's word that a pipeline is not slow; tell whether it was thought to be."""
+        cleared = self._stragglers.pop(pipeline, None)
+        if cleared is None:
+            return False
+        if cleared.is_detected:
+            self._detector.forget(pipeline)
+        factor = self._detector.factor(pipeline)
+        self._journal.announce(
+            EventType.STRAGGLER_CLEARED,
+            f"pipeline {pipeline} is no longer reported as slow"
+            + (f"; it was detected to be {factor:.3f} × slower" if factor > 1 else ""),
+            pipeline=pipeline,
+            detected_slowdown_factor=factor,
+        )
+        self._note_detected(pipeline, factor)
+        return True
+
+    def expect(self, version: int, planned_s: Mapping[Computation, float]) -> None:
+        """Take the durations that a plan promises, those of FIXED computations included."""
+        self._spans.expect(version, planned_s)
+
+    def take_telemetry(self, rank: Coordinates, batch: TelemetryBatch) -> None:
+        """Take a rank's computations, before the iterations that they complete are judged."""
+        self._spans.add(rank, batch)
+
+    def judge(self, iteration: JobIteration) -> Judgement:
+        """Judge who was slow in an iteration."""
+        spans = self._spans.take(iteration.iteration, iteration.versions) if iteration.versions else None
+        if spans is None:
+            return Judgement(False, ())
+        has_changed = False
+        for finding in self._detector.judge(spans):
+            known = self._stragglers.get(finding.pipeline)
+            is_overridden = known is not None and not known.is_detected
+            self._announce_finding(finding, is_overridden)
+            if not is_overridden:
+                self._note_detected(finding.pipeline, finding.slowdown_factor)
+                has_changed = True
+        slowed = np.flatnonzero(spans.clock_event_reasons & SLOWING_REASONS)
+        return Judgement(has_changed, slowed.tolist())
+
+    def validate(self) -> None:
+        """Check what must always hold."""
+        for pipeline, straggler in self._stragglers.items():
+            assert straggler.pipeline == pipeline
+            if straggler.is_detected:
+                assert straggler.slowdown_factor == self._detector.factor(pipeline)
+
+    def _note_detected(self, pipeline: int, factor: float) -> None:
+        if factor > 1:
+            self._stragglers[pipeline] = Straggler(pipeline, slowdown_factor=factor, is_detected=True)
+        else:
+            self._stragglers.pop(pipeline, None)
+
+    def _announce_finding(self, finding: Finding, is_overridden: bool) -> None:
+        measure = "its plan" if finding.planned_span_s else "its peers"
+        self._journal.announce(
+            EventType.STRAGGLER_DETECTED if finding.is_straggler else EventType.STRAGGLER_WITHDRAWN,
+            f"pipeline {finding.pipeline} is slow: {finding.slowdown_factor:.3f} × {measure}, "
+            f"stage {finding.slowest_stage} the most"
+            if finding.is_straggler
+            else f"pipeline {finding.pipeline} is itself again",
+            **asdict(finding),
+            is_overridden=is_overridden,
+        )

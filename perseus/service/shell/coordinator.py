@@ -1,0 +1,528 @@
+"""The coordinator itself: the jobs' state machines, and what they want done.
+
+A thin shell. It feeds the machines and carries out their commands: first the records are stored, all that
+have gathered in one transaction, and only then anything leaves for an agent, a watcher or the caller. One
+writer task does this for all jobs, so commands are carried out in the order in which the machines gave
+them.
+"""
+
+import asyncio
+import time
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from perseus.service.domain.commands import (
+    AcceptRank,
+    Announce,
+    Command,
+    EndStream,
+    FindProfile,
+    ReportIteration,
+    SendOffer,
+    SlowPlan,
+    Solve,
+    Store,
+)
+from perseus.service.domain.errors import (
+    CoordinatorError,
+    DrainingError,
+    JobAlreadyExistsError,
+    JobNotFoundError,
+    LeaseExpiredError,
+    StreamReplacedError,
+    TimelineNotReadyError,
+)
+from perseus.service.domain.inputs import (
+    AgentDisconnected,
+    AgentHeard,
+    AgentLeft,
+    BaselineRequested,
+    FinishRequested,
+    GpuErrorReported,
+    Input,
+    OfferAnswered,
+    PlanInForce,
+    PolicySet,
+    ProfileFound,
+    RankJoined,
+    RankLeft,
+    Solved,
+    SolveFailed,
+    StragglerCleared,
+    StragglerReported,
+    TelemetryArrived,
+    Tick,
+)
+from perseus.service.domain.model import (
+    EventType,
+    IterationSummary,
+    JobState,
+    JobView,
+    Offer,
+    Rank,
+    Straggler,
+)
+from perseus.service.domain.records import JobRecord, OfferRecord, record_key
+from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
+from perseus.service.job.iterations.iteration_log import Period
+from perseus.service.job.iterations.timeline_memory import Timeline
+from perseus.service.job.machine import JobMachine
+from perseus.service.job.rules import Rules
+from perseus.service.shell.solving import SolverPool
+from perseus.service.shell.watching import Watcher
+from perseus.service.storage.store import Entry, JobEntry, JobEvent, JobStore, NewJob, TelemetrySequence
+from perseus.solver import Computation, Frontier, Pipeline, SolverError
+
+log = structlog.get_logger(__name__)
+
+
+class AgentPort(Protocol):
+    """The way to one agent. Nothing here waits."""
+
+    def accept_rank(self, job_id: str, rank: Coordinates, order: Sequence[Computation]) -> None:
+        """Say that a rank is served, and what it computes."""
+
+    def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
+        """Offer clocks to a rank; an offer that still waits for the rank is replaced."""
+
+    def acknowledge(self, sequence: int) -> None:
+        """Say that all telemetry up to the sequence is stored."""
+
+    def drain(self) -> None:
+        """Say that the coordinator is about to stop."""
+
+    def end(self, error: CoordinatorError) -> None:
+        """End the stream."""
+
+
+@dataclass(slots=True)
+class _Job:
+    machine: JobMachine
+    watchers: set[Watcher] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Agent:
+    port: AgentPort
+    received_sequence: int
+    job_ids: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Work:
+    """Entries to be stored, and what follows once they are."""
+
+    entries: list[Entry]
+    then: list[Callable[[], None]]
+
+
+class Coordinator:
+    """All jobs of one coordinator. Every method runs on the event loop; none but the awaited ones waits."""
+
+    def __init__(self, store: JobStore, solver: SolverPool, rules: Rules) -> None:
+        self.rules = rules
+        self._store = store
+        self._solver = solver
+        self._epoch = ""
+        self._jobs: dict[str, _Job] = {}
+        self._agents: dict[str, _Agent] = {}
+        self._work: list[_Work] = []
+        self._has_work = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Load what is stored, and go on with it."""
+        self._epoch = await self._store.epoch()
+        for stored in await self._store.load_jobs():
+            machine, commands = JobMachine.restore(stored, self.rules, self._epoch, time.monotonic())
+            self._jobs[stored.spec.job_id] = _Job(machine)
+            self._perform(stored.spec.job_id, commands)
+        log.info("jobs loaded", job_count=len(self._jobs), epoch=self._epoch)
+
+    async def run(self) -> None:
+        """Store and carry out what the machines want, until cancelled.
+
+        Raises:
+            Exception: the store failed. Nothing can be promised any more: stop.
+        """
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            work, self._work = self._work, []
+            entries = [entry for item in work for entry in item.entries]
+            if entries:
+                await self._store.write(_latest(entries))
+            for item in work:
+                for action in item.then:
+                    action()
+
+    def tick(self) -> None:
+        """Let leases run out. To be called about every second."""
+        now_s = time.monotonic()
+        for job_id, job in self._jobs.items():
+            deadline_s = job.machine.next_deadline_s()
+            if deadline_s is not None and deadline_s <= now_s:
+                self._perform(job_id, job.machine.handle(Tick(), now_s))
+
+    def drain(self) -> None:
+        """Tell all agents and watchers that the coordinator is about to stop."""
+        for agent in self._agents.values():
+            agent.port.drain()
+        for job in self._jobs.values():
+            for watcher in job.watchers:
+                watcher.end(DrainingError())
+
+    async def flush(self) -> None:
+        """Wait until everything that happened so far is stored and carried out."""
+        await self._later([])
+
+    async def close(self) -> None:
+        """Drop what is being solved."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ jobs
+
+    async def register(self, spec: JobSpec) -> JobView:
+        """Register a job, or return the one that was registered just so.
+
+        Raises:
+            InvalidInputError, ScheduleError: the specification can't be.
+            JobAlreadyExistsError: it differs from the one that was registered.
+        """
+        job = self._jobs.get(spec.job_id)
+        if job is not None:
+            for name in ("parallelism", "schedule", "policy"):
+                if getattr(job.machine.spec, name) != getattr(spec, name):
+                    raise JobAlreadyExistsError(job_id=spec.job_id, field=name)
+            return job.machine.view()
+        create_time_s = time.time()
+        machine = JobMachine(spec, self.rules, self._epoch, create_time_s)
+        self._jobs[spec.job_id] = _Job(machine)
+        await self._perform(spec.job_id, machine.register(), [NewJob(spec, create_time_s)])
+        return machine.view()
+
+    def job(self, job_id: str) -> JobView:
+        """Return a job as it is.
+
+        Raises:
+            JobNotFoundError: there is none.
+        """
+        return self._find(job_id).machine.view()
+
+    def jobs(self, after_job_id: str, count: int) -> tuple[list[JobView], bool]:
+        """Return up to `count` jobs that follow an identifier in order, and whether there are more."""
+        job_ids = sorted(self._jobs)
+        first = bisect_right(job_ids, after_job_id)
+        page = job_ids[first : first + count]
+        return [self._jobs[job_id].machine.view() for job_id in page], first + count < len(job_ids)
+
+    async def finish(self, job_id: str) -> JobView:
+        """End a job."""
+        return await self._change(job_id, FinishRequested())
+
+    async def report_straggler(self, job_id: str, straggler: Straggler) -> JobView:
+        """Take the report of a slow pipeline."""
+        return await self._change(job_id, StragglerReported(straggler))
+
+    async def clear_straggler(self, job_id: str, pipeline: int) -> JobView:
+        """Take the report that a pipeline is no longer slow."""
+        return await self._change(job_id, StragglerCleared(pipeline))
+
+    async def set_policy(self, job_id: str, policy: OperatingPolicy) -> JobView:
+        """Set the operating policy."""
+        return await self._change(job_id, PolicySet(policy))
+
+    async def measure_baseline(self, job_id: str) -> JobView:
+        """Measure the stock baseline again.
+
+        Raises:
+            JobNotSolvedError: there are no plans yet, or no more.
+        """
+        return await self._change(job_id, BaselineRequested())
+
+    def report(self, job_id: str) -> tuple[Period, ...]:
+        """Return what was measured, period by period."""
+        return tuple(self._find(job_id).machine.log.periods)
+
+    def timeline(self, job_id: str, pipeline: int) -> Timeline:
+        """Return the latest whole iteration of a pipeline.
+
+        Raises:
+            TimelineNotReadyError: there is none yet.
+        """
+        machine = self._find(job_id).machine
+        machine.spec.check_pipeline(pipeline)
+        timeline = machine.timelines.latest(pipeline)
+        if timeline is None:
+            raise TimelineNotReadyError(job_id=job_id, pipeline=pipeline)
+        return timeline
+
+    def frontier(self, job_id: str) -> Frontier:
+        """Return a job's frontier.
+
+        Raises:
+            JobNotSolvedError: there is none yet.
+        """
+        return self._find(job_id).machine.solved_frontier()
+
+    async def solve(self, problem: Pipeline, point_count: int) -> Frontier:
+        """Solve a problem without a job."""
+        return await self._solver.solve(problem, point_count)
+
+    async def watch(
+        self, job_id: str, after_sequence: int
+    ) -> AsyncIterator[JobView | JobEvent | IterationSummary]:
+        """Yield the job, its events above a sequence, and then what is new, until the job has ended.
+
+        The watcher is there before the stored events are read, and news is told only once it is stored:
+        nothing is missed, and what comes twice is known by its sequence.
+        """
+        job = self._find(job_id)
+        watcher = Watcher()
+        job.watchers.add(watcher)
+        try:
+            has_ended = job.machine.state is JobState.FINISHED
+            await self.flush()
+            yield job.machine.view()
+            for event in await self._store.events(job_id, after_sequence):
+                after_sequence = event.happening.sequence
+                has_ended |= _is_end(event)
+                yield event
+            while not has_ended:
+                news, is_job_changed = await watcher.take()
+                for item in news:
+                    if isinstance(item, JobEvent):
+                        if item.happening.sequence <= after_sequence:
+                            continue
+                        after_sequence = item.happening.sequence
+                        has_ended |= _is_end(item)
+                    yield item
+                if is_job_changed:
+                    yield job.machine.view()
+        finally:
+            job.watchers.discard(watcher)
+
+    # ------------------------------------------------------------------ agents
+
+    async def greet(self, instance_id: str, port: AgentPort) -> tuple[str, int]:
+        """Take an agent's new stream, which replaces its older one.
+
+        Returns the epoch and the highest telemetry sequence that is stored.
+        """
+        older = self._agents.pop(instance_id, None)
+        if older is not None:
+            older.port.end(StreamReplacedError(instance_id=instance_id))
+            self._tell_jobs(older, AgentDisconnected(instance_id))
+        await self.flush()
+        sequence = await self._store.telemetry_sequence(instance_id)
+        self._agents[instance_id] = _Agent(port, sequence)
+        return self._epoch, sequence
+
+    def part(self, instance_id: str, port: AgentPort, is_goodbye: bool) -> None:
+        """An agent's stream has ended; nothing happens if a newer one has replaced it."""
+        agent = self._agents.get(instance_id)
+        if agent is not None and agent.port is port:
+            del self._agents[instance_id]
+            self._tell_jobs(agent, AgentLeft(instance_id) if is_goodbye else AgentDisconnected(instance_id))
+
+    def hear(self, instance_id: str) -> None:
+        """Take an agent's sign of life."""
+        agent = self._agents.get(instance_id)
+        if agent is not None:
+            self._tell_jobs(agent, AgentHeard(instance_id))
+
+    def join(self, job_id: str, event: RankJoined) -> None:
+        """Take a rank that an agent serves.
+
+        Raises:
+            JobNotFoundError, JobFinishedError, RankOutOfRangeError, RankAlreadyServedError: it is refused.
+        """
+        machine = self._find(job_id).machine
+        self.tick()  # An older lease may have run out since the last one.
+        self._perform(job_id, machine.handle(event, time.monotonic()))
+        agent = self._agents.get(event.instance_id)
+        if agent is not None:
+            agent.job_ids.add(job_id)
+
+    def tell(self, job_id: str, event: RankLeft | OfferAnswered | PlanInForce) -> None:
+        """Take what an agent says of a rank.
+
+        A job that is not known is no error: the agent may have served it under a coordinator that lost its
+        state.
+
+        Raises:
+            RankOutOfRangeError: the job has no such rank.
+        """
+        job = self._jobs.get(job_id)
+        if job is None:
+            log.warning("message for an unknown job ignored", job_id=job_id, message=type(event).__name__)
+            return
+        self._perform(job_id, job.machine.handle(event, time.monotonic()))
+
+    def note_gpu_error(self, job_id: str, event: GpuErrorReported) -> None:
+        """Take what an agent says of a rank's GPU.
+
+        Raises:
+            JobNotFoundError: the job is not registered (yet); the agent may say it again.
+            RankOutOfRangeError: the job has no such rank.
+        """
+        machine = self._find(job_id).machine
+        self._perform(job_id, machine.handle(event, time.monotonic()))
+
+    async def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
+        """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.
+
+        Raises:
+            InvalidInputError: the batch can't be of that rank; it is neither taken nor acknowledged.
+        """
+        instance_id, sequence = event.instance_id, event.batch.sequence
+        agent = self._agents.get(instance_id)
+        if agent is None:
+            return
+        commands: list[Command] = []
+        entries: list[Entry] = []
+        if sequence > agent.received_sequence:
+            job = self._jobs.get(job_id)
+            if job is None:
+                log.warning("telemetry of an unknown job dropped", job_id=job_id, instance_id=instance_id)
+            else:
+                commands = job.machine.handle(event, time.monotonic())
+            agent.received_sequence = sequence
+            entries = [TelemetrySequence(instance_id, sequence)]
+        taken = agent.received_sequence
+        await self._perform(job_id, commands, entries)
+        agent.port.acknowledge(taken)
+
+    # ------------------------------------------------------------------ carrying out
+
+    def _find(self, job_id: str) -> _Job:
+        try:
+            return self._jobs[job_id]
+        except KeyError:
+            raise JobNotFoundError(job_id=job_id) from None
+
+    async def _change(self, job_id: str, event: Input) -> JobView:
+        machine = self._find(job_id).machine
+        await self._perform(job_id, machine.handle(event, time.monotonic()))
+        return machine.view()
+
+    def _tell_jobs(self, agent: _Agent, event: Input) -> None:
+        now_s = time.monotonic()
+        for job_id in agent.job_ids:
+            self._perform(job_id, self._jobs[job_id].machine.handle(event, now_s))
+
+    def _perform(
+        self, job_id: str, commands: Iterable[Command], entries: Iterable[Entry] = ()
+    ) -> asyncio.Future[None]:
+        """Store what is to be stored; then do the rest. The future is done after both."""
+        to_store = list(entries)
+        then: list[Callable[[], None]] = []
+        is_job_changed = False
+        for command in commands:
+            match command:
+                case Store(record):
+                    to_store.append(JobEntry(job_id, record))
+                    is_job_changed |= isinstance(record, JobRecord | OfferRecord | Rank)
+                case Announce(happening):
+                    event = JobEvent(job_id, time.time(), happening)
+                    to_store.append(event)
+                    then.append(lambda event=event: self._publish(event))  # type: ignore[misc]
+                case _:
+                    then.append(lambda command=command: self._do(job_id, command))  # type: ignore[misc]
+        if is_job_changed:
+            then.append(lambda: self._publish_job(job_id))
+        return self._later(to_store, then)
+
+    def _later(self, entries: list[Entry], then: Sequence[Callable[[], None]] = ()) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def finish() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        self._work.append(_Work(entries, [*then, finish]))
+        self._has_work.set()
+        return done
+
+    def _do(self, job_id: str, command: Command) -> None:
+        match command:
+            case AcceptRank(rank, instance_id):
+                if agent := self._agents.get(instance_id):
+                    agent.port.accept_rank(
+                        job_id, rank, self._jobs[job_id].machine.schedule.orders[rank.stage]
+                    )
+            case SendOffer(rank, instance_id, offer):
+                if agent := self._agents.get(instance_id):
+                    agent.port.offer(job_id, rank, offer)
+            case EndStream(instance_id):
+                if agent := self._agents.get(instance_id):
+                    agent.port.end(LeaseExpiredError(instance_id=instance_id, lease_s=self.rules.lease_s))
+            case ReportIteration(summary):
+                for watcher in self._jobs[job_id].watchers:
+                    watcher.tell(summary)
+            case FindProfile():
+                self._find_profile(job_id)
+            case Solve(problem, slow):
+                task = asyncio.get_running_loop().create_task(self._solve(job_id, problem, slow))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def _publish(self, event: JobEvent) -> None:
+        happening = event.happening
+        log.info("job event", job_id=event.job_id, type=happening.type.name, message=happening.message)
+        for watcher in self._jobs[event.job_id].watchers:
+            watcher.tell(event)
+
+    def _publish_job(self, job_id: str) -> None:
+        for watcher in self._jobs[job_id].watchers:
+            watcher.change_job()
+
+    def _find_profile(self, job_id: str) -> None:
+        """Give a job the profile of the youngest one of the same GPUs and shape."""
+        machine = self._jobs[job_id].machine
+        like = [
+            other.machine
+            for other in self._jobs.values()
+            if other.machine.is_profile_complete and other.machine.profile_key() == machine.profile_key()
+        ]
+        if like:
+            youngest = max(like, key=lambda other: other.view().create_time_s)
+            found = ProfileFound(youngest.profiler.profiles)
+            self._perform(job_id, machine.handle(found, time.monotonic()))
+
+    async def _solve(self, job_id: str, problem: Pipeline, slow: SlowPlan | None) -> None:
+        answer: Solved | SolveFailed
+        try:
+            answer = Solved(await self._solver.solve(problem, slow=slow))
+        except (SolverError, CoordinatorError) as error:
+            answer = SolveFailed(str(error))
+        machine = self._jobs[job_id].machine
+        self._perform(job_id, machine.handle(answer, time.monotonic()))
+
+
+def _is_end(event: JobEvent) -> bool:
+    happening = event.happening
+    ended = JobState.FINISHED.name
+    return happening.type is EventType.STATE_CHANGED and happening.attributes["after"] == ended
+
+
+def _latest(entries: Sequence[Entry]) -> list[Entry]:
+    """Drop records that a later one replaces, so that a burst is written once."""
+    last: dict[Hashable, Entry] = {}
+    for entry in entries:
+        key: Hashable = id(entry)
+        if isinstance(entry, JobEntry):
+            key = (entry.job_id, record_key(entry.record))
+        elif isinstance(entry, TelemetrySequence):
+            key = entry.instance_id
+        last.pop(key, None)
+        last[key] = entry
+    return list(last.values())

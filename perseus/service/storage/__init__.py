@@ -1,0 +1,1 @@
+"""What outlives the coordinator: the abstract store, and its engines."""

@@ -1,0 +1,343 @@
+"""The store in one SQLite file: write-ahead log, one writer, one thread of its own.
+
+Values are kept as JSON beside the keys that they are looked up by. The file is locked while it is open, so
+a second coordinator can not serve the same jobs.
+"""
+
+import asyncio
+import json
+import sqlite3
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from perseus.service.domain.errors import DatabaseUnavailableError
+from perseus.service.domain.model import (
+    Clocks,
+    EventType,
+    Happening,
+    HoldClocks,
+    PipelineOffer,
+    PlannedClocks,
+    Rank,
+    StockClocks,
+)
+from perseus.service.domain.records import (
+    ForgetIterations,
+    IterationRows,
+    JobRecord,
+    OfferRecord,
+    Record,
+    StoredJob,
+)
+from perseus.service.domain.specification import Coordinates, JobSpec
+from perseus.service.domain.telemetry import IterationColumns
+from perseus.service.job.iterations.iteration_log import Period
+from perseus.service.job.profiling.stage_profiles import StageKey, StageProfile
+from perseus.service.storage.store import Entry, JobEntry, JobEvent, JobStore, NewJob, TelemetrySequence
+from perseus.solver import Measurement
+
+T = TypeVar("T")
+
+SCHEMA_VERSION = 4
+
+_SCHEMA = """
+CREATE TABLE coordinator (epoch TEXT NOT NULL);
+CREATE TABLE jobs (job_id TEXT PRIMARY KEY, create_time_s REAL NOT NULL, spec TEXT NOT NULL, record TEXT);
+CREATE TABLE ranks (
+    job_id TEXT, pipeline INTEGER, stage INTEGER, tensor INTEGER, rank TEXT NOT NULL,
+    PRIMARY KEY (job_id, pipeline, stage, tensor)) WITHOUT ROWID;
+CREATE TABLE offers (
+    job_id TEXT, pipeline INTEGER, stage_versions TEXT NOT NULL, start_iteration INTEGER NOT NULL,
+    clocks_type TEXT NOT NULL, clocks TEXT NOT NULL,
+    PRIMARY KEY (job_id, pipeline)) WITHOUT ROWID;
+CREATE TABLE profiles (
+    job_id TEXT, stage INTEGER, clock_mhz INTEGER, measurements TEXT NOT NULL,
+    blocking_power_w REAL NOT NULL, blocking_power_se_w REAL NOT NULL,
+    PRIMARY KEY (job_id, stage, clock_mhz)) WITHOUT ROWID;
+CREATE TABLE periods (
+    job_id TEXT, number INTEGER, period TEXT NOT NULL, PRIMARY KEY (job_id, number)) WITHOUT ROWID;
+CREATE TABLE open_iterations (
+    job_id TEXT, pipeline INTEGER, stage INTEGER, tensor INTEGER, iteration INTEGER, plan_version INTEGER
+    NOT NULL, duration_s REAL NOT NULL, energy_j REAL NOT NULL, is_regular INTEGER NOT NULL, PRIMARY KEY
+    (job_id, iteration, pipeline, stage, tensor)) WITHOUT ROWID;
+CREATE TABLE events (
+    job_id TEXT, sequence INTEGER, create_time_s REAL NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL,
+    attributes TEXT NOT NULL,
+    PRIMARY KEY (job_id, sequence)) WITHOUT ROWID;
+CREATE TABLE telemetry (instance_id TEXT PRIMARY KEY, sequence INTEGER NOT NULL) WITHOUT ROWID;
+"""
+
+_SPEC = TypeAdapter(JobSpec)
+_RECORD = TypeAdapter(JobRecord)
+_RANK = TypeAdapter(Rank)
+_PERIOD = TypeAdapter(Period)
+_MEASUREMENTS = TypeAdapter(list[tuple[StageKey, Measurement]])
+_CLOCKS: dict[str, TypeAdapter[Any]] = {
+    "stock": TypeAdapter(StockClocks),
+    "hold": TypeAdapter(HoldClocks),
+    "plan": TypeAdapter(PlannedClocks),
+}
+_CLOCKS_TYPE: dict[type, str] = {StockClocks: "stock", HoldClocks: "hold", PlannedClocks: "plan"}
+
+
+class SqliteStore(JobStore):
+    """Jobs in a SQLite file."""
+
+    def __init__(self, connection: sqlite3.Connection, thread: ThreadPoolExecutor) -> None:
+        self._connection = connection
+        self._thread = thread
+
+    @classmethod
+    async def open(cls, path: Path) -> "SqliteStore":
+        """Open the file, or make it.
+
+        Raises:
+            DatabaseUnavailableError: it is no database of ours, in use, or can't be made.
+        """
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        loop = asyncio.get_running_loop()
+        try:
+            connection = await loop.run_in_executor(thread, _connect, path)
+        except sqlite3.Error as error:
+            thread.shutdown(wait=False)
+            raise DatabaseUnavailableError(path=path, cause=error) from None
+        except DatabaseUnavailableError:
+            thread.shutdown(wait=False)
+            raise
+        return cls(connection, thread)
+
+    async def epoch(self) -> str:
+        """See JobStore."""
+        return str((await self._read("SELECT epoch FROM coordinator"))[0][0])
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        """See JobStore."""
+        await self._run(partial(_write_all, self._connection, entries))
+
+    async def load_jobs(self) -> list[StoredJob]:
+        """See JobStore."""
+        return await self._run(partial(_load_jobs, self._connection))
+
+    async def events(self, job_id: str, after_sequence: int) -> list[JobEvent]:
+        """See JobStore."""
+        rows = await self._read(
+            "SELECT sequence, create_time_s, type, message, attributes FROM events "
+            "WHERE job_id = ? AND sequence > ? ORDER BY sequence",
+            (job_id, after_sequence),
+        )
+        return [
+            JobEvent(job_id, time_s, Happening(sequence, EventType(kind), message, json.loads(attributes)))
+            for sequence, time_s, kind, message, attributes in rows
+        ]
+
+    async def telemetry_sequence(self, instance_id: str) -> int:
+        """See JobStore."""
+        rows = await self._read("SELECT sequence FROM telemetry WHERE instance_id = ?", (instance_id,))
+        return int(rows[0][0]) if rows else 0
+
+    async def close(self) -> None:
+        """See JobStore."""
+        await self._run(self._connection.close)
+        self._thread.shutdown()
+
+    async def _read(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        return await self._run(lambda: self._connection.execute(statement, values).fetchall())
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open the file, lock it, and make the schema if it is new."""
+    connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
+    try:
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        connection.execute("PRAGMA journal_mode = WAL")
+        # The log is flushed at every commit: what was acknowledged must survive a power cut.
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("BEGIN IMMEDIATE")
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        if found == 0:
+            for statement in _SCHEMA.split(";"):
+                connection.execute(statement)
+            connection.execute("INSERT INTO coordinator VALUES (?)", (uuid.uuid4().hex,))
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        elif found != SCHEMA_VERSION:
+            raise DatabaseUnavailableError(
+                path=path, cause=f"expected schema version {SCHEMA_VERSION}, found {found}"
+            )
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _write_all(connection: sqlite3.Connection, entries: Iterable[Entry]) -> None:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for entry in entries:
+            match entry:
+                case NewJob(spec, create_time_s):
+                    connection.execute(
+                        "INSERT INTO jobs VALUES (?, ?, ?, NULL)",
+                        (spec.job_id, create_time_s, _SPEC.dump_json(spec).decode()),
+                    )
+                case JobEntry(job_id, record):
+                    _write_record(connection, job_id, record)
+                case JobEvent(job_id, create_time_s, event):
+                    attributes = json.dumps(dict(event.attributes))
+                    connection.execute(
+                        "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)",
+                        (job_id, event.sequence, create_time_s, event.type.value, event.message, attributes),
+                    )
+                case TelemetrySequence(instance_id, sequence):
+                    connection.execute("REPLACE INTO telemetry VALUES (?, ?)", (instance_id, sequence))
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
+def _write_record(connection: sqlite3.Connection, job_id: str, record: Record) -> None:
+    match record:
+        case JobRecord():
+            connection.execute(
+                "UPDATE jobs SET record = ? WHERE job_id = ?", (_RECORD.dump_json(record).decode(), job_id)
+            )
+        case Rank(Coordinates(pipeline, stage, tensor)):
+            connection.execute(
+                "REPLACE INTO ranks VALUES (?, ?, ?, ?, ?)",
+                (job_id, pipeline, stage, tensor, _RANK.dump_json(record).decode()),
+            )
+        case OfferRecord(pipeline, PipelineOffer(stage_versions, start_iteration, clocks)):
+            kind = _CLOCKS_TYPE[type(clocks)]
+            connection.execute(
+                "REPLACE INTO offers VALUES (?, ?, ?, ?, ?, ?)",
+                (
+                    job_id,
+                    pipeline,
+                    json.dumps(stage_versions),
+                    start_iteration,
+                    kind,
+                    _CLOCKS[kind].dump_json(clocks).decode(),
+                ),
+            )
+        case StageProfile(stage, clock_mhz, measurements, power_w, power_se_w):
+            text = _MEASUREMENTS.dump_json(list(measurements.items())).decode()
+            connection.execute(
+                "REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?)",
+                (job_id, stage, clock_mhz, text, power_w, power_se_w),
+            )
+        case Period():
+            connection.execute(
+                "REPLACE INTO periods VALUES (?, ?, ?)",
+                (job_id, record.number, _PERIOD.dump_json(record).decode()),
+            )
+        case IterationRows():
+            _write_iterations(connection, job_id, record)
+        case ForgetIterations():
+            connection.execute("DELETE FROM open_iterations WHERE job_id = ?", (job_id,))
+
+
+def _write_iterations(connection: sqlite3.Connection, job_id: str, record: IterationRows) -> None:
+    rank, rows = record.rank, record.rows
+    columns = (rows.iteration, rows.plan_version, rows.duration_s, rows.energy_j, rows.is_regular)
+    connection.executemany(
+        "INSERT OR IGNORE INTO open_iterations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            (job_id, rank.pipeline, rank.stage, rank.tensor, *row)
+            for row in zip(*(column.tolist() for column in columns), strict=True)
+            if row[0] > record.closed_through
+        ),
+    )
+    connection.execute(
+        "DELETE FROM open_iterations WHERE job_id = ? AND iteration <= ?", (job_id, record.closed_through)
+    )
+
+
+def _load_jobs(connection: sqlite3.Connection) -> list[StoredJob]:
+    jobs = connection.execute(
+        "SELECT job_id, create_time_s, spec, record FROM jobs ORDER BY job_id"
+    ).fetchall()
+    return [_load_job(connection, *row) for row in jobs]
+
+
+def _load_job(
+    connection: sqlite3.Connection, job_id: str, create_time_s: float, spec: str, record: str | None
+) -> StoredJob:
+    def rows(statement: str) -> list[tuple[Any, ...]]:
+        return connection.execute(statement, (job_id,)).fetchall()
+
+    return StoredJob(
+        spec=_SPEC.validate_json(spec),
+        create_time_s=create_time_s,
+        record=_RECORD.validate_json(record) if record else None,
+        ranks=tuple(
+            _RANK.validate_json(rank)
+            for (rank,) in rows("SELECT rank FROM ranks WHERE job_id = ? ORDER BY pipeline, stage, tensor")
+        ),
+        offers=tuple(
+            OfferRecord(
+                pipeline, PipelineOffer(tuple(json.loads(versions)), start, _load_clocks(kind, clocks))
+            )
+            for pipeline, versions, start, kind, clocks in rows(
+                "SELECT pipeline, stage_versions, start_iteration, clocks_type, clocks FROM offers "
+                "WHERE job_id = ? ORDER BY pipeline"
+            )
+        ),
+        profiles=tuple(
+            StageProfile(
+                stage, clock_mhz, dict(_MEASUREMENTS.validate_json(measurements)), power_w, power_se_w
+            )
+            for stage, clock_mhz, measurements, power_w, power_se_w in rows(
+                "SELECT stage, clock_mhz, measurements, blocking_power_w, blocking_power_se_w FROM profiles "
+                "WHERE job_id = ? ORDER BY stage, clock_mhz"
+            )
+        ),
+        periods=tuple(
+            _PERIOD.validate_json(period)
+            for (period,) in rows("SELECT period FROM periods WHERE job_id = ? ORDER BY number")
+        ),
+        open_rows=tuple(
+            _load_iteration(*row)
+            for row in rows(
+                "SELECT pipeline, stage, tensor, iteration, plan_version, duration_s, energy_j, is_regular "
+                "FROM open_iterations WHERE job_id = ? ORDER BY iteration"
+            )
+        ),
+        last_sequence=rows("SELECT coalesce(max(sequence), 0) FROM events WHERE job_id = ?")[0][0],
+    )
+
+
+def _load_clocks(kind: str, text: str) -> Clocks:
+    clocks: Clocks = _CLOCKS[kind].validate_json(text)
+    return clocks
+
+
+def _load_iteration(
+    pipeline: int,
+    stage: int,
+    tensor: int,
+    iteration: int,
+    plan_version: int,
+    duration_s: float,
+    energy_j: float,
+    is_regular: int,
+) -> IterationRows:
+    rows = IterationColumns(
+        np.array([iteration]),
+        np.array([plan_version]),
+        np.array([duration_s]),
+        np.array([energy_j]),
+        np.array([bool(is_regular)]),
+        np.array([0]),  # they matter when they come, and are not stored
+    )
+    return IterationRows(Coordinates(pipeline, stage, tensor), rows, closed_through=-1)

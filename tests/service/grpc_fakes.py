@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-import service_fakes
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
@@ -23,6 +22,7 @@ from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
 from perseus.v1.frontier_service_pb2_grpc import FrontierServiceStub
 from perseus.v1.job_service_pb2_grpc import JobServiceStub
+from tests.service import service_fakes
 
 if TYPE_CHECKING:
     from perseus.v1.agent_service_pb2_grpc import AgentServiceAsyncStub

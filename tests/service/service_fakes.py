@@ -16,6 +16,7 @@ from perseus.service.domain.inputs import (
     SolveFailed,
     TelemetryArrived,
 )
+from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import (
     STOCK,
     STOCK_MHZ,
@@ -44,10 +45,8 @@ from perseus.service.domain.telemetry import (
     IterationColumns,
     TelemetryBatch,
 )
-from perseus.service.job.iterations.iteration_log import Period
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.profiling.profiler import ProfilingRules
-from perseus.service.job.profiling.stage_profiles import StageProfile
 from perseus.service.job.rules import Rules
 from perseus.service.shell.solving import solve_explaining
 from perseus.solver import Computation, Kind, Schedule, SolverError

@@ -14,9 +14,8 @@ import structlog
 
 from perseus.service.api.outbox import Outbox
 from perseus.service.api.statuses import MAPPED, error_info, to_status
-from perseus.service.api.translate_jobs import (
+from perseus.service.api.translate_agents import (
     answer_from_proto,
-    coordinates_to_proto,
     gpu_error_from_proto,
     in_force_from_proto,
     joined_from_proto,
@@ -25,6 +24,7 @@ from perseus.service.api.translate_jobs import (
     telemetry_from_proto,
     text_from_proto,
 )
+from perseus.service.api.translate_jobs import coordinates_to_proto
 from perseus.service.api.translate_problems import order_to_proto
 from perseus.service.domain.errors import (
     CoordinatorError,
@@ -44,7 +44,7 @@ log = structlog.get_logger(__name__)
 Context = grpc.aio.ServicerContext[ConnectRequest, ConnectResponse]
 
 
-class AgentPort:
+class OutboxPort:
     """The coordinator's way to one agent: translates, and puts into the outbox."""
 
     def __init__(self, outbox: Outbox, lease_s: float) -> None:
@@ -53,30 +53,30 @@ class AgentPort:
         self._lease_s = lease_s
 
     def accept_rank(self, job_id: str, rank: Coordinates, order: Sequence[Computation]) -> None:
-        """See coordinator.AgentPort."""
+        """See `shell.coordinator.AgentPort`."""
         accepted = agent_service_pb2.RankAccepted(
             job_id=job_id, rank=coordinates_to_proto(rank), order=order_to_proto(order)
         )
         self._outbox.answer(ConnectResponse(rank_accepted=accepted))
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
-        """See coordinator.AgentPort."""
+        """See `shell.coordinator.AgentPort`."""
         message = offer_to_proto(job_id, rank, offer, self.epoch, self._lease_s)
         self._outbox.replace((job_id, rank), ConnectResponse(plan_offer=message))
 
     def acknowledge(self, sequence: int) -> None:
-        """See coordinator.AgentPort."""
+        """See `shell.coordinator.AgentPort`."""
         acknowledgement = agent_service_pb2.TelemetryAck(sequence=sequence)
         self._outbox.replace("acknowledgement", ConnectResponse(telemetry_ack=acknowledgement))
 
     def drain(self) -> None:
-        """See coordinator.AgentPort."""
+        """See `shell.coordinator.AgentPort`."""
         message = agent_service_pb2.Drain(reason="the coordinator is about to stop")
         self._outbox.answer(ConnectResponse(drain=message))
         self._outbox.close()
 
     def end(self, error: CoordinatorError) -> None:
-        """See coordinator.AgentPort."""
+        """See `shell.coordinator.AgentPort`."""
         self._outbox.end(error)
 
 
@@ -116,7 +116,7 @@ class _Stream:
         self._context = context
         self._hostname = ""
         self._outbox = Outbox()
-        self._port = AgentPort(self._outbox, coordinator.rules.lease_s)
+        self._port = OutboxPort(self._outbox, coordinator.rules.lease_s)
         self._is_goodbye = False
 
     async def write(self) -> None:

@@ -2,7 +2,6 @@
 
 # ruff: noqa: N802 (the contract names the methods)
 
-import asyncio
 import math
 from typing import Any
 
@@ -11,7 +10,6 @@ import grpc
 from perseus.service.api.statuses import mapped
 from perseus.service.api.translate_problems import frontier_to_proto, plan_to_proto, problem_from_proto
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.job.planning.operating_point import with_fixed
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.solving import POINT_COUNT
 from perseus.v1 import frontier_service_pb2 as pb
@@ -37,13 +35,10 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
     @mapped
     async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.GetPlanResponse:
         """See the contract."""
-        frontier = self._coordinator.frontier(request.job_id)
         time_s = request.iteration_time_s
         if not math.isfinite(time_s):
             raise InvalidFieldError(field="iteration_time_s", expected="a finite number", found=time_s)
-        # Rounding is plain Python over all computations: too long for the event loop of a large job.
-        plan = await asyncio.to_thread(frontier.plan, time_s)
-        return pb.GetPlanResponse(plan=plan_to_proto(with_fixed(plan, frontier.pipeline)))
+        return pb.GetPlanResponse(plan=plan_to_proto(await self._coordinator.plan(request.job_id, time_s)))
 
     @mapped
     async def Solve(self, request: pb.SolveRequest, context: Context) -> pb.SolveResponse:

@@ -21,9 +21,8 @@ from perseus.service.api.translate_jobs import (
     timeline_to_proto,
 )
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.model import IterationSummary, JobView
+from perseus.service.domain.model import IterationSummary, JobEvent, JobView
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.storage.store import JobEvent
 from perseus.v1 import job_service_pb2 as pb
 from perseus.v1 import job_service_pb2_grpc
 

@@ -1,6 +1,6 @@
 """Between the wire's problems (schedules, profiles, frontiers, plans) and the solver's values.
 
-The half of `translate.py` that a solve without a job needs as well.
+Jobs and agents need them, and so does a solve without a job.
 """
 
 import math

@@ -6,10 +6,10 @@ say.
 
 from dataclasses import dataclass
 
+from perseus.service.domain.measured import StageProfile
 from perseus.service.domain.model import Gpu, GpuErrorReason, RankLeftReason, RefusalReason, Straggler
 from perseus.service.domain.specification import Coordinates, OperatingPolicy
 from perseus.service.domain.telemetry import TelemetryBatch
-from perseus.service.job.profiling.stage_profiles import StageProfile
 from perseus.solver import Frontier
 
 

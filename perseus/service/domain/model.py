@@ -13,7 +13,7 @@ from perseus.solver import Plan
 
 
 class JobState(enum.Enum):
-    """The state of a job; see `job_machine.py` for how it moves."""
+    """The state of a job; `perseus.service.job.states` says how it moves."""
 
     WAITING = "waiting"
     BASELINE = "baseline"
@@ -238,6 +238,15 @@ class Happening:
     type: EventType
     message: str
     attributes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """Something happened to a job, at this time on the wall clock."""
+
+    job_id: str
+    create_time_s: float
+    happening: Happening
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,10 @@
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import JobState, PipelineOffer, Rank, Straggler
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
 from perseus.service.domain.telemetry import IterationColumns
-from perseus.service.job.iterations.iteration_log import Period
-from perseus.service.job.profiling.stage_profiles import StageProfile
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,8 @@ The machine holds what the job *should* run (`OfferBoard`, one offer per pipelin
 they run (`RankTable`). Every input ends with the same three steps:
 
 1. The input itself changes what is known: a rank joined, an iteration ended, a straggler was reported.
-2. `_advance` moves the state as far as it goes, and each state says what clocks the pipelines should have:
-
-       WAITING ──all connected──► BASELINE ──measured──► PROFILING ──swept──► SOLVING ──solved──► PLANNED
-          ▲   stock                 stock                  clock by clock       stock              plans
-          │
-          └──── a rank is lost ◄── any of these; what was measured is kept, and the way back skips it
-
-       STOCK      something failed: stock on every rank until the job ends
-       FINISHED   all ranks are done, or the job was ended: stock on every rank that is left
+2. `_advance` moves the state as far as it goes (`states` has the picture), and each state says what clocks
+   the pipelines should have.
 
 3. `OfferBoard.settle` offers the pipelines' clocks to the ranks that need them.
 
@@ -29,7 +22,7 @@ from dataclasses import replace
 from functools import singledispatchmethod
 
 from perseus.service.domain.commands import AcceptRank, Command, EndStream, FindProfile, ReportIteration
-from perseus.service.domain.errors import JobFinishedError, JobNotSolvedError
+from perseus.service.domain.errors import JobFinishedError, JobNotSolvedError, TimelineNotReadyError
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -51,6 +44,7 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
+from perseus.service.domain.measured import JobIteration, Period, StageProfile, Timeline
 from perseus.service.domain.model import (
     FOREIGN_VERSION,
     NO_VERSION,
@@ -68,7 +62,7 @@ from perseus.service.domain.model import (
 from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, StoredJob
 from perseus.service.domain.specification import JobSpec
 from perseus.service.job.iterations.baseline import Baseline
-from perseus.service.job.iterations.iteration_log import IterationLog, JobIteration
+from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.offers import OfferBoard
@@ -79,10 +73,9 @@ from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.ranks.rank_table import LIVE, RankTable
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, stages_at_stock
 from perseus.service.job.rules import Rules
+from perseus.service.job.states import NEEDS_ALL_RANKS, check_transition
 from perseus.service.job.stragglers.straggler_book import StragglerBook
-from perseus.solver import Frontier, SolverError
-
-_NEEDS_ALL_RANKS = (JobState.BASELINE, JobState.PROFILING, JobState.SOLVING, JobState.PLANNED)
+from perseus.solver import Computation, Frontier, SolverError
 
 
 class JobMachine:
@@ -92,6 +85,7 @@ class JobMachine:
         spec: the job as registered.
         schedule: its order of computations.
         state: where the job stands.
+        create_time_s: when it was registered, on the wall clock.
         log: its iterations and the report.
         timelines: the latest iteration of each pipeline.
         profiler: what is measured of its stages.
@@ -105,7 +99,7 @@ class JobMachine:
         self.log = IterationLog(list(spec.parallelism.all_coordinates()))
         self.timelines = TimelineMemory(spec.parallelism)
         self._epoch = epoch
-        self._create_time_s = create_time_s
+        self.create_time_s = create_time_s
         self._journal = Journal()
         self._ranks = RankTable(spec, rules.lease_s, self._journal)
         self._offers = OfferBoard(spec.parallelism, self._ranks, self._journal)
@@ -210,8 +204,43 @@ class JobMachine:
             t_min_s=frontier.t_min_s if frontier else 0.0,
             t_slow_s=frontier.t_slow_s if frontier else 0.0,
             planned_iteration_time_s=planned_s if len(planned_s) == len(clocks) else (),
-            create_time_s=self._create_time_s,
+            create_time_s=self.create_time_s,
         )
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the job has ended."""
+        return self.state is JobState.FINISHED
+
+    def order(self, stage: int) -> tuple[Computation, ...]:
+        """Return what the ranks of a stage compute, in order."""
+        return self.schedule.orders[stage]
+
+    def difference(self, spec: JobSpec) -> str | None:
+        """Return the name of a part in which a specification differs from the registered one, if one does."""
+        parts = ("parallelism", "schedule", "policy")
+        return next((name for name in parts if getattr(self.spec, name) != getattr(spec, name)), None)
+
+    def report(self) -> tuple[Period, ...]:
+        """Return what was measured, period by period."""
+        return tuple(self.log.periods)
+
+    def timeline(self, pipeline: int) -> Timeline:
+        """Return the latest whole iteration of a pipeline.
+
+        Raises:
+            PipelineOutOfRangeError: the job has no such pipeline.
+            TimelineNotReadyError: there is none yet.
+        """
+        self.spec.check_pipeline(pipeline)
+        timeline = self.timelines.latest(pipeline)
+        if timeline is None:
+            raise TimelineNotReadyError(job_id=self.spec.job_id, pipeline=pipeline)
+        return timeline
+
+    def complete_profiles(self) -> tuple[StageProfile, ...]:
+        """Return what is measured of the stages, if that is enough to plan on; nothing otherwise."""
+        return tuple(self.profiler.profiles) if self.is_profile_complete else ()
 
     def profile_key(self) -> Hashable:
         """Return what two jobs have in common that may share a profile."""
@@ -251,7 +280,7 @@ class JobMachine:
         raise TypeError(f"unknown input {event!r}")
 
     @_on.register
-    def _(self, event: RankJoined, now_s: float) -> None:
+    def _on_rank_joined(self, event: RankJoined, now_s: float) -> None:
         self._check_running()
         self.spec.check_rank(event.rank)
         rank = self._ranks[event.rank]
@@ -265,7 +294,7 @@ class JobMachine:
             self._profile_more(f"{event.rank} has another agent")
 
     @_on.register
-    def _(self, event: RankLeft, _now_s: float) -> None:
+    def _on_rank_left(self, event: RankLeft, _now_s: float) -> None:
         self.spec.check_rank(event.rank)
         rank = self._ranks[event.rank]
         if rank.instance_id == event.instance_id and rank.state in LIVE:
@@ -276,26 +305,26 @@ class JobMachine:
                 self._lose([rank], event.reason.value)
 
     @_on.register
-    def _(self, event: GpuErrorReported, _now_s: float) -> None:
+    def _on_gpu_error_reported(self, event: GpuErrorReported, _now_s: float) -> None:
         self.spec.check_rank(event.rank)
         self._ranks.note_gpu_error(event)
 
     @_on.register
-    def _(self, event: AgentDisconnected, now_s: float) -> None:
+    def _on_agent_disconnected(self, event: AgentDisconnected, now_s: float) -> None:
         for rank in self._ranks.of_instance(event.instance_id, RankState.CONNECTED):
             self._offers.forget_sent(rank.coordinates)
         self._ranks.disconnect(event.instance_id, now_s)
 
     @_on.register
-    def _(self, event: AgentLeft, _now_s: float) -> None:
+    def _on_agent_left(self, event: AgentLeft, _now_s: float) -> None:
         self._lose(self._ranks.of_instance(event.instance_id, *LIVE), "its agent ended")
 
     @_on.register
-    def _(self, event: AgentHeard, now_s: float) -> None:
+    def _on_agent_heard(self, event: AgentHeard, now_s: float) -> None:
         self._ranks.hear_agent(event.instance_id, now_s)
 
     @_on.register
-    def _(self, event: TelemetryArrived, now_s: float) -> None:
+    def _on_telemetry_arrived(self, event: TelemetryArrived, now_s: float) -> None:
         if not self._ranks.hear(event.rank, event.instance_id, now_s):
             return
         gpu, batch = self._ranks[event.rank].gpu, event.batch
@@ -319,7 +348,7 @@ class JobMachine:
                 self.profiler.take_estimate(event.rank, energy)
 
     @_on.register
-    def _(self, event: OfferAnswered, now_s: float) -> None:
+    def _on_offer_answered(self, event: OfferAnswered, now_s: float) -> None:
         if not self._ranks.hear(event.rank, event.instance_id, now_s):
             return
         self._ranks.note_iteration(event.rank, event.iteration)
@@ -328,7 +357,7 @@ class JobMachine:
             self._plan_without(why)
 
     @_on.register
-    def _(self, event: PlanInForce, now_s: float) -> None:
+    def _on_plan_in_force(self, event: PlanInForce, now_s: float) -> None:
         if not self._ranks.hear(event.rank, event.instance_id, now_s):
             return
         self._ranks.note_iteration(event.rank, event.iteration)
@@ -339,7 +368,7 @@ class JobMachine:
         self._ranks.change(replace(rank, in_force_version=version))
 
     @_on.register
-    def _(self, event: StragglerReported, _now_s: float) -> None:
+    def _on_straggler_reported(self, event: StragglerReported, _now_s: float) -> None:
         self._check_running()
         straggler = event.straggler
         self.spec.check_pipeline(straggler.pipeline)
@@ -349,26 +378,26 @@ class JobMachine:
             self._after_straggler_change()
 
     @_on.register
-    def _(self, event: StragglerCleared, _now_s: float) -> None:
+    def _on_straggler_cleared(self, event: StragglerCleared, _now_s: float) -> None:
         self._check_running()
         self.spec.check_pipeline(event.pipeline)
         if self._stragglers.clear(event.pipeline):
             self._after_straggler_change()
 
     @_on.register
-    def _(self, event: PolicySet, _now_s: float) -> None:
+    def _on_policy_set(self, event: PolicySet, _now_s: float) -> None:
         self._check_running()
         event.policy.check()
         if self._planner.set_policy(event.policy):
             self._retarget()
 
     @_on.register
-    def _(self, _event: FinishRequested, _now_s: float) -> None:
+    def _on_finish_requested(self, _event: FinishRequested, _now_s: float) -> None:
         if self.state is not JobState.FINISHED:
             self._enter(JobState.FINISHED, "ended on request")
 
     @_on.register
-    def _(self, _event: BaselineRequested, _now_s: float) -> None:
+    def _on_baseline_requested(self, _event: BaselineRequested, _now_s: float) -> None:
         self._check_running()
         if self.state is not JobState.PLANNED:
             raise JobNotSolvedError(job_id=self.spec.job_id, state=self.state.value)
@@ -381,22 +410,22 @@ class JobMachine:
         self._enter(JobState.BASELINE, "the stock baseline is measured again")
 
     @_on.register
-    def _(self, event: ProfileFound, _now_s: float) -> None:
+    def _on_profile_found(self, event: ProfileFound, _now_s: float) -> None:
         self.profiler.offered = event.profiles
 
     @_on.register
-    def _(self, event: Solved, _now_s: float) -> None:
+    def _on_solved(self, event: Solved, _now_s: float) -> None:
         if self._has_use_for_answer():
             self._planner.take_frontier(event.frontier)
             self._retarget()
 
     @_on.register
-    def _(self, event: SolveFailed, _now_s: float) -> None:
+    def _on_solve_failed(self, event: SolveFailed, _now_s: float) -> None:
         if self._has_use_for_answer():
             self._give_up_solving(event.cause)
 
     @_on.register
-    def _(self, _event: Tick, now_s: float) -> None:
+    def _on_tick(self, _event: Tick, now_s: float) -> None:
         expired = self._ranks.expired(now_s)
         silent = {rank.instance_id: None for rank in expired if rank.state is RankState.CONNECTED}
         self._lose(expired, "its lease ran out")
@@ -420,7 +449,7 @@ class JobMachine:
             self.log.restart()
             self._stragglers.restart()
             self._journal.store(ForgetIterations())
-            if self.state in _NEEDS_ALL_RANKS:
+            if self.state in NEEDS_ALL_RANKS:
                 self._enter(JobState.WAITING, f"{ranks[0].coordinates} is lost: {why}")
 
     def _plan_without(self, why: str) -> None:
@@ -510,6 +539,7 @@ class JobMachine:
 
     def _enter(self, state: JobState, why: str) -> None:
         """Enter a state, and say what clocks the pipelines should have in it."""
+        check_transition(self.state, state)
         before, self.state = self.state, state
         self._journal.announce(
             EventType.STATE_CHANGED,
@@ -608,7 +638,7 @@ class JobMachine:
                 assert planner.frontier is not None or planner.is_solving
             case _:
                 assert all(isinstance(some, StockClocks) for some in clocks)
-        if self.state in _NEEDS_ALL_RANKS:
+        if self.state in NEEDS_ALL_RANKS:
             assert not any(rank.state in (RankState.EXPECTED, RankState.LOST) for rank in self._ranks)
         if self.state is JobState.WAITING:
             assert not self._ranks.are_all(RankState.CONNECTED)

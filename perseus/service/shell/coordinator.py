@@ -34,7 +34,6 @@ from perseus.service.domain.errors import (
     JobNotFoundError,
     LeaseExpiredError,
     StreamReplacedError,
-    TimelineNotReadyError,
 )
 from perseus.service.domain.inputs import (
     AgentDisconnected,
@@ -57,9 +56,11 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
+from perseus.service.domain.measured import Period, Timeline
 from perseus.service.domain.model import (
     EventType,
     IterationSummary,
+    JobEvent,
     JobState,
     JobView,
     Offer,
@@ -68,14 +69,13 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.records import JobRecord, OfferRecord, record_key
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
-from perseus.service.job.iterations.iteration_log import Period
-from perseus.service.job.iterations.timeline_memory import Timeline
 from perseus.service.job.machine import JobMachine
+from perseus.service.job.planning.operating_point import with_fixed
 from perseus.service.job.rules import Rules
 from perseus.service.shell.solving import SolverPool
 from perseus.service.shell.watching import Watcher
-from perseus.service.storage.store import Entry, JobEntry, JobEvent, JobStore, NewJob, TelemetrySequence
-from perseus.solver import Computation, Frontier, Pipeline, SolverError
+from perseus.service.storage.store import Entry, JobEntry, JobStore, NewJob, TelemetrySequence
+from perseus.solver import Computation, Frontier, Pipeline, Plan, SolverError
 
 log = structlog.get_logger(__name__)
 
@@ -199,9 +199,8 @@ class Coordinator:
         """
         job = self._jobs.get(spec.job_id)
         if job is not None:
-            for name in ("parallelism", "schedule", "policy"):
-                if getattr(job.machine.spec, name) != getattr(spec, name):
-                    raise JobAlreadyExistsError(job_id=spec.job_id, field=name)
+            if (name := job.machine.difference(spec)) is not None:
+                raise JobAlreadyExistsError(job_id=spec.job_id, field=name)
             return job.machine.view()
         create_time_s = time.time()
         machine = JobMachine(spec, self.rules, self._epoch, create_time_s)
@@ -250,20 +249,15 @@ class Coordinator:
 
     def report(self, job_id: str) -> tuple[Period, ...]:
         """Return what was measured, period by period."""
-        return tuple(self._find(job_id).machine.log.periods)
+        return self._find(job_id).machine.report()
 
     def timeline(self, job_id: str, pipeline: int) -> Timeline:
         """Return the latest whole iteration of a pipeline.
 
         Raises:
-            TimelineNotReadyError: there is none yet.
+            PipelineOutOfRangeError, TimelineNotReadyError: there is no such pipeline, or no iteration yet.
         """
-        machine = self._find(job_id).machine
-        machine.spec.check_pipeline(pipeline)
-        timeline = machine.timelines.latest(pipeline)
-        if timeline is None:
-            raise TimelineNotReadyError(job_id=job_id, pipeline=pipeline)
-        return timeline
+        return self._find(job_id).machine.timeline(pipeline)
 
     def frontier(self, job_id: str) -> Frontier:
         """Return a job's frontier.
@@ -272,6 +266,18 @@ class Coordinator:
             JobNotSolvedError: there is none yet.
         """
         return self._find(job_id).machine.solved_frontier()
+
+    async def plan(self, job_id: str, iteration_time_s: float) -> Plan:
+        """Return the plan of least energy that is not slower than a time, FIXED computations in their places.
+
+        Raises:
+            JobNotSolvedError: there is no frontier yet.
+            DeadlineError: no plan is as fast as that.
+        """
+        frontier = self.frontier(job_id)
+        # Rounding is plain Python over all computations: too long for the event loop of a large job.
+        plan = await asyncio.to_thread(frontier.plan, iteration_time_s)
+        return with_fixed(plan, frontier.pipeline)
 
     async def solve(self, problem: Pipeline, point_count: int) -> Frontier:
         """Solve a problem without a job."""
@@ -289,7 +295,7 @@ class Coordinator:
         watcher = Watcher()
         job.watchers.add(watcher)
         try:
-            has_ended = job.machine.state is JobState.FINISHED
+            has_ended = job.machine.has_finished
             await self.flush()
             yield job.machine.view()
             for event in await self._store.events(job_id, after_sequence):
@@ -456,9 +462,7 @@ class Coordinator:
         match command:
             case AcceptRank(rank, instance_id):
                 if agent := self._agents.get(instance_id):
-                    agent.port.accept_rank(
-                        job_id, rank, self._jobs[job_id].machine.schedule.orders[rank.stage]
-                    )
+                    agent.port.accept_rank(job_id, rank, self._jobs[job_id].machine.order(rank.stage))
             case SendOffer(rank, instance_id, offer):
                 if agent := self._agents.get(instance_id):
                     agent.port.offer(job_id, rank, offer)
@@ -491,11 +495,11 @@ class Coordinator:
         like = [
             other.machine
             for other in self._jobs.values()
-            if other.machine.is_profile_complete and other.machine.profile_key() == machine.profile_key()
+            if other.machine.complete_profiles() and other.machine.profile_key() == machine.profile_key()
         ]
         if like:
-            youngest = max(like, key=lambda other: other.view().create_time_s)
-            found = ProfileFound(youngest.profiler.profiles)
+            youngest = max(like, key=lambda other: other.create_time_s)
+            found = ProfileFound(youngest.complete_profiles())
             self._perform(job_id, machine.handle(found, time.monotonic()))
 
     async def _solve(self, job_id: str, problem: Pipeline, slow: SlowPlan | None) -> None:

@@ -4,8 +4,7 @@ import asyncio
 from collections import deque
 
 from perseus.service.domain.errors import ReaderTooSlowError
-from perseus.service.domain.model import IterationSummary
-from perseus.service.storage.store import JobEvent
+from perseus.service.domain.model import IterationSummary, JobEvent
 
 News = JobEvent | IterationSummary
 

@@ -18,11 +18,13 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from perseus.service.domain.errors import DatabaseUnavailableError
+from perseus.service.domain.measured import Period, StageKey, StageProfile
 from perseus.service.domain.model import (
     Clocks,
     EventType,
     Happening,
     HoldClocks,
+    JobEvent,
     PipelineOffer,
     PlannedClocks,
     Rank,
@@ -38,9 +40,7 @@ from perseus.service.domain.records import (
 )
 from perseus.service.domain.specification import Coordinates, JobSpec
 from perseus.service.domain.telemetry import IterationColumns
-from perseus.service.job.iterations.iteration_log import Period
-from perseus.service.job.profiling.stage_profiles import StageKey, StageProfile
-from perseus.service.storage.store import Entry, JobEntry, JobEvent, JobStore, NewJob, TelemetrySequence
+from perseus.service.storage.store import Entry, JobEntry, JobStore, NewJob, TelemetrySequence
 from perseus.solver import Measurement
 
 T = TypeVar("T")

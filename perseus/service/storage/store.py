@@ -9,7 +9,7 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perseus.service.domain.model import Happening
+from perseus.service.domain.model import JobEvent
 from perseus.service.domain.records import Record, StoredJob
 from perseus.service.domain.specification import JobSpec
 
@@ -28,15 +28,6 @@ class JobEntry:
 
     job_id: str
     record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class JobEvent:
-    """Something happened to a job, at this time on the wall clock."""
-
-    job_id: str
-    create_time_s: float
-    happening: Happening
 
 
 @dataclass(frozen=True, slots=True)

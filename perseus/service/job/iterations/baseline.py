@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from perseus.service.job.iterations.iteration_log import JobIteration
+from perseus.service.domain.measured import JobIteration
 
 
 class Baseline:

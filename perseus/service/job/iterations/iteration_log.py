@@ -6,14 +6,14 @@ over consecutive iterations under the same plans), so its size does not grow wit
 training; beside the periods only the few rows of iterations that are not yet complete need to be stored.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus.service.domain.measured import JobIteration, Period
 from perseus.service.domain.model import NO_VERSION, IterationSummary, JobState, PipelineOffer
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
@@ -22,65 +22,6 @@ OPEN_LIMIT = 256
 """Incomplete iterations kept; older ones will never be complete, because an agent dropped their rows."""
 
 _LABEL_LIMIT = 64
-
-
-@dataclass(frozen=True, slots=True)
-class JobIteration:
-    """One iteration of the whole job. `versions` is None if some pipeline's stages were not of one plan."""
-
-    iteration: int
-    versions: tuple[int, ...] | None
-    is_regular: bool
-    iteration_time_s: float
-    pipeline_energy_j: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Period:
-    """Consecutive iterations under the same plans: counts, means and sums of squared deviations."""
-
-    number: int
-    state: JobState
-    has_straggler: bool
-    versions: tuple[int, ...]
-    first_iteration: int
-    iteration_count: int
-    iteration_time_s: float
-    iteration_time_m2: float
-    energy_j: float
-    energy_m2: float
-    pipeline_energy_j: tuple[float, ...]
-
-    @property
-    def iteration_time_se_s(self) -> float:
-        """Standard error of the mean iteration time; 0 for a single iteration."""
-        return _standard_error(self.iteration_time_m2, self.iteration_count)
-
-    @property
-    def energy_se_j(self) -> float:
-        """Standard error of the mean energy; 0 for a single iteration."""
-        return _standard_error(self.energy_m2, self.iteration_count)
-
-    def extended(self, iteration: JobIteration) -> "Period":
-        """Return the period with one more iteration (Welford's update)."""
-        count = self.iteration_count + 1
-        energy_j = sum(iteration.pipeline_energy_j)
-        time_step_s = iteration.iteration_time_s - self.iteration_time_s
-        energy_step_j = energy_j - self.energy_j
-        time_s = self.iteration_time_s + time_step_s / count
-        mean_energy_j = self.energy_j + energy_step_j / count
-        return replace(
-            self,
-            iteration_count=count,
-            iteration_time_s=time_s,
-            iteration_time_m2=self.iteration_time_m2 + time_step_s * (iteration.iteration_time_s - time_s),
-            energy_j=mean_energy_j,
-            energy_m2=self.energy_m2 + energy_step_j * (energy_j - mean_energy_j),
-            pipeline_energy_j=tuple(
-                mean_j + (new_j - mean_j) / count
-                for mean_j, new_j in zip(self.pipeline_energy_j, iteration.pipeline_energy_j, strict=True)
-            ),
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,7 +206,3 @@ class IterationLog:
         assert not any(entry.is_seen.all() for entry in self._open.values())
         assert all(period.number == number for number, period in enumerate(self.periods))
         assert all(earlier[0] < later[0] for earlier, later in pairwise(self._straggler_since))
-
-
-def _standard_error(m2: float, count: int) -> float:
-    return math.sqrt(max(m2, 0.0) / (count - 1) / count) if count > 1 else 0.0

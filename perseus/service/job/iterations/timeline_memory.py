@@ -1,25 +1,16 @@
 """The latest whole iteration of each pipeline, computation by computation, kept in memory only."""
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
+from perseus.service.domain.measured import Timeline
 from perseus.service.domain.model import IterationSummary
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import ComputationColumns
 
 _KEPT = 4
 """Iterations kept per stage: its ranks do not report at the same moment."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Timeline:
-    """One iteration of one pipeline; `stages[s]` holds the computations of stage `s`, tensor rank 0."""
-
-    iteration: int
-    iteration_time_s: float
-    stages: tuple[ComputationColumns, ...]
 
 
 class TimelineMemory:

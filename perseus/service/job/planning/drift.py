@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from perseus.service.domain.measured import StageKey
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
-from perseus.service.job.profiling.stage_profiles import StageKey
 from perseus.solver import Pipeline
 
 BLOCK = 20

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import PlannedClocks
-from perseus.service.job.iterations.iteration_log import JobIteration
 from perseus.service.job.planning.operating_point import overhead_s
 from perseus.solver import Frontier
 

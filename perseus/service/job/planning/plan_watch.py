@@ -9,10 +9,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from perseus.service.domain.commands import SlowPlan
+from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import EventType, PlannedClocks
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
-from perseus.service.job.iterations.iteration_log import JobIteration
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.drift import Drift, DriftWatch
 from perseus.service.job.planning.guard import BrokenPromise, Guard, GuardRules, promised_time_s

@@ -7,10 +7,10 @@ that is being solved is solved in vain: its answer is ignored.
 from dataclasses import asdict
 
 from perseus.service.domain.commands import SlowPlan, Solve
+from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import Clocks, EventType, PlannedClocks, Straggler
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.iterations.baseline import Baseline
-from perseus.service.job.iterations.iteration_log import JobIteration
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.guard import GuardRules
 from perseus.service.job.planning.offers import OfferBoard

@@ -23,13 +23,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from perseus.service.job.profiling.stage_profiles import (
-    StageKey,
-    StageProfile,
-    blocking_power_w,
-    curves,
-    interpolate,
-)
+from perseus.service.domain.measured import StageKey, StageProfile
+from perseus.service.job.profiling.stage_profiles import blocking_power_w, curves, interpolate
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks
 from perseus.solver import Kind, Measurement, Schedule
 

@@ -17,13 +17,13 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from perseus.service.domain.measured import JobIteration, StageProfile
 from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
-from perseus.service.job.iterations.iteration_log import JobIteration
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.clock_choice import ClockChoice, choose_clocks
-from perseus.service.job.profiling.stage_profiles import StageProfile, agree, is_measured, merge
+from perseus.service.job.profiling.stage_profiles import agree, is_measured, merge
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks, stages_at_stock
 from perseus.solver import Schedule
 

@@ -10,29 +10,13 @@ the time of a cycle (1 / clock). What is planned on is then verified once, in fo
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from perseus.service.domain.measured import StageKey, StageProfile
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.ranks.usable_clocks import UsableClocks, stages_at_stock
 from perseus.solver import Computation, Kind, Measurement, Pipeline, ProfileKey, Schedule, interpolate_clocks
-
-StageKey = tuple[int, Kind]
-"""(chunk, kind): computations of a stage that share it share their measurements."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageProfile:
-    """One stage at one clock, measured on all its ranks and merged. Energies and powers are the stage's.
-
-    The blocking power is 0 where no rank told what it is (it may hardly ever wait).
-    """
-
-    stage: int
-    clock_mhz: int
-    measurements: Mapping[StageKey, Measurement]
-    blocking_power_w: float
-    blocking_power_se_w: float
 
 
 def is_measured(

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import EventType, Straggler
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import TelemetryBatch
-from perseus.service.job.iterations.iteration_log import JobIteration
 from perseus.service.job.journal import Journal
 from perseus.service.job.stragglers.detector import SLOWING_REASONS, Finding, StragglerDetector
 from perseus.service.job.stragglers.spans import SpanBook

@@ -1,0 +1,272 @@
+"""Between the messages of agents' streams and the coordinator's values.
+
+`…_from_proto` checks what the types can't say (a missing message, an unknown enum, a column of another
+length, NaN) and raises InvalidFieldError with the field's name. Repeated fields become numpy columns at
+once.
+"""
+
+import numpy as np
+
+from perseus.service.api.translate_jobs import coordinates_from_proto, coordinates_to_proto
+from perseus.service.api.translate_problems import (
+    KIND_FROM_PROTO,
+    kind_from_proto,
+    stage_plan_to_proto,
+)
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.inputs import (
+    GpuErrorReported,
+    OfferAnswered,
+    PlanInForce,
+    RankJoined,
+    RankLeft,
+    TelemetryArrived,
+)
+from perseus.service.domain.model import (
+    STOCK_MHZ,
+    Gpu,
+    GpuErrorReason,
+    HoldClocks,
+    Offer,
+    PlannedClocks,
+    RankLeftReason,
+    RefusalReason,
+    stage_clocks,
+)
+from perseus.service.domain.specification import (
+    Coordinates,
+)
+from perseus.service.domain.telemetry import (
+    KINDS,
+    ClockStatistics,
+    ComputationColumns,
+    EnergyEstimate,
+    EnergySample,
+    IterationColumns,
+    TelemetryBatch,
+)
+from perseus.v1 import (
+    agent_service_pb2,
+    clock_statistics_pb2,
+)
+
+_LEFT_REASON = {
+    agent_service_pb2.RankLeftReason.Value(f"RANK_LEFT_REASON_{reason.name}"): reason
+    for reason in RankLeftReason
+}
+_GPU_ERROR_REASON = {
+    agent_service_pb2.GpuErrorReason.Value(f"GPU_ERROR_REASON_{reason.name}"): reason
+    for reason in GpuErrorReason
+}
+_REFUSAL_REASON = {
+    agent_service_pb2.PlanRefusalReason.Value(f"PLAN_REFUSAL_REASON_{reason.name}"): reason
+    for reason in RefusalReason
+}
+
+# Index into KINDS by the wire's number; -1 for what is no kind.
+_KIND_INDEX = np.full(max(KIND_FROM_PROTO) + 1, -1, dtype=np.int64)
+for _number, _kind in KIND_FROM_PROTO.items():
+    _KIND_INDEX[_number] = KINDS.index(_kind)
+
+MAX_TEXT_LENGTH = 256
+
+
+def text_from_proto(text: str, field: str) -> str:
+    """Return a text that must be there, and short.
+
+    Raises:
+        InvalidFieldError: it is not.
+    """
+    if not 1 <= len(text) <= MAX_TEXT_LENGTH:
+        raise InvalidFieldError(field=field, expected=f"1 to {MAX_TEXT_LENGTH} characters", found=len(text))
+    return text
+
+
+def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, hostname: str) -> RankJoined:
+    """Return an announced rank.
+
+    Raises:
+        InvalidFieldError: a number is out of range, or the GPU has no clocks.
+    """
+    clocks_mhz = tuple(message.gpu.supported_clocks_mhz)
+    if not clocks_mhz or min(clocks_mhz) <= 0 or list(clocks_mhz) != sorted(set(clocks_mhz), reverse=True):
+        raise InvalidFieldError(
+            field="gpu.supported_clocks_mhz",
+            expected="at least one clock above 0, each once, highest first",
+            found=list(clocks_mhz),
+        )
+    _check_at_least(message.iteration, -1, "iteration")
+    _check_at_least(message.in_force_version, 0, "in_force_version")
+    _check_at_least(message.after_sequence, 0, "after_sequence")
+    return RankJoined(
+        rank=coordinates_from_proto(message.rank),
+        instance_id=instance_id,
+        hostname=hostname,
+        gpu=Gpu(text_from_proto(message.gpu.uuid, "gpu.uuid"), message.gpu.model, clocks_mhz),
+        iteration=message.iteration,
+        in_force_epoch=message.in_force_epoch,
+        in_force_version=message.in_force_version,
+        after_sequence=message.after_sequence,
+    )
+
+
+def left_from_proto(message: agent_service_pb2.RankLeft, instance_id: str) -> RankLeft:
+    """Return a rank that is no longer served.
+
+    Raises:
+        InvalidFieldError: the reason is unspecified or unknown.
+    """
+    reason = _LEFT_REASON.get(message.reason)
+    if reason is None:
+        raise InvalidFieldError(field="rank_left.reason", expected="a known reason", found=message.reason)
+    return RankLeft(coordinates_from_proto(message.rank), instance_id, reason)
+
+
+def gpu_error_from_proto(message: agent_service_pb2.GpuError) -> GpuErrorReported:
+    """Return what went wrong with a rank's GPU.
+
+    Raises:
+        InvalidFieldError: the reason is unspecified or unknown.
+    """
+    reason = _GPU_ERROR_REASON.get(message.reason)
+    if reason is None:
+        raise InvalidFieldError(field="gpu_error.reason", expected="a known reason", found=message.reason)
+    return GpuErrorReported(coordinates_from_proto(message.rank), message.gpu_uuid, reason, message.message)
+
+
+def answer_from_proto(message: agent_service_pb2.PlanAnswer, instance_id: str) -> OfferAnswered:
+    """Return the answer to an offer.
+
+    Raises:
+        InvalidFieldError: a number is out of range, or a refusal has no reason.
+    """
+    _check_at_least(message.version, 1, "plan_answer.version")
+    _check_at_least(message.iteration, -1, "plan_answer.iteration")
+    refusal = _REFUSAL_REASON.get(message.refusal_reason)
+    if not message.accepted and refusal is None:
+        raise InvalidFieldError(
+            field="plan_answer.refusal_reason", expected="a known reason", found=message.refusal_reason
+        )
+    return OfferAnswered(
+        rank=coordinates_from_proto(message.rank),
+        instance_id=instance_id,
+        epoch=message.epoch,
+        version=message.version,
+        refusal=None if message.accepted else refusal,
+        message=message.message,
+        iteration=message.iteration,
+        refused_clocks_mhz=tuple(message.refused_clocks_mhz),
+    )
+
+
+def in_force_from_proto(message: agent_service_pb2.PlanInForce, instance_id: str) -> PlanInForce:
+    """Return what is in force now.
+
+    Raises:
+        InvalidFieldError: a number is out of range.
+    """
+    _check_at_least(message.version, 0, "plan_in_force.version")
+    _check_at_least(message.iteration, -1, "plan_in_force.iteration")
+    return PlanInForce(
+        coordinates_from_proto(message.rank), instance_id, message.epoch, message.version, message.iteration
+    )
+
+
+def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id: str) -> TelemetryArrived:
+    """Return a batch as columns, checked by itself; `check_clocks` needs the rank's GPU.
+
+    Raises:
+        InvalidFieldError: names the column and row, or the figure.
+    """
+    iterations, computations = message.iterations, message.computations
+    kinds = np.array(computations.kind, dtype=np.int64)
+    batch = TelemetryBatch(
+        sequence=message.sequence,
+        iterations=IterationColumns(
+            iteration=np.array(iterations.iteration, dtype=np.int64),
+            plan_version=np.array(iterations.plan_version, dtype=np.int64),
+            duration_s=np.array(iterations.duration_s, dtype=np.float64),
+            energy_j=np.array(iterations.energy_j, dtype=np.float64),
+            is_regular=np.array(iterations.is_regular, dtype=np.bool_),
+            clock_event_reasons=np.array(iterations.clock_event_reasons, dtype=np.int64),
+        ),
+        computations=ComputationColumns(
+            iteration=np.array(computations.iteration, dtype=np.int64),
+            kind=_KIND_INDEX[np.where((kinds >= 0) & (kinds < len(_KIND_INDEX)), kinds, 0)],
+            microbatch=np.array(computations.microbatch, dtype=np.int64),
+            chunk=np.array(computations.chunk, dtype=np.int64),
+            begin_s=np.array(computations.begin_s, dtype=np.float64),
+            duration_s=np.array(computations.duration_s, dtype=np.float64),
+            clock_mhz=np.array(computations.clock_mhz, dtype=np.int64),
+        ),
+        energy=_estimate_from_proto(message.energy) if message.HasField("energy") else None,
+        dropped_batch_count=message.dropped_batch_count,
+        clocks=_clocks_from_proto(message.clocks) if message.HasField("clocks") else None,
+    )
+    batch.check()
+    return TelemetryArrived(coordinates_from_proto(message.rank), instance_id, batch)
+
+
+def _clocks_from_proto(message: clock_statistics_pb2.ClockStatistics) -> ClockStatistics:
+    return ClockStatistics(
+        plan_version=message.plan_version,
+        set_count=message.set_count,
+        computation_count=message.computation_count,
+        late_raise_count=message.late_raise_count,
+        missed_count=message.missed_count,
+        computation_time_s=message.computation_time_s,
+        on_clock_time_s=message.on_clock_time_s,
+        set_latency_s=message.set_latency_s,
+        margin_s=message.margin_s,
+        prediction_error_s=message.prediction_error_s if message.HasField("prediction_error_s") else None,
+    )
+
+
+def _estimate_from_proto(message: agent_service_pb2.EnergyEstimate) -> EnergyEstimate:
+    return EnergyEstimate(
+        plan_version=message.plan_version,
+        iteration_count=message.iteration_count,
+        samples=tuple(
+            EnergySample(
+                kind=kind_from_proto(sample.kind, f"energy.samples[{row}].kind"),
+                chunk=sample.chunk,
+                clock_mhz=sample.clock_mhz,
+                computation_count=sample.computation_count,
+                time_s=sample.time_s,
+                time_se_s=sample.time_se_s,
+                energy_j=sample.energy_j,
+                energy_se_j=sample.energy_se_j,
+            )
+            for row, sample in enumerate(message.samples)
+        ),
+        blocking_power_w=message.blocking_power_w,
+        blocking_power_se_w=message.blocking_power_se_w,
+    )
+
+
+def offer_to_proto(
+    job_id: str, rank: Coordinates, offer: Offer, epoch: str, lease_s: float
+) -> agent_service_pb2.PlanOffer:
+    """Return one rank's share of a pipeline's offer."""
+    message = agent_service_pb2.PlanOffer(
+        job_id=job_id,
+        rank=coordinates_to_proto(rank),
+        epoch=epoch,
+        version=offer.version,
+        start_iteration=offer.start_iteration,
+        lease_s=lease_s,
+    )
+    if stage_clocks(offer.clocks, rank.stage) == STOCK_MHZ:
+        message.stock.SetInParent()
+        return message
+    match offer.clocks:
+        case PlannedClocks(plan):
+            message.stage_plan.CopyFrom(stage_plan_to_proto(plan.stages[rank.stage]))
+        case HoldClocks(clocks_mhz):
+            message.hold.clock_mhz = clocks_mhz[rank.stage]
+    return message
+
+
+def _check_at_least(value: int, least: int, field: str) -> None:
+    if value < least:
+        raise InvalidFieldError(field=field, expected=f"{least} or more", found=value)

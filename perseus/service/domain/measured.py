@@ -1,0 +1,98 @@
+"""What was measured of a job, as values: profiles of stages, iterations, the report's periods, a timeline."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from perseus.service.domain.model import JobState
+from perseus.service.domain.telemetry import ComputationColumns
+from perseus.solver import Kind, Measurement
+
+StageKey = tuple[int, Kind]
+"""(chunk, kind): computations of a stage that share it share their measurements."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageProfile:
+    """One stage at one clock, measured on all its ranks and merged. Energies and powers are the stage's.
+
+    The blocking power is 0 where no rank told what it is (it may hardly ever wait).
+    """
+
+    stage: int
+    clock_mhz: int
+    measurements: Mapping[StageKey, Measurement]
+    blocking_power_w: float
+    blocking_power_se_w: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobIteration:
+    """One iteration of the whole job. `versions` is None if some pipeline's stages were not of one plan."""
+
+    iteration: int
+    versions: tuple[int, ...] | None
+    is_regular: bool
+    iteration_time_s: float
+    pipeline_energy_j: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """Consecutive iterations under the same plans: counts, means and sums of squared deviations."""
+
+    number: int
+    state: JobState
+    has_straggler: bool
+    versions: tuple[int, ...]
+    first_iteration: int
+    iteration_count: int
+    iteration_time_s: float
+    iteration_time_m2: float
+    energy_j: float
+    energy_m2: float
+    pipeline_energy_j: tuple[float, ...]
+
+    @property
+    def iteration_time_se_s(self) -> float:
+        """Standard error of the mean iteration time; 0 for a single iteration."""
+        return _standard_error(self.iteration_time_m2, self.iteration_count)
+
+    @property
+    def energy_se_j(self) -> float:
+        """Standard error of the mean energy; 0 for a single iteration."""
+        return _standard_error(self.energy_m2, self.iteration_count)
+
+    def extended(self, iteration: JobIteration) -> "Period":
+        """Return the period with one more iteration (Welford's update)."""
+        count = self.iteration_count + 1
+        energy_j = sum(iteration.pipeline_energy_j)
+        time_step_s = iteration.iteration_time_s - self.iteration_time_s
+        energy_step_j = energy_j - self.energy_j
+        time_s = self.iteration_time_s + time_step_s / count
+        mean_energy_j = self.energy_j + energy_step_j / count
+        return replace(
+            self,
+            iteration_count=count,
+            iteration_time_s=time_s,
+            iteration_time_m2=self.iteration_time_m2 + time_step_s * (iteration.iteration_time_s - time_s),
+            energy_j=mean_energy_j,
+            energy_m2=self.energy_m2 + energy_step_j * (energy_j - mean_energy_j),
+            pipeline_energy_j=tuple(
+                mean_j + (new_j - mean_j) / count
+                for mean_j, new_j in zip(self.pipeline_energy_j, iteration.pipeline_energy_j, strict=True)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """One iteration of one pipeline; `stages[s]` holds the computations of stage `s`, tensor rank 0."""
+
+    iteration: int
+    iteration_time_s: float
+    stages: tuple[ComputationColumns, ...]
+
+
+def _standard_error(m2: float, count: int) -> float:
+    return math.sqrt(max(m2, 0.0) / (count - 1) / count) if count > 1 else 0.0

@@ -1,0 +1,5 @@
+"""Where the published measurements are: beside the checkout, not in it."""
+
+from pathlib import Path
+
+PUBLISHED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -1,0 +1,68 @@
+"""How well clocks follow their plans, from the agent's batch to the job that a client sees."""
+
+from dataclasses import replace
+
+import pytest
+
+from perseus.service.api.translate_agents import telemetry_from_proto
+from perseus.service.api.translate_jobs import rank_to_proto
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.inputs import TelemetryArrived
+from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.telemetry import ClockStatistics
+from perseus.v1 import agent_service_pb2, clock_statistics_pb2
+from tests.service.service_fakes import Cluster, batch, make_spec
+
+WIRE = clock_statistics_pb2.ClockStatistics(
+    plan_version=3,
+    set_count=40,
+    computation_count=64,
+    late_raise_count=2,
+    missed_count=1,
+    computation_time_s=4.0,
+    on_clock_time_s=3.5,
+    set_latency_s=0.012,
+    margin_s=0.001,
+    prediction_error_s=0.0004,
+)
+
+
+def arrived(**changes: float) -> ClockStatistics | None:
+    clocks = clock_statistics_pb2.ClockStatistics()
+    clocks.CopyFrom(WIRE)
+    for name, value in changes.items():
+        setattr(clocks, name, value)
+    message = agent_service_pb2.TelemetryBatch(sequence=1, clocks=clocks)
+    return telemetry_from_proto(message, "agent").batch.clocks
+
+
+def test_the_coordinator_keeps_and_shows_what_a_rank_reported_last() -> None:
+    cluster = Cluster(make_spec(pipelines=1))
+    cluster.join_all()
+    clocks = arrived()
+    assert clocks is not None
+    place = Coordinates(0, 0, 0)
+    rank = cluster.ranks[place]
+    for each in (replace(clocks, set_count=1), clocks):
+        rank.sequence += 1
+        told = replace(batch(rank.sequence, [], 1, 0.8), clocks=each)
+        cluster.send(TelemetryArrived(place, rank.instance_id, told))
+    shown = {each.coordinates: each for each in cluster.machine.view().ranks}
+    assert rank_to_proto(shown[place]).clocks == WIRE
+    assert not rank_to_proto(shown[Coordinates(0, 1, 0)]).HasField("clocks")
+
+
+def test_what_was_never_predicted_has_no_error() -> None:
+    message = clock_statistics_pb2.ClockStatistics(plan_version=1)
+    batch = agent_service_pb2.TelemetryBatch(sequence=1, clocks=message)
+    clocks = telemetry_from_proto(batch, "agent").batch.clocks
+    assert clocks is not None
+    assert clocks.prediction_error_s is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("set_latency_s", float("nan")), ("late_raise_count", -1), ("margin_s", -0.5)]
+)
+def test_figures_that_can_not_be_are_refused(name: str, value: float) -> None:
+    with pytest.raises(InvalidFieldError, match=f"clocks.{name}: expected 0 or more"):
+        arrived(**{name: value})

@@ -1,0 +1,63 @@
+"""What waits for a slow agent stays small."""
+
+import asyncio
+
+import pytest
+
+from perseus.service.api import outbox
+from perseus.service.api.outbox import Outbox
+from perseus.service.domain.errors import LeaseExpiredError, ReaderTooSlowError
+from perseus.v1 import agent_service_pb2
+from perseus.v1.agent_service_pb2 import ConnectResponse
+
+
+def offer(version: int) -> ConnectResponse:
+    return ConnectResponse(plan_offer=agent_service_pb2.PlanOffer(version=version))
+
+
+def accepted(job_id: str) -> ConnectResponse:
+    return ConnectResponse(rank_accepted=agent_service_pb2.RankAccepted(job_id=job_id))
+
+
+async def test_of_the_offers_for_a_rank_only_the_latest_waits_and_answers_go_first() -> None:
+    box = Outbox()
+    box.replace("rank 0", offer(1))
+    box.replace("rank 1", offer(2))
+    box.replace("rank 0", offer(3))
+    box.answer(accepted("a"))
+    box.answer(accepted("b"))
+    assert await box.take() == ([accepted("a"), accepted("b"), offer(2), offer(3)], False)
+
+
+async def test_taking_waits_for_the_next_message() -> None:
+    box = Outbox()
+    taking = asyncio.create_task(box.take())
+    await asyncio.sleep(0)
+    assert not taking.done()
+    box.answer(accepted("a"))
+    assert await taking == ([accepted("a")], False)
+
+
+async def test_a_closed_outbox_still_sends_what_waits() -> None:
+    box = Outbox()
+    box.answer(accepted("a"))
+    box.close()
+    assert await box.take() == ([accepted("a")], True)
+
+
+async def test_an_ended_outbox_sends_nothing_and_tells_the_first_reason() -> None:
+    box = Outbox()
+    box.answer(accepted("a"))
+    box.end(LeaseExpiredError(instance_id="x", lease_s=3))
+    box.end(ReaderTooSlowError(limit=1))
+    with pytest.raises(LeaseExpiredError, match="'x' was silent for longer than its lease of 3 s"):
+        await box.take()
+
+
+async def test_an_agent_that_asks_on_without_reading_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "ANSWER_LIMIT", 2)
+    box = Outbox()
+    for job_id in "abc":
+        box.answer(accepted(job_id))
+    with pytest.raises(ReaderTooSlowError, match="more than 2 messages"):
+        await box.take()

@@ -1,0 +1,162 @@
+"""Between messages and values, both ways."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.api.translate_agents import offer_to_proto, telemetry_from_proto
+from perseus.service.api.translate_jobs import job_to_proto, spec_from_proto
+from perseus.service.api.translate_problems import (
+    frontier_to_proto,
+    plan_to_proto,
+    problem_from_proto,
+    problem_to_proto,
+)
+from perseus.service.domain import model, specification
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.specification import ExplicitSchedule, JobSpec, OperatingPolicy, Parallelism
+from perseus.service.domain.telemetry import KINDS
+from perseus.solver import Computation, Kind, solve, with_lag
+from perseus.v1 import agent_service_pb2, computation_pb2, frontier_pb2, job_pb2
+from tests.service.frontiers import FRONTIER
+
+
+def spec_through_the_wire(spec: JobSpec) -> JobSpec:
+    view = model.JobView(
+        spec, spec.policy, model.JobState.WAITING, "epoch", (), {}, frozenset(), 0, 0.0, 0.0, (), 1.5
+    )
+    message = job_pb2.Job.FromString(job_to_proto(view).SerializeToString())
+    assert message.create_time.ToNanoseconds() == 1_500_000_000
+    return spec_from_proto(message.spec)
+
+
+@pytest.mark.parametrize("name", list(specification.ScheduleName))
+@pytest.mark.parametrize("percent", [0.0, 12.5])
+def test_a_named_specification_comes_back(name: specification.ScheduleName, percent: float) -> None:
+    schedule = specification.NamedSchedule(name, 7)
+    spec = JobSpec("a.b-c_1", Parallelism(3, 4, 2), schedule, OperatingPolicy(percent))
+    assert spec_through_the_wire(spec) == spec
+
+
+def test_an_explicit_specification_of_every_kind_comes_back() -> None:
+    order = tuple(Computation(0, kind, m, chunk) for kind in Kind for m in (0, 1) for chunk in (0, 1))
+    spec = JobSpec("job", Parallelism(1, 1, 1), ExplicitSchedule((order,)))
+    assert spec_through_the_wire(spec) == spec
+
+
+def test_the_paths_of_a_specification_come_back() -> None:
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    orders = tuple(
+        tuple(Computation(stage, kind, 0, chunk) for kind in kinds for chunk in (0, 1)) for stage in (0, 1)
+    )
+    paths = (((0, 0), (1, 0)), ((1, 1), (0, 1)))
+    spec = JobSpec("job", Parallelism(1, 2, 1), ExplicitSchedule(orders, paths))
+    assert spec_through_the_wire(spec) == spec
+
+
+def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
+    """The maps are made by name at import; this pins that none of the wire's values is left out."""
+    pairs = [
+        (model.JobState, job_pb2.JobState),
+        (model.RankState, job_pb2.RankState),
+        (model.EventType, job_pb2.JobEventType),
+        (model.RankLeftReason, agent_service_pb2.RankLeftReason),
+        (model.RefusalReason, agent_service_pb2.PlanRefusalReason),
+        (Kind, computation_pb2.ComputationKind),
+        (specification.ScheduleName, computation_pb2.ScheduleName),
+    ]
+    for values, numbers in pairs:
+        assert len(list(values)) == len(numbers.keys()) - 1
+
+
+def test_a_problem_with_fixed_computations_comes_back_and_solves_the_same() -> None:
+    message = frontier_to_proto(FRONTIER)
+    assert message.points[message.t_star_index].iteration_time_s <= message.t_star_s
+    problem = problem_from_proto(frontier_pb2.Frontier.FromString(message.SerializeToString()).problem)
+    assert problem == FRONTIER.pipeline
+    assert problem_to_proto(problem) == message.problem
+    assert solve(problem, point_count=8).points == FRONTIER.points
+
+
+def test_a_problem_with_a_lag_comes_back_and_solves_the_same() -> None:
+    frontier = solve(with_lag(FRONTIER.pipeline, 1 / 300), point_count=8)
+    assert frontier.t_min_s > FRONTIER.t_min_s
+    message = frontier_pb2.Frontier.FromString(frontier_to_proto(frontier).SerializeToString())
+    problem = problem_from_proto(message.problem)
+    assert problem == frontier.pipeline
+    assert solve(problem, point_count=8).points == frontier.points
+
+
+@pytest.mark.parametrize("lag_s", [-1e-9, math.nan, math.inf])
+def test_an_impossible_lag_is_named(lag_s: float) -> None:
+    message = problem_to_proto(FRONTIER.pipeline)
+    message.transfer_lag_s = lag_s
+    with pytest.raises(InvalidFieldError, match=f"transfer_lag_s: expected .*, found {lag_s}"):
+        problem_from_proto(message)
+
+
+def test_a_plan_names_clocks_in_order() -> None:
+    plan = FRONTIER.plan_within(FRONTIER.t_slow_s)
+    message = plan_to_proto(plan)
+    assert (message.iteration_time_s, message.energy_j) == (plan.iteration_time_s, plan.energy_j)
+    assert [[c.clock_mhz for c in stage.computations] for stage in message.stages] == [
+        [planned.clock_mhz for planned in stage] for stage in plan.stages
+    ]
+
+
+@pytest.mark.parametrize(
+    ("clocks", "kind"),
+    [
+        (model.STOCK, "stock"),
+        (model.HoldClocks((1200,) * 2), "hold"),
+        (model.PlannedClocks(FRONTIER.plan_within(FRONTIER.t_min_s)), "stage_plan"),
+    ],
+)
+def test_an_offer_carries_the_clocks_of_its_stage(clocks: model.Clocks, kind: str) -> None:
+    rank = specification.Coordinates(0, 1, 0)
+    message = offer_to_proto("job", rank, model.Offer(4, 17, clocks), "epoch", 30.0)
+    assert message.WhichOneof("clocks") == kind
+    assert (message.epoch, message.version, message.start_iteration, message.lease_s) == (
+        "epoch",
+        4,
+        17,
+        30.0,
+    )
+    if isinstance(clocks, model.PlannedClocks):
+        assert [planned.clock_mhz for planned in message.stage_plan.computations] == [
+            planned.clock_mhz for planned in clocks.plan.stages[1]
+        ]
+
+
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100), st.floats(0, 1e6)), max_size=20))
+def test_columns_arrive_as_they_were_sent(rows: list[tuple[Kind, int, float]]) -> None:
+    number = {kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind}
+    count = len(rows)
+    message = agent_service_pb2.TelemetryBatch(
+        sequence=1,
+        computations=agent_service_pb2.ComputationColumns(
+            iteration=range(count),
+            kind=[number[kind] for kind, _, _ in rows],
+            microbatch=[microbatch for _, microbatch, _ in rows],
+            chunk=[0] * count,
+            begin_s=[begin_s for _, _, begin_s in rows],
+            duration_s=[0.5] * count,
+            clock_mhz=[0] * count,
+        ),
+    )
+    columns = telemetry_from_proto(message, "agent").batch.computations
+    assert [KINDS[index] for index in columns.kind] == [kind for kind, _, _ in rows]
+    assert columns.microbatch.tolist() == [microbatch for _, microbatch, _ in rows]
+    assert np.array_equal(columns.begin_s, [begin_s for _, _, begin_s in rows])
+
+
+def test_a_row_of_no_kind_is_named() -> None:
+    columns = agent_service_pb2.ComputationColumns(
+        iteration=[0], kind=[computation_pb2.COMPUTATION_KIND_UNSPECIFIED], microbatch=[0], chunk=[0],
+        begin_s=[0], duration_s=[0], clock_mhz=[0],
+    )  # fmt: skip
+    with pytest.raises(InvalidFieldError, match=r"computations.kind\[0\]: expected a known kind, found -1"):
+        telemetry_from_proto(agent_service_pb2.TelemetryBatch(sequence=1, computations=columns), "agent")

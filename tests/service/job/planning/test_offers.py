@@ -1,0 +1,160 @@
+"""Offers by their exact commands: who is told of new clocks, under which version, from when."""
+
+from dataclasses import replace
+
+from perseus.service.domain.commands import Announce, Command, SendOffer
+from perseus.service.domain.inputs import RankJoined
+from perseus.service.domain.model import (
+    NO_VERSION,
+    STOCK,
+    STOCK_MHZ,
+    EventType,
+    HoldClocks,
+    Offer,
+    PlannedClocks,
+    stage_clocks,
+)
+from perseus.service.domain.specification import Coordinates
+from perseus.service.job.journal import Journal
+from perseus.service.job.planning.offers import OfferBoard
+from perseus.service.job.ranks.rank_table import RankTable
+from perseus.solver import Computation, Kind, Plan, PlannedComputation
+from tests.service.service_fakes import make_gpu, make_spec
+
+FIRST, SECOND = Coordinates(0, 0, 0), Coordinates(0, 1, 0)
+THIRD, FOURTH = Coordinates(1, 0, 0), Coordinates(1, 1, 0)
+ALL = (FIRST, SECOND, THIRD, FOURTH)
+
+
+def plan(first_mhz: int, second_mhz: int, time_s: float = 1.0) -> PlannedClocks:
+    """A forward on each of two stages."""
+    stages = tuple(
+        (PlannedComputation(Computation(stage, Kind.FORWARD, 0), mhz, 0.0, time_s),)
+        for stage, mhz in enumerate((first_mhz, second_mhz))
+    )
+    return PlannedClocks(Plan(time_s, 100.0, 0.0, stages))
+
+
+class Bench:
+    """A board and the ranks that it speaks to; `settle` returns what was sent and the types of events."""
+
+    def __init__(self) -> None:
+        spec = make_spec()
+        self.journal = Journal()
+        self.ranks = RankTable(spec, 30.0, self.journal)
+        self.board = OfferBoard(spec.parallelism, self.ranks, self.journal)
+        self.events: list[EventType] = []
+
+    def join(self, place: Coordinates, in_force_version: int = NO_VERSION, iteration: int = 7) -> None:
+        event = RankJoined(place, "agent", "host", make_gpu(place), iteration, "", 0, 0)
+        self.ranks.join(event, in_force_version, 0.0)
+        self.board.forget_sent(place)
+
+    def follow(self, *places: Coordinates) -> None:
+        """What was offered is in force there."""
+        for place in places:
+            version = self.board.of_rank(place).version
+            self.ranks.change(replace(self.ranks[place], in_force_version=version))
+
+    def settle(self) -> list[Command]:
+        self.board.settle()
+        self.board.validate()
+        commands = self.journal.take()
+        self.events = [command.happening.type for command in commands if isinstance(command, Announce)]
+        return [command for command in commands if isinstance(command, SendOffer)]
+
+
+def under(clocks: PlannedClocks) -> Bench:
+    """All ranks have their share of a plan in force, as version 1."""
+    bench = Bench()
+    for place in ALL:
+        bench.join(place)
+    bench.board.wish(range(2), clocks)
+    bench.settle()
+    bench.follow(*ALL)
+    bench.settle()
+    return bench
+
+
+def test_a_stage_with_the_same_share_of_a_new_plan_is_told_nothing() -> None:
+    bench = under(plan(1400, 1000))
+    newer = plan(1200, 1000, time_s=1.1)
+    bench.board.wish([0], newer)
+    assert bench.settle() == [SendOffer(FIRST, "agent", Offer(2, 9, newer))]
+    assert bench.events.count(EventType.PLAN_OFFERED) == 1
+    assert bench.board[0].stage_versions == (2, 1)
+    assert bench.board[0].version == 2
+    assert bench.board[1].stage_versions == (1, 1)
+    bench.follow(FIRST)
+    assert bench.settle() == []
+    assert bench.events == [EventType.PLAN_IN_FORCE]
+
+
+def test_the_same_clocks_with_other_times_are_offered_to_nobody() -> None:
+    bench = under(plan(1400, 1000))
+    newer = plan(1400, 1000, time_s=1.1)
+    bench.board.wish([0, 1], newer)
+    assert bench.settle() == []
+    assert [offer.clocks for offer in bench.board] == [newer, newer]
+    assert bench.board.version == 1
+
+
+def test_a_rank_that_lost_what_its_stage_kept_gets_it_back_under_its_own_version() -> None:
+    bench = under(plan(1400, 1000))
+    newer = plan(1200, 1000)
+    bench.board.wish([0], newer)
+    bench.settle()
+    bench.follow(FIRST)
+    bench.join(SECOND, iteration=20)
+    assert bench.settle() == [SendOffer(SECOND, "agent", Offer(1, 22, newer))]
+
+
+def test_stages_that_change_one_after_the_other_start_together() -> None:
+    bench = under(plan(1400, 1000))
+    bench.board.wish([0], plan(1200, 1000))
+    bench.settle()
+    bench.ranks.note_iteration(THIRD, 12)
+    newer = plan(1200, 900)
+    bench.board.wish([0], newer)
+    assert bench.settle() == [
+        SendOffer(FIRST, "agent", Offer(2, 14, newer)),
+        SendOffer(SECOND, "agent", Offer(3, 14, newer)),
+    ]
+
+
+def test_an_offer_that_comes_too_late_is_postponed_for_those_that_wait_for_it() -> None:
+    bench = under(plan(1400, 1000))
+    newer = plan(1200, 900)
+    bench.board.wish([0], newer)
+    bench.settle()
+    bench.follow(FIRST)
+    bench.board.postpone(0)
+    assert bench.settle() == [SendOffer(SECOND, "agent", Offer(2, 11, newer))]
+
+
+def test_a_stage_that_stays_at_stock_is_told_so_only_if_something_else_is_in_force() -> None:
+    bench = Bench()
+    for place in ALL:
+        bench.join(place)
+    held = HoldClocks((1400, STOCK_MHZ))
+    bench.board.wish([0], held)
+    assert bench.settle() == [SendOffer(FIRST, "agent", Offer(1, 9, held))]
+    bench.follow(FIRST)
+    bench.join(SECOND, in_force_version=-1)
+    assert bench.settle() == [SendOffer(SECOND, "agent", Offer(2, 9, held))]
+
+
+def test_what_nobody_is_offered_is_not_announced() -> None:
+    bench = Bench()
+    bench.board.wish([0, 1], plan(1400, 1000))
+    assert bench.settle() == []
+    assert bench.events == []
+    bench.join(SECOND)
+    assert [command.rank for command in bench.settle() if isinstance(command, SendOffer)] == [SECOND]
+    assert bench.events.count(EventType.PLAN_OFFERED) == 1
+
+
+def test_shares_of_the_same_clocks_are_the_same() -> None:
+    assert stage_clocks(plan(1400, 1000), 1) == stage_clocks(plan(900, 1000, time_s=2.0), 1)
+    assert stage_clocks(plan(1400, 1000), 1) != stage_clocks(plan(1400, 900), 1)
+    assert stage_clocks(plan(1400, 0), 1) == stage_clocks(STOCK, 0) == stage_clocks(HoldClocks((900, 0)), 1)

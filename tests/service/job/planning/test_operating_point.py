@@ -1,0 +1,76 @@
+"""Target times, and plans with the computations that have no clock."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.domain.model import Straggler
+from perseus.service.domain.specification import Deadline, OperatingPolicy
+from perseus.service.job.planning.operating_point import planned_clocks, straggler_time_s, target_times_s
+from perseus.solver import Kind
+from tests.service.frontiers import FRONTIER
+
+
+def test_a_plan_has_the_fixed_computations_in_their_places_without_a_clock() -> None:
+    plan = planned_clocks(FRONTIER, 1.1 * FRONTIER.t_min_s, at_stock=()).plan
+    for order, stage in zip(FRONTIER.pipeline.schedule.orders, plan.stages, strict=True):
+        assert tuple(planned.computation for planned in stage) == order
+        for planned in stage:
+            assert (planned.clock_mhz == 0) == (planned.computation.kind is Kind.FIXED)
+        for before, after in pairwise(stage):
+            assert after.start_s >= before.start_s + before.duration_s - 1e-9
+    ends_s = [stage[-1].start_s + stage[-1].duration_s for stage in plan.stages]
+    assert abs(max(ends_s) - plan.iteration_time_s) < 1e-9
+
+
+@given(
+    percent=st.floats(0, 100),
+    stragglers=st.dictionaries(st.integers(0, 4), st.floats(1, 10), max_size=5),
+)
+def test_targets_keep_the_policy_and_wait_for_the_slowest(
+    percent: float, stragglers: dict[int, float]
+) -> None:
+    times_s = {
+        p: straggler_time_s(Straggler(p, None, f), FRONTIER, 0.0, OperatingPolicy())
+        for p, f in stragglers.items()
+    }
+    targets_s = target_times_s(FRONTIER, OperatingPolicy(percent), 0.0, times_s, 5)
+    own_s = min(FRONTIER.t_min_s * (1 + percent / 100), FRONTIER.t_star_s)
+    for pipeline, target_s in enumerate(targets_s):
+        assert target_s >= FRONTIER.t_min_s
+        if pipeline in stragglers or not stragglers:
+            assert target_s == own_s
+        else:
+            assert target_s == max(own_s, min(FRONTIER.t_slow_s, max(times_s.values())))
+
+
+@given(st.floats(0.01, 10), st.floats(0, 10))
+def test_seconds_never_fall_below_t_min_nor_rise(measured_s: float, baseline_s: float) -> None:
+    time_s = straggler_time_s(Straggler(0, measured_s), FRONTIER, baseline_s, OperatingPolicy())
+    assert FRONTIER.t_min_s <= time_s <= max(FRONTIER.t_min_s, measured_s)
+
+
+def own_time_s(policy: OperatingPolicy, baseline_time_s: float = 0.0) -> float:
+    (time_s,) = target_times_s(FRONTIER, policy, baseline_time_s, {}, 1)
+    return time_s
+
+
+def test_a_deadline_sets_the_pace_of_whole_iterations() -> None:
+    overhead_s = 0.1
+    baseline_s = FRONTIER.baseline.iteration_time_s + overhead_s
+    middle_s = (FRONTIER.t_min_s + FRONTIER.t_star_s) / 2
+    assert FRONTIER.t_min_s < middle_s < FRONTIER.t_star_s
+    deadline = Deadline(50, 50 * (middle_s + overhead_s))
+    assert own_time_s(OperatingPolicy(deadline=deadline), baseline_s) == pytest.approx(middle_s)
+    assert own_time_s(OperatingPolicy(deadline=Deadline(50, 1e-3)), baseline_s) == FRONTIER.t_min_s
+    assert own_time_s(OperatingPolicy(deadline=Deadline(1, 1e6)), baseline_s) == FRONTIER.t_star_s
+
+
+@given(st.floats(1, 1000))
+def test_a_power_cap_is_kept_at_the_shortest_iteration_time_that_does(cap_w: float) -> None:
+    planned_s = own_time_s(OperatingPolicy(max_average_power_w=cap_w))
+    powers_w = {point.iteration_time_s: point.energy_j / point.iteration_time_s for point in FRONTIER.points}
+    keeping_s = [time_s for time_s, power_w in powers_w.items() if power_w <= cap_w]
+    assert planned_s == (min(keeping_s) if keeping_s else FRONTIER.points[-1].iteration_time_s)

@@ -1,0 +1,254 @@
+"""Lasting refusals: the job settles on plans that all ranks can follow, by its exact commands."""
+
+from dataclasses import replace
+
+import pytest
+
+from perseus.service.domain.commands import Announce, Command, SendOffer, Solve
+from perseus.service.domain.inputs import AgentLeft, OfferAnswered, Solved, StragglerReported
+from perseus.service.domain.model import (
+    STOCK,
+    STOCK_MHZ,
+    EventType,
+    HoldClocks,
+    JobState,
+    Offer,
+    PlannedClocks,
+    RefusalReason,
+    Straggler,
+    stage_clocks,
+)
+from perseus.service.domain.specification import Coordinates
+from perseus.service.job.rules import Rules
+from perseus.solver import solve
+from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, Cluster, make_spec
+
+FIRST, SECOND = Coordinates(0, 0, 0), Coordinates(0, 1, 0)
+THIRD, FOURTH = Coordinates(1, 0, 0), Coordinates(1, 1, 0)
+
+LASTING = (RefusalReason.NOT_PERMITTED, RefusalReason.GPU_FAILED, RefusalReason.ORDER_MISMATCH)
+
+
+def offers(commands: list[Command]) -> dict[Coordinates, Offer]:
+    return {command.rank: command.offer for command in commands if isinstance(command, SendOffer)}
+
+
+def problems(commands: list[Command]) -> list[Solve]:
+    return [command for command in commands if isinstance(command, Solve)]
+
+
+def events(commands: list[Command]) -> list[EventType]:
+    return [command.happening.type for command in commands if isinstance(command, Announce)]
+
+
+def messages(commands: list[Command]) -> list[str]:
+    return [command.happening.message for command in commands if isinstance(command, Announce)]
+
+
+def planned_mhz(cluster: Cluster, stage: int) -> set[int]:
+    found: set[int] = set()
+    for offer in cluster.machine._offers:
+        assert isinstance(offer.clocks, PlannedClocks)
+        found.update(planned.clock_mhz for planned in offer.clocks.plan.stages[stage])
+    return found
+
+
+def planned(tensors: int = 1) -> Cluster:
+    cluster = Cluster(make_spec(tensors=tensors))
+    cluster.join_all()
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.iterate(3)
+    return cluster
+
+
+def profiling() -> Cluster:
+    cluster = Cluster(make_spec(), Rules(baseline_iterations=1))
+    cluster.join_all()
+    cluster.iterate(1)
+    cluster.expect(JobState.BASELINE)
+    return cluster
+
+
+@pytest.mark.parametrize("reason", LASTING)
+def test_a_stage_that_can_not_be_clocked_stays_at_stock_and_the_others_are_planned_around_it(
+    reason: RefusalReason,
+) -> None:
+    cluster = planned()
+    commands = cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    offer = offers(commands)[FOURTH]
+    iteration = cluster.ranks[FOURTH].iteration
+    answer = OfferAnswered(FOURTH, "agent-1", EPOCH, offer.version, reason, "sorry", iteration)
+    commands = cluster.tell(answer)
+    assert events(commands)[:2] == [EventType.PLAN_REFUSED, EventType.STATE_CHANGED]
+    assert messages(commands)[1] == (
+        f"planned → solving: {FOURTH} stays at stock, with its stage: {reason.value}"
+    )
+    # Until there is a plan for what is left, everything is at stock.
+    assert {(some.version, some.clocks) for some in offers(commands).values()} == {(offer.version + 1, STOCK)}
+    assert offers(commands).keys() == {FIRST, SECOND, THIRD, FOURTH}
+    (problem,) = problems(commands)
+    assert {len(some) for (stage, _, _), some in problem.problem.profiles.items() if stage == 1} == {1}
+    cluster.carry_out(commands)
+    cluster.expect(JobState.PLANNED)
+    cluster.iterate(4)
+    cluster.expect_in_force()
+    assert planned_mhz(cluster, stage=1) == {STOCK_MHZ}
+    assert STOCK_MHZ not in planned_mhz(cluster, stage=0)
+    # From now on the stage at stock is told nothing: nothing changes for it.
+    commands = cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.4)))
+    assert offers(commands).keys() == {THIRD}
+    assert cluster.machine._offers[1].stage_versions[1] == offer.version + 1
+
+
+def test_with_tensor_parallelism_a_refusal_by_one_rank_reverts_its_whole_stage() -> None:
+    cluster = planned(tensors=2)
+    other = Coordinates(1, 1, 1)
+    cluster.send(cluster.ranks[other].lose_permission())
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.iterate(4)
+    cluster.expect_in_force()
+    for place, rank in cluster.ranks.items():
+        is_at_stock = stage_clocks(rank.in_force.clocks, place.stage) == STOCK_MHZ
+        assert is_at_stock == (place.stage == 1)
+
+
+def test_a_clock_that_is_not_available_is_left_out_of_its_stages_plans() -> None:
+    cluster = planned()
+    used_mhz = planned_mhz(cluster, stage=0)
+    gone_mhz = min(used_mhz)
+    cluster.ranks[THIRD].missing_mhz = frozenset({gone_mhz})
+    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.2)))
+    cluster.iterate(6)
+    cluster.expect(JobState.PLANNED)
+    cluster.expect_in_force()
+    assert gone_mhz not in planned_mhz(cluster, stage=0)
+    assert STOCK_MHZ not in planned_mhz(cluster, stage=0)
+    problem = cluster.machine.solved_frontier().pipeline
+    for (stage, _, _), some in problem.profiles.items():
+        assert (gone_mhz in {m.clock_mhz for m in some}) == (stage == 1)
+
+
+def test_a_refused_clock_without_a_name_costs_the_whole_offer() -> None:
+    cluster = planned()
+    offer = offers(cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
+    assert isinstance(offer.clocks, PlannedClocks)
+    asked_mhz = {planned.clock_mhz for planned in offer.clocks.plan.stages[0]}
+    refused = RefusalReason.CLOCK_NOT_SUPPORTED
+    cluster.tell(OfferAnswered(THIRD, "agent-1", EPOCH, offer.version, refused, "", 30))
+    assert set(cluster.machine._ranks[THIRD].refused_clocks_mhz) == asked_mhz
+
+
+def test_a_clock_refused_while_profiling_is_not_held_again() -> None:
+    cluster = profiling()
+    cluster.ranks[SECOND].missing_mhz = frozenset({CLOCKS_MHZ[0], CLOCKS_MHZ[-1]})
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.iterate(3)
+    cluster.expect_in_force()
+    held = [
+        offer.clocks
+        for command in cluster.history
+        if isinstance(command, SendOffer)
+        for offer in [command.offer]
+        if isinstance(offer.clocks, HoldClocks)
+    ]
+    assert held[0].clocks_mhz == (1400, 1400)
+    assert held[-1].clocks_mhz[1] not in (1400, 900)
+    measured = {(profile.stage, profile.clock_mhz) for profile in cluster.machine.profiler.profiles}
+    assert {(0, 1400), (0, 900)} <= measured
+    assert not {(1, 1400), (1, 900)} & measured
+
+
+def test_a_refusal_while_profiling_leaves_the_other_stages_what_they_hold() -> None:
+    cluster = profiling()
+    cluster.ranks[FOURTH].is_permitted = False
+    for rank in cluster.ranks.values():
+        rank.begin()
+    commands = [command for rank in cluster.ranks.values() for command in cluster.tell(rank.end(0.8))]
+    first = offers(commands)
+    assert first[FOURTH].clocks == HoldClocks((1400, 1400))
+    commands = cluster.tell(cluster.ranks[FOURTH].answer(first[FOURTH]))
+    # The ranks of its stage are told at once: none of them shall begin what the others can not.
+    assert offers(commands) == {
+        place: Offer(first[FOURTH].version + 1, 3, HoldClocks((1400, STOCK_MHZ)))
+        for place in (SECOND, FOURTH)
+    }
+
+
+def test_a_stage_without_permission_from_the_start_is_measured_and_planned_at_stock() -> None:
+    cluster = profiling()
+    cluster.ranks[FOURTH].is_permitted = False
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.iterate(3)
+    cluster.expect_in_force()
+    measured = [profile.clock_mhz for profile in cluster.machine.profiler.profiles if profile.stage == 1]
+    assert measured == [CLOCKS_MHZ[0]], "stock counts as the highest clock"
+    assert planned_mhz(cluster, stage=1) == {STOCK_MHZ}
+    assert len(planned_mhz(cluster, stage=0)) > 1
+
+
+def test_where_no_stage_can_be_clocked_the_job_stays_at_stock_and_says_why() -> None:
+    cluster = planned()
+    cluster.send(cluster.ranks[FIRST].lose_permission())
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.iterate(3)
+    commands = cluster.tell(cluster.ranks[FOURTH].lose_permission())
+    (again,) = offers(commands).values()
+    commands = cluster.tell(cluster.ranks[FOURTH].answer(again))
+    cluster.expect(JobState.STOCK)
+    assert "no stage can have other clocks than stock" in messages(commands)[1]
+    cluster.carry_out(commands)
+    cluster.iterate(3)
+    cluster.expect_in_force()
+
+
+def test_an_agent_that_does_not_know_the_rank_yet_changes_nothing() -> None:
+    cluster = planned()
+    offer = offers(cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
+    unknown = OfferAnswered(THIRD, "agent-1", EPOCH, offer.version, RefusalReason.UNKNOWN_RANK, "", -1)
+    assert events(cluster.tell(unknown)) == [EventType.PLAN_REFUSED]
+    cluster.expect(JobState.PLANNED)
+
+
+def test_a_frontier_that_was_solved_for_what_is_no_longer_there_is_not_used() -> None:
+    cluster = planned()
+    commands = cluster.tell(cluster.ranks[FIRST].lose_permission())
+    commands = cluster.tell(cluster.ranks[FIRST].answer(offers(commands)[FIRST]))
+    (before,) = problems(commands)
+    cluster.ranks[SECOND].missing_mhz = frozenset({CLOCKS_MHZ[-1]})
+    cluster.machine._planner.drop_frontier()
+    commands = cluster.tell(Solved(solve(before.problem, point_count=4)))
+    cluster.expect(JobState.SOLVING)
+    assert len(problems(commands)) == 1
+    assert EventType.SOLVED not in events(commands)
+
+
+def test_what_was_refused_survives_a_restart_of_the_coordinator_but_not_of_the_agent() -> None:
+    cluster = planned()
+    cluster.send(cluster.ranks[FOURTH].lose_permission())
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.restart()
+    cluster.join_all()
+    cluster.iterate(3)
+    assert cluster.machine._ranks[FOURTH].is_stock_only
+    cluster.expect_in_force()
+
+    cluster.send(AgentLeft("agent-1"))
+    for place in (THIRD, FOURTH):
+        rank = cluster.ranks[place]
+        rank.instance_id, rank.is_permitted = "another", True
+        rank.start_trainer(rank.iteration)
+        cluster.send(rank.joined())
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.iterate(4)
+    cluster.expect_in_force()
+    assert STOCK_MHZ not in planned_mhz(cluster, stage=1)
+
+
+def test_lower_answers_of_an_offer_that_was_overtaken_change_nothing() -> None:
+    cluster = planned()
+    old = offers(cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2))))[THIRD]
+    cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.4)))
+    answer = OfferAnswered(THIRD, "agent-1", EPOCH, old.version, RefusalReason.NOT_PERMITTED, "", 30)
+    assert cluster.tell(answer) == []
+    assert cluster.tell(replace(answer, epoch="another")) == []
+    cluster.expect(JobState.PLANNED)

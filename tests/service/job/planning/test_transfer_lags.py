@@ -1,0 +1,165 @@
+"""Transfers between stages that make a plan slower than promised: found, planned for, and remembered."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from perseus.service.domain.commands import (
+    Announce,
+    Command,
+    ReportIteration,
+    SendOffer,
+    SlowPlan,
+    Solve,
+    Store,
+)
+from perseus.service.domain.inputs import SolveFailed
+from perseus.service.domain.model import STOCK, Clocks, EventType, JobState, PlannedClocks
+from perseus.service.job.planning.drift import BLOCK
+from perseus.service.job.planning.plan_watch import MOST_BROKEN_PROMISES
+from perseus.solver import common_lag_s, replay, with_lag
+from tests.service.job.truthful_cluster import TruthfulCluster
+from tests.service.service_fakes import solved
+
+LAG_S = 0.006
+
+
+class WaitingCluster(TruthfulCluster):
+    """Problems wait to be solved from the first plan on."""
+
+    def __init__(self, lag_s: float = LAG_S) -> None:
+        super().__init__(lag_s=lag_s)
+        self.problems: list[Solve] | None = None
+        self.first_plans: list[Clocks] = []
+
+    def carry_out(self, commands: Iterable[Command]) -> None:
+        rest = list(commands)
+        if self.problems is not None:
+            self.problems += [command for command in rest if isinstance(command, Solve)]
+            rest = [command for command in rest if not isinstance(command, Solve)]
+        super().carry_out(rest)
+
+    def break_promise(self) -> list[Command]:
+        """Go on until the first plan has broken its promise; return what the machine wants at that."""
+        self.plan()
+        self.first_plans = [offer.clocks for offer in self.machine._offers]
+        self.problems = []
+        while self.machine.state is JobState.PLANNED:
+            before = len(self.history)
+            self.run(1)
+        found = self.history[before:]
+        return found[next(n for n, c in enumerate(found) if _is(c, EventType.PROMISE_BROKEN)) :]
+
+
+def _is(command: Command, kind: EventType) -> bool:
+    return isinstance(command, Announce) and command.happening.type is kind
+
+
+def kinds(commands: Iterable[Command]) -> list[type | EventType]:
+    """What the commands are about, records and iterations aside."""
+    return [
+        command.happening.type if isinstance(command, Announce) else type(command)
+        for command in commands
+        if not isinstance(command, Store | ReportIteration)
+    ]
+
+
+def test_where_the_profile_agrees_the_plan_is_withdrawn_and_the_next_is_to_explain_it() -> None:
+    cluster = WaitingCluster()
+    commands = cluster.break_promise()
+    cluster.expect(JobState.SOLVING)
+    assert kinds(commands) == [
+        EventType.PROMISE_BROKEN,
+        EventType.STATE_CHANGED,
+        Solve,
+        *[EventType.PLAN_OFFERED, SendOffer, SendOffer] * 2,
+    ]
+    (broken,) = cluster.announced(EventType.PROMISE_BROKEN)
+    (command,) = (command for command in commands if isinstance(command, Solve))
+    first = cluster.first_plans[0]
+    assert isinstance(first, PlannedClocks)
+    assert command.slow == SlowPlan(
+        first.plan, float(broken["median_time_s"]), float(broken["baseline_time_s"])
+    )
+    assert command.problem == with_lag(command.problem, 0.0)
+    assert {c.offer.clocks for c in commands if isinstance(c, SendOffer)} == {STOCK}
+
+
+def test_the_plan_that_leaves_transfers_their_time_keeps_its_promise_and_saves() -> None:
+    cluster = TruthfulCluster(lag_s=LAG_S).plan()
+    cluster.run(BLOCK)
+    (broken,) = cluster.announced(EventType.PROMISE_BROKEN)
+    before, after = cluster.announced(EventType.SOLVED)
+    assert float(before["transfer_lag_s"]) == 0
+    assert float(after["transfer_lag_s"]) == pytest.approx(LAG_S)
+    cluster.run(3 * BLOCK)
+    cluster.expect(JobState.PLANNED)
+    assert len(cluster.announced(EventType.PROMISE_BROKEN)) == 1
+    baseline_s = float(broken["baseline_time_s"])
+    assert float(broken["median_time_s"]) > 1.01 * baseline_s
+    last = cluster.machine.log.periods[-1]
+    assert last.iteration_time_s <= 1.001 * baseline_s
+    frontier = cluster.machine.solved_frontier()
+    real = with_lag(frontier.pipeline, LAG_S)
+    (clocks,) = {offer.clocks for offer in cluster.machine._offers}
+    assert isinstance(clocks, PlannedClocks)
+    planned, stock = replay(real, clocks.plan.clocks_mhz), replay(real, frontier.baseline.clocks_mhz)
+    assert planned.iteration_time_s <= stock.iteration_time_s
+    assert planned.energy_j < 0.95 * stock.energy_j
+
+
+def test_what_no_lag_explains_ends_at_stock() -> None:
+    cluster = WaitingCluster()
+    cluster.break_promise()
+    commands = cluster.tell(SolveFailed("no lag between stages explains it"))
+    assert kinds(commands) == [EventType.SOLVE_FAILED, EventType.STATE_CHANGED]
+    cluster.expect(JobState.STOCK)
+
+
+def test_longer_lags_are_found_until_promises_have_been_broken_too_often() -> None:
+    cluster = TruthfulCluster(lag_s=LAG_S).plan()
+    cluster.run(BLOCK)
+    for lag_s in (0.010, 0.013):
+        cluster.expect(JobState.PLANNED)
+        cluster.lag_s = lag_s
+        cluster.run(BLOCK)
+    cluster.expect(JobState.STOCK)
+    lags_s = [float(found["transfer_lag_s"]) for found in cluster.announced(EventType.SOLVED)]
+    assert lags_s == sorted(lags_s)
+    assert len(cluster.announced(EventType.PROMISE_BROKEN)) == MOST_BROKEN_PROMISES + 1
+    assert len(lags_s) == MOST_BROKEN_PROMISES + 1
+    assert cluster.announced(EventType.STATE_CHANGED)[-1]["reason"] == "plans broke their promise 3 times"
+
+
+def test_a_restarted_coordinator_knows_the_lag_and_makes_the_same_plans() -> None:
+    cluster = TruthfulCluster(lag_s=LAG_S).plan()
+    cluster.run(BLOCK)
+    record = cluster.stored().record
+    assert record is not None
+    assert record.lag_s == pytest.approx(LAG_S)
+    before, versions = cluster.machine.solved_frontier(), list(cluster.offered_versions)
+    cluster.restart()
+    cluster.join_all()
+    cluster.run(BLOCK)
+    assert cluster.machine.solved_frontier().pipeline == before.pipeline
+    assert cluster.machine.solved_frontier().points == before.points
+    assert cluster.offered_versions == versions
+
+
+def test_a_frontier_that_was_asked_for_to_explain_a_slow_plan_is_planned_on() -> None:
+    cluster = WaitingCluster()
+    cluster.break_promise()
+    assert cluster.problems is not None
+    commands = cluster.tell(solved(cluster.problems.pop()))
+    assert kinds(commands) == [
+        EventType.SOLVED,
+        EventType.STATE_CHANGED,
+        *[EventType.PLAN_OFFERED, SendOffer, SendOffer] * 2,
+    ]
+    cluster.carry_out(commands)
+    cluster.run(BLOCK)
+    cluster.slowness = lambda _stage, _mhz: 0.9
+    cluster.run(2 * BLOCK)
+    (later,) = cluster.problems
+    assert later.slow is None
+    assert common_lag_s(later.problem) == pytest.approx(LAG_S)

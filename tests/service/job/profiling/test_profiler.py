@@ -1,0 +1,125 @@
+"""Rounds of held clocks by themselves: which pipelines count, and when a round has ended."""
+
+import pytest
+
+from perseus.service.domain.commands import Announce, Command
+from perseus.service.domain.measured import JobIteration
+from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks
+from perseus.service.domain.specification import Parallelism
+from perseus.service.job.journal import Journal
+from perseus.service.job.profiling.profiler import HOLD_LIMIT, Profiler, ProfilingRules
+from perseus.solver import Kind, one_forward_one_backward
+from tests.service.service_fakes import CLOCKS_MHZ, estimate, time_s
+
+SHAPE = Parallelism(2, 2, 1)
+SCHEDULE = one_forward_one_backward(2, 3)
+ITERATIONS = 2
+USABLE_MHZ = [CLOCKS_MHZ] * 2
+
+
+class Bench:
+    """A profiler in its first round, in which all stages hold the highest clock."""
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        rules = ProfilingRules(iterations=ITERATIONS)
+        self.profiler = Profiler(SHAPE, SCHEDULE, rules, self.journal)
+        held = self.profiler.next_round(None, USABLE_MHZ, 0.0)
+        assert held == HoldClocks((1400, 1400))
+        self.held = held
+        self.number = 0
+
+    def iterate(self, disturbed: set[int], measured: set[int]) -> None:
+        """An iteration, with estimates from these pipelines; one that is disturbed is three times as slow."""
+        self.number += 1
+        for place in SHAPE.all_coordinates():
+            if place.pipeline in measured:
+                slowness = 3.0 if place.pipeline in disturbed else 1.0
+                order = SCHEDULE.orders[place.stage]
+                found = estimate(order, 1, self.number, 1400, slowness)
+                self.profiler.take_estimate(place, found)
+        self.profiler.take_iteration(JobIteration(self.number, (1, 1), True, 0.8, (1.0, 1.0)), disturbed, 0.0)
+
+    def goes_on(self) -> bool:
+        return self.profiler.next_round(self.held, USABLE_MHZ, 0.0) is self.held
+
+    def measured_s(self) -> dict[int, float]:
+        return {
+            profile.stage: profile.measurements[0, Kind.FORWARD].time_s for profile in self.profiler.profiles
+        }
+
+    def events(self) -> list[EventType]:
+        commands: list[Command] = self.journal.take()
+        return [command.happening.type for command in commands if isinstance(command, Announce)]
+
+
+def true_s(stage: int) -> float:
+    return time_s(stage, Kind.FORWARD, 1400)
+
+
+def test_a_pipeline_that_was_slow_in_a_round_does_not_count_in_it() -> None:
+    bench = Bench()
+    bench.iterate(disturbed={1}, measured={0, 1})
+    assert bench.goes_on()
+    bench.iterate(disturbed=set(), measured={0, 1})
+    assert not bench.goes_on()
+    assert bench.measured_s() == pytest.approx({stage: true_s(stage) for stage in range(2)})
+    assert bench.events() == [EventType.CLOCK_PROFILED]
+
+
+def test_where_all_pipelines_are_slow_all_of_them_count() -> None:
+    bench = Bench()
+    bench.iterate(disturbed={0}, measured={0, 1})
+    bench.iterate(disturbed={0, 1}, measured={0, 1})
+    assert not bench.goes_on()
+    assert bench.measured_s() == pytest.approx({stage: 3.0 * true_s(stage) for stage in range(2)})
+    assert bench.events() == [EventType.CLOCK_PROFILED], "nothing is given up"
+
+
+def test_a_slow_pipeline_need_not_be_measured() -> None:
+    bench = Bench()
+    for _ in range(ITERATIONS):
+        bench.iterate(disturbed={1}, measured={0})
+    assert not bench.goes_on()
+    assert bench.measured_s() == pytest.approx({stage: true_s(stage) for stage in range(2)})
+
+
+def test_who_was_slow_is_forgotten_with_the_round() -> None:
+    bench = Bench()
+    bench.iterate(disturbed={0}, measured={0, 1})
+    assert bench.profiler.next_round(None, USABLE_MHZ, 0.0) == bench.held
+    for _ in range(ITERATIONS):
+        bench.iterate(disturbed=set(), measured={0})
+    assert bench.goes_on(), "pipeline 1 counts again, and is not measured"
+
+
+def test_a_clock_that_does_not_get_measured_is_given_up() -> None:
+    bench = Bench()
+    for _ in range(HOLD_LIMIT * ITERATIONS - 1):
+        bench.iterate(disturbed=set(), measured={0})
+    assert bench.goes_on()
+    bench.iterate(disturbed=set(), measured={0})
+    following = bench.profiler.next_round(bench.held, USABLE_MHZ, 0.0)
+    assert following == HoldClocks((1300, 1300))
+    assert bench.events() == [EventType.CLOCK_GIVEN_UP] * 2
+
+
+def test_what_was_estimated_at_stock_counts_for_a_stage_that_stays_there() -> None:
+    """The longer a plan is in force, the rarer are its estimates: the next may be far away."""
+    journal = Journal()
+    profiler = Profiler(SHAPE, SCHEDULE, ProfilingRules(iterations=ITERATIONS), journal)
+    for place in SHAPE.all_coordinates():
+        profiler.take_estimate(place, estimate(SCHEDULE.orders[place.stage], 0, 100, STOCK_MHZ))
+    usable_mhz = [CLOCKS_MHZ, CLOCKS_MHZ[:1]]
+    held = profiler.next_round(None, usable_mhz, 0.0)
+    assert held == HoldClocks((1400, STOCK_MHZ))
+    assert profiler.next_round(held, usable_mhz, 0.0) is held, (
+        "stage 0 holds a clock of which nothing is known"
+    )
+    for place in SHAPE.all_coordinates():
+        if place.stage == 0:
+            profiler.take_estimate(place, estimate(SCHEDULE.orders[0], 1, ITERATIONS, 1400))
+    following = profiler.next_round(held, usable_mhz, 0.0)
+    assert isinstance(following, HoldClocks)
+    assert following.clocks_mhz[1] == STOCK_MHZ
+    assert [(profile.stage, profile.clock_mhz) for profile in profiler.profiles] == [(0, 1400), (1, 1400)]

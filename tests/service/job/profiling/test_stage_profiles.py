@@ -1,0 +1,127 @@
+"""Merged measurements, blocking power, interpolation and correction."""
+
+from dataclasses import replace
+
+import pytest
+
+from perseus.service.domain.measured import StageProfile
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.domain.telemetry import EnergyEstimate
+from perseus.service.job.profiling.stage_profiles import (
+    agree,
+    blocking_power_w,
+    build_problem,
+    corrected,
+    interpolate,
+    is_measured,
+    merge,
+)
+from perseus.solver import Kind, Measurement, one_forward_one_backward
+from tests.service.service_fakes import BLOCKING_POWER_W, energy_j, estimate, time_s
+
+SCHEDULE = one_forward_one_backward(2, 2)
+SHAPE = Parallelism(2, 2, 2)
+KINDS = (Kind.FORWARD, Kind.BACKWARD)
+
+
+def estimates(clock_mhz: int) -> dict[Coordinates, EnergyEstimate]:
+    return {
+        place: estimate(SCHEDULE.orders[place.stage], 1, 3, clock_mhz) for place in SHAPE.all_coordinates()
+    }
+
+
+def scaled(some: EnergyEstimate, time: float, energy: float) -> EnergyEstimate:
+    samples = (replace(s, time_s=s.time_s * time, energy_j=s.energy_j * energy) for s in some.samples)
+    return replace(some, samples=tuple(samples))
+
+
+def test_time_is_that_of_the_slowest_tensor_rank_and_energy_their_sum_averaged_over_pipelines() -> None:
+    found = estimates(1200)
+    found[Coordinates(0, 1, 1)] = scaled(found[Coordinates(0, 1, 1)], time=1.5, energy=3.0)
+    profile = merge(1, 1200, found, SHAPE, range(2), 1200)
+    measured = profile.measurements[0, Kind.BACKWARD]
+    assert measured.time_s == pytest.approx(1.25 * time_s(1, Kind.BACKWARD, 1200))
+    assert measured.energy_j == pytest.approx((4 + 2) / 2 * energy_j(1, Kind.BACKWARD, 1200))
+    healthy = merge(1, 1200, found, SHAPE, [1], 1200)
+    assert healthy.measurements[0, Kind.BACKWARD].time_s == pytest.approx(time_s(1, Kind.BACKWARD, 1200))
+
+
+def test_blocking_power_is_the_mean_of_the_ranks_that_tell_it() -> None:
+    found = estimates(1200)
+    for place in (Coordinates(0, 0, 0), Coordinates(1, 0, 0)):
+        found[place] = replace(found[place], blocking_power_w=0.0, blocking_power_se_w=0.0)
+    assert merge(0, 1200, found, SHAPE, range(2), 1200).blocking_power_w == pytest.approx(
+        2 * BLOCKING_POWER_W
+    )
+
+
+def with_power(stage: int, power_w: float, error_w: float) -> StageProfile:
+    return StageProfile(stage, 1000, {}, power_w, error_w)
+
+
+def test_over_the_clocks_blocking_power_is_weighted_by_its_certainty() -> None:
+    profiles = [with_power(0, 100.0, 1.0), with_power(0, 110.0, 3.0)]
+    assert blocking_power_w(profiles, 1) == pytest.approx((101.0,))
+    without_error = [with_power(0, 80.0, 0.0), with_power(0, 90.0, 1.0)]
+    assert blocking_power_w(without_error, 1) == pytest.approx((85.0,))
+
+
+def test_a_stage_that_never_waits_gets_the_mean_of_the_others() -> None:
+    profiles = [with_power(0, 100.0, 1.0), with_power(1, 80.0, 1.0), with_power(2, 0.0, 0.0)]
+    assert blocking_power_w(profiles, 3) == pytest.approx((100.0, 80.0, 90.0))
+    assert blocking_power_w(profiles[2:], 3) == (0.0, 0.0, 0.0)
+
+
+def test_an_estimate_with_impossible_energy_is_not_a_measurement_yet() -> None:
+    order = SCHEDULE.orders[0]
+    good = estimate(order, 1, 3, 1200)
+    assert is_measured(good, order, 1200, 3)
+    assert not is_measured(good, order, 1200, 4)
+    assert not is_measured(good, order, 1300, 3)
+    assert not is_measured(scaled(good, time=1.0, energy=-1.0), order, 1200, 3)
+
+
+def at(clock_mhz: int, time_s: float, energy_j: float) -> Measurement:
+    return Measurement(clock_mhz, time_s, energy_j)
+
+
+def test_between_clocks_time_follows_the_time_of_a_cycle() -> None:
+    measured = [at(1000, 0.3, 30.0), at(2000, 0.2, 40.0)]
+    between = interpolate(measured, 1500)
+    # A fixed 0.1 s, and 0.2 s at 1000 MHz that shrinks with the clock.
+    assert between.time_s == pytest.approx(0.1 + 0.2 / 1.5)
+    assert 30.0 < between.energy_j < 40.0
+
+
+def test_the_problem_holds_interpolated_clocks_between_the_measured_ones_only() -> None:
+    profiles = [
+        StageProfile(stage, mhz, {(0, kind): at(mhz, 100 / mhz, 10.0) for kind in KINDS}, 5.0, 0.0)
+        for stage in range(2)
+        for mhz in (1000, 1400)
+    ]
+    problem = build_problem(profiles, SCHEDULE, [(1500, 1400, 1200, 1000, 900)] * 2)
+    assert {m.clock_mhz for m in problem.profiles[1, 0, Kind.FORWARD]} == {1400, 1200, 1000}
+
+
+def test_a_correction_replaces_what_was_seen_and_scales_the_rest() -> None:
+    key = (0, Kind.FORWARD)
+    profiles = [StageProfile(0, mhz, {key: at(mhz, 100 / mhz, 10.0)}, 5.0, 0.0) for mhz in (1000, 2000)]
+    newer = corrected(profiles, {(0, 1500, key): 0.08})
+    assert [profile.clock_mhz for profile in newer] == [1000, 1500, 2000]
+    times_s = [profile.measurements[key].time_s for profile in newer]
+    assert times_s == pytest.approx([0.12, 0.08, 0.06])
+    assert newer[0].measurements[key].energy_j == pytest.approx(12.0)
+    assert newer[0].blocking_power_w == 5.0
+
+
+def test_profiles_agree_only_if_they_have_a_clock_in_common_and_all_figures_are_close() -> None:
+    key = (0, Kind.FORWARD)
+
+    def profile(mhz: int, time_s: float, energy_j: float) -> list[StageProfile]:
+        return [StageProfile(0, mhz, {key: at(mhz, time_s, energy_j)}, 5.0, 0.0)]
+
+    ours = profile(1000, 0.1, 10.0)
+    assert agree(ours, profile(1000, 0.101, 10.5), 0.02, 0.1)
+    assert not agree(ours, profile(1000, 0.103, 10.0), 0.02, 0.1)
+    assert not agree(ours, profile(1000, 0.1, 12.0), 0.02, 0.1)
+    assert not agree(ours, profile(1100, 0.1, 10.0), 0.02, 0.1)

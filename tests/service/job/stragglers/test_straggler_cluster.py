@@ -1,0 +1,190 @@
+"""Stragglers on an emulated cluster, 1 % of noise on every computation: found, answered and withdrawn."""
+
+import pytest
+
+from perseus.service.domain.commands import Announce, SendOffer
+from perseus.service.domain.inputs import PolicySet, StragglerCleared, StragglerReported
+from perseus.service.domain.model import EventType, JobState, Straggler
+from perseus.service.domain.specification import OperatingPolicy
+from perseus.service.job.stragglers.detector import ENTER
+from tests.service.job.stragglers.straggler_cluster import TimedCluster
+from tests.service.service_fakes import make_spec
+
+SEEDS = range(3)
+
+
+def planned(pipelines: int = 2, seed: int = 0, **changes: float) -> TimedCluster:
+    cluster = TimedCluster(make_spec(pipelines=pipelines, stages=3, microbatches=6), seed=seed, **changes)
+    cluster.run_to_plan()
+    return cluster
+
+
+def detected(cluster: TimedCluster) -> dict[int, float]:
+    """T' over T_min of the stragglers that are known."""
+    view = cluster.machine.view()
+    assert view.detected_stragglers == frozenset(view.straggler_times_s)
+    return {pipeline: time_s / view.t_min_s for pipeline, time_s in view.straggler_times_s.items()}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("pipelines", "slow"), [(2, 0), (2, 1), (4, 2)])
+def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
+    pipelines: int, slow: int, seed: int
+) -> None:
+    cluster = planned(pipelines, seed)
+    others = set(range(pipelines)) - {slow}
+    t_min_s = cluster.machine.view().t_min_s
+
+    cluster.slowdowns[slow] = 1.2
+    count, offered = cluster.run_until_offered(limit=3)
+    assert (count <= 3, offered) == (True, others)
+    assert detected(cluster) == {slow: pytest.approx(1.2, abs=0.02)}
+    assert cluster.run(10) == []
+    for pipeline, time_s in enumerate(cluster.planned_times_s()):
+        assert time_s == t_min_s if pipeline == slow else t_min_s < time_s <= 1.22 * t_min_s
+
+    cluster.slowdowns[slow] = 1.0
+    count, offered = cluster.run_until_offered(limit=3)
+    assert (count <= 3, offered) == (True, others)
+    assert detected(cluster) == {}
+    assert cluster.run(20) == []
+    assert cluster.planned_times_s() == [t_min_s] * pipelines
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_found_while_all_are_well(seed: int) -> None:
+    """From the first iteration through the baseline, the profile and plans that come and go."""
+    cluster = TimedCluster(make_spec(pipelines=3, stages=3, microbatches=6), seed=seed)
+    cluster.run_to_plan()
+    for percent in (5.0, 0.0, 20.0):
+        cluster.send(PolicySet(OperatingPolicy(percent)))
+        cluster.run(8)
+    cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.15)))
+    cluster.run(8)
+    cluster.send(StragglerCleared(1))
+    cluster.run(40)
+    assert not [
+        command.happening
+        for command in cluster.history
+        if isinstance(command, Announce) and command.happening.type is EventType.STRAGGLER_DETECTED
+    ]
+
+
+def test_a_single_slow_iteration_changes_nothing() -> None:
+    cluster = planned()
+    for slowdown in (1.2, 1.5, 3.0):
+        before = len(cluster.offered_versions)
+        assert cluster.run(1, {1: slowdown}) == []
+        assert cluster.run(6, {1: 1.0}) == []
+        assert len(cluster.offered_versions) == before
+
+
+@pytest.mark.parametrize("high", [1 + 1.5 * ENTER, 1.1, 1.2])
+def test_alternating_jitter_does_not_flap(high: float) -> None:
+    cluster = planned()
+    found = [change for _ in range(10) for s in (high, 1.0) for change in cluster.run(1, {0: s})]
+    assert len(found) <= 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_jitter_at_the_limit_does_not_flap(seed: int) -> None:
+    cluster = planned(seed=seed, noise=0.002)
+    levels = (1 + 0.75 * ENTER, 1 + 1.25 * ENTER)
+    found = [change for _ in range(10) for s in levels for change in cluster.run(1, {0: s})]
+    assert len(found) <= 1
+
+
+def test_a_step_of_the_whole_job_is_no_straggler() -> None:
+    cluster = planned()
+    assert cluster.run(10, {0: 1.15, 1: 1.15}) == []
+    assert cluster.run(10, {0: 1.0, 1: 1.0}) == []
+
+
+def test_the_evidence_is_in_the_event() -> None:
+    cluster = planned(noise=0.0)
+    (found,) = cluster.run(3, {1: 1.2})
+    assert found.type is EventType.STRAGGLER_DETECTED
+    assert found.message == "pipeline 1 is slow: 1.200 × its plan, stage 0 the most"
+    evidence = found.attributes
+    assert float(evidence["span_s"]) == pytest.approx(1.2 * float(evidence["planned_span_s"]))
+    assert float(evidence["excess"]) == pytest.approx(0.2)
+    assert float(evidence["enter"]) == ENTER
+    assert evidence["iteration_count"] == "2"
+    assert evidence["is_overridden"] == "False"
+    (found,) = cluster.run(3, {1: 1.0})
+    assert (found.type, found.message) == (EventType.STRAGGLER_WITHDRAWN, "pipeline 1 is itself again")
+
+
+def test_a_gpu_that_says_it_is_hot_is_believed_at_once() -> None:
+    cluster = planned(noise=0.0)
+    cluster.clock_event_reasons[1] = 0x40
+    assert cluster.run(5) == [], "as long as it keeps up"
+    cluster.slowdowns[1] = 1.2
+    count, _ = cluster.run_until_offered(limit=1)
+    assert count == 1
+
+
+def test_without_a_plan_peers_are_the_measure() -> None:
+    cluster = TimedCluster(make_spec(pipelines=3, stages=3, microbatches=6))
+    cluster.join_all()
+    cluster.run(1)
+    found = cluster.run(3, {2: 1.2})
+    assert cluster.machine.state in (JobState.BASELINE, JobState.PROFILING)
+    assert [change.attributes["pipeline"] for change in found] == ["2"]
+    assert "its peers" in found[0].message
+    assert cluster.machine.view().straggler_times_s == {2: 0.0}
+
+
+def test_a_report_overrides_what_is_found_until_it_is_cleared() -> None:
+    cluster = planned()
+    t_min_s = cluster.machine.view().t_min_s
+    cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.3)))
+    found = cluster.run(6, {1: 1.2})
+    assert [change.attributes["is_overridden"] for change in found] == ["True"]
+    view = cluster.machine.view()
+    assert (view.straggler_times_s, view.detected_stragglers) == ({1: 1.3 * t_min_s}, frozenset())
+
+    cluster.send(StragglerCleared(1))
+    assert detected(cluster) == {1: pytest.approx(1.2, abs=0.02)}, "what was found meanwhile counts"
+    assert [change.type for change in cluster.run(3, {1: 1.0})] == [EventType.STRAGGLER_WITHDRAWN]
+    assert detected(cluster) == {}
+
+
+def test_what_was_found_can_be_cleared_and_is_found_again() -> None:
+    cluster = planned()
+    cluster.run(3, {1: 1.2})
+    cluster.send(StragglerCleared(1))
+    assert detected(cluster) == {}
+    assert [change.attributes["pipeline"] for change in cluster.run(3)] == ["1"]
+
+
+def test_a_straggler_scales_with_the_plan_that_it_has() -> None:
+    cluster = planned(noise=0.0)
+    cluster.send(PolicySet(OperatingPolicy(10.0)))
+    cluster.run(6, {1: 1.1})
+    own_s = cluster.planned_times_s()[1]
+    view = cluster.machine.view()
+    assert view.straggler_times_s == {1: pytest.approx(1.1 * own_s)}
+    cluster.send(PolicySet(OperatingPolicy(0.0)))
+    cluster.run(6)
+    assert detected(cluster) == {1: pytest.approx(1.1)}
+
+
+def test_a_restarted_coordinator_keeps_what_it_found() -> None:
+    cluster = planned(noise=0.0)
+    cluster.run(6, {1: 1.2})
+    before = cluster.planned_times_s()
+    cluster.restart()
+    cluster.join_all()
+    assert cluster.run(6) == []
+    assert detected(cluster) == {1: pytest.approx(1.2)}
+    assert cluster.planned_times_s() == before
+    assert [change.type for change in cluster.run(3, {1: 1.0})] == [EventType.STRAGGLER_WITHDRAWN]
+
+
+def test_offers_for_a_straggler_reach_only_the_others() -> None:
+    cluster = planned(pipelines=4)
+    before = len(cluster.history)
+    cluster.run(8, {3: 1.2})
+    offered = {c.rank.pipeline for c in cluster.history[before:] if isinstance(c, SendOffer)}
+    assert offered == {0, 1, 2}

@@ -1,0 +1,326 @@
+"""Random lives of a job: joins, losses, reconnects, offers late and refused, stragglers, restarts.
+
+After every input the machine validates itself; no version goes backwards. When things calm down, every rank
+has its share of its pipeline's plan in force, and plans ask for nothing that a rank can't do: a stage that
+may not set clocks is at stock; where no stage may, the job.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from perseus.service.domain.commands import Announce, Command, EndStream, SendOffer, Solve
+from perseus.service.domain.inputs import (
+    AgentDisconnected,
+    AgentHeard,
+    AgentLeft,
+    OfferAnswered,
+    PolicySet,
+    RankLeft,
+    Solved,
+    StragglerCleared,
+    StragglerReported,
+    TelemetryArrived,
+    Tick,
+)
+from perseus.service.domain.model import (
+    STOCK_MHZ,
+    JobState,
+    RankLeftReason,
+    RefusalReason,
+    Straggler,
+    stage_clocks,
+)
+from perseus.service.domain.specification import Coordinates, OperatingPolicy
+from perseus.service.job.profiling.profiler import ProfilingRules
+from perseus.service.job.rules import Rules
+from perseus.solver import solve
+from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, Cluster, FakeRank, make_spec
+
+PLACES = list(make_spec().parallelism.all_coordinates())
+LEASE_S = 10.0
+
+
+class RandomLife(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster = Cluster(make_spec(microbatches=2), Rules(LEASE_S, 1, ProfilingRules(iterations=1)))
+        self.waiting: deque[SendOffer] = deque()
+        self.problems: deque[Solve] = deque()
+        self.joined: set[Coordinates] = set()
+        self.sent_versions: dict[Coordinates, int] = {}
+        self.unknown: list[OfferAnswered] = []
+        self.told: TelemetryArrived | None = None
+        self.incarnations = 0
+        self.may_be_at_stock = False
+
+    # What the agents of the cluster do with the machine's commands: offers may wait, in order.
+
+    def take(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            if isinstance(command, SendOffer):
+                assert command.rank in self.joined, "an offer to a rank that nobody serves"
+                version = command.offer.version
+                assert version >= self.sent_versions.get(command.rank, 0), "a version went backwards"
+                self.sent_versions[command.rank] = version
+                self.waiting.append(command)
+            elif isinstance(command, Solve):
+                self.problems.append(command)
+            elif isinstance(command, EndStream):
+                self.break_stream(command.instance_id)
+
+    def break_stream(self, instance_id: str) -> None:
+        self.joined -= {place for place in self.joined if self.rank(place).instance_id == instance_id}
+        self.waiting = deque(command for command in self.waiting if command.instance_id != instance_id)
+        self.unknown = [answer for answer in self.unknown if answer.instance_id != instance_id]
+
+    def rank(self, place: Coordinates) -> FakeRank:
+        return self.cluster.ranks[place]
+
+    def deliver_one(self) -> None:
+        command = self.waiting.popleft()
+        self.take(self.cluster.tell(self.rank(command.rank).answer(command.offer)))
+
+    def step(self, rank: FakeRank) -> None:
+        in_force = rank.begin()
+        if rank.place in self.joined:
+            if in_force is not None:
+                self.take(self.cluster.tell(in_force))
+            self.told = rank.end(0.8)
+            self.take(self.cluster.tell(self.told))
+
+    def join_rank(self, place: Coordinates) -> None:
+        self.joined.add(place)
+        self.waiting = deque(command for command in self.waiting if command.rank != place)
+        self.rank(place).pending = None
+        self.take(self.cluster.tell(self.rank(place).joined()))
+        # What was offered to the trainer before is answered only now, on the same stream.
+        late = [answer for answer in self.unknown if answer.rank == place]
+        self.unknown = [answer for answer in self.unknown if answer.rank != place]
+        for answer in late:
+            self.take(self.cluster.tell(answer))
+
+    def lose(self, place: Coordinates) -> None:
+        self.joined.discard(place)
+        self.unknown += [
+            replace(self.rank(place).answer(command.offer), refusal=RefusalReason.UNKNOWN_RANK, iteration=-1)
+            for command in self.waiting
+            if command.rank == place
+        ]
+        self.waiting = deque(command for command in self.waiting if command.rank != place)
+        self.rank(place).start_trainer()
+        left = RankLeft(place, self.rank(place).instance_id, RankLeftReason.TRAINER_GONE)
+        self.take(self.cluster.tell(left))
+
+    def calm_down(self) -> None:
+        """The trainers are in step, all ranks join, offers arrive, problems are solved, iterations go by."""
+        if len({rank.iteration for rank in self.cluster.ranks.values()}) > 1:
+            for place in PLACES:
+                self.lose(place)
+        self.join_all()
+        calm_count = 0
+        for _ in range(100):
+            while self.waiting:
+                self.deliver_one()
+            while self.problems:
+                self.finish_solving()
+            for rank in self.cluster.ranks.values():
+                self.step(rank)
+            calm_count = calm_count + 1 if self.is_calm() else 0
+            if calm_count == 10:
+                break
+
+    def is_calm(self) -> bool:
+        machine = self.cluster.machine
+        return machine.state in (JobState.PLANNED, JobState.STOCK) and all(
+            rank.in_force.version == machine._offers.of_rank(place).version
+            for place, rank in self.cluster.ranks.items()
+        )
+
+    # What may happen.
+
+    @initialize(is_planned=st.booleans())
+    def begin(self, is_planned: bool) -> None:
+        if is_planned:
+            self.calm_down()
+
+    @rule(place=st.sampled_from(PLACES))
+    def join(self, place: Coordinates) -> None:
+        if place not in self.joined:
+            self.join_rank(place)
+
+    @rule()
+    def join_all(self) -> None:
+        for place in PLACES:
+            self.join(place)
+
+    @precondition(lambda self: self.joined)
+    @rule(data=st.data())
+    def lose_trainer(self, data: st.DataObject) -> None:
+        self.lose(data.draw(st.sampled_from(sorted(self.joined))))
+
+    def instance_of(self, pipeline: int) -> str:
+        return self.rank(Coordinates(pipeline, 0, 0)).instance_id
+
+    @rule(pipeline=st.integers(0, 1))
+    def disconnect(self, pipeline: int) -> None:
+        instance_id = self.instance_of(pipeline)
+        self.break_stream(instance_id)
+        self.take(self.cluster.tell(AgentDisconnected(instance_id)))
+
+    @rule(pipeline=st.integers(0, 1))
+    def end_agent(self, pipeline: int) -> None:
+        """The next one may do what this one could not."""
+        instance_id = self.instance_of(pipeline)
+        self.break_stream(instance_id)
+        self.incarnations += 1
+        for rank in self.cluster.ranks.values():
+            if rank.place.pipeline == pipeline:
+                rank.start_trainer()
+                rank.instance_id = f"agent-{pipeline}.{self.incarnations}"
+                rank.is_permitted, rank.missing_mhz = True, frozenset()
+        self.take(self.cluster.tell(AgentLeft(instance_id)))
+
+    @rule(place=st.sampled_from(PLACES))
+    def run_one_iteration(self, place: Coordinates) -> None:
+        self.step(self.rank(place))
+
+    @rule(count=st.integers(1, 4))
+    def run_iterations(self, count: int) -> None:
+        for _ in range(count):
+            for rank in self.cluster.ranks.values():
+                self.step(rank)
+
+    @rule(count=st.integers(1, 3))
+    def run_and_deliver(self, count: int) -> None:
+        for _ in range(count):
+            while self.waiting:
+                self.deliver_one()
+            for rank in self.cluster.ranks.values():
+                self.step(rank)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def deliver(self) -> None:
+        self.deliver_one()
+
+    @precondition(lambda self: self.problems)
+    @rule()
+    def finish_solving(self) -> None:
+        frontier = solve(self.problems.popleft().problem, point_count=4)
+        self.take(self.cluster.tell(Solved(frontier)))
+
+    @precondition(lambda self: len(self.waiting) > 1)
+    @rule()
+    def deliver_out_of_order(self) -> None:
+        """Offers to different ranks travel on streams of their own: the last may be the first there."""
+        last = self.waiting[-1]
+        if all(other.rank != last.rank for other in list(self.waiting)[:-1]):
+            self.waiting.rotate(1)
+            self.deliver_one()
+
+    @rule(place=st.sampled_from(PLACES), luck=st.integers(0, 3))
+    def lose_permission(self, place: Coordinates, luck: int) -> None:
+        """The agent falls back to stock, and refuses all clocks from now on."""
+        if not luck:
+            fallen = self.rank(place).lose_permission()
+            if place in self.joined:
+                self.take(self.cluster.tell(fallen))
+
+    @rule(place=st.sampled_from(PLACES), clock_mhz=st.sampled_from(CLOCKS_MHZ), luck=st.integers(0, 1))
+    def lose_clock(self, place: Coordinates, clock_mhz: int, luck: int) -> None:
+        """What is in force stays; from now on offers with this clock are refused."""
+        if not luck:
+            self.rank(place).missing_mhz |= {clock_mhz}
+
+    @precondition(lambda self: self.told is not None)
+    @rule()
+    def repeat_telemetry(self) -> None:
+        """What was told before changes nothing."""
+        assert self.told is not None
+        if self.told.rank in self.joined:
+            self.take(self.cluster.tell(self.told))
+
+    @precondition(lambda self: self.joined)
+    @rule(data=st.data())
+    def repeat_an_answer(self, data: st.DataObject) -> None:
+        """An answer to what is long over, and one to a plan of another epoch, change nothing."""
+        rank = self.rank(data.draw(st.sampled_from(sorted(self.joined))))
+        epoch = data.draw(st.sampled_from([EPOCH, "of a coordinator that forgot"]))
+        old = OfferAnswered(
+            rank.place, rank.instance_id, epoch, 0, RefusalReason.NOT_PERMITTED, "", rank.iteration
+        )
+        self.take(self.cluster.tell(old))
+
+    @rule(pipeline=st.integers(0, 1), factor=st.sampled_from([1.0, 1.1, 1.3, 5.0]))
+    def report_straggler(self, pipeline: int, factor: float) -> None:
+        self.take(self.cluster.tell(StragglerReported(Straggler(pipeline, slowdown_factor=factor))))
+
+    @rule(pipeline=st.integers(0, 1))
+    def clear_straggler(self, pipeline: int) -> None:
+        self.take(self.cluster.tell(StragglerCleared(pipeline)))
+
+    @rule(percent=st.sampled_from([0.0, 5.0, 20.0]))
+    def set_policy(self, percent: float) -> None:
+        self.take(self.cluster.tell(PolicySet(OperatingPolicy(percent))))
+
+    @rule(seconds=st.sampled_from([0.1, 4.0, LEASE_S]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.cluster.now_s += seconds
+        self.take(self.cluster.tell(Tick()))
+
+    @rule()
+    def heartbeats(self) -> None:
+        for instance_id in {self.rank(place).instance_id for place in self.joined}:
+            self.take(self.cluster.tell(AgentHeard(instance_id)))
+
+    @rule()
+    def restart_coordinator(self) -> None:
+        for pipeline in range(2):
+            self.break_stream(self.instance_of(pipeline))
+        self.problems.clear()
+        self.cluster.restart_with(self.take)
+
+    def cannot_be_clocked(self, stage: int) -> bool:
+        """One of its ranks is not permitted, or too few clocks are left that all have."""
+        ranks = [rank for rank in self.cluster.ranks.values() if rank.place.stage == stage]
+        missing_mhz = frozenset().union(*(rank.missing_mhz for rank in ranks))
+        return len(missing_mhz) > len(CLOCKS_MHZ) - 2 or not all(rank.is_permitted for rank in ranks)
+
+    @invariant()
+    def never_at_stock_for_no_reason(self) -> None:
+        state = self.cluster.machine.state
+        assert state is not JobState.FINISHED
+        if state is JobState.STOCK and not self.may_be_at_stock:
+            told = [some.happening.message for some in self.cluster.history if isinstance(some, Announce)]
+            assert all(self.cannot_be_clocked(stage) for stage in range(2)), told[-5:]
+            self.may_be_at_stock = True
+
+    def teardown(self) -> None:
+        self.calm_down()
+        machine = self.cluster.machine
+        told = [some.happening.message for some in self.cluster.history if isinstance(some, Announce)]
+        self.never_at_stock_for_no_reason()
+        assert machine.state is (JobState.STOCK if self.may_be_at_stock else JobState.PLANNED), told[-5:]
+        self.cluster.expect_in_force()
+        for place, rank in self.cluster.ranks.items():
+            clocks_mhz = stage_clocks(rank.in_force.clocks, place.stage)
+            others = [other for other in self.cluster.ranks.values() if other.place.stage == place.stage]
+            if self.may_be_at_stock or not all(other.is_permitted for other in others):
+                assert clocks_mhz == STOCK_MHZ
+            else:
+                assert isinstance(clocks_mhz, tuple) or self.cannot_be_clocked(place.stage)
+
+
+TestRandomLife = RandomLife.TestCase
+TestRandomLife.settings = settings(
+    max_examples=25,
+    stateful_step_count=40,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # Shrinking a life takes minutes.
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

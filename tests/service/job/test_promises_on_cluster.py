@@ -1,0 +1,166 @@
+"""Promises, drift, baselines and profiles from before, on an emulated cluster whose plans may be wrong."""
+
+import pytest
+
+from perseus.service.domain.commands import Announce, FindProfile
+from perseus.service.domain.errors import JobNotSolvedError
+from perseus.service.domain.inputs import BaselineRequested, PolicySet, ProfileFound, StragglerReported
+from perseus.service.domain.model import EventType, JobState, Straggler
+from perseus.service.domain.specification import Deadline, OperatingPolicy
+from perseus.service.job.planning.drift import BLOCK
+from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
+from perseus.service.job.rules import Rules
+from tests.service.job.truthful_cluster import TruthfulCluster
+from tests.service.service_fakes import CLOCKS_MHZ, Cluster, make_spec
+
+
+def low_clocks_of_stage_1_are_slower(stage: int, clock_mhz: int) -> float:
+    return 1.3 if stage == 1 and clock_mhz < CLOCKS_MHZ[0] else 1.0
+
+
+def test_a_plan_that_keeps_its_promise_stays() -> None:
+    cluster = TruthfulCluster().plan()
+    version = cluster.machine._offers.version
+    cluster.run(3 * BLOCK)
+    cluster.expect(JobState.PLANNED)
+    assert cluster.announced(EventType.PROMISE_BROKEN) == []
+    assert cluster.machine._offers.version == version
+
+
+def test_a_plan_that_breaks_its_promise_is_withdrawn_within_six_iterations_and_the_profile_corrected() -> (
+    None
+):
+    cluster = TruthfulCluster(low_clocks_of_stage_1_are_slower).plan()
+    begun = max(rank.in_force_since for rank in cluster.ranks.values())
+    while not cluster.announced(EventType.PROMISE_BROKEN):
+        cluster.run(1)
+    assert cluster.ranks[next(iter(cluster.ranks))].iteration - begun < 6
+    (broken,) = cluster.announced(EventType.PROMISE_BROKEN)
+    assert float(broken["median_time_s"]) > 1.01 * float(broken["promised_time_s"])
+    (correction,) = cluster.announced(EventType.PROFILE_CORRECTED)
+    assert correction["stage"] == "1"
+    assert float(correction["ratio"]) == pytest.approx(1.3)
+    cluster.run_until(JobState.PLANNED)
+    cluster.run(BLOCK)
+    cluster.expect(JobState.PLANNED)
+    assert len(cluster.announced(EventType.PROMISE_BROKEN)) <= 2
+
+
+def test_a_promise_that_is_broken_for_no_reason_that_computations_show_ends_at_stock() -> None:
+    cluster = TruthfulCluster().plan()
+    cluster.iterate(8, duration_s=5.0)
+    cluster.expect(JobState.STOCK)
+    assert cluster.announced(EventType.PROFILE_CORRECTED) == []
+    (failed,) = cluster.announced(EventType.SOLVE_FAILED)
+    assert failed["cause"].startswith("no lag between stages explains iterations of 5.000000 s")
+
+
+def test_a_straggler_explains_slow_iterations() -> None:
+    cluster = TruthfulCluster().plan()
+    cluster.send(StragglerReported(Straggler(0, slowdown_factor=2.0)))
+    cluster.iterate(12, duration_s=5.0)
+    cluster.expect(JobState.PLANNED)
+
+
+def test_drift_is_followed_without_going_back_to_stock() -> None:
+    cluster = TruthfulCluster().plan()
+    version, (before_s, _) = cluster.machine._offers.version, cluster.planned_times_s()
+    cluster.slowness = lambda _stage, _mhz: 0.9
+    cluster.run(2 * BLOCK)
+    cluster.expect(JobState.PLANNED)
+    assert cluster.announced(EventType.PROFILE_CORRECTED)
+    assert cluster.announced(EventType.PROMISE_BROKEN) == []
+    # All clocks are as much faster: the same ones are right, so no rank is told; but more is promised.
+    assert cluster.machine._offers.version == version
+    assert cluster.planned_times_s() == pytest.approx([0.9 * before_s] * 2, rel=0.01)
+
+
+def test_the_baseline_is_measured_again_on_request_and_the_plans_return() -> None:
+    cluster = TruthfulCluster()
+    cluster.join_all()
+    with pytest.raises(JobNotSolvedError):
+        cluster.tell(BaselineRequested())
+    cluster = TruthfulCluster().plan()
+    planned = cluster.machine._offers[0].clocks
+    cluster.run(3)
+    cluster.send(BaselineRequested())
+    cluster.expect(JobState.BASELINE)
+    cluster.run_until(JobState.PLANNED)
+    assert cluster.machine._offers[0].clocks == planned
+    cluster.run(5)
+    states = [period.state for period in cluster.machine.log.periods]
+    assert states.count(JobState.BASELINE) == 2
+    assert states[-1] is JobState.PLANNED
+
+
+def test_a_policy_is_a_point_on_the_frontier() -> None:
+    cluster = TruthfulCluster().plan()
+    frontier = cluster.machine.solved_frontier()
+    middle_s = (frontier.t_min_s + frontier.t_star_s) / 2
+    overhead_s = cluster.machine._baseline.time_s - frontier.baseline.iteration_time_s
+    cluster.send(PolicySet(OperatingPolicy(deadline=Deadline(10, 10 * (middle_s + overhead_s)))))
+    cluster.run(4)
+    assert frontier.t_min_s < cluster.planned_times_s()[0] <= middle_s
+    cluster.send(PolicySet(OperatingPolicy(max_average_power_w=1.0)))
+    cluster.run(4)
+    assert cluster.planned_times_s()[0] == frontier.points[-1].iteration_time_s
+    cluster.run(2 * BLOCK)
+    cluster.expect(JobState.PLANNED)
+
+
+# ---------------------------------------------------------------------- profiling
+
+
+def test_a_profile_from_before_is_verified_and_used() -> None:
+    rules = Rules(30.0, 2, ProfilingRules(iterations=2, accuracy=1e-9))
+    before = TruthfulCluster(rules=rules).plan().machine.profiler.profiles
+    cluster = TruthfulCluster(rules=rules)
+    cluster.join_all()
+    cluster.run_until(JobState.PROFILING)
+    assert any(isinstance(command, FindProfile) for command in cluster.history)
+    cluster.send(ProfileFound(before))
+    cluster.run_until(JobState.PLANNED)
+    assert len(cluster.announced(EventType.CLOCK_PROFILED)) == 2
+    assert len(cluster.announced(EventType.PROFILE_ADOPTED)) == 1
+    assert cluster.machine.profiler.profiles == before
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        ProfilingRules(2, 1e-9, most_clocks=3),
+        ProfilingRules(2, 1e-9, budget_iterations=9),
+        ProfilingRules(2, 1e-9, budget_s=7.0),
+        ProfilingRules(2, 1e-9, budget_j=1.0),
+    ],
+)
+def test_profiling_keeps_its_budget(budget: ProfilingRules) -> None:
+    cluster = TruthfulCluster(rules=Rules(30.0, 2, budget)).plan()
+    assert 2 <= cluster.machine.profiler.clock_count < len(CLOCKS_MHZ)
+
+
+def test_a_stage_that_is_never_determined_is_given_up_and_without_two_clocks_the_job_stays_at_stock() -> None:
+    cluster = Cluster(make_spec(), Rules(30.0, 1, ProfilingRules(iterations=1)))
+    cluster.join_all()
+    for rank in cluster.ranks.values():
+        if rank.place.stage == 1:
+            rank.order = rank.order[:0]  # Its agent never determines anything.
+    cluster.iterate_until(JobState.STOCK, limit=len(CLOCKS_MHZ) * (HOLD_LIMIT + 4))
+    given_up = [
+        c.happening
+        for c in cluster.history
+        if isinstance(c, Announce) and c.happening.type is EventType.CLOCK_GIVEN_UP
+    ]
+    assert {happening.attributes["stage"] for happening in given_up} == {"1"}
+    assert len(given_up) == len(CLOCKS_MHZ)
+
+
+def test_a_straggler_does_not_count_in_a_round() -> None:
+    cluster = Cluster(make_spec())
+    cluster.join_all()
+    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.5)))
+    cluster.iterate_until(JobState.PROFILING)
+    slow = [rank for rank in cluster.ranks.values() if rank.place.pipeline == 0]
+    for rank in slow:
+        rank.order = rank.order[:0]  # Nothing that it says is needed.
+    cluster.iterate_until(JobState.PLANNED)

@@ -1,0 +1,112 @@
+"""An emulated cluster whose iterations last as long as its computations, and whose plans may be wrong."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from perseus.service.domain.commands import Announce
+from perseus.service.domain.model import EventType, HoldClocks, JobState, PlannedClocks
+from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
+from perseus.service.job.rules import Rules
+from perseus.solver import Computation, Kind, Measurement, Pipeline, replay, with_lag
+from tests.service.service_fakes import CLOCKS_MHZ, Cluster, FakeRank, energy_j, make_spec, time_s
+
+OVERHEAD_S = 0.02
+Slowness = Callable[[int, int], float]
+"""By stage and clock: how much longer computations really take than they were profiled."""
+
+
+def never(_stage: int, _clock_mhz: int) -> float:
+    return 1.0
+
+
+class TruthfulCluster(Cluster):
+    """Iterations last as long as their computations and transfers; agents go on estimating under plans."""
+
+    def __init__(self, slowness: Slowness = never, rules: Rules | None = None, lag_s: float = 0.0) -> None:
+        super().__init__(make_spec(microbatches=8), rules)
+        self.slowness = slowness
+        self.lag_s = lag_s
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            for rank in self.ranks.values():
+                in_force = rank.begin()
+                if in_force is not None:
+                    self.send(in_force)
+            duration_s = max(self._iteration_time_s(rank) for rank in self.ranks.values()) + OVERHEAD_S
+            self.now_s += duration_s
+            for rank in self.ranks.values():
+                event = rank.end(duration_s)
+                clocks = rank.in_force.clocks
+                if isinstance(clocks, PlannedClocks):
+                    told = self._estimate(rank, clocks)
+                    event = replace(event, batch=replace(event.batch, energy=told))
+                self.send(event)
+
+    def run_until(self, state: JobState, limit: int = 100) -> int:
+        for count in range(limit):
+            if self.machine.state is state:
+                return count
+            self.run(1)
+        raise AssertionError(f"{self.machine.state} after {limit} iterations, expected {state}")
+
+    def plan(self) -> "TruthfulCluster":
+        """Bring the job to its first plans, in force everywhere."""
+        self.join_all()
+        self.run_until(JobState.PLANNED)
+        while not all(isinstance(rank.in_force.clocks, PlannedClocks) for rank in self.ranks.values()):
+            self.run(1)
+        return self
+
+    def announced(self, kind: EventType) -> list[dict[str, str]]:
+        found = [c.happening for c in self.history if isinstance(c, Announce) and c.happening.type is kind]
+        return [dict(happening.attributes) for happening in found]
+
+    def _iteration_time_s(self, rank: FakeRank) -> float:
+        clocks = rank.in_force.clocks
+
+        def clock_mhz(c: Computation) -> int:
+            if isinstance(clocks, PlannedClocks):
+                return clocks.plan.clocks_mhz[c]
+            return clocks.clocks_mhz[c.stage] if isinstance(clocks, HoldClocks) else CLOCKS_MHZ[0]
+
+        is_planned = isinstance(clocks, PlannedClocks)
+        profiles = {
+            (stage, 0, kind): tuple(
+                Measurement(
+                    mhz,
+                    time_s(stage, kind, mhz) * (self.slowness(stage, mhz) if is_planned else 1.0),
+                    energy_j(stage, kind, mhz),
+                )
+                for mhz in CLOCKS_MHZ
+            )
+            for stage in range(2)
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
+        }
+        pipeline = with_lag(Pipeline(self.schedule, profiles, (60.0, 60.0)), self.lag_s)
+        return replay(pipeline, {c: clock_mhz(c) for c in self.schedule.computations}).iteration_time_s
+
+    def _estimate(self, rank: FakeRank, clocks: PlannedClocks) -> EnergyEstimate:
+        iterations = rank.iteration - rank.in_force_since + 1
+        own = clocks.plan.stages[rank.place.stage]
+        counts = Counter((each.computation.kind, each.clock_mhz) for each in own)
+        return EnergyEstimate(
+            rank.in_force.version,
+            iterations,
+            tuple(
+                EnergySample(
+                    kind,
+                    0,
+                    mhz,
+                    count * iterations,
+                    time_s(rank.place.stage, kind, mhz) * self.slowness(rank.place.stage, mhz),
+                    1e-5,
+                    energy_j(rank.place.stage, kind, mhz),
+                    1e-2,
+                )
+                for (kind, mhz), count in counts.items()
+            ),
+            60.0,
+            0.5,
+        )

@@ -1,0 +1,375 @@
+"""Bad input over gRPC: each ends with its status, a stable reason and the values, and breaks nothing."""
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from perseus.service.domain.specification import Coordinates
+from perseus.v1 import (
+    agent_service_pb2,
+    computation_pb2,
+    frontier_pb2,
+    frontier_service_pb2,
+    job_pb2,
+    job_service_pb2,
+)
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    TIMEOUT_S,
+    Client,
+    FakeAgent,
+    connected,
+    make_settings,
+    refusal,
+    spec_message,
+)
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[Client]:
+    async with connected(make_settings(tmp_path)) as client:
+        await client.register()
+        yield client
+
+
+def with_policy(max_slowdown_percent: float) -> job_pb2.JobSpec:
+    spec = spec_message("new")
+    spec.policy.max_slowdown_percent = max_slowdown_percent
+    return spec
+
+
+def explicit(
+    *stages: Sequence[tuple[computation_pb2.ComputationKind.ValueType, int]],
+    paths: Sequence[Sequence[tuple[int, int]]] = (),
+) -> computation_pb2.Schedule:
+    orders = [
+        computation_pb2.StageOrder(
+            computations=[
+                computation_pb2.Computation(kind=kind, microbatch=microbatch) for kind, microbatch in stage
+            ]
+        )
+        for stage in stages
+    ]
+    flows = [
+        computation_pb2.Path(
+            steps=[computation_pb2.PathStep(stage=stage, chunk=chunk) for stage, chunk in path]
+        )
+        for path in paths
+    ]
+    return computation_pb2.Schedule(explicit=computation_pb2.ExplicitSchedule(stages=orders, paths=flows))
+
+
+async def test_specifications_that_cannot_be_are_refused(client: Client) -> None:
+    no_name = computation_pb2.Schedule(named=computation_pb2.NamedSchedule(microbatch_count=4))
+    cases: list[tuple[job_pb2.JobSpec, str, dict[str, str]]] = [
+        (spec_message(job_id="Upper"), "INVALID_JOB_ID", {"job_id": "Upper"}),
+        (spec_message(job_id=""), "INVALID_JOB_ID", {"job_id": ""}),
+        (spec_message(job_id="x" * 64), "INVALID_JOB_ID", {}),
+        (
+            spec_message("new", pipelines=0),
+            "INVALID_FIELD",
+            {"field": "parallelism.pipeline_count", "found": "0"},
+        ),
+        (
+            spec_message("new", stages=-2),
+            "INVALID_FIELD",
+            {"field": "parallelism.stage_count", "found": "-2"},
+        ),
+        (spec_message("new", pipelines=10**6), "INVALID_FIELD", {"field": "parallelism.pipeline_count"}),
+        (spec_message("new", pipelines=4096, stages=256), "INVALID_FIELD", {"field": "parallelism"}),
+        (spec_message("new", microbatches=0), "INVALID_FIELD", {"field": "schedule.named.microbatch_count"}),
+        (job_pb2.JobSpec(job_id="new"), "INVALID_FIELD", {"field": "parallelism"}),
+        (
+            job_pb2.JobSpec(job_id="new", parallelism=spec_message().parallelism, schedule=no_name),
+            "INVALID_FIELD",
+            {"field": "schedule.named.name", "found": "0"},
+        ),
+        (
+            job_pb2.JobSpec(job_id="new", parallelism=spec_message().parallelism),
+            "INVALID_FIELD",
+            {"field": "schedule"},
+        ),
+        (
+            with_policy(math.nan),
+            "INVALID_FIELD",
+            {"field": "policy.max_slowdown_percent", "found": "nan"},
+        ),
+        (
+            with_policy(101),
+            "INVALID_FIELD",
+            {"found": "101.0"},
+        ),
+    ]
+    for spec, reason, metadata in cases:
+        code, found, details = await refusal(
+            client.jobs.RegisterJob(job_service_pb2.RegisterJobRequest(spec=spec), timeout=TIMEOUT_S)
+        )
+        assert (code, found) == (INVALID, reason), spec
+        assert metadata.items() <= details.items(), spec
+    listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
+    assert [job.spec.job_id for job in listed.jobs] == ["job"]
+
+
+async def test_explicit_orders_that_cannot_be_are_refused(client: Client) -> None:
+    forward, backward = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
+    unspecified = computation_pb2.COMPUTATION_KIND_UNSPECIFIED
+    fine = [(forward, 0), (backward, 0)]
+    cases: list[tuple[computation_pb2.Schedule, str, dict[str, str]]] = [
+        (explicit(fine), "INVALID_FIELD", {"field": "schedule.explicit.stages", "found": "1"}),
+        (explicit(fine, [(forward, 0), (unspecified, 0)]), "INVALID_FIELD", {"found": "0"}),
+        (explicit(fine, [(forward, 0)]), "INVALID_SCHEDULE", {"stage": "1"}),
+        (explicit(fine, [(backward, 0), (forward, 0)]), "INVALID_SCHEDULE", {}),
+        (explicit(fine, fine, paths=[[(0, 0), (2, 0)]]), "INVALID_SCHEDULE", {"stage": "2", "chunk": "0"}),
+        (explicit(fine, fine, paths=[[(0, 0)]]), "INVALID_SCHEDULE", {"stage": "1"}),
+        (
+            explicit(fine, fine, paths=[[(0, 0), (1, 0)] * 300_000]),
+            "INVALID_FIELD",
+            {"field": "schedule.explicit.paths", "found": "600000"},
+        ),
+    ]
+    for schedule, reason, metadata in cases:
+        spec = spec_message("new")
+        spec.schedule.CopyFrom(schedule)
+        code, found, details = await refusal(
+            client.jobs.RegisterJob(job_service_pb2.RegisterJobRequest(spec=spec), timeout=TIMEOUT_S)
+        )
+        assert (code, found) == (INVALID, reason)
+        assert metadata.items() <= details.items()
+
+
+async def test_registering_again_is_answered_with_the_job_and_refused_if_it_differs(client: Client) -> None:
+    assert (await client.register()) == (await client.job())
+    code, reason, metadata = await refusal(client.register(microbatches=5))
+    assert (code, reason) == (grpc.StatusCode.ALREADY_EXISTS, "JOB_ALREADY_EXISTS")
+    assert metadata == {"job_id": "job", "field": "schedule"}
+
+
+async def test_an_unknown_job_is_not_found_by_any_method(client: Client) -> None:
+    jobs, frontiers, pb = client.jobs, client.frontiers, job_service_pb2
+    calls: list[Awaitable[object]] = [
+        jobs.GetJob(pb.GetJobRequest(job_id="no"), timeout=TIMEOUT_S),
+        jobs.FinishJob(pb.FinishJobRequest(job_id="no"), timeout=TIMEOUT_S),
+        jobs.ReportStraggler(pb.ReportStragglerRequest(job_id="no", slowdown_factor=2), timeout=TIMEOUT_S),
+        jobs.ClearStraggler(pb.ClearStragglerRequest(job_id="no"), timeout=TIMEOUT_S),
+        jobs.SetPolicy(pb.SetPolicyRequest(job_id="no"), timeout=TIMEOUT_S),
+        jobs.GetReport(pb.GetReportRequest(job_id="no"), timeout=TIMEOUT_S),
+        jobs.GetTimeline(pb.GetTimelineRequest(job_id="no"), timeout=TIMEOUT_S),
+        frontiers.GetFrontier(frontier_service_pb2.GetFrontierRequest(job_id="no"), timeout=TIMEOUT_S),
+        frontiers.GetPlan(frontier_service_pb2.GetPlanRequest(job_id="no"), timeout=TIMEOUT_S),
+        jobs.WatchJob(pb.WatchJobRequest(job_id="no"), timeout=TIMEOUT_S).read(),
+    ]
+    for call in calls:
+        assert await refusal(call) == (grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", {"job_id": "no"})
+
+
+@pytest.mark.parametrize(
+    ("slowness", "field"),
+    [
+        ({}, "slowness"),
+        ({"slowdown_factor": 0.5}, "slowdown_factor"),
+        ({"slowdown_factor": math.nan}, "slowdown_factor"),
+        ({"iteration_time_s": -1.0}, "iteration_time_s"),
+        ({"iteration_time_s": math.inf}, "iteration_time_s"),
+    ],
+)
+async def test_an_impossible_straggler_is_refused(
+    client: Client, slowness: dict[str, Any], field: str
+) -> None:
+    request = job_service_pb2.ReportStragglerRequest(job_id="job", **slowness)
+    code, reason, metadata = await refusal(client.jobs.ReportStraggler(request, timeout=TIMEOUT_S))
+    assert (code, reason, metadata["field"]) == (INVALID, "INVALID_FIELD", field)
+
+
+async def test_other_requests_that_do_not_fit_are_refused(client: Client) -> None:
+    pb, jobs, frontiers = job_service_pb2, client.jobs, client.frontiers
+    precondition = grpc.StatusCode.FAILED_PRECONDITION
+    straggler = pb.ReportStragglerRequest(job_id="job", pipeline=2, slowdown_factor=1.2)
+    assert await refusal(jobs.ReportStraggler(straggler, timeout=TIMEOUT_S)) == (
+        INVALID,
+        "PIPELINE_OUT_OF_RANGE",
+        {"job_id": "job", "pipeline": "2", "last_pipeline": "1"},
+    )
+    cases: list[tuple[Awaitable[object], grpc.StatusCode, str]] = [
+        (jobs.ListJobs(pb.ListJobsRequest(page_size=-1)), INVALID, "INVALID_FIELD"),
+        (jobs.ListJobs(pb.ListJobsRequest(page_size=1001)), INVALID, "INVALID_FIELD"),
+        (jobs.ListJobs(pb.ListJobsRequest(page_token="%%%")), INVALID, "INVALID_FIELD"),
+        (jobs.GetTimeline(pb.GetTimelineRequest(job_id="job", pipeline=9)), INVALID, "PIPELINE_OUT_OF_RANGE"),
+        (jobs.GetTimeline(pb.GetTimelineRequest(job_id="job")), precondition, "TIMELINE_NOT_READY"),
+        (jobs.WatchJob(pb.WatchJobRequest(job_id="job", after_sequence=-1)).read(), INVALID, "INVALID_FIELD"),
+        (
+            frontiers.GetFrontier(frontier_service_pb2.GetFrontierRequest(job_id="job")),
+            precondition,
+            "JOB_NOT_SOLVED",
+        ),
+        (
+            frontiers.GetPlan(frontier_service_pb2.GetPlanRequest(job_id="job", iteration_time_s=1)),
+            precondition,
+            "JOB_NOT_SOLVED",
+        ),
+    ]
+    for call, code, reason in cases:
+        assert (await refusal(call))[:2] == (code, reason)
+
+
+async def test_problems_that_cannot_be_solved_are_refused(client: Client) -> None:
+    spec = spec_message(stages=1, microbatches=2)
+    kinds = (computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD)
+
+    def problem(**changes: Any) -> frontier_pb2.PipelineProblem:
+        measured = frontier_pb2.Measurement(clock_mhz=1000, time_s=0.1, energy_j=20.0)
+        profiles = [frontier_pb2.ComputationProfile(kind=kind, measurements=[measured]) for kind in kinds]
+        parts = {
+            "schedule": spec.schedule,
+            "stage_count": 1,
+            "profiles": profiles,
+            "blocking_power_w": [50.0],
+        }
+        return frontier_pb2.PipelineProblem(**{**parts, **changes})
+
+    bad = frontier_pb2.Measurement(clock_mhz=1000, time_s=math.nan, energy_j=20.0)
+    bad_profile = frontier_pb2.ComputationProfile(kind=kinds[0], measurements=[bad])
+    cases = [
+        (problem(), 2, "INVALID_FIELD"),
+        (problem(), 10_001, "INVALID_FIELD"),
+        (problem(stage_count=0), 0, "INVALID_FIELD"),
+        (problem(profiles=problem().profiles[:1]), 0, "INVALID_PROFILE"),
+        (problem(profiles=[*problem().profiles, problem().profiles[0]]), 0, "INVALID_FIELD"),
+        (problem(profiles=[bad_profile]), 0, "INVALID_PROFILE"),
+        (problem(blocking_power_w=[]), 0, "INVALID_PIPELINE"),
+        (problem(blocking_power_w=[-1.0]), 0, "INVALID_PIPELINE"),
+        (problem(transfer_lag_s=-1e-3), 0, "INVALID_FIELD"),
+        (problem(transfer_lag_s=math.nan), 0, "INVALID_FIELD"),
+    ]
+    for message, points, reason in cases:
+        request = frontier_service_pb2.SolveRequest(problem=message, point_count=points)
+        assert (await refusal(client.frontiers.Solve(request, timeout=TIMEOUT_S)))[:2] == (INVALID, reason)
+
+
+# ---------------------------------------------------------------------- streams
+
+
+async def ended(agent: FakeAgent) -> tuple[grpc.StatusCode, str, dict[str, str]]:
+    return await refusal(agent.reader)
+
+
+async def test_a_stream_begins_with_hello_and_has_it_once(client: Client) -> None:
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.say(heartbeat=agent_service_pb2.Heartbeat())
+    assert await ended(agent) == (INVALID, "HELLO_EXPECTED", {"found": "heartbeat"})
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.hello()
+    await agent.say(hello=agent_service_pb2.Hello(instance_id="agent"))
+    assert await ended(agent) == (INVALID, "HELLO_REPEATED", {"instance_id": "agent"})
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.say(hello=agent_service_pb2.Hello(instance_id=""))
+    assert (await ended(agent))[:2] == (INVALID, "INVALID_FIELD")
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.hello()
+    await agent.say()
+    assert (await ended(agent))[:2] == (INVALID, "EMPTY_MESSAGE")
+
+
+async def test_ranks_that_do_not_fit_are_refused_and_the_stream_goes_on(client: Client) -> None:
+    agent = FakeAgent(client, "agent", [Coordinates(0, 0, 0)])
+    await agent.hello()
+    joined = agent.joined(agent.ranks[Coordinates(0, 0, 0)])
+    outside = agent_service_pb2.RankJoined()
+    outside.CopyFrom(joined)
+    outside.rank.stage = 2
+    unknown = agent_service_pb2.RankJoined()
+    unknown.CopyFrom(joined)
+    unknown.job_id = "no"
+    for message in (outside, unknown, joined):
+        await agent.say(rank_joined=message)
+    await agent.until(lambda: bool(agent.accepted))
+    assert [refused.reason for refused in agent.refused] == ["RANK_OUT_OF_RANGE", "JOB_NOT_FOUND"]
+    assert agent.refused[0].metadata["stage"] == "2"
+    assert agent.refused[0].metadata["stage_count"] == "2"
+    assert agent.refused[0].rank.stage == 2
+
+
+async def test_another_agent_cannot_claim_a_served_rank(client: Client) -> None:
+    agent = FakeAgent(client, "agent", ALL_PLACES[:1])
+    await agent.join()
+    other = FakeAgent(client, "other", ALL_PLACES[:1])
+    await other.join()
+    (refused,) = other.refused
+    assert refused.reason == "RANK_ALREADY_SERVED"
+    assert refused.metadata["instance_id"] == "agent"
+    assert (await client.job()).ranks[0].state == job_pb2.RANK_STATE_CONNECTED
+
+
+async def test_a_newer_stream_of_the_same_agent_replaces_the_older(client: Client) -> None:
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    newer = FakeAgent(client, "agent", ALL_PLACES)
+    await newer.join()
+    assert (await ended(agent))[:2] == (grpc.StatusCode.ABORTED, "STREAM_REPLACED")
+    assert not newer.refused
+    assert {rank.state for rank in (await client.job()).ranks} == {job_pb2.RANK_STATE_CONNECTED}
+
+
+def damage(batch: agent_service_pb2.TelemetryBatch, what: str) -> None:
+    match what:
+        case "iterations.duration_s[0]":
+            batch.iterations.duration_s[0] = math.nan
+        case "iterations.energy_j[0]":
+            batch.iterations.energy_j[0] = -1.0
+        case "iterations.energy_j":
+            batch.iterations.energy_j.append(1.0)
+        case "iterations.iteration[0]":
+            batch.iterations.iteration[0] = -5
+        case "computations.kind[2]":
+            batch.computations.kind[2] = 99  # type: ignore[call-overload]
+        case "computations.begin_s[1]":
+            batch.computations.begin_s[1] = math.inf
+        case "computations.clock_mhz[0]":
+            batch.computations.clock_mhz[0] = 1234
+        case "computations.chunk":
+            del batch.computations.chunk[:]
+        case "energy.blocking_power_w":
+            batch.energy.blocking_power_w = math.nan
+        case "energy.samples[0].kind":
+            batch.energy.samples[0].ClearField("kind")
+        case "sequence":
+            batch.sequence = 0
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "iterations.duration_s[0]",
+        "iterations.energy_j[0]",
+        "iterations.energy_j",
+        "iterations.iteration[0]",
+        "computations.kind[2]",
+        "computations.begin_s[1]",
+        "computations.clock_mhz[0]",
+        "computations.chunk",
+        "energy.blocking_power_w",
+        "energy.samples[0].kind",
+        "sequence",
+    ],
+)
+async def test_telemetry_that_cannot_be_ends_the_stream_and_is_not_taken(client: Client, field: str) -> None:
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    await agent.iterate()
+    rank = agent.ranks[ALL_PLACES[0]]
+    rank.begin()
+    batch = agent.telemetry(rank)
+    damage(batch, field)
+    await agent.say(telemetry=batch)
+    code, reason, metadata = await ended(agent)
+    assert (code, reason) == (INVALID, "INVALID_FIELD")
+    assert metadata["field"] == field
+    again = FakeAgent(client, "agent", ALL_PLACES)
+    await again.join()
+    assert again.welcome.acknowledged_sequence == len(ALL_PLACES)
+    assert (await client.job()).ranks[0].iteration == -1

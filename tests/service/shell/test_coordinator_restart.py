@@ -1,0 +1,215 @@
+"""A coordinator that is killed and started again goes on where it was."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+from perseus.service.domain.errors import AddressUnavailableError
+from perseus.service.server import running
+from perseus.v1 import job_pb2, job_service_pb2
+from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings, until
+
+
+async def test_agents_resume_after_a_restart_without_a_new_profile(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    async with connected(settings) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+        await agent.iterate(4)
+        before = await client.job()
+        straggler = job_service_pb2.ReportStragglerRequest(job_id="job", pipeline=1, slowdown_factor=1.3)
+        await client.jobs.ReportStraggler(straggler, timeout=TIMEOUT_S)
+        await agent.iterate(4)
+        report = (await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"))).periods
+        offers = len(agent.offers)
+        await agent.end()
+
+    async with connected(settings) as client:
+        assert (await client.job()).state == job_pb2.JOB_STATE_PLANNED
+        assert {rank.state for rank in (await client.job()).ranks} == {job_pb2.RANK_STATE_DISCONNECTED}
+        agent.use(client)
+        await agent.join()
+        assert agent.welcome.epoch == before.epoch
+        assert agent.welcome.acknowledged_sequence == agent.sequence
+        await agent.iterate(4)
+        await until(lambda: _is_solved(client))
+        job = await client.job()
+        assert job.t_min_s == before.t_min_s
+        assert job.profiled_clock_count == 6
+        assert [straggler.pipeline for straggler in job.stragglers] == [1]
+        assert len(agent.offers) == offers
+        await client.jobs.ClearStraggler(
+            job_service_pb2.ClearStragglerRequest(job_id="job", pipeline=1), timeout=TIMEOUT_S
+        )
+        await agent.iterate(3)
+        assert {offer.version for offer in agent.offers[offers:]} == {
+            max(offer.version for offer in agent.offers[:offers]) + 1
+        }
+        longer = (await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"))).periods
+        assert longer[: len(report) - 1] == report[:-1]
+        assert longer[len(report) - 1].iteration_count == report[-1].iteration_count + 4 - 1
+
+
+async def test_telemetry_that_was_taken_is_not_taken_twice(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path, baseline_iterations=100)) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate(2)
+        rank = agent.ranks[ALL_PLACES[0]]
+        rank.begin()
+        batch = agent.telemetry(rank)
+        for _ in range(3):
+            await agent.say(telemetry=batch)
+        await agent.until(lambda: agent.acknowledged == batch.sequence)
+        await agent.end()
+        agent.use(client)
+        await agent.join()
+        assert agent.welcome.acknowledged_sequence == batch.sequence
+        await agent.say(telemetry=batch)
+        for place in ALL_PLACES[1:]:
+            agent.ranks[place].begin()
+            await agent.say(telemetry=agent.telemetry(agent.ranks[place]))
+        await agent.until(lambda: agent.acknowledged == agent.sequence)
+        (period,) = (await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"))).periods
+        assert period.iteration_count == 2
+        assert period.energy_j == pytest.approx(4 * 80.0)
+
+
+async def test_a_second_coordinator_on_the_port_fails_clearly(tmp_path: Path) -> None:
+    async with running(make_settings(tmp_path)) as (address, _):
+        other = make_settings(tmp_path, listen=address, database=tmp_path / "other.db")
+        with pytest.raises(AddressUnavailableError, match=address):
+            async with running(other):
+                raise AssertionError("two coordinators on one port")
+
+
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from perseus import logs
+from perseus.service.server import serve
+from perseus.service.settings import CoordinatorSettings
+
+logs.configure("info", "json")
+directory, port = Path(sys.argv[1]), sys.argv[2]
+settings = CoordinatorSettings(
+    listen=f"127.0.0.1:{port}", database=directory / "perseus.db", baseline_iterations=2, profile_iterations=2
+)
+if __name__ == "__main__":
+    asyncio.run(serve(settings))
+"""
+
+
+class Process:
+    """A coordinator in a process of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.program = directory / "coordinator.py"
+        self.program.write_text(PROGRAM)
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> str:
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, str(self.program), str(self.directory), "0", stderr=asyncio.subprocess.PIPE
+        )
+        assert self.process.stderr is not None
+        async with asyncio.timeout(TIMEOUT_S):
+            async for line in self.process.stderr:
+                entry = json.loads(line)
+                if entry["event"] == "listening":
+                    return str(entry["address"])
+        raise AssertionError("the coordinator did not start")
+
+    async def stop(self, number: signal.Signals) -> tuple[int, list[str]]:
+        """Send a signal; return the exit status, and the events logged since."""
+        assert self.process is not None
+        assert self.process.stderr is not None
+        self.process.send_signal(number)
+        async with asyncio.timeout(TIMEOUT_S):
+            lines = (await self.process.stderr.read()).decode().splitlines()
+            events = [json.loads(line)["event"] for line in lines if line.startswith("{")]
+            return await self.process.wait(), events
+
+
+async def test_a_killed_process_loses_nothing_and_sigterm_ends_gracefully(tmp_path: Path) -> None:
+    coordinator = Process(tmp_path)
+    async with grpc.aio.insecure_channel(await coordinator.start()) as channel:
+        client = Client(channel)
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
+        await agent.iterate(8)
+        before = await client.job()
+        assert before.profiled_clock_count > 1
+        code, _ = await coordinator.stop(signal.SIGKILL)
+        assert code == -signal.SIGKILL
+        await agent.end()
+
+    async with grpc.aio.insecure_channel(await coordinator.start()) as channel:
+        client = Client(channel)
+        after = await client.job()
+        assert (after.epoch, after.profiled_clock_count) == (before.epoch, before.profiled_clock_count)
+        agent.use(client)
+        await agent.join()
+        assert agent.welcome.acknowledged_sequence == agent.sequence
+        highest = max(offer.version for offer in agent.offers)
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+        await agent.iterate(3)
+        versions = [offer.version for offer in agent.offers]
+        assert versions == sorted(versions)
+        assert versions[-1] > highest
+
+        code, events = await coordinator.stop(signal.SIGTERM)
+        assert code == 0
+        assert events[-2:] == ["stopping", "stopped"]
+        assert agent.received[-1].HasField("drain")
+        await asyncio.wait_for(agent.reader, TIMEOUT_S)
+
+
+async def test_the_solvers_process_ends_with_a_killed_coordinator(tmp_path: Path) -> None:
+    coordinator = Process(tmp_path)
+    await coordinator.start()
+    assert coordinator.process is not None
+    workers = _children(coordinator.process.pid)
+    assert workers
+    await coordinator.stop(signal.SIGKILL)
+
+    async def have_ended() -> bool:
+        return not any(_is_running(pid) for pid in workers)
+
+    await until(have_ended)
+
+
+async def _is_solved(client: Client) -> bool:
+    return (await client.job()).t_min_s > 0
+
+
+def _children(pid: int) -> list[int]:
+    return [
+        child
+        for child in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if _stat(child)[1:2] == [str(pid)]
+    ]
+
+
+def _is_running(pid: int) -> bool:
+    return _stat(pid)[:1] not in ([], ["Z"])
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and so on of a process; nothing if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []

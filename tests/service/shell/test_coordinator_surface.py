@@ -1,0 +1,136 @@
+"""Watching, listing, health and reflection over gRPC."""
+
+import gc
+import weakref
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from perseus.service.shell import watching
+from perseus.v1 import job_pb2, job_service_pb2
+from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings, until
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[Client]:
+    async with connected(make_settings(tmp_path)) as client:
+        yield client
+
+
+def watch(client: Client, after_sequence: int = 0) -> AsyncIterator[job_service_pb2.WatchJobResponse]:
+    request = job_service_pb2.WatchJobRequest(job_id="job", after_sequence=after_sequence)
+    return aiter(client.jobs.WatchJob(request, timeout=TIMEOUT_S))
+
+
+async def test_watching_shows_the_job_then_every_event_once_and_in_order_until_it_ends(
+    client: Client,
+) -> None:
+    await client.register()
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    await agent.iterate()
+    early = watch(client)
+    first = await anext(early)
+    assert first.job.state == job_pb2.JOB_STATE_BASELINE
+    await agent.iterate(5)
+    late = watch(client, after_sequence=4)
+    await client.jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id="job"), timeout=TIMEOUT_S)
+    updates = [update async for update in early]
+    later = [update async for update in late]
+
+    def sequences(updates: list[job_service_pb2.WatchJobResponse]) -> list[int]:
+        return [update.event.sequence for update in updates if update.HasField("event")]
+
+    events = sequences(updates)
+    assert events == list(range(1, len(events) + 1))
+    assert sequences(later) == events[4:]
+    assert [update for update in updates if update.HasField("job")][
+        -1
+    ].job.state == job_pb2.JOB_STATE_FINISHED
+    iterations = [update.iteration for update in updates if update.HasField("iteration")]
+    assert {(iteration.pipeline, iteration.iteration) for iteration in iterations} >= {
+        (pipeline, iteration) for pipeline in (0, 1) for iteration in range(1, 6)
+    }
+    assert all(iteration.energy_j == pytest.approx(160.0) for iteration in iterations)
+    again = [update async for update in watch(client)]
+    assert sequences(again) == events
+
+
+async def test_a_watcher_that_goes_away_is_forgotten(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    watchers: list[weakref.ref[watching.Watcher]] = []
+    begin = watching.Watcher.__init__
+
+    def note(watcher: watching.Watcher) -> None:
+        begin(watcher)
+        watchers.append(weakref.ref(watcher))
+
+    monkeypatch.setattr(watching.Watcher, "__init__", note)
+    await client.register()
+    call = client.jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id="job"))
+    await call.read()
+    assert [watcher() is not None for watcher in watchers] == [True]
+    call.cancel()
+
+    async def is_forgotten() -> bool:
+        gc.collect()
+        return watchers[0]() is None
+
+    await until(is_forgotten)
+
+
+async def test_jobs_are_listed_in_pages(client: Client) -> None:
+    names = [f"job-{letter}" for letter in "edcba"]
+    for name in names:
+        await client.register(job_id=name)
+    token, pages = "", []
+    while True:
+        request = job_service_pb2.ListJobsRequest(page_size=2, page_token=token)
+        response = await client.jobs.ListJobs(request, timeout=TIMEOUT_S)
+        pages.append([job.spec.job_id for job in response.jobs])
+        token = response.next_page_token
+        if not token:
+            break
+    assert pages == [["job-a", "job-b"], ["job-c", "job-d"], ["job-e"]]
+
+
+async def test_a_policy_is_set_and_shown(client: Client) -> None:
+    await client.register()
+    policy = job_pb2.OperatingPolicy(max_slowdown_percent=7.5)
+    request = job_service_pb2.SetPolicyRequest(job_id="job", policy=policy)
+    job = (await client.jobs.SetPolicy(request, timeout=TIMEOUT_S)).job
+    assert job.spec.policy == policy
+    assert (await client.register()).spec.policy == policy
+
+
+async def test_health_and_reflection_answer(client: Client) -> None:
+    health = health_pb2_grpc.HealthStub(client.channel)
+    for service in ("", "perseus.v1.JobService", "perseus.v1.AgentService", "perseus.v1.FrontierService"):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    reflection = reflection_pb2_grpc.ServerReflectionStub(client.channel)
+    call = reflection.ServerReflectionInfo(timeout=TIMEOUT_S)
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services="*"))
+    await call.done_writing()
+    listed = (await call.read()).list_services_response.service
+    assert {"perseus.v1.AgentService", "perseus.v1.FrontierService", "perseus.v1.JobService"} <= {
+        service.name for service in listed
+    }
+
+
+async def test_a_dead_agents_ranks_are_lost_when_the_lease_runs_out(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path, lease_s=0.3)) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.end()
+
+        async def are_lost() -> bool:
+            return {rank.state for rank in (await client.job()).ranks} == {job_pb2.RANK_STATE_LOST}
+
+        await until(are_lost)
+        other = FakeAgent(client, "other", ALL_PLACES)
+        await other.join()
+        assert not other.refused

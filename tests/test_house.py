@@ -26,10 +26,10 @@ CLOSED_DOORS = {
 
 # State machines and estimators are pure: events and the time come in as arguments, commands go out.
 PURE = [
-    "agent/session.py",
-    "agent/sampling.py",
-    "agent/telemetry.py",
-    "agent/energy.py",
+    "agent/rank/session.py",
+    "agent/rank/sampling.py",
+    "agent/stream/telemetry.py",
+    "agent/energy/regression.py",
     "service/job_machine.py",
     "service/stage_profiles.py",
     "service/clock_choice.py",
@@ -98,7 +98,7 @@ def run_without_extras(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_agent_and_stubs_need_no_extra() -> None:
-    done = run_without_extras("import perseus.agent.shell, perseus.v1.frontier_service_pb2_grpc")
+    done = run_without_extras("import perseus.agent.sidecar.shell, perseus.v1.frontier_service_pb2_grpc")
     assert done.returncode == 0, done.stderr
 
 

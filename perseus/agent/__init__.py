@@ -3,7 +3,7 @@
 What is imported here is what a trainer needs, and it is standard library only.
 """
 
-from perseus.agent.computation import Computation, Kind
-from perseus.agent.probe import NamedSchedule, Probe
+from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.probe.client import NamedSchedule, Probe
 
 __all__ = ["Computation", "Kind", "NamedSchedule", "Probe"]

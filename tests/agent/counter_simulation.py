@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perseus.agent.counter import ChangeDetector
-from perseus.agent.energy import CounterChange, Span
+from perseus.agent.energy.regression import CounterChange, Span
+from perseus.agent.sidecar.counter_poller import ChangeDetector
 
 POWER_W = {"forward": 280.0, "backward": 300.0, "wait": 75.0}
 

@@ -1,0 +1,473 @@
+"""The agent: local socket, ranks and the coordinator's stream brought together. `run` is the entry point.
+
+Everything that decides is elsewhere: `session` (one rank's life), `telemetry` (what is kept until
+acknowledged), `connection` (the stream), `guarded` and `records` (what is to be restored).
+
+On every way out the GPUs are reset before the agent says goodbye. A reset that fails leaves its record on
+disk, and so does an agent that dies; every agent looks after such records, from its start to its end.
+
+A rank whose GPU can't be used is not served, but its trainer's line stays open: its job can be registered,
+and the coordinator learns what is wrong.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any, assert_never
+
+import structlog
+
+from perseus.agent.gpu import GpuError, GpuNotFoundError, RecordError
+from perseus.agent.link.computation import Rank
+from perseus.agent.link.packets import (
+    ComputationMark,
+    Finish,
+    Hello,
+    IterationMark,
+    MalformedPacket,
+    Message,
+    Registration,
+    Reply,
+)
+from perseus.agent.rank.events import AgentStops, Connected, Disconnected, Heard, Tick, TrainerGone
+from perseus.agent.rank.messages import (
+    Drain,
+    GpuErrorReport,
+    HeartbeatAnswer,
+    Incoming,
+    PlanAnswer,
+    PlanInForce,
+    PlanOffer,
+    PlanRefusal,
+    PlanRefusalReason,
+    RankAccepted,
+    RankJoined,
+    RankLeft,
+    RankRefused,
+    Telemetry,
+    TelemetryAck,
+    Welcome,
+)
+from perseus.agent.restore.guarded import GuardedGpu
+from perseus.agent.restore.records import RecordFolder, restore_found
+from perseus.agent.sidecar.backends import Backend, VisibleGpus, backend
+from perseus.agent.sidecar.estimator import Estimator
+from perseus.agent.sidecar.local import Line, LocalServer
+from perseus.agent.sidecar.served import ServedRank, gpu_error_report
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.stream import translate
+from perseus.agent.stream.connection import Connection
+from perseus.agent.stream.registration import Refused, Registered, Unreachable, register_job
+from perseus.agent.stream.telemetry import TelemetryRing
+
+_log = structlog.get_logger(__name__)
+
+_TICK_S = 0.1
+_STOP_S = 5.0
+# Marks and clocks must not wait Python's 5 ms for the thread that works energy estimates out.
+_SWITCH_INTERVAL_S = 0.0005
+_RESTORE_RETRY_S = 0.5
+_RESTORE_ATTEMPTS = 6
+_REPORT_RETRY_S = 1.0
+# What the coordinator answers to a rank whose job it does not know.
+_JOB_NOT_FOUND = "JOB_NOT_FOUND"
+
+
+async def run(settings: AgentSettings, lifeline: int | None = None) -> None:
+    """Serve this node's trainers until SIGTERM or SIGINT, or until the supervisor is gone.
+
+    `lifeline` is a file descriptor that becomes readable when the supervisor's end of it is closed.
+
+    Raises:
+        OSError: the local socket can not be had.
+        RecordError: a GPU could not be brought back to stock; its record stays.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if lifeline is not None:
+        loop.add_reader(lifeline, stop.set)
+    try:
+        async with serving(settings) as failure:
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait([stopped, failure], return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            if failure.done():
+                failure.result()
+    finally:
+        if lifeline is not None:
+            loop.remove_reader(lifeline)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
+    """An agent that serves until the context is left; yields the task that ends only if the agent fails.
+
+    Raises:
+        OSError, RecordError: as `run`.
+    """
+    gpus = backend(settings)
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible_gpus = gpus if visible_devices is None else VisibleGpus(gpus, visible_devices)
+    agent = Agent(settings, visible_gpus, gpus)
+    server = LocalServer(settings.socket, agent.converse)
+    working = asyncio.create_task(agent.work())
+    _log.info("serving", socket=str(settings.socket), coordinator=settings.coordinator)
+    try:
+        yield working
+    finally:
+        await agent.stop()
+        await server.close()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        await agent.restore_all()
+        _log.info("stopped")
+
+
+class Agent:
+    """All ranks of this node, and their coordinator.
+
+    Trainers may use `gpus`; whatever a dead agent has left is restored on `all_gpus`.
+    """
+
+    def __init__(self, settings: AgentSettings, gpus: Backend, all_gpus: Backend) -> None:
+        self._settings = settings
+        self._gpus = gpus
+        self._all_gpus = all_gpus
+        self._records = RecordFolder(settings.restore_folder)
+        self._ranks: dict[Rank, ServedRank] = {}
+        # GPUs that are being opened, or belong to a rank that is served; `_restore` leaves them alone.
+        self._taken: set[str] = set()
+        self._restoring = asyncio.Lock()
+        # What was said of GPUs that could not be brought back, so that it is said once.
+        self._not_restored: dict[str, str] = {}
+        self._ring = TelemetryRing()
+        self._estimator = Estimator()
+        self._welcome: Welcome | None = None
+        # Said when there was no stream; the only messages besides telemetry that can wait for the next.
+        self._farewells: list[RankLeft | GpuErrorReport] = []
+        # What went wrong with the GPUs of trainers that are connected: told on every stream, each once.
+        self._reports: dict[Rank, list[GpuErrorReport]] = {}
+        # Registrations, to be made (again) whenever the coordinator does not know the job.
+        self._specs: dict[str, dict[str, Any]] = {}
+        self._registering: dict[str, asyncio.Task[None]] = {}
+        # Why the coordinator refused a rank last.
+        self._refusals: dict[Rank, str] = {}
+        self._connecting: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        hello = translate.hello(uuid.uuid4().hex, version("perseus-energy"), socket.gethostname())
+        self._connection = Connection(settings.coordinator, hello, self, random.random)
+
+    async def work(self) -> None:
+        """Keep in touch with the coordinator, and let time pass. Ends when cancelled, or if a part fails."""
+        async with asyncio.TaskGroup() as parts:
+            self._connecting = parts.create_task(self._connection.run())
+            parts.create_task(self._tick())
+            if not self._settings.observe:
+                parts.create_task(self._keep_restoring())
+
+    async def stop(self) -> None:
+        """Every GPU back to stock, then goodbye."""
+        self._is_stopping = True
+        ranks = list(self._ranks.values())
+        for rank in ranks:
+            rank.handle(AgentStops())
+        await asyncio.gather(*(rank.ended() for rank in ranks))
+        await asyncio.to_thread(self._estimator.close)
+        for registering in self._registering.values():
+            registering.cancel()
+        self._connection.close(translate.goodbye("the agent was stopped"))
+        if self._welcome is not None and self._connecting is not None:
+            await asyncio.wait([self._connecting], timeout=_STOP_S)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._tell_all(Tick())
+
+    # --- What dead agents left ------------------------------------------------------------------------------
+
+    async def restore_all(self) -> None:
+        """Bring back what is left, trying for a while. `RecordError` if a GPU can't be brought back."""
+        if self._settings.observe:
+            return
+        for _ in range(_RESTORE_ATTEMPTS):
+            await self._restore()
+            if not self._not_restored:
+                return
+            await asyncio.sleep(_RESTORE_RETRY_S)
+        raise RecordError("; ".join(self._not_restored.values()))
+
+    async def _keep_restoring(self) -> None:
+        while True:
+            await self._restore()
+            await asyncio.sleep(_RESTORE_RETRY_S)
+
+    async def _restore(self) -> None:
+        async with self._restoring:
+            try:
+                done = await asyncio.to_thread(
+                    restore_found, self._records, self._all_gpus.open, but=frozenset(self._taken)
+                )
+            except RecordError as error:
+                self._note_not_restored({"": str(error)})
+                return
+            self._note_not_restored(
+                {
+                    each.gpu_uuid: str(each.error)
+                    for each in done
+                    # A GPU that is not found may be another agent's, with which this one shares the folder.
+                    if each.error is not None and not isinstance(each.error, GpuNotFoundError)
+                }
+            )
+            for each in done:
+                if each.error is None:
+                    _log.info("GPU restored", gpu=each.gpu_uuid)
+
+    def _note_not_restored(self, reasons: dict[str, str]) -> None:
+        for gpu_uuid, reason in reasons.items():
+            if self._not_restored.get(gpu_uuid) != reason:
+                _log.error("GPU not restored", gpu=gpu_uuid, reason=reason)
+        self._not_restored = reasons
+
+    # --- Trainers -------------------------------------------------------------------------------------------
+
+    async def converse(self, line: Line) -> None:
+        """One trainer's connection, from its first packet to its last."""
+        admitted: Hello | None = None
+        try:
+            hello = await line.receive()
+            if hello is None:
+                return
+            if not isinstance(hello, Hello):
+                raise MalformedPacket(f"expected a hello, found {type(hello).__name__}")
+            refusal = self._refusal(hello)
+            if refusal is not None:
+                _log.error(
+                    "rank refused", rank=str(hello.rank), reason=refusal.reason, message=refusal.message
+                )
+                line.reply(refusal)
+                return
+            admitted = hello
+            await self._admit(hello, line)
+            while (message := await line.receive()) is not None:
+                await self._trainer_said(hello.rank, message, line)
+        except MalformedPacket as error:
+            rank = str(admitted.rank) if admitted else None
+            _log.error("trainer not understood", rank=rank, reason=str(error))
+            line.reply(Reply(False, "MALFORMED_PACKET", str(error)))
+        finally:
+            if admitted is not None:
+                if (served := self._ranks.get(admitted.rank)) is not None:
+                    served.handle(TrainerGone())
+                    await served.ended()
+                self._forget(admitted)
+
+    async def _admit(self, hello: Hello, line: Line) -> None:
+        """Serve a rank, or tell its probe and the coordinator what is wrong with its GPU."""
+        self._reports[hello.rank] = []
+        self._taken.add(hello.gpu_uuid)
+        try:
+            async with self._restoring:
+                gpu = await asyncio.to_thread(self._gpus.open, hello.gpu_uuid)
+        except GpuError as error:
+            self._taken.discard(hello.gpu_uuid)
+            _log.error("GPU not usable", rank=str(hello.rank), gpu=hello.gpu_uuid, reason=str(error))
+            line.reply(Reply(True, "GPU_NOT_USABLE", f"the rank is not served: {error}"))
+            self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error))
+            return
+        observe = self._settings.observe
+        rank = ServedRank(
+            hello.rank,
+            gpu if observe else GuardedGpu(gpu, self._records, self._settings.stock),
+            self._estimator,
+            observe=observe,
+            after_sequence=self._ring.sequence,
+            say=self._say,
+            report=lambda error: self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error)),
+        )
+        self._ranks[hello.rank] = rank
+        _log.info("rank served", rank=str(rank.rank), gpu=rank.gpu_uuid)
+        line.reply(Reply(True))
+        if self._welcome is not None:
+            rank.handle(Connected(self._welcome.lease_s))
+
+    def _refusal(self, hello: Hello) -> Reply | None:
+        if self._is_stopping:
+            return Reply(False, "AGENT_STOPS", "the agent is being stopped")
+        if hello.rank in self._reports:
+            message = f"{hello.rank}: another trainer is connected as this rank"
+            return Reply(False, "RANK_ALREADY_SERVED", message)
+        if hello.gpu_uuid in self._taken:
+            return Reply(False, "GPU_ALREADY_IN_USE", f"GPU {hello.gpu_uuid}: another rank runs on it")
+        return None
+
+    async def _trainer_said(self, rank: Rank, message: Message, line: Line) -> None:
+        match message:
+            case IterationMark() | ComputationMark() | Finish():
+                if rank in self._ranks:
+                    self._ranks[rank].handle(message)
+            case Registration(spec):
+                reply = await self._register(rank.job_id, spec)
+                if not reply.ok:
+                    _log.error("registration refused", job=rank.job_id, reason=reply.message)
+                line.reply(reply)
+            case Hello() | Reply():
+                raise MalformedPacket(f"expected a registration or a mark, found {type(message).__name__}")
+            case _:
+                assert_never(message)
+
+    def _forget(self, hello: Hello) -> None:
+        rank = hello.rank
+        if self._ranks.pop(rank, None) is not None:
+            self._taken.discard(hello.gpu_uuid)
+        self._refusals.pop(rank, None)
+        reports = self._reports.pop(rank)
+        if not self._connection.is_connected:
+            self._farewells += reports
+        if not any(other.job_id == rank.job_id for other in self._reports):
+            self._specs.pop(rank.job_id, None)
+
+    def _report(self, report: GpuErrorReport) -> None:
+        """Let the coordinator know what went wrong with a GPU, once; its log keeps it."""
+        reports = self._reports[report.rank]
+        if report not in reports:
+            reports.append(report)
+            self._connection.send(translate.request(report))
+
+    def _report_again(self, rank: Rank) -> None:
+        for report in self._reports.get(rank, []):
+            self._connection.send(translate.request(report))
+
+    def _tell_all(self, event: Tick | Heard | Connected | Disconnected) -> None:
+        for rank in list(self._ranks.values()):
+            rank.handle(event)
+
+    # --- Registration ---------------------------------------------------------------------------------------
+
+    async def _register(self, job_id: str, spec: dict[str, Any]) -> Reply:
+        try:
+            request = translate.register_job_request(spec)
+        except ValueError as error:
+            return Reply(False, "INVALID_REGISTRATION", str(error))
+        if request.spec.job_id != job_id:
+            return Reply(
+                False,
+                "INVALID_REGISTRATION",
+                f"registration: expected job {job_id!r}, as in the hello, found {request.spec.job_id!r}",
+            )
+        match await register_job(self._settings.coordinator, request):
+            case Refused(reason, message):
+                self._specs.pop(job_id, None)
+                return Reply(False, reason, message)
+            case Registered():
+                self._specs[job_id] = spec
+                return Reply(True)
+            case Unreachable(message):
+                self._specs[job_id] = spec
+                return Reply(True, message=f"the job is registered as soon as possible: {message}")
+
+    def _register_again(self, job_id: str) -> None:
+        """The coordinator does not know the job: it was absent at the time, or has lost its state."""
+        spec = self._specs.get(job_id)
+        if spec is None or job_id in self._registering:
+            return
+
+        async def register() -> None:
+            reply = await self._register(job_id, spec)
+            log = _log.info if reply.ok else _log.error
+            log("job registered" if reply.ok else "registration refused", job=job_id, message=reply.message)
+
+        task = asyncio.create_task(register())
+        self._registering[job_id] = task
+        task.add_done_callback(lambda _: self._registering.pop(job_id, None))
+
+    # --- Coordinator ----------------------------------------------------------------------------------------
+
+    def connected(self, welcome: Welcome) -> None:
+        """See `Handler.connected`."""
+        self._welcome = welcome
+        self._acknowledge(welcome.acknowledged_sequence)
+        self._ring.rewind()
+        # First of all: a rank that has left may be served for another trainer by now.
+        farewells, self._farewells = self._farewells, []
+        for farewell in farewells:
+            self._connection.send(translate.request(farewell))
+        self._tell_all(Connected(welcome.lease_s))
+        self._send_telemetry()
+        for rank in self._reports:
+            self._report_again(rank)
+
+    def disconnected(self) -> None:
+        """See `Handler.disconnected`."""
+        self._welcome = None
+        self._tell_all(Disconnected())
+
+    def received(self, message: Incoming) -> None:
+        """See `Handler.received`."""
+        self._tell_all(Heard())
+        match message:
+            case PlanOffer(rank):
+                if rank in self._ranks and not self._ranks[rank].has_ended:
+                    self._ranks[rank].handle(message)
+                else:
+                    unknown = PlanRefusal(PlanRefusalReason.UNKNOWN_RANK, f"{rank}: not served by this agent")
+                    self._say(PlanAnswer(rank, message.plan, unknown, -1))
+            case RankAccepted(rank):
+                self._refusals.pop(rank, None)
+                if rank in self._ranks:
+                    self._ranks[rank].handle(message)
+            case RankRefused(rank, reason, text):
+                if self._refusals.get(rank) != reason:  # it is announced again every second
+                    log = _log.info if reason == _JOB_NOT_FOUND else _log.warning
+                    log("coordinator does not take the rank yet", rank=str(rank), reason=reason, message=text)
+                self._refusals[rank] = reason
+                if reason == _JOB_NOT_FOUND:
+                    self._register_again(rank.job_id)
+                    if self._reports.get(rank):
+                        asyncio.get_running_loop().call_later(_REPORT_RETRY_S, self._report_again, rank)
+                if rank in self._ranks:
+                    self._ranks[rank].handle(message)
+            case TelemetryAck(sequence):
+                self._acknowledge(sequence)
+                self._send_telemetry()
+            case Drain(reason):
+                _log.info("the coordinator is about to stop", reason=reason)
+            case HeartbeatAnswer():
+                pass
+            case Welcome():
+                _log.error("message ignored", reason="expected one welcome on a stream, found another")
+            case _:
+                assert_never(message)
+
+    def _say(self, message: RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry) -> None:
+        match message:
+            case Telemetry():
+                self._ring.append(message)
+                self._send_telemetry()
+            case RankLeft() if not self._connection.is_connected:
+                self._farewells.append(message)
+            case _:
+                self._connection.send(translate.request(message))
+
+    def _acknowledge(self, sequence: int) -> None:
+        try:
+            self._ring.acknowledge(sequence)
+        except ValueError as error:
+            _log.error("message ignored", reason=str(error))
+
+    def _send_telemetry(self) -> None:
+        if self._connection.is_connected:
+            for batch in self._ring.sendable():
+                self._connection.send(translate.telemetry(batch))

@@ -9,8 +9,8 @@ import pynvml
 from perseus.agent.gpu import Gpu, GpuError, GpuNotFoundError
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.nvml import NvmlGpu, calling
-from perseus.agent.gpu.visible import visible_uuids
 from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.sidecar.visible import visible_uuids
 
 
 class Backend(Protocol):

@@ -1,8 +1,8 @@
 import pytest
 
 from perseus.agent.gpu import Gpu, GpuNotFoundError
-from perseus.agent.gpu.visible import visible_uuids
 from perseus.agent.sidecar.backends import VisibleGpus
+from perseus.agent.sidecar.visible import visible_uuids
 
 UUIDS = ["GPU-0a", "GPU-0b", "GPU-1c"]
 

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perseus.agent.energy.beat import find_beat
+from perseus.agent.energy.counter import CounterChange
 from perseus.agent.energy.least_squares import generalised_least_squares
 from perseus.agent.gpu import ClockEventReason
 
@@ -48,19 +49,6 @@ _POWER_VARIATIONS = np.array([0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2])  #
 _MAX_ERROR_SHARE = 0.1
 _QUARTILES_APART = 1.349  # standard deviations, of a normal distribution
 _MEDIAN_ERROR = 1.2533  # standard error of its median against that of its mean: √(π / 2)
-
-
-@dataclass(frozen=True, slots=True)
-class CounterChange:
-    """The counter moved to `energy_j` at `time_s` (CLOCK_MONOTONIC) ± `uncertainty_s`, half a poll interval.
-
-    `clock_event_reasons`: all those seen since the change before.
-    """
-
-    time_s: float
-    energy_j: float
-    uncertainty_s: float
-    clock_event_reasons: int = 0
 
 
 @dataclass(frozen=True, slots=True)

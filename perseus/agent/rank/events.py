@@ -5,7 +5,7 @@ Some events are values of other modules: the trainer's marks, the coordinator's 
 
 from dataclasses import dataclass
 
-from perseus.agent.energy.regression import CounterChange
+from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.packets import ComputationMark, Finish, IterationMark
 from perseus.agent.rank.messages import (
     EnergyEstimate,

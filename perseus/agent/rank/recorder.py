@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from perseus.agent.clocks.keeper import Clocks
-from perseus.agent.energy.regression import CounterChange
+from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.rank.events import ClockSet
 from perseus.agent.rank.messages import NO_PLAN, ComputationRow, IterationRow

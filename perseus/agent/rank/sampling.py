@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from perseus.agent.energy.counter import CounterChange
 from perseus.agent.energy.regression import (
-    CounterChange,
     Estimate,
     NotDetermined,
     Span,

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from perseus.agent.clocks.keeper import ClockKeeper, Clocks
-from perseus.agent.energy.regression import CounterChange
+from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark
 from perseus.agent.rank.events import (

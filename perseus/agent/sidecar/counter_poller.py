@@ -1,45 +1,11 @@
-"""Watching a GPU's energy counter.
-
-The counter moves only every 20–100 ms, so it is polled more often than that and only its changes are kept: a
-change says what the energy was *when the counter moved*, and that lies between two polls.
-"""
+"""Watching a GPU's energy counter on a thread of its own; `energy.counter` says what is made of the polls."""
 
 import threading
 import time
 from collections.abc import Callable
 
-from perseus.agent.energy.regression import CounterChange
+from perseus.agent.energy.counter import ChangeDetector, CounterChange
 from perseus.agent.gpu import Gpu, GpuError
-
-
-class ChangeDetector:
-    """Turns polls into changes. Pure."""
-
-    def __init__(self) -> None:
-        self._energy_j: float | None = None
-        self._unchanged_at_s = 0.0
-        self._clock_event_reasons = 0
-
-    def poll(
-        self, before_s: float, after_s: float, energy_j: float, clock_event_reasons: int
-    ) -> CounterChange | None:
-        """Take a reading made between two moments; returns the change, if the counter has moved.
-
-        The change carries all clock-event reasons seen since the change before it.
-        """
-        self._clock_event_reasons |= clock_event_reasons
-        change = None
-        if self._energy_j is not None and energy_j != self._energy_j:
-            change = CounterChange(
-                time_s=(self._unchanged_at_s + after_s) / 2,
-                energy_j=energy_j,
-                uncertainty_s=(after_s - self._unchanged_at_s) / 2,
-                clock_event_reasons=self._clock_event_reasons,
-            )
-            self._clock_event_reasons = clock_event_reasons
-        self._energy_j = energy_j
-        self._unchanged_at_s = before_s
-        return change
 
 
 class CounterPoller:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pynvml
 
+from perseus.agent.energy.counter import ChangeDetector
 from perseus.agent.gpu import ClockEventReason, GpuError, GpuUnsupportedError
 from perseus.agent.gpu.nvml import NvmlGpu, calling
-from perseus.agent.sidecar.counter_poller import ChangeDetector
 
 _CAP_SYS_ADMIN = 21
 _WATCH_S = 2.0

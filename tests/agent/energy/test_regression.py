@@ -7,8 +7,8 @@ from counter_simulation import POWER_W, Simulation, one_forward_one_backward, si
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perseus.agent.energy.counter import CounterChange
 from perseus.agent.energy.regression import (
-    CounterChange,
     Estimate,
     NotDetermined,
     PowerFit,

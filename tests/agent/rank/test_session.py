@@ -2,7 +2,7 @@
 
 import pytest
 
-from perseus.agent.energy.regression import CounterChange
+from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark
 from perseus.agent.rank.events import (

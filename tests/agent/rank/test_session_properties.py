@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from perseus.agent.energy.regression import CounterChange
+from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark
 from perseus.agent.rank.events import (

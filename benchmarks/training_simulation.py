@@ -12,20 +12,13 @@ from itertools import count
 
 import numpy as np
 
+from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.gpu.dynamics import GpuState
 from perseus.agent.gpu.physics import GpuModel, Work
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import ComputationMark, Edge, IterationMark
-from perseus.agent.rank.events import (
-    ClockSet,
-    Connected,
-    Event,
-    ResetClock,
-    ScheduleClock,
-    Send,
-    SetClock,
-    Tick,
-)
+from perseus.agent.rank.commands import Send
+from perseus.agent.rank.events import Connected, Event, Tick
 from perseus.agent.rank.messages import (
     ClockStatistics,
     GpuDescription,

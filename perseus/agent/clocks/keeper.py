@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from perseus.agent.clocks.lead import Lead
+from perseus.agent.clocks.sets import ResetClock, ScheduleClock, SetClock
 from perseus.agent.clocks.timetable import Prediction, Timetable
-from perseus.agent.rank.events import ResetClock, ScheduleClock, SetClock
 
 Clocks = tuple[int | None, ...]
 """A clock for each computation of the order, MHz, None for stock."""

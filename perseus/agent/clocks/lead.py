@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from perseus.agent.rank.events import ClockSet
+from perseus.agent.clocks.sets import ClockSet
 
 _ASSUMED_LATENCY_S = 0.020
 _ASSUMED_DELAY_S = 0.001

@@ -1,26 +1,15 @@
-"""What can happen to a rank's session, and what it can want done; `rank.session` says when and why.
+"""What can happen to a rank's session; `rank.session` says what it does then.
 
-Some events are values of other modules: the trainer's marks, the coordinator's messages, counter changes.
+Some events are values of other modules: the trainer's marks, the coordinator's messages, counter changes and
+clocks that were set.
 """
 
 from dataclasses import dataclass
 
+from perseus.agent.clocks.sets import ClockSet
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.packets import ComputationMark, Finish, IterationMark
-from perseus.agent.rank.messages import (
-    EnergyEstimate,
-    PlanAnswer,
-    PlanInForce,
-    PlanOffer,
-    RankAccepted,
-    RankJoined,
-    RankLeft,
-    RankRefused,
-    Telemetry,
-)
-from perseus.agent.rank.sampling import EstimateRequest
-
-# --- Events -------------------------------------------------------------------------------------------------
+from perseus.agent.rank.messages import EnergyEstimate, PlanOffer, RankAccepted, RankRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +37,6 @@ class Disconnected:
 @dataclass(frozen=True, slots=True)
 class Heard:
     """The coordinator said something, whatever it was."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClockSet:
-    """A set was carried out (MHz, None for stock); in force since `time_s`.
-
-    `due_s`: when it was to begin; `begun_at_s`: when it did, once the set before it was done.
-    """
-
-    clock_mhz: int | None
-    time_s: float
-    begun_at_s: float
-    due_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,48 +90,3 @@ Event = (
     | AgentStops
     | Tick
 )
-
-
-# --- Commands -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SetClock:
-    """Lock the GPU's clock, in place of all that was asked for before."""
-
-    clock_mhz: int
-
-
-@dataclass(frozen=True, slots=True)
-class ResetClock:
-    """Back to stock, in place of all that was asked for before."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleClock:
-    """Lock the GPU's clock (None: back to stock) at a moment to come, in place of what was scheduled before.
-
-    What is asked for meanwhile takes its place.
-    """
-
-    clock_mhz: int | None
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class EstimateEnergy:
-    """Work an energy estimate out, which takes milliseconds; answered with `Estimated` if there is one."""
-
-    request: EstimateRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Tell the coordinator. Telemetry is kept until acknowledged; all else is sent now or not at all, but for
-    RankLeft, which can wait for the next connection.
-    """
-
-    message: RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry
-
-
-Command = SetClock | ResetClock | ScheduleClock | EstimateEnergy | Send

@@ -9,9 +9,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from perseus.agent.clocks.keeper import Clocks
+from perseus.agent.clocks.sets import ClockSet
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.rank.events import ClockSet
 from perseus.agent.rank.messages import NO_PLAN, ComputationRow, IterationRow
 from perseus.agent.rank.sampling import (
     EstimateRequest,

@@ -40,22 +40,19 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from perseus.agent.clocks.keeper import ClockKeeper, Clocks
+from perseus.agent.clocks.sets import ClockSet, ResetClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark
+from perseus.agent.rank.commands import Command, EstimateEnergy, Send
 from perseus.agent.rank.events import (
     AgentStops,
-    ClockSet,
-    Command,
     Connected,
     Disconnected,
     Estimated,
-    EstimateEnergy,
     Event,
     GpuFailed,
     Heard,
-    ResetClock,
-    Send,
     SetNotPermitted,
     Tick,
     TrainerGone,

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import structlog
 
+from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.gpu import (
     Gpu,
     GpuError,
@@ -22,19 +23,8 @@ from perseus.agent.gpu import (
     RecordError,
 )
 from perseus.agent.link.computation import Rank
-from perseus.agent.rank.events import (
-    ClockSet,
-    Estimated,
-    EstimateEnergy,
-    Event,
-    GpuFailed,
-    ResetClock,
-    ScheduleClock,
-    Send,
-    SetClock,
-    SetNotPermitted,
-    TrainerJoined,
-)
+from perseus.agent.rank.commands import EstimateEnergy, Send
+from perseus.agent.rank.events import Estimated, Event, GpuFailed, SetNotPermitted, TrainerJoined
 from perseus.agent.rank.messages import (
     EnergyEstimate,
     GpuDescription,

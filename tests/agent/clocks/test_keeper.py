@@ -3,7 +3,7 @@
 import pytest
 
 from perseus.agent.clocks.keeper import ClockKeeper, Clocks, Commands
-from perseus.agent.rank.events import ClockSet, ResetClock, ScheduleClock, SetClock
+from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 
 LATENCY_S = 0.010
 SUPPORTED_MHZ = (1400, 1200, 1000)

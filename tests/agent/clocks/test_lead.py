@@ -1,7 +1,7 @@
 import pytest
 
 from perseus.agent.clocks.lead import Lead
-from perseus.agent.rank.events import ClockSet
+from perseus.agent.clocks.sets import ClockSet
 
 
 def done(clock_mhz: int | None, *, latency_s: float, late_s: float = 0.0) -> ClockSet:

@@ -2,24 +2,19 @@
 
 import pytest
 
+from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark
+from perseus.agent.rank.commands import Command, EstimateEnergy, Send
 from perseus.agent.rank.events import (
     AgentStops,
-    ClockSet,
-    Command,
     Connected,
     Disconnected,
     Estimated,
-    EstimateEnergy,
     Event,
     GpuFailed,
     Heard,
-    ResetClock,
-    ScheduleClock,
-    Send,
-    SetClock,
     SetNotPermitted,
     Tick,
     TrainerGone,

@@ -4,23 +4,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark
+from perseus.agent.rank.commands import EstimateEnergy, Send
 from perseus.agent.rank.events import (
     AgentStops,
-    ClockSet,
     Connected,
     Disconnected,
     Estimated,
-    EstimateEnergy,
     Event,
     GpuFailed,
     Heard,
-    ResetClock,
-    ScheduleClock,
-    Send,
-    SetClock,
     SetNotPermitted,
     Tick,
     TrainerGone,

@@ -141,78 +141,65 @@ class Session:
     def _dispatch(self, event: Event, now_s: float) -> None:
         match event:
             case ComputationMark(Edge.BEGIN):
-                self._begin_computation(event, self._mark_s(event.time_ns, now_s), now_s)
+                self._on_computation_begin(event, now_s)
             case ComputationMark():
-                self._end_computation(event, self._mark_s(event.time_ns, now_s), now_s)
-            case IterationMark(Edge.BEGIN, iteration):
-                self._begin_iteration(iteration, self._mark_s(event.time_ns, now_s), now_s)
-            case IterationMark(_, iteration):
-                self._end_iteration(iteration, self._mark_s(event.time_ns, now_s), now_s)
+                self._on_computation_end(event, now_s)
+            case IterationMark(Edge.BEGIN):
+                self._on_iteration_begin(event, now_s)
+            case IterationMark():
+                self._on_iteration_end(event, now_s)
             case CounterChange():
-                self._recorder.counter_changed(event)
-                self._report(now_s)
+                self._on_counter_change(event, now_s)
             case ClockSet():
-                self._recorder.clock_set(event)
-                self._keeper.lead.clock_set(event)
-            case Estimated(estimate):
-                self._commands.append(Send(Telemetry(self.rank, (), (), estimate, None)))
+                self._on_clock_set(event)
+            case Estimated():
+                self._on_estimated(event)
             case Tick():
-                self._tick(now_s)
+                self._on_tick(now_s)
             case Heard():
-                self._heard_at_s = now_s
+                self._on_heard(now_s)
             case PlanOffer():
-                refusal = self._consider(event)
-                self._send(PlanAnswer(self.rank, event.plan, refusal, self._begun_iteration))
+                self._on_plan_offer(event)
             case Connected():
-                self._is_connected = True
-                self._heard_at_s = now_s
-                self._announce()
+                self._on_connected(now_s)
             case Disconnected():
-                self._is_connected = self._is_accepted = False
-                self._announce_at_s = None
-            case RankAccepted(_, order):
-                self._accepted(order)
+                self._on_disconnected()
+            case RankAccepted():
+                self._on_rank_accepted(event)
             case RankRefused():
-                self._is_accepted = False
-                self._announce_at_s = now_s + JOIN_RETRY_S
-                self._drop_plans()
-            case SetNotPermitted(message):
-                self._forbidden = message
-                self._keeper = ClockKeeper()  # nothing was ever set, so there is nothing to reset
-                self._drop_plans()
+                self._on_rank_refused(now_s)
+            case SetNotPermitted():
+                self._on_set_not_permitted(event)
             case TrainerJoined():
-                if self._forbidden is None:
-                    self._commands.append(ResetClock())
+                self._on_trainer_joined()
             case GpuFailed():
-                self._leave(RankLeftReason.GPU_FAILED, now_s)
+                self._on_gpu_failed(now_s)
             case Finish():
-                self._leave(RankLeftReason.FINISHED, now_s)
+                self._on_finish(now_s)
             case TrainerGone():
-                self._leave(RankLeftReason.TRAINER_GONE, now_s)
+                self._on_trainer_gone(now_s)
             case AgentStops():
-                self._end(now_s)
+                self._on_agent_stops(now_s)
             case _:
                 assert_never(event)
 
-    # --- Standing with the coordinator ----------------------------------------------------------------------
+    # --- Trainer, GPU and agent -----------------------------------------------------------------------------
 
-    def _announce(self) -> None:
-        self._announce_at_s = None
-        in_force = self._in_force.plan if self._in_force else NO_PLAN
-        self._send(RankJoined(self.rank, self._gpu, self._begun_iteration, in_force, self._after_sequence))
+    def _on_trainer_joined(self) -> None:
+        if self._forbidden is None:
+            self._commands.append(ResetClock())
 
-    def _accepted(self, order: tuple[Computation, ...]) -> None:
-        self._is_accepted = True
-        if order != self._order:
-            self._drop_plans()  # they were made for another order
-            self._deviate()
-            self._order = order
-            self._positions = {computation: position for position, computation in enumerate(order)}
-            self._follow(None)
+    def _on_gpu_failed(self, now_s: float) -> None:
+        self._leave(RankLeftReason.GPU_FAILED, now_s)
 
-    def _send(self, message: RankJoined | PlanAnswer | PlanInForce) -> None:
-        if self._is_connected:
-            self._commands.append(Send(message))
+    def _on_finish(self, now_s: float) -> None:
+        self._leave(RankLeftReason.FINISHED, now_s)
+
+    def _on_trainer_gone(self, now_s: float) -> None:
+        self._leave(RankLeftReason.TRAINER_GONE, now_s)
+
+    def _on_agent_stops(self, now_s: float) -> None:
+        self._end(now_s)
 
     def _leave(self, reason: RankLeftReason, now_s: float) -> None:
         self._end(now_s)
@@ -225,7 +212,7 @@ class Session:
         self._report(now_s, waits=False)
         self.has_ended = True
 
-    def _tick(self, now_s: float) -> None:
+    def _on_tick(self, now_s: float) -> None:
         if self._announce_at_s is not None and now_s >= self._announce_at_s:
             self._announce()
         leases_s = [plan.lease_s for plan in (self._in_force, self._pending) if plan]
@@ -233,7 +220,49 @@ class Session:
             self._drop_plans()
         self._report(now_s)
 
+    # --- Standing with the coordinator ----------------------------------------------------------------------
+
+    def _on_connected(self, now_s: float) -> None:
+        self._is_connected = True
+        self._heard_at_s = now_s
+        self._announce()
+
+    def _on_disconnected(self) -> None:
+        self._is_connected = self._is_accepted = False
+        self._announce_at_s = None
+
+    def _on_heard(self, now_s: float) -> None:
+        self._heard_at_s = now_s
+
+    def _on_rank_accepted(self, accepted: RankAccepted) -> None:
+        self._is_accepted = True
+        order = accepted.order
+        if order != self._order:
+            self._drop_plans()  # they were made for another order
+            self._deviate()
+            self._order = order
+            self._positions = {computation: position for position, computation in enumerate(order)}
+            self._follow(None)
+
+    def _on_rank_refused(self, now_s: float) -> None:
+        self._is_accepted = False
+        self._announce_at_s = now_s + JOIN_RETRY_S
+        self._drop_plans()
+
+    def _announce(self) -> None:
+        self._announce_at_s = None
+        in_force = self._in_force.plan if self._in_force else NO_PLAN
+        self._send(RankJoined(self.rank, self._gpu, self._begun_iteration, in_force, self._after_sequence))
+
+    def _send(self, message: RankJoined | PlanAnswer | PlanInForce) -> None:
+        if self._is_connected:
+            self._commands.append(Send(message))
+
     # --- Plans ----------------------------------------------------------------------------------------------
+
+    def _on_plan_offer(self, offer: PlanOffer) -> None:
+        refusal = self._consider(offer)
+        self._send(PlanAnswer(self.rank, offer.plan, refusal, self._begun_iteration))
 
     def _consider(self, offer: PlanOffer) -> PlanRefusal | None:
         """Make the offer pending, or say why not."""
@@ -306,6 +335,11 @@ class Session:
 
     # --- Clocks ---------------------------------------------------------------------------------------------
 
+    def _on_set_not_permitted(self, event: SetNotPermitted) -> None:
+        self._forbidden = event.message
+        self._keeper = ClockKeeper()  # nothing was ever set, so there is nothing to reset
+        self._drop_plans()
+
     def _stock(self) -> None:
         if self._forbidden is None:
             self._commands += self._keeper.stock()
@@ -327,6 +361,9 @@ class Session:
         self._marked_at_s = min(max(time_ns / 1e9, self._marked_at_s), now_s)
         return self._marked_at_s
 
+    def _on_iteration_begin(self, mark: IterationMark, now_s: float) -> None:
+        self._begin_iteration(mark.iteration, self._mark_s(mark.time_ns, now_s), now_s)
+
     def _begin_iteration(self, number: int, begin_s: float | None, now_s: float) -> None:
         if number <= self._begun_iteration:
             return
@@ -338,16 +375,18 @@ class Session:
         if self._order is not None and self._forbidden is None:
             self._commands += self._keeper.begin_iteration(now_s)
 
-    def _end_iteration(self, number: int, end_s: float, now_s: float) -> None:
-        self._begin_iteration(number, None, now_s)  # its begin mark may have been lost
+    def _on_iteration_end(self, mark: IterationMark, now_s: float) -> None:
+        end_s = self._mark_s(mark.time_ns, now_s)
+        self._begin_iteration(mark.iteration, None, now_s)  # its begin mark may have been lost
         iteration = self._iteration
-        if iteration is None or iteration.number != number:
+        if iteration is None or iteration.number != mark.iteration:
             return
         self._iteration = None
         if iteration.begin_s is not None and self._order is not None:
             self._recorder.finish(iteration, end_s)
 
-    def _begin_computation(self, mark: ComputationMark, begin_s: float, now_s: float) -> None:
+    def _on_computation_begin(self, mark: ComputationMark, now_s: float) -> None:
+        begin_s = self._mark_s(mark.time_ns, now_s)
         iteration = self._marked_iteration(mark, now_s)
         if iteration is None:
             return
@@ -362,7 +401,8 @@ class Session:
             following = self._following_clocks(iteration.number)
             self._commands += self._keeper.begin(position, begin_s, now_s, following)
 
-    def _end_computation(self, mark: ComputationMark, end_s: float, now_s: float) -> None:
+    def _on_computation_end(self, mark: ComputationMark, now_s: float) -> None:
+        end_s = self._mark_s(mark.time_ns, now_s)
         iteration = self._marked_iteration(mark, now_s)
         if iteration is None:
             return
@@ -390,6 +430,17 @@ class Session:
         return iteration
 
     # --- Measurement ----------------------------------------------------------------------------------------
+
+    def _on_counter_change(self, change: CounterChange, now_s: float) -> None:
+        self._recorder.counter_changed(change)
+        self._report(now_s)
+
+    def _on_clock_set(self, done: ClockSet) -> None:
+        self._recorder.clock_set(done)
+        self._keeper.lead.clock_set(done)
+
+    def _on_estimated(self, event: Estimated) -> None:
+        self._commands.append(Send(Telemetry(self.rank, (), (), event.estimate, None)))
 
     def _report(self, now_s: float, *, waits: bool = True) -> None:
         """Tell of all iterations that can be measured by now; of all that have ended, if nothing waits."""

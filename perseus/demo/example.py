@@ -14,8 +14,8 @@ from typing import Any
 import grpc.aio
 
 from perseus.agent.gpu.physics import A100_SXM, Work
+from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.client import SOCKET_VARIABLE
 from perseus.demo.cluster import Cluster
 from perseus.demo.emulated_probe import Works, emulated_connect
 from perseus.demo.observation import Observer

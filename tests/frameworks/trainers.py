@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from perseus.agent.gpu.physics import Work
+from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.client import SOCKET_VARIABLE
 from perseus.demo.emulated_probe import Works, emulated_connect
 from perseus.demo.trainer import STOP_FILE
 

@@ -28,6 +28,7 @@ from time import monotonic_ns
 from types import TracebackType
 from typing import Any, Self
 
+from perseus.agent.link.address import DEFAULT_SOCKET_PATH, SOCKET_VARIABLE
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import (
     MAX_PACKET_BYTES,
@@ -42,9 +43,6 @@ from perseus.agent.link.packets import (
     mark_packer,
 )
 from perseus.agent.probe.rejoin import Rejoin
-
-SOCKET_VARIABLE = "PERSEUS_AGENT_SOCKET"
-DEFAULT_SOCKET_PATH = "/run/perseus/agent.sock"
 
 _log = logging.getLogger("perseus.probe")
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from perseus.agent.probe.client import DEFAULT_SOCKET_PATH
+from perseus.agent.link.address import DEFAULT_SOCKET_PATH
 from perseus.agent.restore.records import ClockRange
 from perseus.logs import LogFormat, LogLevel
 

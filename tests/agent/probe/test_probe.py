@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from google.protobuf import json_format
 
+from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import (
     MAX_PACKET_BYTES,
@@ -26,7 +27,7 @@ from perseus.agent.link.packets import (
     decode,
     encode,
 )
-from perseus.agent.probe.client import SOCKET_VARIABLE, NamedSchedule, Probe, job_spec
+from perseus.agent.probe.client import NamedSchedule, Probe, job_spec
 from perseus.agent.probe.rejoin import PERIOD_NS
 from perseus.v1 import job_pb2
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from perseus.agent.clocks.sets import ResetClock, ScheduleClock, SetClock
-from perseus.agent.rank.messages import PlanAnswer, PlanInForce, RankJoined, RankLeft, Telemetry
+from perseus.agent.rank.messages import FromSession
 from perseus.agent.rank.sampling import EstimateRequest
 
 
@@ -20,7 +20,7 @@ class Send:
     RankLeft, which can wait for the next connection.
     """
 
-    message: RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry
+    message: FromSession
 
 
 Command = SetClock | ResetClock | ScheduleClock | EstimateEnergy | Send

@@ -66,6 +66,15 @@ class PlanRefusalReason(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class AgentIdentity:
+    """Who speaks: one run of the agent (another one has another `instance_id`), and where it runs."""
+
+    instance_id: str
+    version: str
+    hostname: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankJoined:
     """A rank is served. `iteration`: the highest begun, -1 if none.
 
@@ -208,6 +217,10 @@ class Telemetry:
     clocks: ClockStatistics | None
 
 
+FromSession = RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry
+"""What a rank's session says."""
+
+
 # --- What the coordinator says ------------------------------------------------------------------------------
 
 
@@ -287,4 +300,7 @@ class PlanOffer:
     clocks: Stock | Hold | StageClocks
 
 
-Incoming = Welcome | RankAccepted | RankRefused | TelemetryAck | HeartbeatAnswer | Drain | PlanOffer
+ToSession = RankAccepted | RankRefused | PlanOffer
+"""What concerns one rank."""
+
+Incoming = Welcome | ToSession | TelemetryAck | HeartbeatAnswer | Drain

@@ -27,14 +27,13 @@ from perseus.agent.rank.commands import EstimateEnergy, Send
 from perseus.agent.rank.events import Estimated, Event, GpuFailed, SetNotPermitted, TrainerJoined
 from perseus.agent.rank.messages import (
     EnergyEstimate,
+    FromSession,
     GpuDescription,
     GpuErrorReason,
     GpuErrorReport,
     PlanAnswer,
     PlanInForce,
-    RankJoined,
     RankLeft,
-    Telemetry,
 )
 from perseus.agent.rank.session import Session
 from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
@@ -42,9 +41,6 @@ from perseus.agent.sidecar.counter_poller import CounterPoller
 from perseus.agent.sidecar.estimator import Estimator
 
 T = TypeVar("T")
-
-Message = RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry
-
 
 _REASONS: dict[type[GpuError], GpuErrorReason] = {
     GpuNotFoundError: GpuErrorReason.NOT_FOUND,
@@ -77,7 +73,7 @@ class ServedRank:
         *,
         observe: bool,
         after_sequence: int,
-        say: Callable[[Message], None],
+        say: Callable[[FromSession], None],
         report: Callable[[GpuError], None],
     ) -> None:
         self.rank = rank
@@ -115,7 +111,7 @@ class ServedRank:
 
     def handle(self, event: Event) -> None:
         """Let the session know, and do what it wants done."""
-        last_words: list[Message] = []
+        last_words: list[FromSession] = []
         for command in self._session.handle(event, time.monotonic()):
             match command:
                 case SetClock(clock_mhz):
@@ -141,7 +137,7 @@ class ServedRank:
         assert self._ending is not None  # the caller knows that it has ended
         await asyncio.shield(self._ending)
 
-    async def _end(self, last_words: list[Message]) -> None:
+    async def _end(self, last_words: list[FromSession]) -> None:
         if not self._observe:  # also where setting was forbidden on the way: resetting may not be
             self._worker.request(STOCK)
         # Both join a thread; the worker carries out the reset first.
@@ -187,7 +183,7 @@ class ServedRank:
         self._report(error)
         self.handle(GpuFailed(str(error)))
 
-    def _note(self, message: Message) -> None:
+    def _note(self, message: FromSession) -> None:
         match message:
             case PlanInForce(_, plan, iteration):
                 self._log.info("plan in force", version=plan.version, epoch=plan.epoch, iteration=iteration)

@@ -38,17 +38,17 @@ from perseus.agent.link.packets import (
 )
 from perseus.agent.rank.events import AgentStops, Connected, Disconnected, Heard, Tick, TrainerGone
 from perseus.agent.rank.messages import (
+    AgentIdentity,
     Drain,
+    FromSession,
     GpuErrorReport,
     HeartbeatAnswer,
     Incoming,
     PlanAnswer,
-    PlanInForce,
     PlanOffer,
     PlanRefusal,
     PlanRefusalReason,
     RankAccepted,
-    RankJoined,
     RankLeft,
     RankRefused,
     Telemetry,
@@ -166,8 +166,8 @@ class Agent:
         self._refusals: dict[Rank, str] = {}
         self._connecting: asyncio.Task[None] | None = None
         self._is_stopping = False
-        hello = translate.hello(uuid.uuid4().hex, version("perseus-energy"), socket.gethostname())
-        self._connection = Connection(settings.coordinator, hello, self, random.random)
+        identity = AgentIdentity(uuid.uuid4().hex, version("perseus-energy"), socket.gethostname())
+        self._connection = Connection(settings.coordinator, identity, self, random.random)
 
     async def work(self) -> None:
         """Keep in touch with the coordinator, and let time pass. Ends when cancelled, or if a part fails."""
@@ -187,7 +187,7 @@ class Agent:
         await asyncio.to_thread(self._estimator.close)
         for registering in self._registering.values():
             registering.cancel()
-        self._connection.close(translate.goodbye("the agent was stopped"))
+        self._connection.close("the agent was stopped")
         if self._welcome is not None and self._connecting is not None:
             await asyncio.wait([self._connecting], timeout=_STOP_S)
 
@@ -344,11 +344,11 @@ class Agent:
         reports = self._reports[report.rank]
         if report not in reports:
             reports.append(report)
-            self._connection.send(translate.request(report))
+            self._connection.send(report)
 
     def _report_again(self, rank: Rank) -> None:
         for report in self._reports.get(rank, []):
-            self._connection.send(translate.request(report))
+            self._connection.send(report)
 
     def _tell_all(self, event: Tick | Heard | Connected | Disconnected) -> None:
         for rank in list(self._ranks.values()):
@@ -403,7 +403,7 @@ class Agent:
         # First of all: a rank that has left may be served for another trainer by now.
         farewells, self._farewells = self._farewells, []
         for farewell in farewells:
-            self._connection.send(translate.request(farewell))
+            self._connection.send(farewell)
         self._tell_all(Connected(welcome.lease_s))
         self._send_telemetry()
         for rank in self._reports:
@@ -451,7 +451,7 @@ class Agent:
             case _:
                 assert_never(message)
 
-    def _say(self, message: RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry) -> None:
+    def _say(self, message: FromSession) -> None:
         match message:
             case Telemetry():
                 self._ring.append(message)
@@ -459,7 +459,7 @@ class Agent:
             case RankLeft() if not self._connection.is_connected:
                 self._farewells.append(message)
             case _:
-                self._connection.send(translate.request(message))
+                self._connection.send(message)
 
     def _acknowledge(self, sequence: int) -> None:
         try:
@@ -470,4 +470,4 @@ class Agent:
     def _send_telemetry(self) -> None:
         if self._connection.is_connected:
             for batch in self._ring.sendable():
-                self._connection.send(translate.telemetry(batch))
+                self._connection.send(batch)

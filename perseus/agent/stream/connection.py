@@ -18,7 +18,7 @@ from typing import Protocol
 import grpc
 import structlog
 
-from perseus.agent.rank.messages import Incoming, Welcome
+from perseus.agent.rank.messages import AgentIdentity, Incoming, Welcome
 from perseus.agent.stream import translate
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
@@ -77,10 +77,10 @@ class Connection:
     """One agent's stream to the coordinator at `target`, over and over."""
 
     def __init__(
-        self, target: str, hello: wire.ConnectRequest, handler: Handler, random: Callable[[], float]
+        self, target: str, agent: AgentIdentity, handler: Handler, random: Callable[[], float]
     ) -> None:
         self._target = target
-        self._hello = hello
+        self._agent = agent
         self._handler = handler
         self._backoff = Backoff(random)
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
@@ -92,16 +92,16 @@ class Connection:
         """Whether a stream is open."""
         return self._outbox is not None
 
-    def send(self, request: wire.ConnectRequest) -> None:
+    def send(self, message: translate.Sendable) -> None:
         """Queue for the stream that is open; without one, forget it."""
         if self._outbox is not None:
-            self._outbox.put_nowait(request)
+            self._outbox.put_nowait(translate.request(message))
 
-    def close(self, last: wire.ConnectRequest) -> None:
-        """Send what is queued and `last`; `run` then returns. Without an open stream it must be cancelled."""
+    def close(self, reason: str) -> None:
+        """Say what is queued and goodbye; `run` then returns. Without an open stream it must be cancelled."""
         self._is_closing = True
         if self._outbox is not None:
-            self._outbox.put_nowait(last)
+            self._outbox.put_nowait(translate.goodbye(reason))
             self._outbox.put_nowait(None)
 
     async def run(self) -> None:
@@ -157,7 +157,7 @@ class Connection:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
-                    await call.write(self._hello)
+                    await call.write(translate.hello(self._agent))
                 answer = await call.read()
         except TimeoutError:
             raise TimeoutError(f"expected a welcome within {_HANDSHAKE_S} s, found silence") from None

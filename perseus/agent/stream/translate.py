@@ -13,6 +13,7 @@ from google.protobuf import json_format
 
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.rank.messages import (
+    AgentIdentity,
     ClockStatistics,
     ComputationRow,
     Drain,
@@ -40,6 +41,8 @@ from perseus.agent.stream.telemetry import Batch
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import clock_statistics_pb2, computation_pb2, frontier_pb2, job_pb2, job_service_pb2
 
+Sendable = RankJoined | RankLeft | GpuErrorReport | PlanAnswer | PlanInForce | Batch
+
 
 class MalformedMessageError(ValueError):
     """A message that the contract does not allow; the text names the field."""
@@ -48,10 +51,10 @@ class MalformedMessageError(ValueError):
 # --- What the agent says ------------------------------------------------------------------------------------
 
 
-def hello(instance_id: str, agent_version: str, hostname: str) -> wire.ConnectRequest:
+def hello(agent: AgentIdentity) -> wire.ConnectRequest:
     """The first message on a stream."""
     return wire.ConnectRequest(
-        hello=wire.Hello(instance_id=instance_id, agent_version=agent_version, hostname=hostname)
+        hello=wire.Hello(instance_id=agent.instance_id, agent_version=agent.version, hostname=agent.hostname)
     )
 
 
@@ -65,11 +68,11 @@ def goodbye(reason: str) -> wire.ConnectRequest:
     return wire.ConnectRequest(goodbye=wire.Goodbye(reason=reason))
 
 
-def request(
-    message: RankJoined | RankLeft | GpuErrorReport | PlanAnswer | PlanInForce,
-) -> wire.ConnectRequest:
+def request(message: Sendable) -> wire.ConnectRequest:
     """What a session, or the agent on behalf of one, wants to say."""
     match message:
+        case Batch():
+            return wire.ConnectRequest(telemetry=_telemetry(message))
         case RankJoined(rank, gpu, iteration, in_force, after_sequence):
             return wire.ConnectRequest(
                 rank_joined=wire.RankJoined(
@@ -126,23 +129,6 @@ def request(
             )
 
 
-def telemetry(batch: Batch) -> wire.ConnectRequest:
-    """A batch, its rows as columns."""
-    measured = batch.telemetry
-    return wire.ConnectRequest(
-        telemetry=wire.TelemetryBatch(
-            sequence=batch.sequence,
-            job_id=measured.rank.job_id,
-            rank=_coordinates(measured.rank),
-            iterations=_iteration_columns(measured.iterations),
-            computations=_computation_columns(measured.computations),
-            energy=_energy(measured.energy) if measured.energy is not None else None,
-            dropped_batch_count=batch.dropped_batch_count,
-            clocks=_clocks(measured.clocks) if measured.clocks is not None else None,
-        )
-    )
-
-
 def register_job_request(spec: dict[str, Any]) -> job_service_pb2.RegisterJobRequest:
     """The request for a registration's JSON. ValueError, naming the field, if it is no JobSpec."""
     try:
@@ -157,6 +143,21 @@ def _coordinates(rank: Rank) -> job_pb2.RankCoordinates:
 
 def _gpu(gpu: GpuDescription) -> wire.Gpu:
     return wire.Gpu(uuid=gpu.uuid, model=gpu.model, supported_clocks_mhz=gpu.supported_clocks_mhz)
+
+
+def _telemetry(batch: Batch) -> wire.TelemetryBatch:
+    """Its rows as columns."""
+    measured = batch.telemetry
+    return wire.TelemetryBatch(
+        sequence=batch.sequence,
+        job_id=measured.rank.job_id,
+        rank=_coordinates(measured.rank),
+        iterations=_iteration_columns(measured.iterations),
+        computations=_computation_columns(measured.computations),
+        energy=_energy(measured.energy) if measured.energy is not None else None,
+        dropped_batch_count=batch.dropped_batch_count,
+        clocks=_clocks(measured.clocks) if measured.clocks is not None else None,
+    )
 
 
 def _kind(kind: Kind) -> computation_pb2.ComputationKind.ValueType:

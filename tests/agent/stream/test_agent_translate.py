@@ -97,7 +97,7 @@ def test_rows_become_columns() -> None:
         EnergyEstimate(3, 2, (sample,), None, 0.0, 12, 1),
         ClockStatistics(3, 40, 64, 2, 1, 4.0, 3.5, 0.012, 0.001, None),
     )
-    batch = translate.telemetry(Batch(5, telemetry, 2)).telemetry
+    batch = translate.request(Batch(5, telemetry, 2)).telemetry
     assert (batch.sequence, batch.job_id, batch.rank, batch.dropped_batch_count) == (5, "job", COORDINATES, 2)
     assert list(batch.iterations.iteration) == [7, 8]
     assert list(batch.iterations.is_regular) == [True, False]
@@ -114,7 +114,7 @@ def test_rows_become_columns() -> None:
     assert not batch.clocks.HasField("prediction_error_s")
     assert batch.energy.samples[0].energy_j == 20.0
     assert batch.energy.samples[0].clock_mhz == 0
-    assert not translate.telemetry(Batch(6, Telemetry(RANK, (), (), None, None), 0)).telemetry.HasField(
+    assert not translate.request(Batch(6, Telemetry(RANK, (), (), None, None), 0)).telemetry.HasField(
         "energy"
     )
 

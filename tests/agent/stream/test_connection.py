@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 from coordinator_stub import until
 
-from perseus.agent.rank.messages import Incoming, TelemetryAck, Welcome
-from perseus.agent.stream import translate
+from perseus.agent.rank.messages import AgentIdentity, Incoming, TelemetryAck, Welcome
 from perseus.agent.stream.connection import Backoff, Connection
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import agent_service_pb2_grpc
 
 Script = Callable[[AsyncIterator[wire.ConnectRequest]], AsyncIterator[wire.ConnectResponse]]
-HELLO = translate.hello("instance", "0", "host")
+AGENT = AgentIdentity("instance", "0", "host")
 
 
 def welcome(lease_s: float) -> wire.ConnectResponse:
@@ -64,7 +63,7 @@ async def converse(witness: Witness, condition: Callable[[], bool], *scripts: Sc
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(ScriptedCoordinator(*scripts), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    running = asyncio.create_task(Connection(f"127.0.0.1:{port}", HELLO, witness, lambda: 0.01).run())
+    running = asyncio.create_task(Connection(f"127.0.0.1:{port}", AGENT, witness, lambda: 0.01).run())
     try:
         await until(condition, "the conversation")
     finally:

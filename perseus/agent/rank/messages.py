@@ -241,9 +241,13 @@ class RankAccepted:
     order: tuple[Computation, ...]
 
 
+JOB_NOT_FOUND = "JOB_NOT_FOUND"
+"""The reason to refuse a rank whose job the coordinator does not know."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankRefused:
-    """The rank is not served."""
+    """The rank is not served, for a stable reason; the message is for people."""
 
     rank: Rank
     reason: str

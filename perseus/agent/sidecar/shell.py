@@ -20,7 +20,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Any, assert_never
+from typing import assert_never
 
 import structlog
 
@@ -38,6 +38,7 @@ from perseus.agent.link.packets import (
 )
 from perseus.agent.rank.events import AgentStops, Connected, Disconnected, Heard, Tick, TrainerGone
 from perseus.agent.rank.messages import (
+    JOB_NOT_FOUND,
     AgentIdentity,
     Drain,
     FromSession,
@@ -62,9 +63,8 @@ from perseus.agent.sidecar.estimator import Estimator
 from perseus.agent.sidecar.local import Line, LocalServer
 from perseus.agent.sidecar.served import ServedRank, gpu_error_report
 from perseus.agent.sidecar.settings import AgentSettings
-from perseus.agent.stream import translate
 from perseus.agent.stream.connection import Connection
-from perseus.agent.stream.registration import Refused, Registered, Unreachable, register_job
+from perseus.agent.stream.registration import Outcome, Refused, Registered, Registrar, Unreachable
 from perseus.agent.stream.telemetry import TelemetryRing
 
 _log = structlog.get_logger(__name__)
@@ -76,8 +76,6 @@ _SWITCH_INTERVAL_S = 0.0005
 _RESTORE_RETRY_S = 0.5
 _RESTORE_ATTEMPTS = 6
 _REPORT_RETRY_S = 1.0
-# What the coordinator answers to a rank whose job it does not know.
-_JOB_NOT_FOUND = "JOB_NOT_FOUND"
 
 
 async def run(settings: AgentSettings, lifeline: int | None = None) -> None:
@@ -159,11 +157,7 @@ class Agent:
         self._farewells: list[RankLeft | GpuErrorReport] = []
         # What went wrong with the GPUs of trainers that are connected: told on every stream, each once.
         self._reports: dict[Rank, list[GpuErrorReport]] = {}
-        # Registrations, to be made (again) whenever the coordinator does not know the job.
-        self._specs: dict[str, dict[str, Any]] = {}
-        self._registering: dict[str, asyncio.Task[None]] = {}
-        # Why the coordinator refused a rank last.
-        self._refusals: dict[Rank, str] = {}
+        self._registrar = Registrar(settings.coordinator)
         self._connecting: asyncio.Task[None] | None = None
         self._is_stopping = False
         identity = AgentIdentity(uuid.uuid4().hex, version("perseus-energy"), socket.gethostname())
@@ -185,8 +179,7 @@ class Agent:
             rank.handle(AgentStops())
         await asyncio.gather(*(rank.ended() for rank in ranks))
         await asyncio.to_thread(self._estimator.close)
-        for registering in self._registering.values():
-            registering.cancel()
+        self._registrar.close()
         self._connection.close("the agent was stopped")
         if self._welcome is not None and self._connecting is not None:
             await asyncio.wait([self._connecting], timeout=_STOP_S)
@@ -319,7 +312,7 @@ class Agent:
                 if rank in self._ranks:
                     self._ranks[rank].handle(message)
             case Registration(spec):
-                reply = await self._register(rank.job_id, spec)
+                reply = _reply(await self._registrar.register(rank.job_id, spec))
                 if not reply.ok:
                     _log.error("registration refused", job=rank.job_id, reason=reply.message)
                 line.reply(reply)
@@ -332,12 +325,12 @@ class Agent:
         rank = hello.rank
         if self._ranks.pop(rank, None) is not None:
             self._taken.discard(hello.gpu_uuid)
-        self._refusals.pop(rank, None)
+        self._registrar.forget_rank(rank)
         reports = self._reports.pop(rank)
         if not self._connection.is_connected:
             self._farewells += reports
         if not any(other.job_id == rank.job_id for other in self._reports):
-            self._specs.pop(rank.job_id, None)
+            self._registrar.forget_job(rank.job_id)
 
     def _report(self, report: GpuErrorReport) -> None:
         """Let the coordinator know what went wrong with a GPU, once; its log keeps it."""
@@ -353,45 +346,6 @@ class Agent:
     def _tell_all(self, event: Tick | Heard | Connected | Disconnected) -> None:
         for rank in list(self._ranks.values()):
             rank.handle(event)
-
-    # --- Registration ---------------------------------------------------------------------------------------
-
-    async def _register(self, job_id: str, spec: dict[str, Any]) -> Reply:
-        try:
-            request = translate.register_job_request(spec)
-        except ValueError as error:
-            return Reply(False, "INVALID_REGISTRATION", str(error))
-        if request.spec.job_id != job_id:
-            return Reply(
-                False,
-                "INVALID_REGISTRATION",
-                f"registration: expected job {job_id!r}, as in the hello, found {request.spec.job_id!r}",
-            )
-        match await register_job(self._settings.coordinator, request):
-            case Refused(reason, message):
-                self._specs.pop(job_id, None)
-                return Reply(False, reason, message)
-            case Registered():
-                self._specs[job_id] = spec
-                return Reply(True)
-            case Unreachable(message):
-                self._specs[job_id] = spec
-                return Reply(True, message=f"the job is registered as soon as possible: {message}")
-
-    def _register_again(self, job_id: str) -> None:
-        """The coordinator does not know the job: it was absent at the time, or has lost its state."""
-        spec = self._specs.get(job_id)
-        if spec is None or job_id in self._registering:
-            return
-
-        async def register() -> None:
-            reply = await self._register(job_id, spec)
-            log = _log.info if reply.ok else _log.error
-            log("job registered" if reply.ok else "registration refused", job=job_id, message=reply.message)
-
-        task = asyncio.create_task(register())
-        self._registering[job_id] = task
-        task.add_done_callback(lambda _: self._registering.pop(job_id, None))
 
     # --- Coordinator ----------------------------------------------------------------------------------------
 
@@ -425,18 +379,13 @@ class Agent:
                     unknown = PlanRefusal(PlanRefusalReason.UNKNOWN_RANK, f"{rank}: not served by this agent")
                     self._say(PlanAnswer(rank, message.plan, unknown, -1))
             case RankAccepted(rank):
-                self._refusals.pop(rank, None)
+                self._registrar.rank_accepted(rank)
                 if rank in self._ranks:
                     self._ranks[rank].handle(message)
-            case RankRefused(rank, reason, text):
-                if self._refusals.get(rank) != reason:  # it is announced again every second
-                    log = _log.info if reason == _JOB_NOT_FOUND else _log.warning
-                    log("coordinator does not take the rank yet", rank=str(rank), reason=reason, message=text)
-                self._refusals[rank] = reason
-                if reason == _JOB_NOT_FOUND:
-                    self._register_again(rank.job_id)
-                    if self._reports.get(rank):
-                        asyncio.get_running_loop().call_later(_REPORT_RETRY_S, self._report_again, rank)
+            case RankRefused(rank, reason):
+                self._registrar.rank_refused(message)
+                if reason == JOB_NOT_FOUND and self._reports.get(rank):
+                    asyncio.get_running_loop().call_later(_REPORT_RETRY_S, self._report_again, rank)
                 if rank in self._ranks:
                     self._ranks[rank].handle(message)
             case TelemetryAck(sequence):
@@ -471,3 +420,14 @@ class Agent:
         if self._connection.is_connected:
             for batch in self._ring.sendable():
                 self._connection.send(batch)
+
+
+def _reply(outcome: Outcome) -> Reply:
+    """What became of a registration, for the probe that asked for it."""
+    match outcome:
+        case Registered():
+            return Reply(True)
+        case Unreachable(message):
+            return Reply(True, message=f"the job is registered as soon as possible: {message}")
+        case Refused(reason, message):
+            return Reply(False, reason, message)

@@ -24,7 +24,7 @@ from typing import assert_never
 
 import structlog
 
-from perseus.agent.gpu import GpuError, GpuNotFoundError, RecordError
+from perseus.agent.gpu import GpuError
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import (
     ComputationMark,
@@ -57,7 +57,8 @@ from perseus.agent.rank.messages import (
     Welcome,
 )
 from perseus.agent.restore.guarded import GuardedGpu
-from perseus.agent.restore.records import RecordFolder, restore_found
+from perseus.agent.restore.records import RecordFolder
+from perseus.agent.restore.restorer import Restorer
 from perseus.agent.sidecar.backends import Backend, VisibleGpus, backend
 from perseus.agent.sidecar.estimator import Estimator
 from perseus.agent.sidecar.local import Line, LocalServer
@@ -73,8 +74,6 @@ _TICK_S = 0.1
 _STOP_S = 5.0
 # Marks and clocks must not wait Python's 5 ms for the thread that works energy estimates out.
 _SWITCH_INTERVAL_S = 0.0005
-_RESTORE_RETRY_S = 0.5
-_RESTORE_ATTEMPTS = 6
 _REPORT_RETRY_S = 1.0
 
 
@@ -142,14 +141,9 @@ class Agent:
     def __init__(self, settings: AgentSettings, gpus: Backend, all_gpus: Backend) -> None:
         self._settings = settings
         self._gpus = gpus
-        self._all_gpus = all_gpus
         self._records = RecordFolder(settings.restore_folder)
+        self._restorer = Restorer(self._records, all_gpus.open)
         self._ranks: dict[Rank, ServedRank] = {}
-        # GPUs that are being opened, or belong to a rank that is served; `_restore` leaves them alone.
-        self._taken: set[str] = set()
-        self._restoring = asyncio.Lock()
-        # What was said of GPUs that could not be brought back, so that it is said once.
-        self._not_restored: dict[str, str] = {}
         self._ring = TelemetryRing()
         self._estimator = Estimator()
         self._welcome: Welcome | None = None
@@ -169,7 +163,7 @@ class Agent:
             self._connecting = parts.create_task(self._connection.run())
             parts.create_task(self._tick())
             if not self._settings.observe:
-                parts.create_task(self._keep_restoring())
+                parts.create_task(self._restorer.keep_restoring())
 
     async def stop(self) -> None:
         """Every GPU back to stock, then goodbye."""
@@ -184,55 +178,15 @@ class Agent:
         if self._welcome is not None and self._connecting is not None:
             await asyncio.wait([self._connecting], timeout=_STOP_S)
 
+    async def restore_all(self) -> None:
+        """Bring back what dead agents have left, trying for a while. `RecordError` if a GPU can't be."""
+        if not self._settings.observe:
+            await self._restorer.restore_all()
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
             self._tell_all(Tick())
-
-    # --- What dead agents left ------------------------------------------------------------------------------
-
-    async def restore_all(self) -> None:
-        """Bring back what is left, trying for a while. `RecordError` if a GPU can't be brought back."""
-        if self._settings.observe:
-            return
-        for _ in range(_RESTORE_ATTEMPTS):
-            await self._restore()
-            if not self._not_restored:
-                return
-            await asyncio.sleep(_RESTORE_RETRY_S)
-        raise RecordError("; ".join(self._not_restored.values()))
-
-    async def _keep_restoring(self) -> None:
-        while True:
-            await self._restore()
-            await asyncio.sleep(_RESTORE_RETRY_S)
-
-    async def _restore(self) -> None:
-        async with self._restoring:
-            try:
-                done = await asyncio.to_thread(
-                    restore_found, self._records, self._all_gpus.open, but=frozenset(self._taken)
-                )
-            except RecordError as error:
-                self._note_not_restored({"": str(error)})
-                return
-            self._note_not_restored(
-                {
-                    each.gpu_uuid: str(each.error)
-                    for each in done
-                    # A GPU that is not found may be another agent's, with which this one shares the folder.
-                    if each.error is not None and not isinstance(each.error, GpuNotFoundError)
-                }
-            )
-            for each in done:
-                if each.error is None:
-                    _log.info("GPU restored", gpu=each.gpu_uuid)
-
-    def _note_not_restored(self, reasons: dict[str, str]) -> None:
-        for gpu_uuid, reason in reasons.items():
-            if self._not_restored.get(gpu_uuid) != reason:
-                _log.error("GPU not restored", gpu=gpu_uuid, reason=reason)
-        self._not_restored = reasons
 
     # --- Trainers -------------------------------------------------------------------------------------------
 
@@ -270,12 +224,9 @@ class Agent:
     async def _admit(self, hello: Hello, line: Line) -> None:
         """Serve a rank, or tell its probe and the coordinator what is wrong with its GPU."""
         self._reports[hello.rank] = []
-        self._taken.add(hello.gpu_uuid)
         try:
-            async with self._restoring:
-                gpu = await asyncio.to_thread(self._gpus.open, hello.gpu_uuid)
+            gpu = await self._restorer.take(hello.gpu_uuid, self._gpus.open)
         except GpuError as error:
-            self._taken.discard(hello.gpu_uuid)
             _log.error("GPU not usable", rank=str(hello.rank), gpu=hello.gpu_uuid, reason=str(error))
             line.reply(Reply(True, "GPU_NOT_USABLE", f"the rank is not served: {error}"))
             self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error))
@@ -302,7 +253,7 @@ class Agent:
         if hello.rank in self._reports:
             message = f"{hello.rank}: another trainer is connected as this rank"
             return Reply(False, "RANK_ALREADY_SERVED", message)
-        if hello.gpu_uuid in self._taken:
+        if self._restorer.is_taken(hello.gpu_uuid):
             return Reply(False, "GPU_ALREADY_IN_USE", f"GPU {hello.gpu_uuid}: another rank runs on it")
         return None
 
@@ -324,7 +275,7 @@ class Agent:
     def _forget(self, hello: Hello) -> None:
         rank = hello.rank
         if self._ranks.pop(rank, None) is not None:
-            self._taken.discard(hello.gpu_uuid)
+            self._restorer.give_back(hello.gpu_uuid)
         self._registrar.forget_rank(rank)
         reports = self._reports.pop(rank)
         if not self._connection.is_connected:

@@ -1,7 +1,7 @@
 """The agent: local socket, ranks and the coordinator's stream brought together. `run` is the entry point.
 
-Everything that decides is elsewhere: `session` (one rank's life), `telemetry` (what is kept until
-acknowledged), `connection` (the stream), `guarded` and `records` (what is to be restored).
+Everything that decides is elsewhere: `rank.session` (one rank's life), `stream` (what is said to the
+coordinator and kept for it, and registrations), `restore` (what is to be restored).
 
 On every way out the GPUs are reset before the agent says goodbye. A reset that fails leaves its record on
 disk, and so does an agent that dies; every agent looks after such records, from its start to its end.
@@ -40,20 +40,14 @@ from perseus.agent.rank.events import AgentStops, Connected, Disconnected, Heard
 from perseus.agent.rank.messages import (
     JOB_NOT_FOUND,
     AgentIdentity,
-    Drain,
-    FromSession,
     GpuErrorReport,
-    HeartbeatAnswer,
-    Incoming,
     PlanAnswer,
     PlanOffer,
     PlanRefusal,
     PlanRefusalReason,
     RankAccepted,
-    RankLeft,
     RankRefused,
-    Telemetry,
-    TelemetryAck,
+    ToSession,
     Welcome,
 )
 from perseus.agent.restore.guarded import GuardedGpu
@@ -64,9 +58,8 @@ from perseus.agent.sidecar.estimator import Estimator
 from perseus.agent.sidecar.local import Line, LocalServer
 from perseus.agent.sidecar.served import ServedRank, gpu_error_report
 from perseus.agent.sidecar.settings import AgentSettings
-from perseus.agent.stream.connection import Connection
+from perseus.agent.stream.coordinator import Coordinator
 from perseus.agent.stream.registration import Outcome, Refused, Registered, Registrar, Unreachable
-from perseus.agent.stream.telemetry import TelemetryRing
 
 _log = structlog.get_logger(__name__)
 
@@ -144,23 +137,20 @@ class Agent:
         self._records = RecordFolder(settings.restore_folder)
         self._restorer = Restorer(self._records, all_gpus.open)
         self._ranks: dict[Rank, ServedRank] = {}
-        self._ring = TelemetryRing()
         self._estimator = Estimator()
         self._welcome: Welcome | None = None
-        # Said when there was no stream; the only messages besides telemetry that can wait for the next.
-        self._farewells: list[RankLeft | GpuErrorReport] = []
         # What went wrong with the GPUs of trainers that are connected: told on every stream, each once.
         self._reports: dict[Rank, list[GpuErrorReport]] = {}
         self._registrar = Registrar(settings.coordinator)
         self._connecting: asyncio.Task[None] | None = None
         self._is_stopping = False
         identity = AgentIdentity(uuid.uuid4().hex, version("perseus-energy"), socket.gethostname())
-        self._connection = Connection(settings.coordinator, identity, self, random.random)
+        self._coordinator = Coordinator(settings.coordinator, identity, self, random.random)
 
     async def work(self) -> None:
         """Keep in touch with the coordinator, and let time pass. Ends when cancelled, or if a part fails."""
         async with asyncio.TaskGroup() as parts:
-            self._connecting = parts.create_task(self._connection.run())
+            self._connecting = parts.create_task(self._coordinator.run())
             parts.create_task(self._tick())
             if not self._settings.observe:
                 parts.create_task(self._restorer.keep_restoring())
@@ -174,8 +164,8 @@ class Agent:
         await asyncio.gather(*(rank.ended() for rank in ranks))
         await asyncio.to_thread(self._estimator.close)
         self._registrar.close()
-        self._connection.close("the agent was stopped")
-        if self._welcome is not None and self._connecting is not None:
+        self._coordinator.close("the agent was stopped")
+        if self._coordinator.is_connected and self._connecting is not None:
             await asyncio.wait([self._connecting], timeout=_STOP_S)
 
     async def restore_all(self) -> None:
@@ -237,8 +227,8 @@ class Agent:
             gpu if observe else GuardedGpu(gpu, self._records, self._settings.stock),
             self._estimator,
             observe=observe,
-            after_sequence=self._ring.sequence,
-            say=self._say,
+            after_sequence=self._coordinator.telemetry_sequence,
+            say=self._coordinator.say,
             report=lambda error: self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error)),
         )
         self._ranks[hello.rank] = rank
@@ -277,9 +267,7 @@ class Agent:
         if self._ranks.pop(rank, None) is not None:
             self._restorer.give_back(hello.gpu_uuid)
         self._registrar.forget_rank(rank)
-        reports = self._reports.pop(rank)
-        if not self._connection.is_connected:
-            self._farewells += reports
+        self._coordinator.say_next(self._reports.pop(rank))
         if not any(other.job_id == rank.job_id for other in self._reports):
             self._registrar.forget_job(rank.job_id)
 
@@ -288,11 +276,11 @@ class Agent:
         reports = self._reports[report.rank]
         if report not in reports:
             reports.append(report)
-            self._connection.send(report)
+            self._coordinator.say(report)
 
     def _report_again(self, rank: Rank) -> None:
         for report in self._reports.get(rank, []):
-            self._connection.send(report)
+            self._coordinator.say(report)
 
     def _tell_all(self, event: Tick | Heard | Connected | Disconnected) -> None:
         for rank in list(self._ranks.values()):
@@ -301,76 +289,53 @@ class Agent:
     # --- Coordinator ----------------------------------------------------------------------------------------
 
     def connected(self, welcome: Welcome) -> None:
-        """See `Handler.connected`."""
+        """See `Listener.connected`."""
         self._welcome = welcome
-        self._acknowledge(welcome.acknowledged_sequence)
-        self._ring.rewind()
-        # First of all: a rank that has left may be served for another trainer by now.
-        farewells, self._farewells = self._farewells, []
-        for farewell in farewells:
-            self._connection.send(farewell)
         self._tell_all(Connected(welcome.lease_s))
-        self._send_telemetry()
         for rank in self._reports:
             self._report_again(rank)
 
     def disconnected(self) -> None:
-        """See `Handler.disconnected`."""
+        """See `Listener.disconnected`."""
         self._welcome = None
         self._tell_all(Disconnected())
 
-    def received(self, message: Incoming) -> None:
-        """See `Handler.received`."""
+    def heard(self) -> None:
+        """See `Listener.heard`."""
         self._tell_all(Heard())
+
+    def received(self, message: ToSession) -> None:
+        """See `Listener.received`."""
         match message:
-            case PlanOffer(rank):
-                if rank in self._ranks and not self._ranks[rank].has_ended:
-                    self._ranks[rank].handle(message)
-                else:
-                    unknown = PlanRefusal(PlanRefusalReason.UNKNOWN_RANK, f"{rank}: not served by this agent")
-                    self._say(PlanAnswer(rank, message.plan, unknown, -1))
-            case RankAccepted(rank):
-                self._registrar.rank_accepted(rank)
-                if rank in self._ranks:
-                    self._ranks[rank].handle(message)
-            case RankRefused(rank, reason):
-                self._registrar.rank_refused(message)
-                if reason == JOB_NOT_FOUND and self._reports.get(rank):
-                    asyncio.get_running_loop().call_later(_REPORT_RETRY_S, self._report_again, rank)
-                if rank in self._ranks:
-                    self._ranks[rank].handle(message)
-            case TelemetryAck(sequence):
-                self._acknowledge(sequence)
-                self._send_telemetry()
-            case Drain(reason):
-                _log.info("the coordinator is about to stop", reason=reason)
-            case HeartbeatAnswer():
-                pass
-            case Welcome():
-                _log.error("message ignored", reason="expected one welcome on a stream, found another")
+            case PlanOffer():
+                self._on_plan_offer(message)
+            case RankAccepted():
+                self._on_rank_accepted(message)
+            case RankRefused():
+                self._on_rank_refused(message)
             case _:
                 assert_never(message)
 
-    def _say(self, message: FromSession) -> None:
-        match message:
-            case Telemetry():
-                self._ring.append(message)
-                self._send_telemetry()
-            case RankLeft() if not self._connection.is_connected:
-                self._farewells.append(message)
-            case _:
-                self._connection.send(message)
+    def _on_plan_offer(self, offer: PlanOffer) -> None:
+        rank = offer.rank
+        if rank in self._ranks and not self._ranks[rank].has_ended:
+            self._ranks[rank].handle(offer)
+        else:
+            unknown = PlanRefusal(PlanRefusalReason.UNKNOWN_RANK, f"{rank}: not served by this agent")
+            self._coordinator.say(PlanAnswer(rank, offer.plan, unknown, -1))
 
-    def _acknowledge(self, sequence: int) -> None:
-        try:
-            self._ring.acknowledge(sequence)
-        except ValueError as error:
-            _log.error("message ignored", reason=str(error))
+    def _on_rank_accepted(self, accepted: RankAccepted) -> None:
+        self._registrar.rank_accepted(accepted.rank)
+        if accepted.rank in self._ranks:
+            self._ranks[accepted.rank].handle(accepted)
 
-    def _send_telemetry(self) -> None:
-        if self._connection.is_connected:
-            for batch in self._ring.sendable():
-                self._connection.send(batch)
+    def _on_rank_refused(self, refused: RankRefused) -> None:
+        rank = refused.rank
+        self._registrar.rank_refused(refused)
+        if refused.reason == JOB_NOT_FOUND and self._reports.get(rank):
+            asyncio.get_running_loop().call_later(_REPORT_RETRY_S, self._report_again, rank)
+        if rank in self._ranks:
+            self._ranks[rank].handle(refused)
 
 
 def _reply(outcome: Outcome) -> Reply:

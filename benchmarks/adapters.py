@@ -20,11 +20,12 @@ from typing import Any
 
 from benchmarks.harness import Cell, Column, Table, main
 from benchmarks.probe import COMPUTATIONS, PACE_S, TRAINER_CORE, UUID, compute, running_agent
-from perseus.agent.attachment import Attachment, Marks
 from perseus.agent.deepspeed import mark_engine
+from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.megatron import MarkedSchedules, MarkedTimers
-from perseus.agent.placement import Placement
-from perseus.agent.probe import SOCKET_VARIABLE, Probe
+from perseus.agent.probe.attachment import Attachment, Marks
+from perseus.agent.probe.client import Probe
+from perseus.agent.probe.placement import Placement
 
 _MICROBATCHES = 100
 

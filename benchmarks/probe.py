@@ -123,8 +123,8 @@ def running_agent(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         [
             sys.executable,
             "-c",
-            "import asyncio; from perseus.agent.settings import AgentSettings; "
-            "from perseus.agent.shell import run; asyncio.run(run(AgentSettings()))",
+            "import asyncio; from perseus.agent.sidecar.settings import AgentSettings; "
+            "from perseus.agent.sidecar.shell import run; asyncio.run(run(AgentSettings()))",
         ],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

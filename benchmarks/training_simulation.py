@@ -12,12 +12,14 @@ from itertools import count
 
 import numpy as np
 
-from perseus.agent.computation import Computation, Kind, Rank
-from perseus.agent.events import ClockSet, Connected, Event, ResetClock, ScheduleClock, Send, SetClock, Tick
+from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.gpu.dynamics import GpuState
 from perseus.agent.gpu.physics import GpuModel, Work
-from perseus.agent.marks import ComputationMark, Edge, IterationMark
-from perseus.agent.messages import (
+from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.link.packets import ComputationMark, Edge, IterationMark
+from perseus.agent.rank.commands import Send
+from perseus.agent.rank.events import Connected, Event, Tick
+from perseus.agent.rank.messages import (
     ClockStatistics,
     GpuDescription,
     PlanId,
@@ -26,7 +28,7 @@ from perseus.agent.messages import (
     StageClocks,
     Telemetry,
 )
-from perseus.agent.session import Session
+from perseus.agent.rank.session import Session
 
 _LEASE_S = 1e9
 
@@ -83,7 +85,7 @@ def train(
 
 @dataclass(slots=True)
 class _Worker:
-    """As `perseus.agent.clocks.ClockWorker`: one set at a time, the newest wish."""
+    """As `perseus.agent.sidecar.clock_worker.ClockWorker`: one set at a time, the newest wish."""
 
     wanted: _Wish | None = None
     scheduled: _Wish | None = None

@@ -1,9 +1,20 @@
-"""The sidecar on a GPU node: clocks, energy, the local socket; and the probe in the training process.
+"""The sidecar on a GPU node and the probe in the training process: a folder per process, and what they share.
 
-What is imported here is what a trainer needs, and it is standard library only.
+    torch, megatron, deepspeed  training process: the hooks into frameworks, one line each
+    probe                       training process: the probe, marks at the device's time
+    link                        both: the local protocol, where the two sides meet
+    sidecar                     agent process: the shell, the local socket, threads around a GPU, settings
+    rank, clocks, energy        agent process, pure: a rank's session; when to set clocks; watts from counters
+    stream                      agent process: the gRPC stream to the coordinator
+    restore                     agent process and its supervisor: records, bringing GPUs back
+    gpu                         agent process: one small interface to a GPU, real or emulated
+
+Here is what a trainer needs, and it is standard library only. Of the agent's rooms `clocks` and `energy` know
+no other but `gpu`, `rank` knows these and `link`, `stream` knows `rank`, `restore` knows `gpu`, and `sidecar`
+knows all.
 """
 
-from perseus.agent.computation import Computation, Kind
-from perseus.agent.probe import NamedSchedule, Probe
+from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.probe.client import NamedSchedule, Probe
 
 __all__ = ["Computation", "Kind", "NamedSchedule", "Probe"]

@@ -17,11 +17,11 @@ knows the microbatch of each of its steps, is the table that this is checked aga
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from perseus.agent.attachment import Attachment, Connect
-from perseus.agent.computation import Computation, Kind
-from perseus.agent.placement import Placement, gather_over, gpu_uuid
-from perseus.agent.probe import Probe
-from perseus.agent.torch_marks import connect_marks
+from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.probe.attachment import Attachment, Connect
+from perseus.agent.probe.client import Probe
+from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
+from perseus.agent.probe.torch_marks import connect_marks
 
 # DeepSpeed's instructions that are computations, by the names of their classes.
 _KINDS = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}

@@ -29,11 +29,11 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal
 
-from perseus.agent.attachment import Attachment, Connect
-from perseus.agent.computation import Kind
-from perseus.agent.placement import Placement, gather_over, gpu_uuid
-from perseus.agent.probe import Probe
-from perseus.agent.torch_marks import connect_marks
+from perseus.agent.link.computation import Kind
+from perseus.agent.probe.attachment import Attachment, Connect
+from perseus.agent.probe.client import Probe
+from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
+from perseus.agent.probe.torch_marks import connect_marks
 
 if TYPE_CHECKING:
     import torch

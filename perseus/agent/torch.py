@@ -21,11 +21,11 @@ BACKWARD, when the weight step runs.
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from perseus.agent import placement as places
-from perseus.agent.attachment import Attachment, Connect
-from perseus.agent.computation import Computation, Kind
-from perseus.agent.probe import Probe
-from perseus.agent.torch_marks import connect_marks
+from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.probe import placement as places
+from perseus.agent.probe.attachment import Attachment, Connect
+from perseus.agent.probe.client import Probe
+from perseus.agent.probe.torch_marks import connect_marks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from perseus import configuration, logs
-from perseus.agent.settings import AgentSettings
+from perseus.agent.sidecar.settings import AgentSettings
 from perseus.cli.terminal import FAILURE, console, error_console, fail
 
 
@@ -64,7 +64,7 @@ def agent(
 
 
 def _serve(settings: AgentSettings) -> None:
-    from perseus.agent import supervisor
+    from perseus.agent.restore import supervisor
 
     lifeline = os.environ.get(supervisor.LIFELINE)
     if lifeline is None and not settings.observe:
@@ -73,7 +73,7 @@ def _serve(settings: AgentSettings) -> None:
         os.execv(sys.executable, [sys.executable, "-m", supervisor.__name__, *command])
 
     from perseus.agent.gpu import GpuError
-    from perseus.agent.shell import run
+    from perseus.agent.sidecar.shell import run
 
     try:
         asyncio.run(run(settings, int(lifeline) if lifeline is not None else None))
@@ -82,9 +82,9 @@ def _serve(settings: AgentSettings) -> None:
 
 
 def _restore(settings: AgentSettings) -> None:
-    from perseus.agent.backends import backend
     from perseus.agent.gpu import GpuError
-    from perseus.agent.records import PATIENCE_S, RecordFolder, restore_found
+    from perseus.agent.restore.records import PATIENCE_S, RecordFolder, restore_found
+    from perseus.agent.sidecar.backends import backend
 
     try:
         folder = RecordFolder(settings.restore_folder)
@@ -103,10 +103,10 @@ def _self_test(settings: AgentSettings) -> None:
     import pynvml
     from rich.table import Table
 
-    from perseus.agent.backends import NvmlBackend
     from perseus.agent.gpu import GpuError
     from perseus.agent.gpu.nvml import calling
-    from perseus.agent.self_test import Finding, gpu_findings, node_findings
+    from perseus.agent.sidecar.backends import NvmlBackend
+    from perseus.agent.sidecar.self_test import Finding, gpu_findings, node_findings
 
     if settings.gpu_backend != "nvml":
         fail(f"--self-test: expected --gpu-backend nvml, found {settings.gpu_backend}")

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from perseus import solver
-from perseus.agent.computation import Kind
 from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.link.computation import Kind
 from perseus.demo import nvml_stub
 from perseus.demo.trainer import STOP_FILE, RankTask
 from perseus.demo.workload import Workload

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from perseus.agent.attachment import Connect
-from perseus.agent.computation import Kind
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import Work
-from perseus.agent.probe import Probe
+from perseus.agent.link.computation import Kind
+from perseus.agent.probe.attachment import Connect
+from perseus.agent.probe.client import Probe
 
 Works = Mapping[tuple[Kind, int], Work]
 """(kind, chunk) → the work of such a computation on this rank."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc.aio
 
-from perseus.agent.computation import Kind
 from perseus.agent.gpu.physics import A100_SXM, Work
-from perseus.agent.probe import SOCKET_VARIABLE
+from perseus.agent.link.address import SOCKET_VARIABLE
+from perseus.agent.link.computation import Kind
 from perseus.demo.cluster import Cluster
 from perseus.demo.emulated_probe import Works, emulated_connect
 from perseus.demo.observation import Observer

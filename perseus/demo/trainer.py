@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from perseus.agent.computation import Kind
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import Work
-from perseus.agent.probe import NamedSchedule, Probe
+from perseus.agent.link.computation import Kind
+from perseus.agent.probe.client import NamedSchedule, Probe
 from perseus.demo.exchange import Exchange
 
 STOP_FILE = "stop"

@@ -29,6 +29,7 @@ class Book:
     jobs: dict[str, job_service_pb2.RegisterJobRequest] = field(default_factory=dict)
     heard: list[wire.ConnectRequest] = field(default_factory=list)
     acknowledged_sequence: int = 0
+    acknowledges: bool = True
     refusal: str = ""
     lease_s: float = 3.0
 
@@ -110,7 +111,7 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
                     self.say(wire.ConnectResponse(welcome=welcome))
                 case "rank_joined":
                     self._answer(request.rank_joined)
-                case "telemetry":
+                case "telemetry" if self.book.acknowledges:
                     self.book.acknowledged_sequence = request.telemetry.sequence
                     ack = wire.TelemetryAck(sequence=request.telemetry.sequence)
                     self.say(wire.ConnectResponse(telemetry_ack=ack))

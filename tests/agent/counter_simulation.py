@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perseus.agent.counter import ChangeDetector
-from perseus.agent.energy import CounterChange, Span
+from perseus.agent.energy.counter import ChangeDetector, CounterChange
+from perseus.agent.energy.regression import Span
 
 POWER_W = {"forward": 280.0, "backward": 300.0, "wait": 75.0}
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from perseus.agent.computation import Kind
+from perseus.agent.link.computation import Kind
 
 
 class MarksStub:

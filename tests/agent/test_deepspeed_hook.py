@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from marks_stub import MarksStub
 
-from perseus.agent.attachment import Attachment
-from perseus.agent.computation import Computation, Kind
 from perseus.agent.deepspeed import attach, mark_engine, table_of
-from perseus.agent.placement import Placement
+from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.placement import Placement
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from marks_stub import MarksStub
 
-from perseus.agent.attachment import Attachment
-from perseus.agent.computation import Kind
+from perseus.agent.link.computation import Kind
 from perseus.agent.megatron import MarkedSchedules, MarkedTimers
-from perseus.agent.placement import Placement
+from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.placement import Placement
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 ITERATIONS = (

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from perseus.agent.attachment import Attachment
-from perseus.agent.computation import Computation, Kind
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A40, Work
-from perseus.agent.placement import Placement
+from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.placement import Placement
 from perseus.demo.emulated_probe import Works, emulated_connect
 
 WORKS: Works = {

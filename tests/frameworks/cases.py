@@ -12,8 +12,8 @@ from real_run import Figures, Identity, RealRun
 from trainers import TrainerTask
 
 from perseus import solver
-from perseus.agent.computation import Kind
 from perseus.agent.gpu.physics import A100_SXM, Work
+from perseus.agent.link.computation import Kind
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import Workload
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from perseus.agent.computation import Computation, Kind
+from perseus.agent.link.computation import Computation, Kind
 
 
 class Notebook:

@@ -23,7 +23,7 @@ from cases import (
 from real_run import STEP_TIMEOUT_S, real_run
 
 from perseus import solver
-from perseus.agent.computation import Kind
+from perseus.agent.link.computation import Kind
 
 ONE_CHUNK = Case("torch_trainer", "1F1B", UNEVEN, 1, 0.03, 0.06)
 # Two stages wait for each other at every step. The light one is light enough to keep some slack under any

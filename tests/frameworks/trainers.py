@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from perseus.agent.computation import Kind
 from perseus.agent.gpu.physics import Work
-from perseus.agent.probe import SOCKET_VARIABLE
+from perseus.agent.link.address import SOCKET_VARIABLE
+from perseus.agent.link.computation import Kind
 from perseus.demo.emulated_probe import Works, emulated_connect
 from perseus.demo.trainer import STOP_FILE
 

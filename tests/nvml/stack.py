@@ -17,9 +17,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perseus.agent.computation import Kind
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A100_SXM
+from perseus.agent.link.computation import Kind
 from perseus.demo import nvml_stub
 from perseus.demo.nvml_stub import NO_LOCKS, Locks
 from perseus.demo.trainer import RankTask

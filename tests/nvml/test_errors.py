@@ -19,10 +19,10 @@ from perseus.agent.gpu import GpuError
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.nvml import NvmlGpu
 from perseus.agent.gpu.physics import Work
-from perseus.agent.probe import job_spec
-from perseus.agent.settings import AgentSettings
-from perseus.agent.shell import serving
-from perseus.agent.translate import register_job_request
+from perseus.agent.probe.client import job_spec
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.sidecar.shell import serving
+from perseus.agent.stream.translate import register_job_request
 from perseus.configuration import load
 from perseus.demo.nvml_stub import NO_LOCKS, Locks, instruct
 from perseus.service.server import running

@@ -10,8 +10,8 @@ import pynvml
 import pytest
 from stub_gpus import MODEL, UUIDS
 
-from perseus.agent import self_test
 from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.sidecar import self_test
 from perseus.demo.nvml_stub import NO_LOCKS, Locks, environment, instruct
 
 

@@ -1,0 +1,1 @@
+"""Agent process, pure: when to set which clock."""

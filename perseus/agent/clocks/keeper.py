@@ -1,0 +1,183 @@
+"""Which clock a rank's GPU is to have, and from when: raises early, lowers at the end. Pure.
+
+A set takes 10–20 ms, and only one is under way at a time. **Lateness costs joules, never seconds** (DESIGN
+§7): at no moment may the clock in force be lower than the one planned for what is being computed. So
+
+- a raise is asked for one lead (`clocks.lead`) before the moment that needs it, as the timetable
+  predicts it;
+- a lower clock is asked for when the computation before has ended, unless a raise would follow so soon that
+  this set were in its way: then the clock stays as it is;
+- what is asked for is the highest clock that is needed before the set after this one can be in force.
+
+Where the timetable knows nothing yet (the first iterations under a plan) this comes down to: when a
+computation begins, the clock of the next is asked for if it is higher; when it ends, the next one's.
+
+Stock counts as the highest clock. Next is cyclic: after the last computation comes the first of the next
+iteration.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from perseus.agent.clocks.lead import Lead
+from perseus.agent.clocks.sets import ResetClock, ScheduleClock, SetClock
+from perseus.agent.clocks.timetable import Prediction, Timetable
+
+Clocks = tuple[int | None, ...]
+"""A clock for each computation of the order, MHz, None for stock."""
+
+Commands = list[SetClock | ResetClock | ScheduleClock]
+
+_ERRORS_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """From `begin_s` on, for one computation, the clock must not be lower than this one."""
+
+    begin_s: float
+    clock_mhz: int | None
+
+
+class ClockKeeper:
+    """One GPU's clock. Methods take the time of a mark and the time now, and return what is to be done."""
+
+    def __init__(self) -> None:
+        self.lead = Lead()
+        self._wanted_mhz: int | None = None
+        self._scheduled: ScheduleClock | None = None
+        self._clocks: Clocks = ()
+        self._timetable = Timetable(0)
+        self._predicted_end_s: float | None = None
+        self._predicted_begin: Prediction | None = None
+        self._errors_s = deque[float](maxlen=_ERRORS_KEPT)
+
+    @property
+    def wanted_mhz(self) -> int | None:
+        """The clock asked for last; one that is only scheduled does not count."""
+        return self._wanted_mhz
+
+    @property
+    def prediction_error_s(self) -> float | None:
+        """How far off the ends of computations were predicted, in the median; None before the first."""
+        return median(map(abs, self._errors_s)) if self._errors_s else None
+
+    def follow(self, clocks: Clocks) -> None:
+        """A plan comes into force: how long computations took before is of no use any more."""
+        self._clocks = clocks
+        self._timetable = Timetable(len(clocks))
+        self._predicted_begin = self._predicted_end_s = None
+
+    def stock(self) -> Commands:
+        """No plan, or an iteration that is not to order: stock at once, until something else is asked for."""
+        self._timetable.interrupt()
+        self._predicted_begin = self._predicted_end_s = None
+        return self._ask(None, None)
+
+    def begin_iteration(self, now_s: float) -> Commands:
+        """An iteration begins, and its first computation perhaps at once."""
+        needs = self._needs(self._timetable.from_start(now_s), now_s, self._clocks)
+        return self._decide(needs, now_s, now_s)
+
+    def begin(self, position: int, time_s: float, now_s: float, following: Clocks) -> Commands:
+        """A computation has begun. `following`: the clocks of the next iteration."""
+        predicted = self._predicted_begin
+        if predicted is not None and predicted.position % len(self._clocks) == position:
+            self.lead.mispredicted(predicted.begin_s - time_s)
+        self._timetable.begin(position, time_s)
+        duration_s = self._timetable.duration_s(position)
+        self._predicted_end_s = None if duration_s is None else time_s + duration_s
+        next_mark_s = max(now_s, time_s + (duration_s or 0.0))
+        self._predicted_begin = None
+        if duration_s is not None:
+            self._predicted_begin = next(self._timetable.after_begin(position, time_s))
+        ahead = self._timetable.after_begin(position, time_s)
+        own = _Need(now_s, self._clocks[position])
+        return self._decide([own, *self._needs(ahead, next_mark_s, following)], now_s, next_mark_s)
+
+    def end(self, position: int, time_s: float, now_s: float, following: Clocks) -> Commands:
+        """A computation has ended."""
+        if self._predicted_end_s is not None:
+            self._errors_s.append(self._predicted_end_s - time_s)
+            self._predicted_end_s = None
+        self._timetable.end(position, time_s)
+        next_mark_s = max(now_s, time_s + self._timetable.gap_s((position + 1) % len(self._clocks)))
+        needs = self._needs(self._timetable.after_end(position, time_s), next_mark_s, following)
+        return self._decide(needs, now_s, next_mark_s)
+
+    def _needs(self, ahead: Iterable[Prediction], next_mark_s: float, following: Clocks) -> list[_Need]:
+        """Of what lies ahead, all that a set can be meant for that is asked for before the next mark."""
+        count = len(self._clocks)
+        needs: list[_Need] = []
+        for prediction in ahead:
+            if needs and prediction.begin_s > next_mark_s + self.lead.reach_s:
+                break
+            is_following = prediction.position >= count
+            clocks = following if is_following else self._clocks
+            needs.append(_Need(prediction.begin_s, clocks[prediction.position % count]))
+            if is_following and following is not self._clocks:
+                break  # under another plan, computations take other times
+        return needs
+
+    def _decide(self, needs: Sequence[_Need], now_s: float, next_mark_s: float) -> Commands:
+        """`needs`: in order of time, from what is computed now, or comes next, on."""
+        if self._scheduled is not None and self._scheduled.at_s <= now_s:
+            self._wanted_mhz, self._scheduled = self._scheduled.clock_mhz, None
+        wanted_mhz = self._wanted_mhz
+        reach_s = now_s + self.lead.reach_s
+        soon = [need for need in needs if need.begin_s <= reach_s or self._due_s(need) <= now_s]
+        is_due = any(is_higher(need.clock_mhz, wanted_mhz) and self._due_s(need) <= now_s for need in soon)
+        enough_mhz = _highest(soon or needs[:1])
+        if is_due or is_higher(wanted_mhz, enough_mhz):
+            wanted_mhz = enough_mhz
+        return self._ask(wanted_mhz, self._next_raise(needs, wanted_mhz, next_mark_s))
+
+    def _next_raise(
+        self, needs: Sequence[_Need], wanted_mhz: int | None, next_mark_s: float
+    ) -> ScheduleClock | None:
+        """The raise that falls due before the next mark can be expected."""
+        raises = [need for need in needs if is_higher(need.clock_mhz, wanted_mhz)]
+        if not raises:
+            return None
+        first = min(raises, key=self._due_s)
+        due_s = self._due_s(first)
+        if due_s > next_mark_s:
+            return None
+        reach_s = due_s + self.lead.reach_s
+        return ScheduleClock(_highest([first, *(need for need in raises if need.begin_s <= reach_s)]), due_s)
+
+    def _due_s(self, need: _Need) -> float:
+        return need.begin_s - self.lead.of(need.clock_mhz)
+
+    def _ask(self, wanted_mhz: int | None, scheduled: ScheduleClock | None) -> Commands:
+        commands: Commands = []
+        is_withdrawn = self._scheduled is not None and scheduled is None
+        if wanted_mhz != self._wanted_mhz or is_withdrawn:
+            commands.append(ResetClock() if wanted_mhz is None else SetClock(wanted_mhz))
+        if scheduled is not None and (commands or scheduled != self._scheduled):
+            commands.append(scheduled)
+        self._wanted_mhz, self._scheduled = wanted_mhz, scheduled
+        return commands
+
+    def validate(self, supported_clocks_mhz: Sequence[int]) -> None:
+        """Check what must always hold; AssertionError otherwise. Called by tests."""
+        known = {None, *supported_clocks_mhz}
+        assert self._wanted_mhz in known
+        if self._scheduled is not None:
+            assert self._scheduled.clock_mhz in known
+            assert is_higher(self._scheduled.clock_mhz, self._wanted_mhz), "a lower clock is never early"
+
+
+def is_higher(clock_mhz: int | None, than_mhz: int | None) -> bool:
+    """Whether a clock is higher than another; stock (None) is the highest."""
+    return _height(clock_mhz) > _height(than_mhz)
+
+
+def _height(clock_mhz: int | None) -> float:
+    return float("inf") if clock_mhz is None else clock_mhz
+
+
+def _highest(needs: Sequence[_Need]) -> int | None:
+    return max((need.clock_mhz for need in needs), key=_height)

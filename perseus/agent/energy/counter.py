@@ -1,0 +1,50 @@
+"""The changes of a GPU's energy counter.
+
+The counter moves only every 20–100 ms, so it is polled more often than that and only its changes are kept: a
+change says what the energy was *when the counter moved*, and that lies between two polls.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CounterChange:
+    """The counter moved to `energy_j` at `time_s` (CLOCK_MONOTONIC) ± `uncertainty_s`, half a poll interval.
+
+    `clock_event_reasons`: all those seen since the change before.
+    """
+
+    time_s: float
+    energy_j: float
+    uncertainty_s: float
+    clock_event_reasons: int = 0
+
+
+class ChangeDetector:
+    """Turns polls into changes."""
+
+    def __init__(self) -> None:
+        self._energy_j: float | None = None
+        self._unchanged_at_s = 0.0
+        self._clock_event_reasons = 0
+
+    def poll(
+        self, before_s: float, after_s: float, energy_j: float, clock_event_reasons: int
+    ) -> CounterChange | None:
+        """Take a reading made between two moments; returns the change, if the counter has moved.
+
+        The change carries all clock-event reasons seen since the change before it.
+        """
+        self._clock_event_reasons |= clock_event_reasons
+        change = None
+        if self._energy_j is not None and energy_j != self._energy_j:
+            change = CounterChange(
+                time_s=(self._unchanged_at_s + after_s) / 2,
+                energy_j=energy_j,
+                uncertainty_s=(after_s - self._unchanged_at_s) / 2,
+                clock_event_reasons=self._clock_event_reasons,
+            )
+            self._clock_event_reasons = clock_event_reasons
+        self._energy_j = energy_j
+        self._unchanged_at_s = before_s
+        return change

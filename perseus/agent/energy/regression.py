@@ -1,0 +1,319 @@
+"""Energy per computation and blocking power, from a counter that moves only every 20–100 ms.
+
+A computation is as short as the counter's step, so interpolating the counter at a computation's edges smears
+its energy over its neighbours: waiting appears to draw far too much, computing too little. Instead the
+counter's increments are regressed on the time that each of its windows (from one move to the next) spent
+on each kind of computation and on waiting: the coefficients are powers.
+
+What makes the answer sharp and its standard errors honest is the noise model, generalised least squares on
+
+    increment_i = Σ_key power_key · time_i,key + blocking power · waiting_i + noise_i
+
+- Polls see each move of the counter only to a few milliseconds; the counter's own beat (`energy.beat`)
+  tells most of them to a fraction of that. Times spent are averages over the doubt that remains, which leaves
+  an error of mean zero. Its variance follows from the powers that ran about the move. Neighbouring windows
+  share a move, so its errors in them are opposite: what one gained the other lost.
+- Power itself varies from one computation to the next. Its share, taken as independent between windows, is
+  estimated by restricted maximum likelihood.
+- What the powers would change by if the moves lay elsewhere within their doubt is error, too. This is what
+  gives away windows that differ by little more than that doubt, as they do where the training iteration is a
+  whole number of counter periods.
+"""
+
+from bisect import bisect_left
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus.agent.energy.beat import find_beat
+from perseus.agent.energy.counter import CounterChange
+from perseus.agent.energy.least_squares import generalised_least_squares
+from perseus.agent.gpu import ClockEventReason
+
+Array = NDArray[np.float64]
+K = TypeVar("K", bound=Hashable)
+
+_DOUBT_POINTS = np.linspace(-7, 7, 8) / 8  # where the doubt about a move is looked at: midpoints of eighths
+_COUNTER_RESOLUTION_J = 0.001  # NVML counts millijoules
+_SPARE_WINDOWS = 3  # windows needed beyond one per unknown, to have a scale to judge the residuals by
+_OUTLIER_ROUNDS = 2
+_OUTLIER_MISFIT = 8.0  # times the median misfit; that is 5.4 standard deviations of a normal distribution
+_OUTLIER_SHARE = 0.02  # of the mean increment: what is off by less does no harm
+_REWEIGHTINGS = 2  # the noise depends on the powers; it settles in two rounds
+_POWER_VARIATIONS = np.array([0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2])  # of mean power, per 100 ms
+# A power with a larger standard error than this share of the mean power is not determined. (A share of the
+# power itself would favour overestimates.)
+_MAX_ERROR_SHARE = 0.1
+_QUARTILES_APART = 1.349  # standard deviations, of a normal distribution
+_MEDIAN_ERROR = 1.2533  # standard error of its median against that of its mean: √(π / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Span(Generic[K]):
+    """The GPU executed one computation of a key, say (kind, chunk, clock), from `begin_s` to `end_s`."""
+
+    key: K
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value with its standard error."""
+
+    value: float
+    standard_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class PowerFit(Generic[K]):
+    """Powers in watts. A key that the windows do not tell apart (yet) is absent, blocking power then None."""
+
+    power_w: Mapping[K, Estimate]
+    blocking_power_w: Estimate | None
+    window_count: int
+    dropped_window_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotDetermined:
+    """Too little was measured to say anything."""
+
+    reason: str
+    window_count: int
+    dropped_window_count: int
+
+
+def cumulative_energy_j(changes: Sequence[CounterChange], time_s: float) -> float | None:
+    """The counter at a moment, interpolated between changes (in order of time); None outside of them.
+
+    For stretches much longer than a window, such as iterations: differences of consecutive moments add up to
+    the whole. Not for single computations (see the module's docstring).
+    """
+    after = bisect_left(changes, time_s, key=lambda change: change.time_s)
+    if after == len(changes) or (after == 0 and changes[0].time_s != time_s):
+        return None
+    if changes[after].time_s == time_s:
+        return changes[after].energy_j
+    left, right = changes[after - 1], changes[after]
+    share = (time_s - left.time_s) / (right.time_s - left.time_s)
+    return left.energy_j + share * (right.energy_j - left.energy_j)
+
+
+def typical_duration_s(durations_s: Sequence[float]) -> Estimate:
+    """The median of durations, which marks that come late now and then do not stretch.
+
+    Its standard error is that of a normal distribution's median, with the deviation from the quartiles.
+    """
+    lower_s, median_s, upper_s = np.quantile(durations_s, (0.25, 0.5, 0.75))
+    deviation_s = (upper_s - lower_s) / _QUARTILES_APART
+    return Estimate(float(median_s), float(_MEDIAN_ERROR * deviation_s / len(durations_s) ** 0.5))
+
+
+def computation_energy_j(power_w: Estimate, duration_s: Estimate) -> Estimate:
+    """Energy of a computation of this power and duration, both uncertainties propagated."""
+    return Estimate(
+        power_w.value * duration_s.value,
+        float(np.hypot(power_w.standard_error * duration_s.value, power_w.value * duration_s.standard_error)),
+    )
+
+
+def estimate_power(
+    changes: Sequence[CounterChange],
+    spans: Sequence[Span[K]],
+    *,
+    begin_s: float,
+    end_s: float,
+    unknown: Sequence[tuple[float, float]] = (),
+) -> PowerFit[K] | NotDetermined:
+    """Power per key and blocking power from the counter's windows between `begin_s` and `end_s`.
+
+    In that stretch the GPU is taken to have waited whenever no span says otherwise, but for the `unknown`
+    intervals (a mark was lost, say). Changes and spans come in order of time; spans must not overlap
+    (ValueError). Windows that touch an unknown interval, in which the GPU was throttled, or that differ from
+    the others beyond all noise (a mark came late), are dropped.
+    """
+    _check_order(spans)
+    moves = _moves(changes).within(begin_s, end_s)
+    keys = list(dict.fromkeys(span.key for span in spans))
+    usable = moves.usable_windows(unknown)
+    needed = len(keys) + 1 + _SPARE_WINDOWS
+    if usable.sum() >= needed:
+        usable = _without_outliers(moves, usable, spans, keys, needed)
+    window_count = int(usable.sum())
+    dropped_window_count = len(usable) - window_count
+    if window_count < needed:
+        reason = f"expected at least {needed} windows for {len(keys)} keys and waiting, found {window_count}"
+        return NotDetermined(reason, window_count, dropped_window_count)
+
+    *powers, blocking = _with_errors(moves, usable, spans, keys)
+    power_w = {key: power for key, power in zip(keys, powers, strict=True) if power is not None}
+    if not power_w and blocking is None:
+        reason = f"the {window_count} windows do not tell {len(keys)} keys and waiting apart"
+        return NotDetermined(reason, window_count, dropped_window_count)
+    return PowerFit(power_w, blocking, window_count, dropped_window_count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """The counter's moves in columns; `own_error_s` and `common_error_s` are half-widths of the doubt."""
+
+    times_s: Array
+    energy_j: Array
+    throttled: NDArray[np.bool_]
+    own_error_s: Array
+    common_error_s: float
+
+    @property
+    def error_s(self) -> Array:
+        return self.own_error_s + self.common_error_s
+
+    def within(self, begin_s: float, end_s: float) -> "_Moves":
+        inside = (begin_s <= self.times_s - self.error_s) & (self.times_s + self.error_s <= end_s)
+        return _Moves(
+            self.times_s[inside],
+            self.energy_j[inside],
+            self.throttled[inside],
+            self.own_error_s[inside],
+            self.common_error_s,
+        )
+
+    def doubts_s(self) -> list[Array]:
+        """Shifts of one standard deviation, shape (moves,): of each move by chance, of all, of their pace."""
+        count = len(self.times_s)
+        chance = np.random.default_rng(0).uniform(-1.0, 1.0, count)
+        return [
+            chance * self.own_error_s,
+            np.full(count, self.common_error_s / 3**0.5),
+            np.linspace(-1.0, 1.0, count) * self.common_error_s / 3**0.5,
+        ]
+
+    def usable_windows(self, unknown: Sequence[tuple[float, float]]) -> NDArray[np.bool_]:
+        earliest_s, latest_s = (self.times_s - self.error_s)[:-1], (self.times_s + self.error_s)[1:]
+        usable = ~self.throttled[1:]
+        for lost_s, found_s in unknown:
+            usable &= (latest_s <= lost_s) | (found_s <= earliest_s)
+        return usable
+
+
+def _moves(changes: Sequence[CounterChange]) -> _Moves:
+    times_s = np.array([change.time_s for change in changes])
+    own_error_s = np.array([change.uncertainty_s for change in changes])
+    common_error_s = 0.0
+    beat = find_beat(times_s, own_error_s)
+    if beat is not None:
+        times_s, own_error_s = beat.times_s, np.full(len(changes), beat.jitter_s)
+        common_error_s = beat.phase_error_s
+    return _Moves(
+        times_s,
+        np.array([change.energy_j for change in changes]),
+        np.array([bool(change.clock_event_reasons & ClockEventReason.THROTTLED) for change in changes], bool),
+        own_error_s,
+        common_error_s,
+    )
+
+
+def _check_order(spans: Sequence[Span[K]]) -> None:
+    previous_end_s = -np.inf
+    for span in spans:
+        if not previous_end_s <= span.begin_s <= span.end_s:
+            raise ValueError(
+                f"spans: {span.key}: expected begin_s >= {previous_end_s} and end_s >= begin_s, "
+                f"found {span.begin_s} to {span.end_s}"
+            )
+        previous_end_s = span.end_s
+
+
+def _without_outliers(
+    moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K], needed: int
+) -> NDArray[np.bool_]:
+    """The usable windows but those whose increments no powers explain, as long as the `needed` are left."""
+    spent_s = _time_spent_s(moves, 0.0, spans, keys)
+    for _ in range(_OUTLIER_ROUNDS):
+        regression = _Regression(moves, np.flatnonzero(usable))
+        misfits_j = regression.misfits_j(spent_s, regression.fit(spent_s)[0])
+        limit_j = max(_OUTLIER_MISFIT * np.median(misfits_j), _OUTLIER_SHARE * regression.mean_increment_j)
+        outlying = misfits_j > limit_j
+        if not outlying.any():
+            break
+        usable = usable.copy()
+        usable[regression.rows[outlying]] = False
+        if usable.sum() < needed:
+            break
+    return usable
+
+
+def _with_errors(
+    moves: _Moves, usable: NDArray[np.bool_], spans: Sequence[Span[K]], keys: Sequence[K]
+) -> list[Estimate | None]:
+    """The power of each key and, last, blocking power; None where it is not determined."""
+    regression = _Regression(moves, np.flatnonzero(usable))
+    powers_w, errors_w = regression.fit(_time_spent_s(moves, 0.0, spans, keys))
+    elsewhere_w = [
+        regression.fit(_time_spent_s(moves, shift_s, spans, keys))[0] for shift_s in moves.doubts_s()
+    ]
+    errors_w = np.sqrt(errors_w**2 + np.sum((np.array(elsewhere_w) - powers_w) ** 2, axis=0))
+    return [
+        Estimate(float(power_w), float(error_w))
+        if power_w > 0 and error_w <= _MAX_ERROR_SHARE * regression.mean_power_w
+        else None
+        for power_w, error_w in zip(powers_w, errors_w, strict=True)
+    ]
+
+
+class _Regression:
+    """Fits powers to the increments of the windows `rows`, given the times spent at all moves."""
+
+    def __init__(self, moves: _Moves, rows: NDArray[np.intp]) -> None:
+        self.rows = rows
+        self._adjacent = np.diff(rows) == 1
+        self._increments_j = np.diff(moves.energy_j)[rows]
+        self._own_share = (moves.own_error_s / moves.error_s)[:, None]
+        window_s = np.diff(moves.times_s)[rows]
+        self.mean_increment_j = float(self._increments_j.mean())
+        self.mean_power_w = self.mean_increment_j / float(window_s.mean())
+        self._variation_j2 = np.outer((_POWER_VARIATIONS * self.mean_power_w) ** 2, 0.1 * window_s)
+
+    def fit(self, spent_s: Array) -> tuple[Array, Array]:
+        """Powers and their standard errors, one per key and, last, of waiting."""
+        exposures_s = self._exposures_s(spent_s)
+        powers_w = np.full(spent_s.shape[-1], self.mean_power_w)
+        for _ in range(_REWEIGHTINGS):
+            drawn_j = spent_s @ powers_w.clip(0, 10 * self.mean_power_w)
+            own_j2 = (self._own_share * drawn_j).var(axis=1) + _COUNTER_RESOLUTION_J**2
+            powers_w, errors_w = generalised_least_squares(
+                exposures_s,
+                self._increments_j,
+                diagonals=own_j2[self.rows] + own_j2[self.rows + 1] + self._variation_j2,
+                off_diagonal=np.where(self._adjacent, -own_j2[self.rows[1:]], 0.0),
+            )
+        return powers_w, errors_w
+
+    def misfits_j(self, spent_s: Array, powers_w: Array) -> Array:
+        """How far each window's increment is from what the powers say."""
+        misfits_j: Array = np.abs(self._increments_j - self._exposures_s(spent_s) @ powers_w)
+        return misfits_j
+
+    def _exposures_s(self, spent_s: Array) -> Array:
+        exposures_s: Array = np.diff(spent_s.mean(axis=1), axis=0)[self.rows]
+        return exposures_s
+
+
+def _time_spent_s(
+    moves: _Moves, shift_s: Array | float, spans: Sequence[Span[K]], keys: Sequence[K]
+) -> Array:
+    """Seconds spent so far on each key and, last, waiting, at moments all over the doubt about each move.
+
+    The moves are shifted by `shift_s`. Shape (moves, doubt points, keys + 1).
+    """
+    times_s = (moves.times_s + shift_s)[:, None] + np.multiply.outer(moves.error_s, _DOUBT_POINTS)
+    spent_s = np.empty((*times_s.shape, len(keys) + 1))
+    for column, key in enumerate(keys):
+        edges_s = np.array([(span.begin_s, span.end_s) for span in spans if span.key == key])
+        done_s = np.concatenate([[0.0], np.cumsum(np.diff(edges_s))])
+        spent_s[..., column] = np.interp(times_s, edges_s.ravel(), np.repeat(done_s, 2)[1:-1])
+    spent_s[..., -1] = times_s - moves.times_s[0] - spent_s[..., :-1].sum(axis=-1)
+    return spent_s

@@ -1,0 +1,282 @@
+"""The local protocol between a trainer's probe and the agent: bytes to values and back, and nothing else.
+
+The transport is a Unix SOCK_SEQPACKET connection per rank: one packet is one message. The probe speaks first:
+
+    probe → agent    Hello, answered by a Reply
+                     Registration (rank 0 only), answered by a Reply
+                     IterationMark, ComputationMark, Finish: never answered
+    agent → probe    Reply
+
+Hello, Registration and Reply are JSON objects, as they are rare and worth reading in a trace. A registration
+with explicit orders may exceed what a socket buffer takes, so large ones are deflated. Marks are frequent:
+32 bytes each, little-endian, all of one layout:
+
+    magic  version  type  kind  microbatch  chunk  ordinal  iteration  time_ns
+    u8     u8       u8    u8    i32         i32    i32      i64        i64
+
+Fields that a type does not use are zero. Times are CLOCK_MONOTONIC, which both processes share.
+
+Standard library only: this module is imported into the trainer.
+
+    ValueError
+     └─ MalformedPacket     the other end does not speak this protocol
+"""
+
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import Any, TypeVar
+
+from perseus.agent.link.computation import Computation, Kind, Rank
+
+PROTOCOL_VERSION = 1
+# The largest packet that either end sends or accepts; fits the default socket buffer (net.core.wmem_default).
+MAX_PACKET_BYTES = 128 * 1024
+# The largest JSON that a deflated packet may hold.
+MAX_JSON_BYTES = 16 * 1024 * 1024
+
+_MAGIC = 0x50
+_JSON_BEGIN = 0x7B  # "{"
+_DEFLATED_BEGIN = 0x78  # first byte of a zlib stream
+_MARK = struct.Struct("<BBBBiiiqq")
+
+T = TypeVar("T")
+
+
+class MalformedPacket(ValueError):  # noqa: N818 - names what arrived, as the protocol's other values do
+    """A packet that is not of this protocol. The message says what was expected and found."""
+
+
+class Edge(IntEnum):
+    """The beginning or the end of something."""
+
+    BEGIN = 0
+    END = 1
+
+
+class MarkType(IntEnum):
+    """The type field of a mark."""
+
+    ITERATION_BEGIN = 1
+    ITERATION_END = 2
+    COMPUTATION_BEGIN = 3
+    COMPUTATION_END = 4
+    FINISH = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A rank introduces itself."""
+
+    rank: Rank
+    gpu_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """The job, as proto3 JSON of `perseus.v1.JobSpec`."""
+
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer to a Hello or a Registration. A refusal has a stable reason; the message is for people."""
+
+    ok: bool
+    reason: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class IterationMark:
+    """An iteration begins or ends."""
+
+    edge: Edge
+    iteration: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputationMark:
+    """A computation begins or ends. `ordinal` counts the computations begun in the iteration, from 0."""
+
+    edge: Edge
+    iteration: int
+    ordinal: int
+    computation: Computation
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Training is done: the connection's end that follows is no failure."""
+
+    time_ns: int
+
+
+Message = Hello | Registration | Reply | IterationMark | ComputationMark | Finish
+
+
+def mark_packer(mark_type: MarkType) -> Callable[[int, int, int, int, int, int], bytes]:
+    """Packs marks of one type, without a value or a Python frame in between: the probe's hot path.
+
+    Takes kind, microbatch, chunk, ordinal, iteration and time_ns; struct.error if one is out of range.
+    """
+    return partial(_MARK.pack, _MAGIC, PROTOCOL_VERSION, int(mark_type))
+
+
+def encode(message: Message) -> bytes:
+    """The packet of a message. ValueError if it would exceed MAX_PACKET_BYTES."""
+    match message:
+        case Hello(rank, gpu_uuid):
+            return _encode_json(
+                {
+                    "type": "hello",
+                    "job_id": rank.job_id,
+                    "pipeline": rank.pipeline,
+                    "stage": rank.stage,
+                    "tensor": rank.tensor,
+                    "gpu_uuid": gpu_uuid,
+                }
+            )
+        case Registration(spec):
+            return _encode_json({"type": "registration", "spec": spec})
+        case Reply(ok, reason, text):
+            return _encode_json({"type": "reply", "ok": ok, "reason": reason, "message": text})
+        case IterationMark(edge, iteration, time_ns):
+            mark_type = MarkType.ITERATION_BEGIN if edge is Edge.BEGIN else MarkType.ITERATION_END
+            return mark_packer(mark_type)(0, 0, 0, 0, iteration, time_ns)
+        case ComputationMark(edge, iteration, ordinal, computation, time_ns):
+            mark_type = MarkType.COMPUTATION_BEGIN if edge is Edge.BEGIN else MarkType.COMPUTATION_END
+            return mark_packer(mark_type)(
+                computation.kind,
+                computation.microbatch,
+                computation.chunk,
+                ordinal,
+                iteration,
+                time_ns,
+            )
+        case Finish(time_ns):
+            return mark_packer(MarkType.FINISH)(0, 0, 0, 0, 0, time_ns)
+
+
+def decode(packet: bytes | bytearray | memoryview) -> Message:
+    """The message in a packet. MalformedPacket if it is truncated, too large or not of this protocol."""
+    if not 0 < len(packet) <= MAX_PACKET_BYTES:
+        raise MalformedPacket(f"packet: expected 1 to {MAX_PACKET_BYTES} bytes, found {len(packet)}")
+    first = packet[0]
+    if first == _MAGIC:
+        return _decode_mark(packet)
+    if first == _JSON_BEGIN:
+        return _decode_json(bytes(packet))
+    if first == _DEFLATED_BEGIN:
+        return _decode_json(_inflate(bytes(packet)))
+    raise MalformedPacket(f"packet: expected a mark or JSON, found first byte 0x{first:02x}")
+
+
+def _encode_json(fields: dict[str, Any]) -> bytes:
+    packet = json.dumps({"version": PROTOCOL_VERSION, **fields}, separators=(",", ":")).encode()
+    if len(packet) > MAX_PACKET_BYTES // 2:
+        packet = zlib.compress(packet)
+    if len(packet) > MAX_PACKET_BYTES:
+        raise ValueError(
+            f"{fields['type']}: expected at most {MAX_PACKET_BYTES} bytes deflated, found {len(packet)}"
+        )
+    return packet
+
+
+def _inflate(packet: bytes) -> bytes:
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(packet, MAX_JSON_BYTES)
+    except zlib.error as error:
+        raise MalformedPacket(f"packet: deflated JSON can not be inflated: {error}") from error
+    if not inflater.eof:
+        raise MalformedPacket(f"packet: deflated JSON is truncated or exceeds {MAX_JSON_BYTES} bytes")
+    return text
+
+
+def _decode_json(packet: bytes) -> Message:
+    try:
+        fields = json.loads(packet)
+    except (ValueError, RecursionError) as error:
+        raise MalformedPacket(f"packet: expected JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise MalformedPacket(f"packet: expected a JSON object, found {type(fields).__name__}")
+    message_type = _field(fields, "type", str)
+    version = _field(fields, "version", int)
+    if version != PROTOCOL_VERSION:
+        raise MalformedPacket(
+            f"{message_type}: expected protocol version {PROTOCOL_VERSION}, found {version}"
+        )
+    match message_type:
+        case "hello":
+            rank = Rank(
+                _field(fields, "job_id", str),
+                _count(fields, "pipeline"),
+                _count(fields, "stage"),
+                _count(fields, "tensor"),
+            )
+            return Hello(rank, _field(fields, "gpu_uuid", str))
+        case "registration":
+            return Registration(_field(fields, "spec", dict))
+        case "reply":
+            return Reply(
+                _field(fields, "ok", bool), _field(fields, "reason", str), _field(fields, "message", str)
+            )
+        case _:
+            raise MalformedPacket(
+                f"packet: expected type hello, registration or reply, found {message_type!r}"
+            )
+
+
+def _field(fields: dict[str, Any], name: str, expected: type[T]) -> T:
+    value = fields.get(name)
+    # bool is an int to isinstance, but not to JSON.
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        raise MalformedPacket(
+            f"packet: field {name!r}: expected {expected.__name__}, found {json.dumps(value)[:100]}"
+        )
+    return value
+
+
+def _count(fields: dict[str, Any], name: str) -> int:
+    value = _field(fields, name, int)
+    if not 0 <= value < 2**31:
+        raise MalformedPacket(f"packet: field {name!r}: expected 0 to 2147483647, found {value}")
+    return value
+
+
+def _decode_mark(packet: bytes | bytearray | memoryview) -> Message:
+    if len(packet) != _MARK.size:
+        raise MalformedPacket(f"mark: expected {_MARK.size} bytes, found {len(packet)}")
+    _, version, number, kind, microbatch, chunk, ordinal, iteration, time_ns = _MARK.unpack(packet)
+    if version != PROTOCOL_VERSION:
+        raise MalformedPacket(f"mark: expected protocol version {PROTOCOL_VERSION}, found {version}")
+    if min(microbatch, chunk, ordinal, iteration, time_ns) < 0:
+        raise MalformedPacket(
+            "mark: expected no negative field, found "
+            f"microbatch {microbatch}, chunk {chunk}, ordinal {ordinal}, iteration {iteration}, "
+            f"time_ns {time_ns}"
+        )
+    match number:
+        case MarkType.ITERATION_BEGIN:
+            return IterationMark(Edge.BEGIN, iteration, time_ns)
+        case MarkType.ITERATION_END:
+            return IterationMark(Edge.END, iteration, time_ns)
+        case MarkType.COMPUTATION_BEGIN | MarkType.COMPUTATION_END:
+            if not Kind.FORWARD <= kind <= Kind.FIXED:
+                raise MalformedPacket(f"mark: expected kind {Kind.FORWARD} to {Kind.FIXED}, found {kind}")
+            edge = Edge.BEGIN if number == MarkType.COMPUTATION_BEGIN else Edge.END
+            return ComputationMark(
+                edge, iteration, ordinal, Computation(Kind(kind), microbatch, chunk), time_ns
+            )
+        case MarkType.FINISH:
+            return Finish(time_ns)
+        case _:
+            raise MalformedPacket(f"mark: expected type 1 to {MarkType.FINISH}, found {number}")

@@ -1,0 +1,264 @@
+"""What the hooks into all frameworks share: one rank's marks, and the registration of its job.
+
+A framework's module finds the rank's place (`probe.placement`), makes an `Attachment`, puts its own
+functions around the framework's (`replace`), and calls from there
+
+    begin_iteration ( begin end )* end_iteration
+
+once for every iteration that trains. Computations outside of an iteration, of an evaluation say, are not
+marked.
+
+No schedule needs to be known beforehand: the first iteration is recorded as it was really executed. At its
+end the ranks of pipeline 0 gather their orders, one small collective, and its first stage registers the job
+with them; the others just train. A rank without an agent takes part, as it can't know of the others'. Where
+the framework has a table of its own, a difference from what was executed is logged; the executed order wins.
+
+Before training, mistakes are refused (ValueError). After that nothing here raises into training: whatever
+goes wrong is logged once, and training goes on at stock.
+
+Standard library only.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Protocol, Self
+
+from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.probe.client import Path
+from perseus.agent.probe.placement import Placement
+
+_log = logging.getLogger("perseus.attachment")
+
+
+class Marks(Protocol):
+    """What an attachment needs of its probe, or of what stands before one."""
+
+    def register(
+        self,
+        *,
+        pipeline_count: int,
+        stage_count: int,
+        tensor_count: int,
+        schedule: Sequence[Sequence[Computation]],
+        paths: Sequence[Path],
+        max_slowdown_percent: float,
+    ) -> bool:
+        """See `Probe.register`."""
+
+    def begin_iteration(self) -> None:
+        """See `Probe.begin_iteration`."""
+
+    def end_iteration(self) -> None:
+        """See `Probe.end_iteration`."""
+
+    def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
+        """See `Probe.begin_computation`."""
+
+    def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
+        """See `Probe.end_computation`."""
+
+    def finish(self) -> None:
+        """See `Probe.finish`."""
+
+    def close(self) -> None:
+        """See `Probe.close`."""
+
+
+Connect = Callable[..., Marks]
+"""How marks are sent: `Probe.connect`, or what takes its keyword arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedOrder:
+    """What one stage executed in an iteration.
+
+    `chunk_positions[c]`: where its chunk c stands in the model, counted over the chunks of all stages; empty
+    where activations flow through all stages of chunk 0, then of chunk 1 and so on.
+    """
+
+    stage: int
+    computations: tuple[Computation, ...]
+    chunk_positions: tuple[int, ...] = ()
+
+
+Gather = Callable[[ExecutedOrder], Sequence[ExecutedOrder]]
+"""Gathers the orders of all stages of this rank's pipeline; called by all of them."""
+
+
+class Attachment:
+    """One rank of a framework, attached. Its methods are for the thread that trains.
+
+    `table` is the order that the framework itself says it will execute, if it says.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        marks: Marks,
+        gather: Gather,
+        *,
+        chunk_positions: Sequence[int] = (),
+        table: Sequence[Computation] | None = None,
+        max_slowdown_percent: float = 0.0,
+    ) -> None:
+        self._placement = placement
+        self._marks: Marks | None = marks
+        self._gather = gather
+        self._chunk_positions = tuple(chunk_positions)
+        self._table = table
+        self._max_slowdown_percent = max_slowdown_percent
+        self._restores: list[Callable[[], None]] = []
+        self._is_in_iteration = False
+        # The first iteration, until it has been executed whole.
+        self._executed: list[Computation] | None = []
+
+    def replace(self, owner: Any, name: str, value: object) -> None:
+        """Set an attribute of an object or a module until `detach`."""
+        before = vars(owner).get(name, _ABSENT)
+        setattr(owner, name, value)
+
+        def restore() -> None:
+            if vars(owner).get(name) is not value:
+                return  # somebody wrapped it again since, and still calls it: it marks nothing any more
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        self._restores.append(restore)
+
+    def begin_iteration(self) -> None:
+        """An iteration that trains begins."""
+        self._is_in_iteration = True
+        if self._executed is not None:
+            self._executed = []
+        if self._marks is not None:
+            try:
+                self._marks.begin_iteration()
+            except Exception as error:  # of ours, whatever it is: training goes on
+                self._give_up(error)
+
+    def end_iteration(self) -> None:
+        """It ends, and was executed whole. The end of the first one registers the job."""
+        self._is_in_iteration = False
+        if self._marks is not None:
+            try:
+                self._marks.end_iteration()
+            except Exception as error:  # as above
+                self._give_up(error)
+        if self._executed is not None:
+            executed, self._executed = tuple(self._executed), None
+            try:
+                self._register(executed)
+            except Exception as error:  # as above
+                self._give_up(error)
+
+    def begin(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
+        """A computation begins."""
+        if not self._is_in_iteration:
+            return
+        if self._executed is not None:
+            self._executed.append(Computation(kind, microbatch, chunk))
+        if self._marks is not None:
+            try:
+                self._marks.begin_computation(kind, microbatch, chunk)
+            except Exception as error:  # as above
+                self._give_up(error)
+
+    def end(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
+        """The computation ends."""
+        if self._is_in_iteration and self._marks is not None:
+            try:
+                self._marks.end_computation(kind, microbatch, chunk)
+            except Exception as error:  # as above
+                self._give_up(error)
+
+    def detach(self) -> None:
+        """Training is done: undo every replacement and end the connection; the GPU goes back to stock."""
+        self._restore()
+        marks, self._marks = self._marks, None
+        if marks is not None:
+            try:
+                marks.finish()
+                marks.close()
+            except Exception as error:  # as above
+                _log.warning("leaving the agent: %s", error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.detach()
+            return
+        # A failure of the trainer: the rank is gone, but its job has not ended.
+        self._restore()
+        if self._marks is not None:
+            self._marks.close()
+            self._marks = None
+
+    def _restore(self) -> None:
+        for restore in reversed(self._restores):
+            restore()
+        self._restores.clear()
+        self._is_in_iteration = False
+
+    def _register(self, executed: tuple[Computation, ...]) -> None:
+        placement = self._placement
+        if self._table is not None and (difference := _difference(self._table, executed)):
+            _log.warning(
+                "pipeline %d, stage %d: %s; what was executed counts",
+                placement.pipeline,
+                placement.stage,
+                difference,
+            )
+        if placement.pipeline != 0 or placement.tensor != 0:
+            return
+        gathered = self._gather(ExecutedOrder(placement.stage, executed, self._chunk_positions))
+        if placement.stage != 0 or self._marks is None:
+            return
+        orders = sorted(gathered, key=lambda order: order.stage)
+        self._marks.register(
+            pipeline_count=placement.pipeline_count,
+            stage_count=placement.stage_count,
+            tensor_count=placement.tensor_count,
+            schedule=[order.computations for order in orders],
+            paths=paths_through(orders),
+            max_slowdown_percent=self._max_slowdown_percent,
+        )
+
+    def _give_up(self, error: Exception) -> None:
+        _log.error("training goes on at stock clocks, unmarked, after an error: %s", error, exc_info=error)
+        marks, self._marks = self._marks, None
+        if marks is not None:
+            marks.close()
+
+
+_ABSENT = object()
+
+
+def paths_through(orders: Sequence[ExecutedOrder]) -> list[list[tuple[int, int]]]:
+    """How activations flow through the chunks of all stages: by their positions in the model.
+
+    Empty, chunk by chunk that is, where no stage says. ValueError if two chunks have the same position.
+    """
+    places: dict[int, tuple[int, int]] = {}
+    for order in orders:
+        for chunk, position in enumerate(order.chunk_positions):
+            if position in places:
+                raise ValueError(
+                    f"chunk positions: expected each once, found {position} on stage {places[position][0]} "
+                    f"and on stage {order.stage}"
+                )
+            places[position] = (order.stage, chunk)
+    return [[places[position] for position in sorted(places)]] if places else []
+
+
+def _difference(table: Sequence[Computation], executed: Sequence[Computation]) -> str:
+    """Where a framework's table and what it executed differ first; empty if nowhere."""
+    for index, (said, done) in enumerate(zip_longest(table, executed)):
+        if said != done:
+            return f"computation {index}: the framework's table has {said}, {done} was executed"
+    return ""

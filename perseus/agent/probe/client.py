@@ -1,0 +1,431 @@
+"""The probe: what a training process says to the agent on its node, and all of Perseus that runs in it.
+
+    with Probe.connect(job_id="gpt", pipeline=0, stage=3, tensor=0, gpu_uuid=uuid) as probe:
+        if rank == 0:
+            probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
+        for batch in batches:
+            with probe.iteration():
+                ...
+                with probe.computation(Kind.FORWARD, microbatch=0):
+                    ...
+
+Before training, `connect` and `register` refuse what can only be a programming mistake (ValueError), and wait
+for the agent's reply. After that everything is fire and forget: a mark costs a few microseconds, is dropped
+(and counted) where the socket is full, and nothing that the agent or the socket does raises into training.
+Without an agent the probe says so once, in the log, and does nothing: training goes on at stock. An agent
+that appears later, or that was restarted, is joined between two iterations.
+
+Standard library only. One probe serves one rank; it is not to be shared between threads.
+"""
+
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic_ns
+from types import TracebackType
+from typing import Any, Self
+
+from perseus.agent.link.address import DEFAULT_SOCKET_PATH, SOCKET_VARIABLE
+from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.link.packets import (
+    MAX_PACKET_BYTES,
+    Finish,
+    Hello,
+    MalformedPacket,
+    MarkType,
+    Registration,
+    Reply,
+    decode,
+    encode,
+    mark_packer,
+)
+from perseus.agent.probe.rejoin import Rejoin
+
+_log = logging.getLogger("perseus.probe")
+
+# The names that operators use, and the numbers of perseus.v1.ScheduleName.
+_SCHEDULE_NAMES = {"gpipe": 1, "1f1b": 2}
+# Training is over when finish() is called, so it may wait a moment for a full socket.
+_FINISH_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSchedule:
+    """A schedule that follows from its name, "1f1b" or "gpipe", and its microbatches per iteration."""
+
+    name: str
+    microbatch_count: int
+
+    def __post_init__(self) -> None:
+        if self.name not in _SCHEDULE_NAMES:
+            raise ValueError(
+                f"schedule name: expected one of {', '.join(_SCHEDULE_NAMES)}, found {self.name!r}"
+            )
+        _check_count("microbatch_count", self.microbatch_count, at_least=1)
+
+
+# Each stage's computations in order, stage 0 first.
+StageOrders = Sequence[Sequence[Computation]]
+# How activations flow: (stage, chunk) after (stage, chunk).
+Path = Sequence[tuple[int, int]]
+
+_pack_iteration_begin = mark_packer(MarkType.ITERATION_BEGIN)
+_pack_iteration_end = mark_packer(MarkType.ITERATION_END)
+_pack_begin = mark_packer(MarkType.COMPUTATION_BEGIN)
+_pack_end = mark_packer(MarkType.COMPUTATION_END)
+
+
+class Probe:
+    """One rank's line to the agent. Made by `connect`."""
+
+    def __init__(self, rank: Rank, line: socket.socket | None, path: str, hello: bytes) -> None:
+        self._rank = rank
+        self._path = path
+        self._hello = hello
+        self._socket = line
+        self._rejoin = Rejoin(path, hello, monotonic_ns()) if line is None else None
+        self._registration: bytes | None = None
+        # Whether an agent that was joined while training has yet to say what became of the registration.
+        self._is_registering = False
+        # What marks are sent by; bound once, as marks must cost little.
+        self._send: Callable[[bytes], object] = line.send if line is not None else _discard
+        self._has_begun = False
+        self._iteration = 0
+        self._ordinal = -1
+        self._dropped_mark_count = 0
+        self._has_mistaken_mark = False
+
+    @classmethod
+    def connect(
+        cls,
+        socket_path: str | os.PathLike[str] | None = None,
+        *,
+        job_id: str,
+        pipeline: int,
+        stage: int,
+        tensor: int = 0,
+        gpu_uuid: str,
+        timeout_s: float = 5.0,
+    ) -> "Probe":
+        """Introduce a rank to the agent of its node and wait for the reply.
+
+        `socket_path` is PERSEUS_AGENT_SOCKET by default, and /run/perseus/agent.sock where that is not set.
+        ValueError for coordinates that can not be; an agent that is absent, does not answer or refuses is
+        logged, and the probe then does nothing.
+        """
+        if not job_id:
+            raise ValueError("job_id: expected a name, found an empty string")
+        for name, value in (("pipeline", pipeline), ("stage", stage), ("tensor", tensor)):
+            _check_count(name, value, at_least=0)
+        if not gpu_uuid:
+            raise ValueError("gpu_uuid: expected the GPU's NVML UUID, found an empty string")
+        path = os.fspath(socket_path or os.environ.get(SOCKET_VARIABLE) or DEFAULT_SOCKET_PATH)
+        rank = Rank(job_id, pipeline, stage, tensor)
+        hello = encode(Hello(rank, gpu_uuid))
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            line.settimeout(timeout_s)
+            line.connect(path)
+            line.send(hello)
+            reply = _receive_reply(line)
+        except (OSError, MalformedPacket) as error:
+            _log.warning("%s: no agent at %s (%s): training goes on at stock clocks", rank, path, error)
+            line.close()
+            return cls(rank, None, path, hello)
+        if not reply.ok:
+            _log.warning(
+                "%s: the agent at %s refuses: %s: training goes on at stock clocks", rank, path, reply.message
+            )
+            line.close()
+            return cls(rank, None, path, hello)
+        if reply.message:
+            _log.warning(
+                "%s: the agent at %s: %s: training goes on at stock clocks", rank, path, reply.message
+            )
+        line.setblocking(False)
+        return cls(rank, line, path, hello)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether an agent listens, as far as known."""
+        return self._socket is not None
+
+    @property
+    def dropped_mark_count(self) -> int:
+        """Marks dropped so far because the socket was full."""
+        return self._dropped_mark_count
+
+    def register(
+        self,
+        *,
+        pipeline_count: int,
+        stage_count: int,
+        tensor_count: int = 1,
+        schedule: NamedSchedule | StageOrders,
+        paths: Sequence[Path] = (),
+        max_slowdown_percent: float = 0.0,
+        timeout_s: float = 15.0,
+    ) -> bool:
+        """Register the job with the coordinator; called by one rank, the others just train.
+
+        `paths`, with explicit orders: how activations flow through the stages' chunks, where that is not
+        chunk by chunk. `max_slowdown_percent` is how much slower than T_min plans may be. Registering the
+        same job again, after a restart say, changes nothing. Returns whether the job is registered, or will
+        be as soon as the agent reaches the coordinator; a refusal and its reason are logged. An agent that
+        is joined later is told then. ValueError for counts that can not be, for a schedule that does not have
+        `stage_count` stages and for paths of a named schedule.
+        """
+        spec = job_spec(
+            self._rank.job_id,
+            pipeline_count=pipeline_count,
+            stage_count=stage_count,
+            tensor_count=tensor_count,
+            schedule=schedule,
+            paths=paths,
+            max_slowdown_percent=max_slowdown_percent,
+        )
+        self._registration = encode(Registration(spec))
+        if self._socket is None:
+            return False
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.send(self._registration)
+            reply = _receive_reply(self._socket)
+            self._socket.setblocking(False)
+        except (OSError, MalformedPacket) as error:
+            self._lose(error)
+            return False
+        self._log_registration(reply)
+        return reply.ok
+
+    def begin_iteration(self, time_ns: int | None = None) -> None:
+        """The next iteration begins: now, or at a time of CLOCK_MONOTONIC. So for all marks."""
+        self._iteration += self._has_begun
+        self._has_begun = True
+        self._ordinal = -1
+        if self._rejoin is not None or self._is_registering:
+            self._look_after_agent()
+        try:
+            self._send(_pack_iteration_begin(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
+        except (OSError, struct.error) as error:
+            self._not_sent(error)
+
+    def end_iteration(self, time_ns: int | None = None) -> None:
+        """The iteration ends."""
+        try:
+            self._send(_pack_iteration_end(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
+        except (OSError, struct.error) as error:
+            self._not_sent(error)
+
+    def begin_computation(
+        self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
+    ) -> None:
+        """A computation of this iteration begins."""
+        self._ordinal += 1
+        try:
+            self._send(
+                _pack_begin(
+                    kind, microbatch, chunk, self._ordinal, self._iteration, time_ns or monotonic_ns()
+                )
+            )
+        except (OSError, struct.error) as error:
+            self._not_sent(error)
+
+    def end_computation(
+        self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
+    ) -> None:
+        """The computation ends."""
+        ordinal = self._ordinal if self._ordinal >= 0 else 0
+        try:
+            self._send(
+                _pack_end(kind, microbatch, chunk, ordinal, self._iteration, time_ns or monotonic_ns())
+            )
+        except (OSError, struct.error) as error:
+            self._not_sent(error)
+
+    def iteration(self) -> "_Block":
+        """`with probe.iteration():` begins and ends an iteration."""
+        return _Block(self.begin_iteration, self.end_iteration, ())
+
+    def computation(self, kind: Kind, microbatch: int, chunk: int = 0) -> "_Block":
+        """`with probe.computation(kind, microbatch, chunk):` begins and ends a computation."""
+        return _Block(self.begin_computation, self.end_computation, (kind, microbatch, chunk))
+
+    def finish(self) -> None:
+        """Training is done: the job needs this rank no more. Waits up to a second for a full socket."""
+        if self._socket is None:
+            return
+        try:
+            self._socket.settimeout(_FINISH_TIMEOUT_S)
+            self._socket.send(encode(Finish(monotonic_ns())))
+            self._socket.setblocking(False)
+        except OSError as error:
+            self._lose(error)
+
+    def close(self) -> None:
+        """Close the connection. Without `finish` before, the agent takes it for a failure of the trainer."""
+        if self._rejoin is not None:
+            self._rejoin.close()
+            self._rejoin = None
+        if self._socket is None:
+            return
+        if self._dropped_mark_count:
+            _log.warning(
+                "%s: %d marks dropped because the agent's socket was full",
+                self._rank,
+                self._dropped_mark_count,
+            )
+        self._socket.close()
+        self._socket, self._send = None, _discard
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.finish()
+        self.close()
+
+    def _not_sent(self, error: OSError | struct.error) -> None:
+        if isinstance(error, BlockingIOError):
+            self._dropped_mark_count += 1
+        elif isinstance(error, OSError):
+            self._lose(error)
+        else:
+            if not self._has_mistaken_mark:
+                _log.error("%s: marks that can not be are left out: %s", self._rank, error)
+            self._has_mistaken_mark = True
+
+    def _lose(self, error: Exception) -> None:
+        """The line is of no use any more: say so once, and do nothing until there is another."""
+        _log.warning("%s: lost the agent (%s): training goes on at stock clocks", self._rank, error)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket, self._send = None, _discard
+        self._is_registering = False
+        self._rejoin = Rejoin(self._path, self._hello, monotonic_ns())
+
+    def _look_after_agent(self) -> None:
+        """Between two iterations: join an agent if there is one, hear what it says of the registration."""
+        try:
+            if self._rejoin is not None and (line := self._rejoin.look(monotonic_ns())) is not None:
+                _log.info("%s: joined the agent at %s", self._rank, self._path)
+                self._rejoin, self._socket, self._send = None, line, line.send
+                if self._registration is not None:
+                    line.send(self._registration)
+                    self._is_registering = True
+            elif self._is_registering and self._socket is not None:
+                reply = _receive_reply(self._socket)
+                self._is_registering = False
+                self._log_registration(reply)
+        except BlockingIOError:
+            pass  # no reply yet
+        except (OSError, MalformedPacket) as error:
+            self._lose(error)
+
+    def _log_registration(self, reply: Reply) -> None:
+        if not reply.ok:
+            _log.error("%s: job not registered: %s", self._rank, reply.message)
+        elif reply.message:
+            _log.info("%s: %s", self._rank, reply.message)
+
+
+class _Block:
+    """A begin and an end around a block. A block left by an exception has no end: it was not completed."""
+
+    __slots__ = ("_arguments", "_begin", "_end")
+
+    def __init__(
+        self, begin: Callable[..., None], end: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
+        self._begin = begin
+        self._end = end
+        self._arguments = arguments
+
+    def __enter__(self) -> None:
+        self._begin(*self._arguments)
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error_type is None:
+            self._end(*self._arguments)
+
+
+def job_spec(
+    job_id: str,
+    *,
+    pipeline_count: int,
+    stage_count: int,
+    tensor_count: int,
+    schedule: NamedSchedule | StageOrders,
+    paths: Sequence[Path] = (),
+    max_slowdown_percent: float,
+) -> dict[str, Any]:
+    """The job as proto3 JSON of `perseus.v1.JobSpec`. ValueError for what can not be."""
+    _check_count("pipeline_count", pipeline_count, at_least=1)
+    _check_count("stage_count", stage_count, at_least=1)
+    _check_count("tensor_count", tensor_count, at_least=1)
+    if not 0 <= max_slowdown_percent <= 100:
+        raise ValueError(f"max_slowdown_percent: expected 0 to 100, found {max_slowdown_percent}")
+    order: dict[str, Any]
+    if isinstance(schedule, NamedSchedule):
+        if paths:
+            raise ValueError(f"paths: expected none for schedule {schedule.name!r}, found {len(paths)}")
+        order = {
+            "named": {"name": _SCHEDULE_NAMES[schedule.name], "microbatchCount": schedule.microbatch_count}
+        }
+    else:
+        if len(schedule) != stage_count:
+            raise ValueError(f"schedule: expected the orders of {stage_count} stages, found {len(schedule)}")
+        order = {
+            "explicit": {
+                "stages": [{"computations": [*map(_computation_json, stage)]} for stage in schedule],
+                "paths": [
+                    {"steps": [{"stage": stage, "chunk": chunk} for stage, chunk in path]} for path in paths
+                ],
+            }
+        }
+    policy: dict[str, Any] = (
+        {"maxSlowdownPercent": max_slowdown_percent} if max_slowdown_percent else {"noSlowdown": {}}
+    )
+    return {
+        "jobId": job_id,
+        "parallelism": {
+            "pipelineCount": pipeline_count,
+            "stageCount": stage_count,
+            "tensorCount": tensor_count,
+        },
+        "schedule": order,
+        "policy": policy,
+    }
+
+
+def _computation_json(computation: Computation) -> dict[str, int]:
+    return {
+        "kind": int(computation.kind),
+        "microbatch": computation.microbatch,
+        "chunk": computation.chunk,
+    }
+
+
+def _discard(_packet: bytes) -> None:
+    """Send nothing: there is no agent."""
+
+
+def _check_count(name: str, value: int, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < 2**31:
+        raise ValueError(f"{name}: expected an integer of at least {at_least}, found {value!r}")
+
+
+def _receive_reply(line: socket.socket) -> Reply:
+    packet = line.recv(MAX_PACKET_BYTES)
+    if not packet:
+        raise ConnectionResetError("the agent closed the connection")
+    reply = decode(packet)
+    if not isinstance(reply, Reply):
+        raise MalformedPacket(f"expected a reply, found {type(reply).__name__}")
+    return reply

@@ -1,0 +1,64 @@
+"""Joining an agent in the midst of training: one that came later, or that was restarted.
+
+Looked after between two iterations, and nothing is waited for: a hello is sent at one look, the agent's reply
+found at a later one. Standard library only.
+"""
+
+import logging
+import socket
+
+from perseus.agent.link.packets import MAX_PACKET_BYTES, MalformedPacket, Reply, decode
+
+_log = logging.getLogger("perseus.probe")
+
+PERIOD_NS = 10 * 10**9
+"""Between two tries: one costs the trainer some ten microseconds."""
+
+
+class Rejoin:
+    """One rank's tries to join the agent at `path`, the first of them a period after `now_ns`."""
+
+    def __init__(self, path: str, hello: bytes, now_ns: int) -> None:
+        self._path = path
+        self._hello = hello
+        self._next_try_ns = now_ns + PERIOD_NS
+        self._line: socket.socket | None = None
+
+    def look(self, now_ns: int) -> socket.socket | None:
+        """Try where it is time, or see whether the agent has replied; the line, once it has agreed."""
+        if self._line is None:
+            if now_ns >= self._next_try_ns:
+                self._next_try_ns = now_ns + PERIOD_NS
+                self._line = self._knock()
+            return None
+        try:
+            packet = self._line.recv(MAX_PACKET_BYTES)
+            reply = decode(packet) if packet else None
+        except BlockingIOError:
+            return None  # one that is stopped replies when it goes on
+        except (OSError, MalformedPacket) as error:
+            _log.debug("%s: no agent yet: %s", self._path, error)
+            reply = None
+        line, self._line = self._line, None
+        if isinstance(reply, Reply) and reply.ok:
+            return line
+        line.close()
+        return None
+
+    def close(self) -> None:
+        """Give up."""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _knock(self) -> socket.socket | None:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line.setblocking(False)
+        try:
+            line.connect(self._path)
+            line.send(self._hello)
+        except OSError as error:
+            _log.debug("%s: no agent yet: %s", self._path, error)
+            line.close()
+            return None
+        return line

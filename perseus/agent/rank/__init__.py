@@ -1,0 +1,1 @@
+"""Agent process, pure: a rank's session. Events and the time in, commands out."""

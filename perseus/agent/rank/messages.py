@@ -1,0 +1,310 @@
+"""What agent and coordinator tell each other about one rank, as plain values.
+
+The twins of the messages in `protos/perseus/v1/agent_service.proto`, which say what each means; only
+`stream.translate` knows both. Clocks are MHz, None standing for stock.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from perseus.agent.link.computation import Computation, Kind, Rank
+
+
+@dataclass(frozen=True, slots=True)
+class PlanId:
+    """The identity of a plan's clocks: it survives reconnects."""
+
+    epoch: str
+    version: int
+
+
+NO_PLAN = PlanId("", 0)
+"""Stock, without a plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDescription:
+    """A GPU as the coordinator needs to know it; clocks highest first."""
+
+    uuid: str
+    model: str
+    supported_clocks_mhz: tuple[int, ...]
+
+
+class RankLeftReason(IntEnum):
+    """Why a rank is no longer served; the numbers of the wire."""
+
+    FINISHED = 1
+    TRAINER_GONE = 2
+    GPU_FAILED = 3
+
+
+class GpuErrorReason(IntEnum):
+    """What it was that went wrong with a GPU; the numbers of the wire."""
+
+    NOT_FOUND = 1
+    DRIVER_FAILED = 2
+    NO_PERMISSION = 3
+    LOST = 4
+    NOT_SUPPORTED = 5
+    IN_USE = 6
+    NOT_RECORDED = 7
+
+
+class PlanRefusalReason(IntEnum):
+    """Why a plan offer was refused; the numbers of the wire."""
+
+    PAST_START = 1
+    CLOCK_NOT_SUPPORTED = 2
+    NOT_PERMITTED = 3
+    ORDER_MISMATCH = 4
+    UNKNOWN_RANK = 5
+    GPU_FAILED = 6
+
+
+# --- What the agent says ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AgentIdentity:
+    """Who speaks: one run of the agent (another one has another `instance_id`), and where it runs."""
+
+    instance_id: str
+    version: str
+    hostname: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankJoined:
+    """A rank is served. `iteration`: the highest begun, -1 if none.
+
+    Telemetry up to `after_sequence` is of an earlier trainer of the rank.
+    """
+
+    rank: Rank
+    gpu: GpuDescription
+    iteration: int
+    in_force: PlanId
+    after_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLeft:
+    """A rank is no longer served; its GPU is back on stock."""
+
+    rank: Rank
+    reason: RankLeftReason
+
+
+@dataclass(frozen=True, slots=True)
+class GpuErrorReport:
+    """A rank's GPU, or the way to it, refused or failed to do something; for the coordinator's event log."""
+
+    rank: Rank
+    gpu_uuid: str
+    reason: GpuErrorReason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRefusal:
+    """Why an offer was refused, for programs and for people. `clocks_mhz`: those the GPU does not have."""
+
+    reason: PlanRefusalReason
+    message: str
+    clocks_mhz: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAnswer:
+    """Answer to an offer: accepted where there is no refusal. `iteration`: the highest begun, -1 if none."""
+
+    rank: Rank
+    plan: PlanId
+    refusal: PlanRefusal | None
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInForce:
+    """The plan in force has changed, from this iteration on."""
+
+    rank: Rank
+    plan: PlanId
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class IterationRow:
+    """A finished iteration: from its begin to its end. `clock_event_reasons`: those that throttled it."""
+
+    iteration: int
+    plan_version: int
+    duration_s: float
+    energy_j: float
+    is_regular: bool
+    clock_event_reasons: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputationRow:
+    """A finished computation; begin after the iteration's begin; the clock is the one that it began at."""
+
+    iteration: int
+    computation: Computation
+    begin_s: float
+    duration_s: float
+    clock_mhz: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class EnergySample:
+    """Typical time and energy of one kind of computation at one clock, with standard errors."""
+
+    kind: Kind
+    chunk: int
+    clock_mhz: int | None
+    computation_count: int
+    time_s: float
+    time_se_s: float
+    energy_j: float
+    energy_se_j: float
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyEstimate:
+    """What the energy counter says of a plan so far; replaces the estimate before for that version.
+
+    Blocking power is None as long as the windows do not determine it (a stage may hardly ever wait).
+    """
+
+    plan_version: int
+    iteration_count: int
+    samples: tuple[EnergySample, ...]
+    blocking_power_w: float | None
+    blocking_power_se_w: float
+    window_count: int
+    discarded_window_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClockStatistics:
+    """How well the clocks followed a plan so far; replaces the statistics before for that version.
+
+    `prediction_error_s` is None as long as nothing was predicted.
+    """
+
+    plan_version: int
+    set_count: int
+    computation_count: int
+    late_raise_count: int
+    missed_count: int
+    computation_time_s: float
+    on_clock_time_s: float
+    set_latency_s: float
+    margin_s: float
+    prediction_error_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Measurements of one rank. `clocks` is None where none may be set."""
+
+    rank: Rank
+    iterations: tuple[IterationRow, ...]
+    computations: tuple[ComputationRow, ...]
+    energy: EnergyEstimate | None
+    clocks: ClockStatistics | None
+
+
+FromSession = RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry
+"""What a rank's session says."""
+
+
+# --- What the coordinator says ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The answer to the agent's hello."""
+
+    epoch: str
+    lease_s: float
+    acknowledged_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankAccepted:
+    """The rank is served; its computations in order."""
+
+    rank: Rank
+    order: tuple[Computation, ...]
+
+
+JOB_NOT_FOUND = "JOB_NOT_FOUND"
+"""The reason to refuse a rank whose job the coordinator does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRefused:
+    """The rank is not served, for a stable reason; the message is for people."""
+
+    rank: Rank
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryAck:
+    """Everything up to a sequence is stored."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAnswer:
+    """A sign of life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """The coordinator is about to stop."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """The GPU's own clocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """One clock for all computations."""
+
+    clock_mhz: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageClocks:
+    """One clock for each computation, in parallel; 0 for a FIXED one."""
+
+    computations: tuple[Computation, ...]
+    clocks_mhz: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOffer:
+    """Clocks for one rank, from the begin of an iteration."""
+
+    rank: Rank
+    plan: PlanId
+    start_iteration: int
+    lease_s: float
+    clocks: Stock | Hold | StageClocks
+
+
+ToSession = RankAccepted | RankRefused | PlanOffer
+"""What concerns one rank."""
+
+Incoming = Welcome | ToSession | TelemetryAck | HeartbeatAnswer | Drain

@@ -1,0 +1,174 @@
+"""What ran under one plan, collected until the energy counter can tell what it cost.
+
+Pure. A `Sampler` lives as long as a plan is in force; it is given the finished iterations and says when it is
+time for an estimate. `estimate` regresses the counter's windows (`energy.regression`) on them.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from perseus.agent.energy.counter import CounterChange
+from perseus.agent.energy.regression import (
+    Estimate,
+    NotDetermined,
+    Span,
+    computation_energy_j,
+    cumulative_energy_j,
+    estimate_power,
+    typical_duration_s,
+)
+from perseus.agent.gpu import ClockEventReason
+from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.rank.messages import EnergyEstimate, EnergySample
+
+# Between iterations nothing is marked. So short a gap holds no work worth noticing and counts as waiting;
+# what a longer one holds is unknown.
+_NEGLIGIBLE_GAP_S = 0.001
+# An estimate is refreshed when the plan has been in force for this share longer than at the one before.
+_REFRESH_SHARE = 0.125
+
+# Kind, chunk and clock (MHz, None for stock).
+Key = tuple[Kind, int, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedComputation:
+    """A computation with both its edges. `is_pure`: the clock did not change while it ran."""
+
+    computation: Computation
+    begin_s: float
+    end_s: float
+    clock_mhz: int | None
+    is_pure: bool
+
+    @property
+    def key(self) -> Key:
+        """What it is a sample of."""
+        return self.computation.kind, self.computation.chunk, self.clock_mhz
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedIteration:
+    """An iteration with both its edges. `is_regular`: it held the registered computations, all complete."""
+
+    begin_s: float
+    end_s: float
+    computations: tuple[FinishedComputation, ...]
+    is_regular: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateRequest:
+    """What an energy estimate is made of: at least one regular iteration, and the counter's changes."""
+
+    plan_version: int
+    iterations: tuple[FinishedIteration, ...]
+    changes: tuple[CounterChange, ...]
+
+
+class Sampler:
+    """The finished iterations under one plan, in the order in which they ran."""
+
+    def __init__(self, plan_version: int) -> None:
+        self.plan_version = plan_version
+        self._iterations: deque[FinishedIteration] = deque()
+        self._iteration_count = 0
+        self._estimated_count = 0
+
+    def add(self, iteration: FinishedIteration) -> None:
+        """Take the next finished iteration."""
+        self._iterations.append(iteration)
+        self._iteration_count += 1
+
+    def estimate_request(self, changes: Sequence[CounterChange]) -> EstimateRequest | None:
+        """What to estimate from the counter's changes at hand, if it is time for that.
+
+        Iterations that ended before the first change are forgotten: the caller bounds memory by its changes.
+        """
+        if not changes or self._iteration_count < self._estimated_count * (1 + _REFRESH_SHARE):
+            return None
+        while self._iterations and self._iterations[0].end_s < changes[0].time_s:
+            self._iterations.popleft()
+        self._estimated_count = self._iteration_count
+        if not any(iteration.is_regular for iteration in self._iterations):
+            return None
+        return EstimateRequest(self.plan_version, tuple(self._iterations), tuple(changes))
+
+
+def estimate(request: EstimateRequest) -> EnergyEstimate | None:
+    """What the counter's windows say of the iterations, if they determine it."""
+    regular = [iteration for iteration in request.iterations if iteration.is_regular]
+    computations = [computation for iteration in regular for computation in iteration.computations]
+    unknown = [(each.begin_s, each.end_s) for each in computations if not each.is_pure]
+    unknown += [(each.begin_s, each.end_s) for each in request.iterations if not each.is_regular]
+    unknown += [
+        (before.end_s, after.begin_s)
+        for before, after in pairwise(request.iterations)
+        if after.begin_s - before.end_s > _NEGLIGIBLE_GAP_S
+    ]
+    pure = [computation for computation in computations if computation.is_pure]
+    fit = estimate_power(
+        request.changes,
+        [Span(each.key, each.begin_s, each.end_s) for each in pure],
+        begin_s=request.iterations[0].begin_s,
+        end_s=request.iterations[-1].end_s,
+        unknown=unknown,
+    )
+    if isinstance(fit, NotDetermined):
+        return None
+    durations_s: dict[Key, list[float]] = {}
+    for each in pure:
+        durations_s.setdefault(each.key, []).append(each.end_s - each.begin_s)
+    blocking = fit.blocking_power_w
+    return EnergyEstimate(
+        plan_version=request.plan_version,
+        iteration_count=len(regular),
+        samples=tuple(_sample(key, durations_s[key], power_w) for key, power_w in fit.power_w.items()),
+        blocking_power_w=blocking.value if blocking else None,
+        blocking_power_se_w=blocking.standard_error if blocking else 0.0,
+        window_count=fit.window_count,
+        discarded_window_count=fit.dropped_window_count,
+    )
+
+
+def _sample(key: Key, durations_s: Sequence[float], power_w: Estimate) -> EnergySample:
+    kind, chunk, clock_mhz = key
+    duration_s = typical_duration_s(durations_s)
+    energy_j = computation_energy_j(power_w, duration_s)
+    return EnergySample(
+        kind=kind,
+        chunk=chunk,
+        clock_mhz=clock_mhz,
+        computation_count=len(durations_s),
+        time_s=duration_s.value,
+        time_se_s=duration_s.standard_error,
+        energy_j=energy_j.value,
+        energy_se_j=energy_j.standard_error,
+    )
+
+
+def energy_at_j(changes: Sequence[CounterChange], time_s: float) -> float | None:
+    """The counter at a moment; beyond the last change at the power of the last window.
+
+    None before the first change, and as long as there is no window.
+    """
+    energy_j = cumulative_energy_j(changes, time_s)
+    if energy_j is not None or len(changes) < 2 or time_s < changes[-1].time_s:
+        return energy_j
+    before, last = changes[-2:]
+    power_w = (last.energy_j - before.energy_j) / (last.time_s - before.time_s)
+    return last.energy_j + power_w * (time_s - last.time_s)
+
+
+def throttling_reasons(changes: Sequence[CounterChange], begin_s: float, end_s: float) -> int:
+    """The reasons (`ClockEventReason`) for which the GPU was throttled at some time between two moments.
+
+    Known from the counter's windows, so what happened up to one window before or after counts, too.
+    """
+    reasons = 0
+    for before, change in pairwise(changes):
+        if before.time_s < end_s and change.time_s > begin_s:
+            reasons |= change.clock_event_reasons
+    return reasons & ClockEventReason.THROTTLED

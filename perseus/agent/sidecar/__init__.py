@@ -1,0 +1,1 @@
+"""Agent process: the asyncio shell, the local socket, the GPUs and their threads, settings, self-test."""

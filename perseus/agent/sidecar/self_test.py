@@ -1,0 +1,165 @@
+"""What this node's GPUs offer Perseus, found out by reading only: nothing is set, not even for a moment.
+
+Every question is asked for itself, so that a GPU that can't answer one is still asked the others; a
+`Finding` has a value, or says what stands in its way. Whether clocks may be set can only be inferred without
+setting one: from the GPU's generation and mode, and from this process's privileges.
+"""
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from perseus.agent.energy.counter import ChangeDetector
+from perseus.agent.gpu import ClockEventReason, GpuError, GpuUnsupportedError
+from perseus.agent.gpu.nvml import NvmlGpu, calling
+
+_CAP_SYS_ADMIN = 21
+_WATCH_S = 2.0
+_POLL_S = 0.001
+_FEWEST_CHANGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The answer to one question: a value fit for JSON, or (None and) what stands in its way."""
+
+    name: str
+    value: object
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFindings:
+    """What one GPU answered, in the order of the questions."""
+
+    uuid: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether Perseus can measure on it."""
+        return not any(finding.problem for finding in self.findings if finding.name in _NEEDED)
+
+
+_NEEDED = frozenset({"usable", "energy_counter_j", "clock_events", "sm_clock_mhz"})
+
+
+def node_findings(nvml: Any = pynvml) -> tuple[Finding, ...]:
+    """What concerns all GPUs: driver, library and privileges. NVML must be initialised."""
+    return (
+        _find("driver_version", nvml.nvmlSystemGetDriverVersion, nvml),
+        _find("nvml_version", nvml.nvmlSystemGetNVMLVersion, nvml),
+        Finding("may_set_clocks", may_set_clocks(), "" if may_set_clocks() else _UNPRIVILEGED),
+    )
+
+
+def gpu_findings(
+    uuid: str,
+    nvml: Any = pynvml,
+    *,
+    monotonic: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> GpuFindings:
+    """Ask one GPU; takes some 2 s, which its energy counter is watched for. NVML must be initialised.
+
+    `GpuError` if there is no such GPU.
+    """
+    with calling("nvmlDeviceGetHandleByUUID", f"GPU {uuid}", nvml):
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+
+    def ask(name: str, function: Callable[..., Any], then: Callable[[Any], object] = lambda x: x) -> Finding:
+        return _find(name, lambda: then(function(handle)), nvml)
+
+    found = [
+        ask("model", nvml.nvmlDeviceGetName),
+        ask("architecture", nvml.nvmlDeviceGetArchitecture),
+        ask("compute_capability", nvml.nvmlDeviceGetCudaComputeCapability, list),
+        ask("persistence_mode", nvml.nvmlDeviceGetPersistenceMode, bool),
+        ask("mig_mode", nvml.nvmlDeviceGetMigMode, lambda modes: bool(modes[0])),
+        ask("memory_clocks_mhz", nvml.nvmlDeviceGetSupportedMemoryClocks, list),
+        ask("power_usage_w", nvml.nvmlDeviceGetPowerUsage, lambda milliwatts: milliwatts / 1000),
+    ]
+    try:
+        gpu = NvmlGpu(uuid, nvml=nvml)
+    except GpuError as error:
+        return GpuFindings(uuid, (*found, Finding("usable", False, str(error))))
+    try:
+        clocks_mhz = list(gpu.supported_clocks_mhz)
+        found += [
+            Finding("usable", True),
+            Finding("supported_clocks_mhz", clocks_mhz),
+            _find("sm_clock_mhz", gpu.sm_clock_mhz, nvml),
+            _find("power_w", gpu.power_w, nvml),
+            _find("average_power_w", gpu.average_power_w, nvml),
+            _find("clock_events", lambda: _event_names(gpu.clock_event_reasons()), nvml),
+            _find("energy_counter_j", gpu.total_energy_j, nvml),
+            _find("counter_period_s", lambda: _counter_period_s(gpu, monotonic, sleep), nvml),
+            Finding("may_lock_graphics_clock", may_set_clocks(), "" if may_set_clocks() else _UNPRIVILEGED),
+            _memory_lock(gpu),
+        ]
+    finally:
+        gpu.close()
+    return GpuFindings(uuid, tuple(found))
+
+
+_UNPRIVILEGED = "needs root or CAP_SYS_ADMIN; without, run the agent with --observe"
+
+
+def may_set_clocks() -> bool:
+    """Whether this process has the privileges that NVML asks for: root's, or CAP_SYS_ADMIN."""
+    if os.geteuid() == 0:
+        return True
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "CapEff":
+            return bool(int(value, 16) >> _CAP_SYS_ADMIN & 1)
+    return False
+
+
+def _memory_lock(gpu: NvmlGpu) -> Finding:
+    name = "may_lock_memory_clock"
+    if not gpu.locks_memory:
+        return Finding(name, False, "not needed, or not possible: one memory clock, or older than Ampere")
+    return Finding(name, may_set_clocks(), "" if may_set_clocks() else _UNPRIVILEGED)
+
+
+def _find(name: str, question: Callable[[], object], nvml: Any) -> Finding:
+    try:
+        with calling(name, "NVML", nvml):
+            return Finding(name, question())
+    except GpuError as error:
+        return Finding(name, None, str(error))
+
+
+def _event_names(reasons: int) -> list[str]:
+    """The clock events that Perseus discards samples by, by name; others as one hexadecimal number."""
+    names = {
+        bit: name for name, bit in vars(ClockEventReason).items() if name.isupper() and bit.bit_count() == 1
+    }
+    known = [name.lower() for bit, name in sorted(names.items()) if reasons & bit]
+    others = reasons & ~ClockEventReason.THROTTLED
+    return [*known, *([hex(others)] if others else [])]
+
+
+def _counter_period_s(gpu: NvmlGpu, monotonic: Callable[[], float], sleep: Callable[[float], None]) -> float:
+    detector, times_s = ChangeDetector(), []
+    end_s = monotonic() + _WATCH_S
+    while (before_s := monotonic()) < end_s:
+        energy_j = gpu.total_energy_j()
+        if (change := detector.poll(before_s, monotonic(), energy_j, 0)) is not None:
+            times_s.append(change.time_s)
+        sleep(_POLL_S)
+    if len(times_s) < _FEWEST_CHANGES:
+        raise GpuUnsupportedError(
+            f"energy counter: expected at least {_FEWEST_CHANGES} changes within {_WATCH_S:g} s, "
+            f"found {len(times_s)}"
+        )
+    steps_s = [later_s - earlier_s for earlier_s, later_s in itertools.pairwise(times_s)]
+    return round(statistics.median(steps_s), 4)

@@ -1,0 +1,64 @@
+"""The agent's settings: flags, environment (PERSEUS_AGENT_…) and TOML file; see `perseus.configuration`."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from perseus.agent.link.address import DEFAULT_SOCKET_PATH
+from perseus.agent.restore.records import ClockRange
+from perseus.logs import LogFormat, LogLevel
+
+
+def default_restore_folder() -> Path:
+    """Root's is /var/lib/perseus/restore; others have theirs under $XDG_STATE_HOME (~/.local/state)."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/perseus/restore")
+    state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state_home) / "perseus" / "restore"
+
+
+class AgentSettings(BaseSettings):
+    """What an agent must know before it starts."""
+
+    model_config = SettingsConfigDict(env_prefix="PERSEUS_AGENT_", extra="forbid", frozen=True)
+
+    coordinator: str = Field("127.0.0.1:50051", min_length=1, description="Coordinator's address, host:port.")
+    socket: Path = Field(Path(DEFAULT_SOCKET_PATH), description="Local socket that trainers connect to.")
+    gpu_backend: Literal["nvml", "emulated"] = Field(
+        "nvml", description="Where this node's GPUs come from: nvml or emulated."
+    )
+    emulated_gpus: Path | None = Field(
+        None, validate_default=True, description="Folder with one state file per emulated GPU."
+    )
+    observe: bool = Field(False, description="Measure, but never set a clock; needs no privileges.")
+    restore_folder: Path = Field(
+        default_factory=default_restore_folder,
+        description="Folder with a record of every GPU whose clocks are changed; it must outlive the agent.",
+    )
+    restore_clocks: str | None = Field(
+        None, description="MIN,MAX in MHz: lock GPUs to this range when done, instead of unlocking them."
+    )
+    log_level: LogLevel = Field("info", description="Least severe log lines that are shown.")
+    log_format: LogFormat = Field("console", description="How log lines look: console or json.")
+
+    @field_validator("emulated_gpus")
+    @classmethod
+    def _goes_with_its_backend(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
+        if info.data.get("gpu_backend") == "emulated" and folder is None:
+            raise ValueError("expected a folder, as gpu_backend is emulated")
+        return folder
+
+    @field_validator("restore_clocks")
+    @classmethod
+    def _is_a_range(cls, text: str | None) -> str | None:
+        if text is not None:
+            ClockRange.parse(text)
+        return text
+
+    @property
+    def stock(self) -> ClockRange | None:
+        """What GPUs go back to: a range that they are locked to, or their own clocks (None)."""
+        return ClockRange.parse(self.restore_clocks) if self.restore_clocks is not None else None

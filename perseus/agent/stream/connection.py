@@ -1,0 +1,193 @@
+"""The stream to the coordinator: opened, kept alive, and opened again for as long as the agent runs.
+
+The agent owns reconnection, with full jitter: a coordinator that restarts is not to be met by all agents at
+once. Every end of a stream is followed by another attempt; CANCELLED and INTERNAL during set-up are how a
+busy server turns calls away, so they are as ordinary as UNAVAILABLE. The coordinator answers heartbeats:
+a lease's silence means that the stream is dead, whatever TCP says.
+
+Concurrent writes on one stream fail, hence one queue and one writer task. What was queued for a stream that
+has ended is forgotten; whoever sent it says it anew when `connected` is called.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+import structlog
+
+from perseus.agent.rank.messages import AgentIdentity, Incoming, Welcome
+from perseus.agent.stream import translate
+from perseus.v1 import agent_service_pb2 as wire
+from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
+
+_log = structlog.get_logger(__name__)
+
+_HANDSHAKE_S = 10.0
+_GOODBYE_S = 2.0
+_TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL}
+
+# Attempts follow our own backoff, so a new attempt must not wait for gRPC's own on a shared connection.
+CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
+
+_Call = grpc.aio.StreamStreamCall[wire.ConnectRequest, wire.ConnectResponse]
+
+
+class Backoff:
+    """Full jitter: the n-th delay in a row is anywhere between 0 and first_s · 2ⁿ, at most longest_s.
+
+    `random` yields numbers in [0, 1).
+    """
+
+    def __init__(
+        self, random: Callable[[], float], *, first_s: float = 0.25, longest_s: float = 15.0
+    ) -> None:
+        self._random = random
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._ceiling_s = first_s
+
+    def next_s(self) -> float:
+        """The delay before the next attempt."""
+        delay_s = self._random() * self._ceiling_s
+        self._ceiling_s = min(2 * self._ceiling_s, self._longest_s)
+        return delay_s
+
+    def reset(self) -> None:
+        """An attempt has succeeded."""
+        self._ceiling_s = self._first_s
+
+
+class Handler(Protocol):
+    """Who hears of the coordinator; called on the event loop, never concurrently."""
+
+    def connected(self, welcome: Welcome) -> None:
+        """A stream is open."""
+
+    def received(self, message: Incoming) -> None:
+        """The coordinator said something."""
+
+    def disconnected(self) -> None:
+        """The stream that was open has ended."""
+
+
+class Connection:
+    """One agent's stream to the coordinator at `target`, over and over."""
+
+    def __init__(
+        self, target: str, agent: AgentIdentity, handler: Handler, random: Callable[[], float]
+    ) -> None:
+        self._target = target
+        self._agent = agent
+        self._handler = handler
+        self._backoff = Backoff(random)
+        self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
+        self._heard_at_s = 0.0
+        self._is_closing = False
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a stream is open."""
+        return self._outbox is not None
+
+    def send(self, message: translate.Sendable) -> None:
+        """Queue for the stream that is open; without one, forget it."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(translate.request(message))
+
+    def close(self, reason: str) -> None:
+        """Say what is queued and goodbye; `run` then returns. Without an open stream it must be cancelled."""
+        self._is_closing = True
+        if self._outbox is not None:
+            self._outbox.put_nowait(translate.goodbye(reason))
+            self._outbox.put_nowait(None)
+
+    async def run(self) -> None:
+        """Keep a stream open until `close`."""
+        while not self._is_closing:
+            try:
+                async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+                    await self._stream(AgentServiceStub(channel).Connect())
+                reason = "the coordinator ended the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+                if error.code() not in _TRANSIENT:
+                    _log.error("coordinator refuses the stream", coordinator=self._target, reason=reason)
+            except (TimeoutError, translate.MalformedMessageError) as error:
+                reason = str(error)
+            if not self._is_closing:
+                delay_s = self._backoff.next_s()
+                _log.warning(
+                    "no coordinator", coordinator=self._target, reason=reason, retry_in_s=round(delay_s, 3)
+                )
+                await asyncio.sleep(delay_s)
+
+    async def _stream(self, call: _Call) -> None:
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            welcome = await self._handshake(call)
+            self._backoff.reset()
+            self._heard_at_s = time.monotonic()
+            self._outbox = asyncio.Queue()
+            _log.info("connected", coordinator=self._target, epoch=welcome.epoch, lease_s=welcome.lease_s)
+            self._handler.connected(welcome)
+            writer = asyncio.create_task(self._write(call, self._outbox))
+            reader = asyncio.create_task(self._read(call))
+            heart = asyncio.create_task(self._beat(self._outbox, welcome.lease_s))
+            tasks = [writer, reader, heart]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done() and writer.exception() is None:  # the last word is said: let it arrive
+                await asyncio.wait([reader], timeout=_GOODBYE_S)
+            # An error in the reader is the stream's status; writer and heart can only say less.
+            for task in (reader, writer, heart):
+                if task.done():
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            call.cancel()
+            if self._outbox is not None:
+                self._outbox = None
+                self._handler.disconnected()
+
+    async def _handshake(self, call: _Call) -> Welcome:
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
+                    await call.write(translate.hello(self._agent))
+                answer = await call.read()
+        except TimeoutError:
+            raise TimeoutError(f"expected a welcome within {_HANDSHAKE_S} s, found silence") from None
+        if not isinstance(answer, wire.ConnectResponse):
+            raise translate.MalformedMessageError("expected a welcome, found the end of the stream")
+        welcome = translate.response(answer)
+        if not isinstance(welcome, Welcome):
+            raise translate.MalformedMessageError(f"expected a welcome, found {type(welcome).__name__}")
+        return welcome
+
+    async def _write(self, call: _Call, outbox: asyncio.Queue[wire.ConnectRequest | None]) -> None:
+        while (request := await outbox.get()) is not None:
+            await call.write(request)
+        await call.done_writing()
+
+    async def _read(self, call: _Call) -> None:
+        while True:
+            answer = await call.read()
+            if not isinstance(answer, wire.ConnectResponse):  # grpc.aio.EOF
+                return
+            self._heard_at_s = time.monotonic()
+            try:
+                message = translate.response(answer)
+            except translate.MalformedMessageError as error:
+                _log.error("message ignored", coordinator=self._target, reason=str(error))
+                continue
+            self._handler.received(message)
+
+    async def _beat(self, outbox: asyncio.Queue[wire.ConnectRequest | None], lease_s: float) -> None:
+        while time.monotonic() - self._heard_at_s < lease_s:
+            outbox.put_nowait(translate.heartbeat())
+            await asyncio.sleep(lease_s / 3)
+        raise TimeoutError(f"expected a word within the lease of {lease_s} s, found silence")

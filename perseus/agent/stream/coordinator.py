@@ -1,0 +1,138 @@
+"""The coordinator as the agent's shell sees it: whom to say things to, whatever becomes of the streams.
+
+Telemetry is kept until it is acknowledged. The end of a rank, and what went wrong with a GPU whose trainer is
+gone, wait for the next stream where none is open. All else is said on the stream that is open, or not at all:
+it would be out of date on the next.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, assert_never
+
+import structlog
+
+from perseus.agent.rank.messages import (
+    AgentIdentity,
+    Drain,
+    FromSession,
+    GpuErrorReport,
+    HeartbeatAnswer,
+    Incoming,
+    PlanOffer,
+    RankAccepted,
+    RankLeft,
+    RankRefused,
+    Telemetry,
+    TelemetryAck,
+    ToSession,
+    Welcome,
+)
+from perseus.agent.stream.connection import Connection
+from perseus.agent.stream.telemetry import TelemetryRing
+
+_log = structlog.get_logger(__name__)
+
+
+class Listener(Protocol):
+    """Who hears of the coordinator; called on the event loop, never concurrently."""
+
+    def connected(self, welcome: Welcome) -> None:
+        """A stream is open: say what the coordinator must know at once. Telemetry follows it."""
+
+    def heard(self) -> None:
+        """The coordinator said something, whatever it was."""
+
+    def received(self, message: ToSession) -> None:
+        """It said this of one rank."""
+
+    def disconnected(self) -> None:
+        """The stream that was open has ended."""
+
+
+class Coordinator:
+    """The coordinator at `target` (implements `connection.Handler`); `random` is as for `Backoff`."""
+
+    def __init__(
+        self, target: str, agent: AgentIdentity, listener: Listener, random: Callable[[], float]
+    ) -> None:
+        self._listener = listener
+        self._ring = TelemetryRing()
+        self._farewells: list[RankLeft | GpuErrorReport] = []
+        self._connection = Connection(target, agent, self, random)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a stream is open."""
+        return self._connection.is_connected
+
+    @property
+    def telemetry_sequence(self) -> int:
+        """Number of the latest batch of telemetry, 0 before the first."""
+        return self._ring.sequence
+
+    async def run(self) -> None:
+        """Keep a stream open until `close`."""
+        await self._connection.run()
+
+    def close(self, reason: str) -> None:
+        """Say goodbye; `run` then returns. Without an open stream it must be cancelled."""
+        self._connection.close(reason)
+
+    def say(self, message: FromSession | GpuErrorReport) -> None:
+        """Say it: telemetry and the end of a rank sooner or later, all else now or not at all."""
+        match message:
+            case Telemetry():
+                self._ring.append(message)
+                self._send_telemetry()
+            case RankLeft() if not self.is_connected:
+                self._farewells.append(message)
+            case _:
+                self._connection.send(message)
+
+    def say_next(self, reports: Iterable[GpuErrorReport]) -> None:
+        """Say it on the next stream, unless one is open: whoever said it before is about to be gone."""
+        if not self.is_connected:
+            self._farewells += reports
+
+    def connected(self, welcome: Welcome) -> None:
+        """See `connection.Handler.connected`."""
+        self._acknowledge(welcome.acknowledged_sequence)
+        self._ring.rewind()
+        # First of all: a rank that has left may be served for another trainer by now.
+        farewells, self._farewells = self._farewells, []
+        for farewell in farewells:
+            self._connection.send(farewell)
+        self._listener.connected(welcome)
+        self._send_telemetry()
+
+    def disconnected(self) -> None:
+        """See `connection.Handler.disconnected`."""
+        self._listener.disconnected()
+
+    def received(self, message: Incoming) -> None:
+        """See `connection.Handler.received`."""
+        self._listener.heard()
+        match message:
+            case PlanOffer() | RankAccepted() | RankRefused():
+                self._listener.received(message)
+            case TelemetryAck(sequence):
+                self._acknowledge(sequence)
+                self._send_telemetry()
+            case Drain(reason):
+                _log.info("the coordinator is about to stop", reason=reason)
+            case HeartbeatAnswer():
+                pass
+            case Welcome():
+                _log.error("message ignored", reason="expected one welcome on a stream, found another")
+            case _:
+                assert_never(message)
+
+    def _acknowledge(self, sequence: int) -> None:
+        try:
+            self._ring.acknowledge(sequence)
+        except ValueError as error:
+            _log.error("message ignored", reason=str(error))
+
+    def _send_telemetry(self) -> None:
+        if self.is_connected:
+            for batch in self._ring.sendable():
+                self._connection.send(batch)

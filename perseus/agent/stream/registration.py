@@ -1,0 +1,160 @@
+"""Registering jobs on behalf of their trainers: one unary call each, made again if the coordinator forgets.
+
+A registration is kept for as long as the job has trainers here. A coordinator that was absent when it was
+made, or that has lost its state, refuses the job's ranks, as it does not know the job: it is told of it then.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from perseus.agent.link.computation import Rank
+from perseus.agent.rank.messages import JOB_NOT_FOUND, RankRefused
+from perseus.agent.stream.connection import CHANNEL_OPTIONS
+from perseus.agent.stream.translate import register_job_request
+from perseus.v1.job_service_pb2 import RegisterJobRequest
+from perseus.v1.job_service_pb2_grpc import JobServiceStub
+
+_log = structlog.get_logger(__name__)
+
+_DEADLINE_S = 5.0
+_INVALID = "INVALID_REGISTRATION"
+# What says nothing about the job: the coordinator is absent, busy or restarting.
+_TRANSIENT = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The coordinator knows the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """The coordinator did not answer."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The coordinator does not want the job; `reason` is the stable one of its ErrorInfo, or its status."""
+
+    reason: str
+    message: str
+
+
+Outcome = Registered | Unreachable | Refused
+
+
+class Registrar:
+    """The registrations of an agent's jobs with the coordinator at `target`."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        # To be made again whenever the coordinator does not know the job.
+        self._requests: dict[str, RegisterJobRequest] = {}
+        self._under_way: dict[str, asyncio.Task[None]] = {}
+        # Why the coordinator refused a rank last.
+        self._refusals: dict[Rank, str] = {}
+
+    async def register(self, job_id: str, spec: dict[str, Any]) -> Outcome:
+        """Register a job, and keep it registered unless it is refused; `spec`: proto3 JSON of its JobSpec."""
+        try:
+            request = register_job_request(spec)
+        except ValueError as error:
+            return Refused(_INVALID, str(error))
+        if request.spec.job_id != job_id:
+            return Refused(
+                _INVALID,
+                f"registration: expected job {job_id!r}, as in the hello, found {request.spec.job_id!r}",
+            )
+        return await self._register(request)
+
+    def rank_accepted(self, rank: Rank) -> None:
+        """The coordinator takes a rank."""
+        self._refusals.pop(rank, None)
+
+    def rank_refused(self, refused: RankRefused) -> None:
+        """The coordinator does not take a rank (yet): register its job again if that is why."""
+        rank, reason = refused.rank, refused.reason
+        if self._refusals.get(rank) != reason:  # it is announced again every second
+            log = _log.info if reason == JOB_NOT_FOUND else _log.warning
+            log(
+                "coordinator does not take the rank yet",
+                rank=str(rank),
+                reason=reason,
+                message=refused.message,
+            )
+        self._refusals[rank] = reason
+        if reason == JOB_NOT_FOUND:
+            self._register_again(rank.job_id)
+
+    def forget_rank(self, rank: Rank) -> None:
+        """Its trainer is gone."""
+        self._refusals.pop(rank, None)
+
+    def forget_job(self, job_id: str) -> None:
+        """Its last trainer here is gone: whoever else has trainers of it sees to its registration."""
+        self._requests.pop(job_id, None)
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        for registering in self._under_way.values():
+            registering.cancel()
+
+    async def _register(self, request: RegisterJobRequest) -> Outcome:
+        outcome = await register_job(self._target, request)
+        if isinstance(outcome, Refused):
+            self._requests.pop(request.spec.job_id, None)
+        else:
+            self._requests[request.spec.job_id] = request
+        return outcome
+
+    def _register_again(self, job_id: str) -> None:
+        request = self._requests.get(job_id)
+        if request is None or job_id in self._under_way:
+            return
+
+        async def register() -> None:
+            match await self._register(request):
+                case Registered():
+                    _log.info("job registered", job=job_id)
+                case Unreachable(message):
+                    _log.info("job not registered yet", job=job_id, message=message)
+                case Refused(_, message):
+                    _log.error("registration refused", job=job_id, message=message)
+
+        task = asyncio.create_task(register())
+        self._under_way[job_id] = task
+        task.add_done_callback(lambda _: self._under_way.pop(job_id, None))
+
+
+async def register_job(target: str, request: RegisterJobRequest) -> Outcome:
+    """Ask the coordinator at `target`, once."""
+    async with grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+        try:
+            await JobServiceStub(channel).RegisterJob(request, timeout=_DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _TRANSIENT:
+                return Unreachable(f"coordinator at {target}: {error.code().name}: {error.details()}")
+            return Refused(_reason(error), error.details() or error.code().name)
+    return Registered()
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    status = rpc_status.from_call(error)
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details if status is not None else ():
+        if detail.Unpack(info):
+            return str(info.reason)
+    return error.code().name

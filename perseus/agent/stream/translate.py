@@ -1,0 +1,325 @@
+"""Between the stubs of `perseus.v1` and the agent's own values: the only place on this side that knows both.
+
+Every number that arrives is checked here.
+
+    ValueError
+     └─ MalformedMessageError     the coordinator sent what the contract does not allow
+"""
+
+import math
+from typing import Any
+
+from google.protobuf import json_format
+
+from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.rank.messages import (
+    AgentIdentity,
+    ClockStatistics,
+    ComputationRow,
+    Drain,
+    EnergyEstimate,
+    GpuDescription,
+    GpuErrorReport,
+    HeartbeatAnswer,
+    Hold,
+    Incoming,
+    IterationRow,
+    PlanAnswer,
+    PlanId,
+    PlanInForce,
+    PlanOffer,
+    RankAccepted,
+    RankJoined,
+    RankLeft,
+    RankRefused,
+    StageClocks,
+    Stock,
+    TelemetryAck,
+    Welcome,
+)
+from perseus.agent.stream.telemetry import Batch
+from perseus.v1 import agent_service_pb2 as wire
+from perseus.v1 import clock_statistics_pb2, computation_pb2, frontier_pb2, job_pb2, job_service_pb2
+
+Sendable = RankJoined | RankLeft | GpuErrorReport | PlanAnswer | PlanInForce | Batch
+
+
+class MalformedMessageError(ValueError):
+    """A message that the contract does not allow; the text names the field."""
+
+
+# --- What the agent says ------------------------------------------------------------------------------------
+
+
+def hello(agent: AgentIdentity) -> wire.ConnectRequest:
+    """The first message on a stream."""
+    return wire.ConnectRequest(
+        hello=wire.Hello(instance_id=agent.instance_id, agent_version=agent.version, hostname=agent.hostname)
+    )
+
+
+def heartbeat() -> wire.ConnectRequest:
+    """A sign of life."""
+    return wire.ConnectRequest(heartbeat=wire.Heartbeat())
+
+
+def goodbye(reason: str) -> wire.ConnectRequest:
+    """The last message on a stream that ends on purpose."""
+    return wire.ConnectRequest(goodbye=wire.Goodbye(reason=reason))
+
+
+def request(message: Sendable) -> wire.ConnectRequest:
+    """What a session, or the agent on behalf of one, wants to say."""
+    match message:
+        case Batch():
+            return wire.ConnectRequest(telemetry=_telemetry(message))
+        case RankJoined(rank, gpu, iteration, in_force, after_sequence):
+            return wire.ConnectRequest(
+                rank_joined=wire.RankJoined(
+                    job_id=rank.job_id,
+                    rank=_coordinates(rank),
+                    gpu=_gpu(gpu),
+                    iteration=iteration,
+                    in_force_epoch=in_force.epoch,
+                    in_force_version=in_force.version,
+                    after_sequence=after_sequence,
+                )
+            )
+        case RankLeft(rank, reason):
+            return wire.ConnectRequest(
+                rank_left=wire.RankLeft(
+                    job_id=rank.job_id,
+                    rank=_coordinates(rank),
+                    reason=wire.RankLeftReason.ValueType(int(reason)),
+                )
+            )
+        case GpuErrorReport(rank, gpu_uuid, gpu_reason, text):
+            return wire.ConnectRequest(
+                gpu_error=wire.GpuError(
+                    job_id=rank.job_id,
+                    rank=_coordinates(rank),
+                    gpu_uuid=gpu_uuid,
+                    reason=wire.GpuErrorReason.ValueType(int(gpu_reason)),
+                    message=text,
+                )
+            )
+        case PlanAnswer(rank, plan, refusal, iteration):
+            return wire.ConnectRequest(
+                plan_answer=wire.PlanAnswer(
+                    job_id=rank.job_id,
+                    rank=_coordinates(rank),
+                    epoch=plan.epoch,
+                    version=plan.version,
+                    accepted=refusal is None,
+                    refusal_reason=wire.PlanRefusalReason.ValueType(int(refusal.reason) if refusal else 0),
+                    message=refusal.message if refusal else "",
+                    iteration=iteration,
+                    refused_clocks_mhz=refusal.clocks_mhz if refusal else (),
+                )
+            )
+        case PlanInForce(rank, plan, iteration):
+            return wire.ConnectRequest(
+                plan_in_force=wire.PlanInForce(
+                    job_id=rank.job_id,
+                    rank=_coordinates(rank),
+                    epoch=plan.epoch,
+                    version=plan.version,
+                    iteration=iteration,
+                )
+            )
+
+
+def register_job_request(spec: dict[str, Any]) -> job_service_pb2.RegisterJobRequest:
+    """The request for a registration's JSON. ValueError, naming the field, if it is no JobSpec."""
+    try:
+        return job_service_pb2.RegisterJobRequest(spec=json_format.ParseDict(spec, job_pb2.JobSpec()))
+    except json_format.ParseError as error:
+        raise ValueError(f"registration: expected a JobSpec as JSON: {error}") from error
+
+
+def _coordinates(rank: Rank) -> job_pb2.RankCoordinates:
+    return job_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
+
+
+def _gpu(gpu: GpuDescription) -> wire.Gpu:
+    return wire.Gpu(uuid=gpu.uuid, model=gpu.model, supported_clocks_mhz=gpu.supported_clocks_mhz)
+
+
+def _telemetry(batch: Batch) -> wire.TelemetryBatch:
+    """Its rows as columns."""
+    measured = batch.telemetry
+    return wire.TelemetryBatch(
+        sequence=batch.sequence,
+        job_id=measured.rank.job_id,
+        rank=_coordinates(measured.rank),
+        iterations=_iteration_columns(measured.iterations),
+        computations=_computation_columns(measured.computations),
+        energy=_energy(measured.energy) if measured.energy is not None else None,
+        dropped_batch_count=batch.dropped_batch_count,
+        clocks=_clocks(measured.clocks) if measured.clocks is not None else None,
+    )
+
+
+def _kind(kind: Kind) -> computation_pb2.ComputationKind.ValueType:
+    return computation_pb2.ComputationKind.ValueType(int(kind))
+
+
+def _clocks(clocks: ClockStatistics) -> clock_statistics_pb2.ClockStatistics:
+    return clock_statistics_pb2.ClockStatistics(
+        plan_version=clocks.plan_version,
+        set_count=clocks.set_count,
+        computation_count=clocks.computation_count,
+        late_raise_count=clocks.late_raise_count,
+        missed_count=clocks.missed_count,
+        computation_time_s=clocks.computation_time_s,
+        on_clock_time_s=clocks.on_clock_time_s,
+        set_latency_s=clocks.set_latency_s,
+        margin_s=clocks.margin_s,
+        prediction_error_s=clocks.prediction_error_s,
+    )
+
+
+def _iteration_columns(rows: tuple[IterationRow, ...]) -> wire.IterationColumns:
+    return wire.IterationColumns(
+        iteration=[row.iteration for row in rows],
+        plan_version=[row.plan_version for row in rows],
+        duration_s=[row.duration_s for row in rows],
+        energy_j=[row.energy_j for row in rows],
+        is_regular=[row.is_regular for row in rows],
+        clock_event_reasons=[row.clock_event_reasons for row in rows],
+    )
+
+
+def _computation_columns(rows: tuple[ComputationRow, ...]) -> wire.ComputationColumns:
+    return wire.ComputationColumns(
+        iteration=[row.iteration for row in rows],
+        kind=[_kind(row.computation.kind) for row in rows],
+        microbatch=[row.computation.microbatch for row in rows],
+        chunk=[row.computation.chunk for row in rows],
+        begin_s=[row.begin_s for row in rows],
+        duration_s=[row.duration_s for row in rows],
+        clock_mhz=[row.clock_mhz or 0 for row in rows],
+    )
+
+
+def _energy(estimate: EnergyEstimate) -> wire.EnergyEstimate:
+    return wire.EnergyEstimate(
+        plan_version=estimate.plan_version,
+        iteration_count=estimate.iteration_count,
+        samples=[
+            wire.EnergySample(
+                kind=_kind(sample.kind),
+                chunk=sample.chunk,
+                clock_mhz=sample.clock_mhz or 0,
+                computation_count=sample.computation_count,
+                time_s=sample.time_s,
+                time_se_s=sample.time_se_s,
+                energy_j=sample.energy_j,
+                energy_se_j=sample.energy_se_j,
+            )
+            for sample in estimate.samples
+        ],
+        blocking_power_w=estimate.blocking_power_w or 0.0,
+        blocking_power_se_w=estimate.blocking_power_se_w,
+        window_count=estimate.window_count,
+        discarded_window_count=estimate.discarded_window_count,
+    )
+
+
+# --- What the coordinator says ------------------------------------------------------------------------------
+
+
+def response(message: wire.ConnectResponse) -> Incoming:
+    """What the coordinator said. MalformedMessageError if the contract does not allow it."""
+    name = message.WhichOneof("message")
+    match name:
+        case "welcome":
+            welcome = message.welcome
+            return Welcome(
+                welcome.epoch,
+                _positive("welcome.lease_s", welcome.lease_s),
+                _count("welcome.acknowledged_sequence", welcome.acknowledged_sequence),
+            )
+        case "rank_accepted":
+            accepted = message.rank_accepted
+            order = tuple(
+                _computation(f"rank_accepted.order.computations[{index}]", each)
+                for index, each in enumerate(accepted.order.computations)
+            )
+            if not order or len(set(order)) != len(order):
+                raise MalformedMessageError(
+                    f"rank_accepted.order: expected at least one computation, each once, found {len(order)}, "
+                    f"of which {len(set(order))} differ"
+                )
+            return RankAccepted(_rank(accepted.job_id, accepted.rank), order)
+        case "rank_refused":
+            refused = message.rank_refused
+            return RankRefused(_rank(refused.job_id, refused.rank), refused.reason, refused.message)
+        case "telemetry_ack":
+            return TelemetryAck(_count("telemetry_ack.sequence", message.telemetry_ack.sequence))
+        case "plan_offer":
+            return _plan_offer(message.plan_offer)
+        case "heartbeat":
+            return HeartbeatAnswer()
+        case "drain":
+            return Drain(message.drain.reason)
+        case _:
+            raise MalformedMessageError(f"message: expected one that this agent knows, found {name}")
+
+
+def _plan_offer(offer: wire.PlanOffer) -> PlanOffer:
+    name = offer.WhichOneof("clocks")
+    clocks: Stock | Hold | StageClocks
+    match name:
+        case "stock":
+            clocks = Stock()
+        case "hold":
+            clocks = Hold(offer.hold.clock_mhz)
+        case "stage_plan":
+            planned = offer.stage_plan.computations
+            clocks = StageClocks(
+                tuple(
+                    _computation(f"plan_offer.stage_plan.computations[{index}]", each)
+                    for index, each in enumerate(planned)
+                ),
+                tuple(each.clock_mhz for each in planned),
+            )
+        case _:
+            raise MalformedMessageError("plan_offer.clocks: expected stock, hold or stage_plan, found none")
+    if offer.version < 1:
+        raise MalformedMessageError(f"plan_offer.version: expected at least 1, found {offer.version}")
+    return PlanOffer(
+        rank=_rank(offer.job_id, offer.rank),
+        plan=PlanId(offer.epoch, offer.version),
+        start_iteration=_count("plan_offer.start_iteration", offer.start_iteration),
+        lease_s=_positive("plan_offer.lease_s", offer.lease_s),
+        clocks=clocks,
+    )
+
+
+def _rank(job_id: str, coordinates: job_pb2.RankCoordinates) -> Rank:
+    return Rank(job_id, coordinates.pipeline, coordinates.stage, coordinates.tensor)
+
+
+def _computation(
+    where: str, computation: computation_pb2.Computation | frontier_pb2.PlannedComputation
+) -> Computation:
+    if not Kind.FORWARD <= computation.kind <= Kind.FIXED:
+        raise MalformedMessageError(f"{where}.kind: expected 1 to {Kind.FIXED}, found {computation.kind}")
+    return Computation(
+        Kind(computation.kind),
+        _count(f"{where}.microbatch", computation.microbatch),
+        _count(f"{where}.chunk", computation.chunk),
+    )
+
+
+def _count(where: str, value: int) -> int:
+    if value < 0:
+        raise MalformedMessageError(f"{where}: expected at least 0, found {value}")
+    return value
+
+
+def _positive(where: str, value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise MalformedMessageError(f"{where}: expected a positive number, found {value}")
+    return value

@@ -1,0 +1,166 @@
+"""The keeper by exact commands: computations of known durations, and clocks that take 10 ms to set."""
+
+import pytest
+
+from perseus.agent.clocks.keeper import ClockKeeper, Clocks, Commands
+from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
+
+LATENCY_S = 0.010
+SUPPORTED_MHZ = (1400, 1200, 1000)
+
+
+class Bench:
+    """A keeper under a plan, after some iterations of it; computations follow each other without a gap."""
+
+    def __init__(
+        self, clocks_mhz: Clocks, durations_s: tuple[float, ...], *, iterations: int = 3, gap_s: float = 0.0
+    ) -> None:
+        self.keeper = ClockKeeper()
+        self.now_s = 100.0
+        self.clocks_mhz = clocks_mhz
+        self.gap_s = gap_s
+        self.durations_s = durations_s
+        for clock_mhz in (None, *clocks_mhz):
+            for _ in range(64):  # as many as push the assumptions out
+                self.keeper.lead.clock_set(ClockSet(clock_mhz, LATENCY_S, 0.0, 0.0))
+        self.keeper.follow(clocks_mhz)
+        for _ in range(iterations):
+            self.iteration()
+
+    def iteration(self) -> None:
+        self.keeper.begin_iteration(self.now_s)
+        for position, duration_s in enumerate(self.durations_s):
+            self.begin(position)
+            self.now_s += duration_s
+            self.end(position)
+            self.now_s += self.gap_s
+
+    def begin(self, position: int, following: Clocks | None = None) -> Commands:
+        commands = self.keeper.begin(position, self.now_s, self.now_s, following or self.clocks_mhz)
+        self.keeper.validate(SUPPORTED_MHZ)
+        return commands
+
+    def end(self, position: int, following: Clocks | None = None) -> Commands:
+        commands = self.keeper.end(position, self.now_s, self.now_s, following or self.clocks_mhz)
+        self.keeper.validate(SUPPORTED_MHZ)
+        return commands
+
+
+def schedule(clock_mhz: int | None, at_s: float) -> ScheduleClock:
+    return ScheduleClock(clock_mhz, pytest.approx(at_s))  # type: ignore[arg-type]
+
+
+def test_a_raise_is_asked_for_one_latency_before_the_end_and_a_lower_clock_at_it() -> None:
+    bench = Bench((1000, 1400), (0.050, 0.100))
+    begin_s = bench.now_s
+    assert bench.begin(0) == [schedule(1400, begin_s + 0.040)]
+    bench.now_s = begin_s + 0.050
+    assert bench.end(0) == []
+    assert bench.begin(1) == []
+    bench.now_s += 0.100
+    assert bench.end(1) == [SetClock(1000)]
+
+
+def test_each_mark_moves_the_raise() -> None:
+    bench = Bench((1000, 1000, 1400), (0.050, 0.050, 0.100))
+    begin_s = bench.now_s
+    assert bench.begin(0) == []
+    bench.now_s = begin_s + 0.043
+    assert bench.end(0) == []
+    commands = bench.begin(1)
+    assert commands == [schedule(1400, begin_s + 0.043 + 0.050 - bench.keeper.lead.of(1400))]
+    assert bench.keeper.lead.margin_s == pytest.approx(0.007), "it began earlier than predicted"
+
+
+def test_a_computation_that_ends_early_brings_the_raise_at_once() -> None:
+    bench = Bench((1000, 1400), (0.050, 0.100))
+    begin_s = bench.now_s
+    bench.begin(0)
+    bench.now_s = begin_s + 0.030
+    assert bench.end(0) == [SetClock(1400)]
+
+
+def test_a_short_computation_gets_the_raise_of_the_next_before_it_begins() -> None:
+    bench = Bench((1000, 1000, 1400), (0.050, 0.005, 0.100))
+    begin_s = bench.now_s
+    assert bench.begin(0) == [schedule(1400, begin_s + 0.045)]
+
+
+def test_a_clock_is_not_lowered_where_a_raise_would_have_to_wait_for_that_set() -> None:
+    bench = Bench((1400, 1000, 1200), (0.050, 0.019, 0.100))
+    bench.begin(0)
+    bench.now_s += 0.050
+    assert bench.end(0) == [SetClock(1200)], "1000 MHz would be in the way"
+    long = Bench((1400, 1000, 1200), (0.050, 0.021, 0.100))
+    long.begin(0)
+    long.now_s += 0.050
+    assert long.end(0) == [SetClock(1000)]
+    assert long.begin(1) == [schedule(1200, long.now_s + 0.011)]
+
+
+def test_a_wait_before_a_raise_passes_at_the_clock_before() -> None:
+    bench = Bench((1000, 1400), (0.050, 0.100), gap_s=0.030)
+    begin_s = bench.now_s
+    assert bench.begin(0) == [], "not before the next mark"
+    bench.now_s = begin_s + 0.050
+    assert bench.end(0) == [schedule(1400, begin_s + 0.050 + 0.020)]
+
+
+def test_a_wait_before_a_lower_clock_passes_at_the_lower_clock() -> None:
+    bench = Bench((1000, 1400), (0.050, 0.100), gap_s=0.070)
+    bench.begin(0)
+    bench.now_s += 0.120
+    bench.begin(1)
+    bench.now_s += 0.100
+    assert bench.end(1) == [SetClock(1000)]
+
+
+def test_what_is_not_known_may_end_at_once() -> None:
+    bench = Bench((1000, 1400, 1200), (0.05, 0.05, 0.05), iterations=0)
+    assert bench.keeper.begin_iteration(bench.now_s) == [SetClock(1000)]
+    assert bench.begin(0) == [SetClock(1400)]
+    assert bench.end(0) == []
+    assert bench.begin(1) == []
+    assert bench.end(1) == [SetClock(1200)]
+
+
+def test_the_next_plan_counts_at_the_end_of_the_iteration_but_not_beyond_its_first_computation() -> None:
+    bench = Bench((1000, 1000), (0.050, 0.050))
+    begin_s = bench.now_s
+    following: Clocks = (1200, None)
+    assert bench.begin(0, following) == []
+    bench.now_s = begin_s + 0.050
+    assert bench.end(0, following) == []
+    assert bench.begin(1, following) == [schedule(1200, begin_s + 0.090)]
+
+
+def test_what_is_asked_for_at_once_takes_the_place_of_what_is_scheduled() -> None:
+    bench = Bench((1000, 1400), (0.050, 0.100))
+    bench.begin(0)
+    assert bench.keeper.stock() == [ResetClock()]
+    assert bench.keeper.stock() == []
+
+
+def test_a_scheduled_raise_that_is_not_needed_any_more_is_withdrawn() -> None:
+    bench = Bench((1000, 1000), (0.050, 0.050))
+    assert bench.begin(0) == []
+    bench.now_s += 0.050
+    bench.end(0)
+    assert bench.begin(1, (1400, 1000)) == [schedule(1400, bench.now_s + 0.040)]
+    bench.now_s += 0.030
+    assert bench.end(1) == [SetClock(1000)]
+
+
+def test_prediction_errors_are_told() -> None:
+    bench = Bench((1000, 1000), (0.050, 0.050))
+    assert bench.keeper.prediction_error_s == pytest.approx(0.0)
+    for _ in range(64):
+        bench.begin(0)
+        bench.now_s += 0.052
+        bench.end(0)
+        bench.keeper.follow(bench.clocks_mhz)
+        for _ in range(3):
+            bench.begin(0)
+            bench.now_s += 0.050
+            bench.end(0)
+    assert bench.keeper.prediction_error_s == pytest.approx(0.002, abs=0.002)

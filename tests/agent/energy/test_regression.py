@@ -1,0 +1,298 @@
+from collections.abc import Iterator
+from itertools import cycle, pairwise
+
+import numpy as np
+import pytest
+from counter_simulation import POWER_W, Simulation, one_forward_one_backward, simulate
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.agent.energy.counter import CounterChange
+from perseus.agent.energy.regression import (
+    Estimate,
+    NotDetermined,
+    PowerFit,
+    Span,
+    computation_energy_j,
+    cumulative_energy_j,
+    estimate_power,
+    typical_duration_s,
+)
+from perseus.agent.gpu import ClockEventReason
+
+SEEDS = range(40)
+LONG = [("forward", 0.050), ("wait", 0.030), ("backward", 0.100), ("wait", 0.030)]
+
+
+def fit(simulation: Simulation) -> PowerFit[str]:
+    result = estimate_power(simulation.changes, simulation.spans, begin_s=0.0, end_s=simulation.end_s)
+    assert isinstance(result, PowerFit)
+    return result
+
+
+def powers_w(result: PowerFit[str]) -> dict[str, Estimate]:
+    assert result.blocking_power_w is not None
+    return {**result.power_w, "wait": result.blocking_power_w}
+
+
+def errors(simulations: Iterator[Simulation]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Per key: relative errors, and errors in units of the stated standard error."""
+    relative: dict[str, list[float]] = {key: [] for key in POWER_W}
+    standardised: dict[str, list[float]] = {key: [] for key in POWER_W}
+    for simulation in simulations:
+        for key, power_w in powers_w(fit(simulation)).items():
+            relative[key].append(power_w.value / POWER_W[key] - 1)
+            standardised[key].append((power_w.value - POWER_W[key]) / power_w.standard_error)
+    return relative, standardised
+
+
+def assert_accurate(simulations: Iterator[Simulation]) -> None:
+    relative, standardised = errors(simulations)
+    for key, tolerance in (("forward", 0.05), ("backward", 0.05), ("wait", 0.10)):
+        assert np.mean(np.abs(relative[key]) <= tolerance) >= 0.95
+        assert np.mean(np.abs(standardised[key]) <= 2) >= 0.90
+        assert np.abs(np.mean(standardised[key])) <= 0.6  # no bias: 4 standard errors of this mean
+
+
+def test_50_and_100_ms_computations_with_30_ms_waits() -> None:
+    assert_accurate(simulate(LONG, seed=seed, iterations=70) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("iterations", [3, 4])
+def test_24_and_48_ms_computations_over_a_few_iterations_of_a_pipeline(stage: int, iterations: int) -> None:
+    program = one_forward_one_backward(stage, stage_count=4, microbatch_count=8)
+    assert_accurate(simulate(program, seed=seed, iterations=iterations) for seed in SEEDS)
+
+
+def test_standard_errors_nearly_hold_where_power_varies_from_computation_to_computation() -> None:
+    """Nearly: a computation that reaches into two windows lifts both, which the noise model leaves out."""
+    _, standardised = errors(simulate(LONG, seed=seed, iterations=70, power_noise=0.03) for seed in SEEDS)
+    for of_key in standardised.values():
+        assert np.mean(np.abs(of_key) <= 2) >= 0.8
+
+
+@pytest.mark.parametrize("duration_noise", [0.0, 0.001, 0.01])
+@pytest.mark.parametrize("counter_jitter_s", [0.0, 0.0003])
+def test_an_iteration_of_whole_counter_periods_gives_honest_answers_or_none(
+    duration_noise: float, counter_jitter_s: float
+) -> None:
+    """The counter then sees the same few moments over and over: little is known, and that must be known."""
+    program = [("forward", 0.024), ("backward", 0.048), ("wait", 0.020)] * 3
+    program += [("forward", 0.024), ("backward", 0.048), ("wait", 0.052)]
+    within, total = 0, 0
+    for seed in SEEDS:
+        simulation = simulate(
+            program,
+            seed=seed,
+            iterations=15,
+            duration_noise=duration_noise,
+            counter_jitter_s=counter_jitter_s,
+        )
+        result = estimate_power(simulation.changes, simulation.spans, begin_s=0.0, end_s=simulation.end_s)
+        if isinstance(result, PowerFit):
+            found = {**result.power_w, "wait": result.blocking_power_w}
+            for key, power_w in found.items():
+                if power_w is not None:
+                    total += 1
+                    within += abs(power_w.value - POWER_W[key]) <= 2 * power_w.standard_error
+    assert within >= 0.85 * total
+    if duration_noise >= 0.01 and counter_jitter_s == 0:
+        assert total >= 0.9 * len(POWER_W) * len(SEEDS)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_marks_that_come_late_now_and_then_do_little_harm(stage: int) -> None:
+    program = one_forward_one_backward(stage, stage_count=4, microbatch_count=8)
+    dropped_count, errors_of_forward = 0, []
+    for seed in SEEDS:
+        simulation = simulate(program, seed=seed, iterations=4, late_mark_share=0.01)
+        result = fit(simulation)
+        dropped_count += result.dropped_window_count
+        errors_of_forward.append(result.power_w["forward"].value / POWER_W["forward"] - 1)
+    assert dropped_count > 0
+    assert np.quantile(np.abs(errors_of_forward), 0.8) <= 0.01
+
+
+@pytest.mark.parametrize("counter_jitter_s", [0.001, 0.030])
+def test_a_counter_without_a_steady_beat_gives_honest_answers(counter_jitter_s: float) -> None:
+    program = one_forward_one_backward(1, stage_count=4, microbatch_count=8)
+    relative, standardised = errors(
+        simulate(program, seed=seed, iterations=6, counter_jitter_s=counter_jitter_s) for seed in SEEDS
+    )
+    for key in POWER_W:
+        assert np.mean(np.abs(relative[key]) <= 0.05) >= 0.9
+        assert np.mean(np.abs(standardised[key]) <= 2) >= 0.9
+
+
+def test_interpolating_at_the_edges_is_biased_where_the_regression_is_not() -> None:
+    simulation = simulate(LONG, seed=0, iterations=200)
+    waits = [
+        Span("wait", before.end_s, after.begin_s)
+        for before, after in pairwise(simulation.spans)
+        if after.begin_s > before.end_s
+    ]
+    energy_j, time_s = dict.fromkeys(POWER_W, 0.0), dict.fromkeys(POWER_W, 0.0)
+    for span in [*simulation.spans, *waits]:
+        at_begin_j = cumulative_energy_j(simulation.changes, span.begin_s)
+        at_end_j = cumulative_energy_j(simulation.changes, span.end_s)
+        if at_begin_j is not None and at_end_j is not None:
+            energy_j[span.key] += at_end_j - at_begin_j
+            time_s[span.key] += span.end_s - span.begin_s
+    bias = {key: energy_j[key] / time_s[key] / POWER_W[key] - 1 for key in POWER_W}
+    assert bias["forward"] < -0.15
+    assert bias["backward"] < -0.10
+    assert bias["wait"] > 1.0
+    for key, power_w in powers_w(fit(simulation)).items():
+        assert power_w.value == pytest.approx(POWER_W[key], rel=0.03)
+
+
+def test_without_a_beat_the_standard_errors_follow_the_poll_interval() -> None:
+    coarse, fine = (
+        fit(simulate(LONG, seed=1, iterations=70, counter_jitter_s=0.03, poll_interval_s=poll_interval_s))
+        for poll_interval_s in (0.010, 0.001)
+    )
+    assert fine.power_w["forward"].standard_error < 0.25 * coarse.power_w["forward"].standard_error
+
+
+def throttle(change: CounterChange) -> CounterChange:
+    """The window before the change drew far too little, for a reason."""
+    return CounterChange(change.time_s, change.energy_j, change.uncertainty_s, ClockEventReason.SW_POWER_CAP)
+
+
+def shifted(change: CounterChange, by_j: float) -> CounterChange:
+    return CounterChange(
+        change.time_s, change.energy_j + by_j, change.uncertainty_s, change.clock_event_reasons
+    )
+
+
+def test_throttled_windows_are_dropped_and_counted() -> None:
+    simulation = simulate(LONG, seed=2, iterations=70)
+    bad = range(40, 60)
+    changes = [
+        shifted(throttle(change) if index in bad else change, -10.0 * sum(1 for b in bad if b <= index))
+        for index, change in enumerate(simulation.changes)
+    ]
+    result = estimate_power(changes, simulation.spans, begin_s=0.0, end_s=simulation.end_s)
+    assert isinstance(result, PowerFit)
+    assert result.dropped_window_count == len(bad)
+    assert result.window_count == len(changes) - 1 - len(bad)
+    assert result.power_w["forward"].value == pytest.approx(POWER_W["forward"], rel=0.05)
+    assert result.power_w["backward"].value == pytest.approx(POWER_W["backward"], rel=0.05)
+
+
+def test_windows_of_which_marks_were_lost_are_dropped_and_counted() -> None:
+    simulation = simulate(LONG, seed=3, iterations=70)
+    lost = simulation.spans[20:30]
+    unknown = [(lost[0].begin_s, lost[-1].end_s)]
+    kept = [span for span in simulation.spans if span not in lost]
+    whole = fit(simulation)
+    result = estimate_power(simulation.changes, kept, begin_s=0.0, end_s=simulation.end_s, unknown=unknown)
+    assert isinstance(result, PowerFit)
+    assert result.dropped_window_count >= (lost[-1].end_s - lost[0].begin_s) / 0.1
+    assert result.window_count + result.dropped_window_count == whole.window_count
+    assert powers_w(result)["wait"].value == pytest.approx(POWER_W["wait"], rel=0.10)
+
+
+def test_windows_outside_of_the_observed_stretch_are_not_used() -> None:
+    simulation = simulate(LONG, seed=4, iterations=70)
+    result = estimate_power(simulation.changes, simulation.spans, begin_s=5.0, end_s=10.0)
+    assert isinstance(result, PowerFit)
+    assert 45 <= result.window_count <= 50
+    assert result.power_w["backward"].value == pytest.approx(POWER_W["backward"], rel=0.05)
+
+
+def test_too_few_windows_are_not_enough() -> None:
+    simulation = simulate(LONG, seed=5, iterations=2)
+    result = estimate_power(simulation.changes, simulation.spans, begin_s=0.0, end_s=simulation.end_s)
+    assert isinstance(result, NotDetermined)
+    assert "expected at least 6 windows for 2 keys and waiting, found" in result.reason
+
+
+def test_no_windows_at_all() -> None:
+    assert estimate_power([], [], begin_s=0.0, end_s=1.0) == NotDetermined(
+        "expected at least 4 windows for 0 keys and waiting, found 0", 0, 0
+    )
+
+
+def test_keys_that_always_come_together_are_not_told_apart_and_the_others_are() -> None:
+    simulation = simulate(LONG, seed=6, iterations=70, counter_jitter_s=0.03)
+    spans = []
+    for span in simulation.spans:
+        if span.key == "backward":
+            edges_s = np.linspace(span.begin_s, span.end_s, 51)
+            slices = zip(cycle(("odd", "even")), pairwise(edges_s), strict=False)
+            spans += [Span(key, begin_s, end_s) for key, (begin_s, end_s) in slices]
+        else:
+            spans.append(span)
+    result = estimate_power(simulation.changes, spans, begin_s=0.0, end_s=simulation.end_s)
+    assert isinstance(result, PowerFit)
+    assert set(result.power_w) == {"forward"}
+    assert result.power_w["forward"].value == pytest.approx(POWER_W["forward"], rel=0.05)
+
+
+def test_a_gpu_that_never_waited_has_no_blocking_power() -> None:
+    simulation = simulate([("forward", 0.05), ("backward", 0.1)], seed=7, iterations=70)
+    result = fit(simulation)
+    assert result.blocking_power_w is None
+    assert result.power_w["forward"].value == pytest.approx(POWER_W["forward"], rel=0.05)
+
+
+def test_a_steady_mixture_determines_nothing() -> None:
+    """Windows that all hold the same shares, bought with a computation of a tenth of the counter's step."""
+    changes = [CounterChange(0.1 * step, 20.0 * step, 1e-6) for step in range(50)]
+    spans = [Span("forward", 0.01 * step, 0.01 * step + 0.005) for step in range(490)]
+    result = estimate_power(changes, spans, begin_s=-1.0, end_s=5.0)
+    assert isinstance(result, NotDetermined)
+    assert "do not tell" in result.reason
+
+
+def test_overlapping_spans_are_refused() -> None:
+    spans = [Span("forward", 0.0, 1.0), Span("backward", 0.5, 1.5)]
+    with pytest.raises(ValueError, match=r"backward: expected begin_s >= 1\.0 .* found 0\.5 to 1\.5"):
+        estimate_power([], spans, begin_s=0.0, end_s=2.0)
+
+
+def test_energy_of_a_computation_propagates_both_errors() -> None:
+    energy_j = computation_energy_j(Estimate(300.0, 3.0), Estimate(0.1, 0.002))
+    assert energy_j.value == pytest.approx(30.0)
+    assert energy_j.standard_error == pytest.approx(np.hypot(3.0 * 0.1, 300.0 * 0.002))
+
+
+def test_the_typical_duration_knows_its_error() -> None:
+    random = np.random.default_rng(0)
+    found = [typical_duration_s((0.1 + 0.01 * random.standard_normal(25)).tolist()) for _ in range(400)]
+    spread_s = np.std([each.value for each in found])
+    assert np.mean([each.standard_error for each in found]) == pytest.approx(spread_s, rel=0.15)
+    assert typical_duration_s([0.1]) == Estimate(0.1, 0.0)
+
+
+def test_a_late_mark_does_not_move_the_typical_duration() -> None:
+    assert typical_duration_s([0.1, 0.101, 0.099, 0.1, 0.5]).value == pytest.approx(0.1)
+
+
+CHANGES = [
+    CounterChange(time_s, energy_j, 0.0) for time_s, energy_j in ((1.0, 10.0), (2.0, 30.0), (4.0, 50.0))
+]
+
+
+@pytest.mark.parametrize(
+    ("time_s", "expected_j"),
+    [(0.9, None), (1.0, 10.0), (1.5, 20.0), (2.0, 30.0), (3.0, 40.0), (4.0, 50.0), (4.1, None)],
+)
+def test_cumulative_energy(time_s: float, expected_j: float | None) -> None:
+    assert cumulative_energy_j(CHANGES, time_s) == expected_j
+
+
+def test_cumulative_energy_of_nothing() -> None:
+    assert cumulative_energy_j([], 1.0) is None
+
+
+@given(st.lists(st.floats(1.0, 4.0), min_size=2, max_size=20).map(sorted))
+def test_energies_between_consecutive_moments_add_up_to_the_whole(moments_s: list[float]) -> None:
+    energies_j = [cumulative_energy_j(CHANGES, moment_s) for moment_s in moments_s]
+    known_j = [energy_j for energy_j in energies_j if energy_j is not None]
+    assert len(known_j) == len(moments_s)
+    steps_j = [later_j - earlier_j for earlier_j, later_j in pairwise(known_j)]
+    assert min(steps_j) >= 0
+    assert sum(steps_j) == pytest.approx(known_j[-1] - known_j[0])

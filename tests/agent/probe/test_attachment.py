@@ -1,0 +1,194 @@
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+from marks_stub import MarksStub
+
+from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.probe.attachment import Attachment, ExecutedOrder, paths_through
+from perseus.agent.probe.placement import Placement
+
+ALONE = Placement(pipeline=0, pipeline_count=3, stage=0, stage_count=2, tensor=0, tensor_count=4)
+ORDER = (Computation(Kind.FORWARD, 0), Computation(Kind.BACKWARD, 0))
+
+
+@pytest.fixture
+def marks() -> MarksStub:
+    return MarksStub()
+
+
+def beside(
+    *others: ExecutedOrder,
+) -> Callable[[ExecutedOrder], Sequence[ExecutedOrder]]:
+    """A gathering with other stages, which come first."""
+    return lambda order: [*others, order]
+
+
+OTHER = ExecutedOrder(1, (Computation(Kind.FORWARD, 0), Computation(Kind.BACKWARD, 0)))
+
+
+def train(attachment: Attachment, order: Sequence[Computation] = ORDER) -> None:
+    attachment.begin_iteration()
+    for each in order:
+        attachment.begin(each.kind, each.microbatch, each.chunk)
+        attachment.end(each.kind, each.microbatch, each.chunk)
+    attachment.end_iteration()
+
+
+def test_the_first_iteration_registers_the_job_as_it_was_executed(marks: MarksStub) -> None:
+    attachment = Attachment(ALONE, marks, beside(OTHER), max_slowdown_percent=1.5)
+    for _ in range(3):
+        train(attachment)
+    assert marks.registered == [
+        {
+            "pipeline_count": 3,
+            "stage_count": 2,
+            "tensor_count": 4,
+            "schedule": [ORDER, OTHER.computations],
+            "paths": [],
+            "max_slowdown_percent": 1.5,
+        }
+    ]
+    iteration = [
+        ("begin_iteration",),
+        ("begin", Kind.FORWARD, 0, 0),
+        ("end", Kind.FORWARD, 0, 0),
+        ("begin", Kind.BACKWARD, 0, 0),
+        ("end", Kind.BACKWARD, 0, 0),
+        ("end_iteration",),
+    ]
+    assert marks.calls == [*iteration, ("register",), *iteration, *iteration]
+
+
+@pytest.mark.parametrize(
+    ("place", "is_asked"),
+    [
+        (Placement(pipeline=0, pipeline_count=2, stage=1, stage_count=2), True),
+        (Placement(pipeline=1, pipeline_count=2, stage=0, stage_count=2), False),
+        (
+            Placement(pipeline=0, pipeline_count=1, stage=0, stage_count=2, tensor=1, tensor_count=2),
+            False,
+        ),
+    ],
+)
+def test_the_others_only_train(marks: MarksStub, place: Placement, is_asked: bool) -> None:
+    asked: list[ExecutedOrder] = []
+
+    def gather(order: ExecutedOrder) -> list[ExecutedOrder]:
+        asked.append(order)
+        return [order]
+
+    train(Attachment(place, marks, gather))
+    assert asked == ([ExecutedOrder(1, ORDER)] if is_asked else [])
+    assert not marks.registered
+
+
+def test_an_iteration_that_was_not_executed_whole_is_not_registered(marks: MarksStub) -> None:
+    attachment = Attachment(ALONE, marks, beside(OTHER))
+    attachment.begin_iteration()
+    attachment.begin(Kind.FORWARD, 7)
+    train(attachment)  # the step raised, and was tried again
+    assert marks.registered[0]["schedule"][0] == ORDER
+
+
+def test_computations_outside_of_iterations_are_not_marked(marks: MarksStub) -> None:
+    attachment = Attachment(ALONE, marks, beside(OTHER))
+    attachment.begin(Kind.FORWARD, 0)
+    attachment.end(Kind.FORWARD, 0)
+    assert not marks.calls
+
+
+def test_a_table_that_is_not_executed_is_told_of_and_does_not_count(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(Attachment(ALONE, marks, beside(OTHER), table=[*ORDER, Computation(Kind.FORWARD, 1)]))
+    assert "computation 2: the framework's table has FORWARD 1.0, None was executed" in caplog.text
+    assert marks.registered[0]["schedule"][0] == ORDER
+
+
+def test_a_table_that_is_executed_is_no_news(marks: MarksStub, caplog: pytest.LogCaptureFixture) -> None:
+    train(Attachment(ALONE, marks, beside(OTHER), table=ORDER))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("failing", ["begin_iteration", "end_iteration", "begin", "end", "register"])
+def test_nothing_of_ours_raises_into_training(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture, failing: str
+) -> None:
+    gathered: list[ExecutedOrder] = []
+
+    def gather(order: ExecutedOrder) -> list[ExecutedOrder]:
+        gathered.append(order)
+        return [order, OTHER]
+
+    marks.failing = failing
+    attachment = Attachment(ALONE, marks, gather)
+    for _ in range(3):
+        train(attachment)
+    attachment.detach()
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
+    assert marks.calls[-1] == ("close",), "the agent takes the rank for gone"
+    assert gathered == [ExecutedOrder(0, ORDER)], "the other stages wait for it"
+
+
+def test_a_failing_gathering_does_not_raise_into_training(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gather(_order: ExecutedOrder) -> list[ExecutedOrder]:
+        raise RuntimeError("no network")
+
+    train(Attachment(ALONE, marks, gather))
+    assert "no network" in caplog.text
+
+
+def test_detaching_restores_what_was_replaced(marks: MarksStub) -> None:
+    class Framework:
+        def step(self) -> str:
+            return "framework's"
+
+    framework, module = Framework(), SimpleNamespace(forward="module's", kept="mine")
+    attachment = Attachment(ALONE, marks, beside(OTHER))
+    attachment.replace(framework, "step", lambda: "ours")
+    attachment.replace(module, "forward", "ours")
+    attachment.replace(module, "forward", "ours, twice")
+    attachment.replace(module, "kept", "ours")
+    module.kept = "somebody else's"
+    assert (framework.step(), module.forward) == ("ours", "ours, twice")
+    attachment.detach()
+    assert (framework.step(), module.forward, module.kept) == ("framework's", "module's", "somebody else's")
+    assert not vars(framework)
+    assert marks.calls == [("finish",), ("close",)]
+    train(attachment)
+    assert marks.calls == [("finish",), ("close",)]
+
+
+def test_as_a_context_it_finishes_only_what_did_not_fail(marks: MarksStub) -> None:
+    with Attachment(ALONE, marks, beside(OTHER)):
+        pass
+    assert marks.calls == [("finish",), ("close",)]
+    failing = MarksStub()
+    with pytest.raises(OSError, match="disk full"), Attachment(ALONE, failing, beside(OTHER)):
+        raise OSError("disk full")
+    assert failing.calls == [("close",)]
+
+
+def test_paths_follow_the_chunks_positions_in_the_model() -> None:
+    v_shaped = [ExecutedOrder(0, (), (0, 3)), ExecutedOrder(1, (), (1, 2))]
+    assert paths_through(v_shaped) == [[(0, 0), (1, 0), (1, 1), (0, 1)]]
+    assert paths_through([ExecutedOrder(0, ()), ExecutedOrder(1, ())]) == []
+    with pytest.raises(ValueError, match="chunk positions: expected each once, found 1 on stage 0 and on"):
+        paths_through([ExecutedOrder(0, (), (0, 1)), ExecutedOrder(1, (), (1, 2))])
+
+
+def test_it_needs_the_standard_library_only() -> None:
+    script = (
+        "import sys; import perseus.agent.probe.attachment; "
+        "print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
+    )
+    result = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
+    # `-I` still runs site's .pth hooks, whose names are not ours.
+    imported = {name for name in result.stdout.split() if "editable" not in name and name != "__main__"}
+    assert imported - {"perseus", "sitecustomize", "_distutils_hack"} <= set(), imported

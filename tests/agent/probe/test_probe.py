@@ -1,0 +1,401 @@
+"""The probe against a real SOCK_SEQPACKET server that behaves as badly as an agent can."""
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from google.protobuf import json_format
+
+from perseus.agent.link.address import SOCKET_VARIABLE
+from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.link.packets import (
+    MAX_PACKET_BYTES,
+    ComputationMark,
+    Edge,
+    Finish,
+    Hello,
+    IterationMark,
+    Message,
+    Registration,
+    Reply,
+    decode,
+    encode,
+)
+from perseus.agent.probe.client import NamedSchedule, Probe, job_spec
+from perseus.agent.probe.rejoin import PERIOD_NS
+from perseus.v1 import job_pb2
+
+
+class AgentStub:
+    """Answers a hello and a registration on a thread, then leaves the connection to the test."""
+
+    def __init__(self, path: Path, replies: list[Reply | bytes]) -> None:
+        self.path = path
+        self._replies = replies
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self.asked: list[Message] = []
+        self._thread = threading.Thread(target=self._answer)
+        self._thread.start()
+
+    def _answer(self) -> None:
+        self.connection, _ = self._listener.accept()
+        for reply in self._replies:
+            self.asked.append(decode(self.connection.recv(MAX_PACKET_BYTES)))
+            self.connection.send(reply if isinstance(reply, bytes) else encode(reply))
+
+    def answered(self) -> None:
+        self._thread.join(5)
+
+    def marks(self) -> list[Message]:
+        """All that is queued now."""
+        self.connection.setblocking(False)
+        received: list[Message] = []
+        try:
+            while packet := self.connection.recv(MAX_PACKET_BYTES):
+                received.append(decode(packet))
+        except BlockingIOError:
+            pass
+        return received
+
+    def close(self) -> None:
+        self.answered()
+        self.connection.close()
+        self._listener.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentStub]:
+    stub = AgentStub(tmp_path / "agent.sock", [Reply(True)])
+    yield stub
+    stub.close()
+
+
+def connect(path: Path) -> Probe:
+    return Probe.connect(path, job_id="job", pipeline=1, stage=2, tensor=3, gpu_uuid="GPU-1", timeout_s=5)
+
+
+def test_it_needs_the_standard_library_only() -> None:
+    script = (
+        "import sys; import perseus.agent.probe.client; "
+        "print(*{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
+    )
+    result = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
+    # `-I` still runs site's .pth hooks, whose names are not ours.
+    imported = {name for name in result.stdout.split() if "editable" not in name and name != "__main__"}
+    assert imported - {"perseus", "sitecustomize", "_distutils_hack"} <= set(), imported
+
+
+def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SOCKET_VARIABLE, str(agent.path))
+    with Probe.connect(job_id="job", pipeline=1, stage=2, tensor=3, gpu_uuid="GPU-1") as probe:
+        agent.answered()
+        assert agent.asked == [Hello(Rank("job", 1, 2, 3), "GPU-1")]
+        before_ns = time.monotonic_ns()
+        for _ in range(2):
+            with probe.iteration():
+                with probe.computation(Kind.FORWARD, 5):
+                    pass
+                probe.begin_computation(Kind.BACKWARD, 5, 1)
+                probe.end_computation(Kind.BACKWARD, 5, 1)
+    after_ns = time.monotonic_ns()
+    marks = agent.marks()
+    times_ns = [mark.time_ns for mark in marks if isinstance(mark, IterationMark | ComputationMark | Finish)]
+    assert len(times_ns) == len(marks)
+    assert times_ns == sorted(times_ns)
+    assert before_ns <= times_ns[0] <= times_ns[-1] <= after_ns
+    forward, backward = Computation(Kind.FORWARD, 5), Computation(Kind.BACKWARD, 5, 1)
+    expected: list[tuple[object, ...]] = []
+    for iteration in range(2):
+        expected += [
+            (Edge.BEGIN, iteration),
+            (Edge.BEGIN, iteration, 0, forward),
+            (Edge.END, iteration, 0, forward),
+            (Edge.BEGIN, iteration, 1, backward),
+            (Edge.END, iteration, 1, backward),
+            (Edge.END, iteration),
+        ]
+    found: list[tuple[object, ...]] = []
+    for mark in marks[:-1]:
+        match mark:
+            case IterationMark(edge, iteration):
+                found.append((edge, iteration))
+            case ComputationMark(edge, iteration, ordinal, computation):
+                found.append((edge, iteration, ordinal, computation))
+    assert found == expected
+    assert isinstance(marks[-1], Finish)
+
+
+def test_a_block_that_raises_has_no_end(agent: AgentStub) -> None:
+    probe = connect(agent.path)
+    with pytest.raises(KeyError), probe.iteration(), probe.computation(Kind.FORWARD, 0):
+        raise KeyError
+    probe.close()
+    assert [mark.edge for mark in agent.marks() if isinstance(mark, IterationMark | ComputationMark)] == [
+        Edge.BEGIN,
+        Edge.BEGIN,
+    ]
+
+
+def test_a_full_socket_drops_marks_without_waiting(
+    agent: AgentStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    probe = connect(agent.path)
+    agent.answered()
+    begin_s = time.monotonic()
+    for _ in range(1000):
+        with probe.iteration():
+            pass
+    assert time.monotonic() - begin_s < 1
+    assert probe.is_connected
+    assert 0 < probe.dropped_mark_count < 2000
+    assert len(agent.marks()) == 2000 - probe.dropped_mark_count
+    dropped = probe.dropped_mark_count
+    with probe.iteration():
+        pass
+    assert probe.dropped_mark_count == dropped, "there is room again"
+    probe.close()
+    assert f"{dropped} marks dropped" in caplog.text
+
+
+def test_an_agent_that_dies_is_noticed_once(agent: AgentStub, caplog: pytest.LogCaptureFixture) -> None:
+    probe = connect(agent.path)
+    agent.answered()
+    agent.connection.close()
+    for _ in range(3):
+        with probe.iteration(), probe.computation(Kind.FORWARD, 0):
+            pass
+    probe.finish()
+    probe.close()
+    assert not probe.is_connected
+    assert caplog.text.count("lost the agent") == 1
+
+
+def test_without_an_agent_nothing_happens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    probe = connect(tmp_path / "nothing.sock")
+    assert not probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
+    with probe.iteration(), probe.computation(Kind.FORWARD, 0):
+        pass
+    probe.finish()
+    probe.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "training goes on at stock clocks" in caplog.text
+
+
+class Now:
+    """The probe's clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ns = 0
+        monkeypatch.setattr("perseus.agent.probe.client.monotonic_ns", lambda: self.ns)
+
+
+def iterate(probe: Probe) -> None:
+    with probe.iteration(), probe.computation(Kind.FORWARD, 0):
+        pass
+
+
+def test_an_agent_that_comes_later_is_joined_and_told_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = Now(monkeypatch)
+    probe = connect(tmp_path / "agent.sock")
+    assert not probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
+    iterate(probe)
+    agent = AgentStub(tmp_path / "agent.sock", [Reply(True), Reply(False, "JOB_EXISTS", "job 'job' differs")])
+    now.ns = PERIOD_NS - 1
+    iterate(probe)
+    assert not agent.asked, "not before it is time"
+    now.ns = PERIOD_NS
+    iterate(probe)
+    while len(agent.asked) < 2:  # the stub answers on its thread
+        iterate(probe)
+    agent.answered()
+    assert probe.is_connected
+    iterate(probe)
+    assert "job not registered: job 'job' differs" in caplog.text
+    hello, registration = agent.asked
+    assert isinstance(hello, Hello)
+    assert isinstance(registration, Registration)
+    marks = agent.marks()
+    assert isinstance(marks[0], IterationMark), "whole iterations only"
+    assert marks[0].edge is Edge.BEGIN
+    iterations = sorted({mark.iteration for mark in marks if isinstance(mark, IterationMark)})
+    assert iterations == list(range(iterations[0], iterations[-1] + 1))
+    assert iterations[0] > 2, "the count goes on"
+    probe.close()
+    agent.close()
+
+
+def test_an_agent_that_was_restarted_is_joined_again(
+    agent: AgentStub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = Now(monkeypatch)
+    probe = connect(agent.path)
+    agent.close()
+    iterate(probe)
+    assert not probe.is_connected
+    agent.path.unlink()
+    foreign = AgentStub(agent.path, [encode(Finish(0))])
+    now.ns = PERIOD_NS
+    iterate(probe)
+    foreign.close()
+    iterate(probe)
+    assert not probe.is_connected, "what does not talk like an agent is left alone"
+    agent.path.unlink()
+    again = AgentStub(agent.path, [Reply(True)])
+    now.ns += PERIOD_NS
+    iterate(probe)
+    again.answered()
+    iterate(probe)
+    assert probe.is_connected
+    assert len(again.marks()) == 4
+    probe.close()
+    again.close()
+    assert caplog.text.count("lost the agent") == 1
+
+
+def test_an_agent_that_does_not_reply_is_not_waited_for_while_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = Now(monkeypatch)
+    probe = connect(tmp_path / "agent.sock")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "agent.sock"))
+    listener.listen()
+    for _ in range(3):
+        now.ns += PERIOD_NS
+        iterate(probe)
+    assert not probe.is_connected
+    connection, _ = listener.accept()
+    listener.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        listener.accept()  # it was asked once
+    probe.close()
+    assert connection.recv(MAX_PACKET_BYTES), "the hello"
+    assert not connection.recv(MAX_PACKET_BYTES), "nothing is left open"
+    connection.close()
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        (Reply(False, "GPU_NOT_USABLE", "GPU GPU-1: expected one of GPU-0"), "expected one of GPU-0"),
+        (b"\x00\x01", "expected a mark or JSON"),
+        (encode(Finish(0)), "expected a reply, found Finish"),
+    ],
+)
+def test_a_refused_or_foreign_hello_leaves_training_at_stock(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, reply: Reply | bytes, text: str
+) -> None:
+    agent = AgentStub(tmp_path / "agent.sock", [reply])
+    probe = connect(agent.path)
+    assert not probe.is_connected
+    assert text in caplog.text
+    agent.close()
+
+
+def test_an_agent_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(tmp_path / "agent.sock"))
+    listener.listen()
+    probe = Probe.connect(
+        tmp_path / "agent.sock", job_id="job", pipeline=0, stage=0, gpu_uuid="GPU-1", timeout_s=0.05
+    )
+    assert not probe.is_connected
+    assert "timed out" in caplog.text
+    listener.close()
+
+
+def test_a_registration_is_a_job_spec_and_its_refusal_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = AgentStub(tmp_path / "agent.sock", [Reply(True), Reply(False, "JOB_EXISTS", "another job")])
+    probe = connect(agent.path)
+    schedule = [[Computation(Kind.FORWARD, 0)], [Computation(Kind.BACKWARD, 0, 1)]]
+    assert not probe.register(
+        pipeline_count=2,
+        stage_count=2,
+        tensor_count=4,
+        schedule=schedule,
+        paths=[[(0, 0), (1, 1)]],
+        max_slowdown_percent=2.5,
+    )
+    assert "job not registered: another job" in caplog.text
+    registration = agent.asked[1]
+    assert isinstance(registration, Registration)
+    spec = json_format.ParseDict(registration.spec, job_pb2.JobSpec())
+    assert spec.job_id == "job"
+    assert (spec.parallelism.pipeline_count, spec.parallelism.tensor_count) == (2, 4)
+    assert spec.policy.max_slowdown_percent == 2.5
+    second = spec.schedule.explicit.stages[1].computations[0]
+    assert (int(second.kind), second.microbatch, second.chunk) == (2, 0, 1)
+    (path,) = spec.schedule.explicit.paths
+    assert [(step.stage, step.chunk) for step in path.steps] == [(0, 0), (1, 1)]
+    with probe.iteration():
+        pass
+    assert len(agent.marks()) == 2, "training is marked all the same"
+    probe.close()
+    agent.close()
+
+
+@pytest.mark.parametrize(("name", "number"), [("gpipe", 1), ("1f1b", 2)])
+def test_a_named_schedule_is_one_of_the_contract(name: str, number: int) -> None:
+    spec = job_spec(
+        "job",
+        pipeline_count=1,
+        stage_count=4,
+        tensor_count=1,
+        schedule=NamedSchedule(name, 8),
+        max_slowdown_percent=0,
+    )
+    message = json_format.ParseDict(spec, job_pb2.JobSpec())
+    assert message.schedule.named.name == number
+    assert message.schedule.named.microbatch_count == 8
+    assert message.policy.WhichOneof("rule") == "no_slowdown"
+
+
+def test_programming_mistakes_are_refused_before_training(tmp_path: Path) -> None:
+    path = tmp_path / "nothing.sock"
+    with pytest.raises(ValueError, match="stage: expected an integer of at least 0, found -1"):
+        Probe.connect(path, job_id="job", pipeline=0, stage=-1, gpu_uuid="GPU-1")
+    with pytest.raises(ValueError, match="job_id: expected a name"):
+        Probe.connect(path, job_id="", pipeline=0, stage=0, gpu_uuid="GPU-1")
+    with pytest.raises(ValueError, match="gpu_uuid: expected"):
+        Probe.connect(path, job_id="job", pipeline=0, stage=0, gpu_uuid="")
+    with pytest.raises(ValueError, match="expected one of gpipe, 1f1b, found 'zb'"):
+        NamedSchedule("zb", 8)
+    probe = connect(path)
+    with pytest.raises(ValueError, match="expected the orders of 4 stages, found 1"):
+        probe.register(pipeline_count=1, stage_count=4, schedule=[[Computation(Kind.FORWARD, 0)]])
+    with pytest.raises(ValueError, match="paths: expected none for schedule '1f1b', found 1"):
+        probe.register(
+            pipeline_count=1, stage_count=4, schedule=NamedSchedule("1f1b", 4), paths=[[(0, 0), (1, 0)]]
+        )
+    with pytest.raises(ValueError, match="max_slowdown_percent: expected 0 to 100, found 200"):
+        probe.register(
+            pipeline_count=1, stage_count=4, schedule=NamedSchedule("1f1b", 8), max_slowdown_percent=200
+        )
+
+
+def test_a_mistake_while_training_does_not_raise(agent: AgentStub, caplog: pytest.LogCaptureFixture) -> None:
+    probe = connect(agent.path)
+    with probe.iteration(), probe.computation("forward", 0):  # type: ignore[arg-type]
+        pass
+    with probe.iteration(), probe.computation(Kind.FORWARD, 2**40):
+        pass
+    assert probe.is_connected
+    assert caplog.text.count("marks that can not be are left out") == 1
+    probe.close()
+    assert len(agent.marks()) == 4, "the iterations' own"

@@ -1,0 +1,659 @@
+"""The session by exact command lists: events in, commands out, on a time that the test sets."""
+
+import pytest
+
+from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
+from perseus.agent.energy.counter import CounterChange
+from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark
+from perseus.agent.rank.commands import Command, EstimateEnergy, Send
+from perseus.agent.rank.events import (
+    AgentStops,
+    Connected,
+    Disconnected,
+    Estimated,
+    Event,
+    GpuFailed,
+    Heard,
+    SetNotPermitted,
+    Tick,
+    TrainerGone,
+    TrainerJoined,
+)
+from perseus.agent.rank.messages import (
+    NO_PLAN,
+    ComputationRow,
+    GpuDescription,
+    Hold,
+    IterationRow,
+    PlanAnswer,
+    PlanId,
+    PlanInForce,
+    PlanOffer,
+    PlanRefusalReason,
+    RankAccepted,
+    RankJoined,
+    RankLeft,
+    RankLeftReason,
+    RankRefused,
+    StageClocks,
+    Stock,
+    Telemetry,
+)
+from perseus.agent.rank.recorder import COUNTER_WAIT_S
+from perseus.agent.rank.sampling import estimate
+from perseus.agent.rank.session import JOIN_RETRY_S, Session
+
+RANK = Rank("job", 0, 1, 0)
+GPU = GpuDescription("GPU-1", "A100", (1400, 1200, 1000, 800))
+F0, F1 = Computation(Kind.FORWARD, 0), Computation(Kind.FORWARD, 1)
+B0, B1 = Computation(Kind.BACKWARD, 0), Computation(Kind.BACKWARD, 1)
+STEP = Computation(Kind.FIXED, 0)
+ORDER = (F0, F1, B0, B1)
+LEASE_S = 3.0
+
+
+class Bench:
+    """A session and its time; `do` checks the invariants after every event."""
+
+    def __init__(self, order: tuple[Computation, ...] = ORDER, *, observe: bool = False) -> None:
+        self.session = Session(RANK, GPU, observe=observe)
+        self.order = order
+        self.now_s = 100.0
+
+    def do(self, event: Event) -> list[Command]:
+        """What the session wants done; energy estimates are worked out at once."""
+        commands: list[Command] = []
+        for command in self.session.handle(event, self.now_s):
+            if isinstance(command, EstimateEnergy):
+                found = estimate(command.request)
+                commands += self.session.handle(Estimated(found), self.now_s) if found else []
+            else:
+                commands.append(command)
+        self.session.validate()
+        return commands
+
+    def after(self, duration_s: float, event: Event) -> list[Command]:
+        self.now_s += duration_s
+        return self.do(event)
+
+    def accepted(self) -> "Bench":
+        self.do(TrainerJoined())
+        self.do(Connected(LEASE_S))
+        self.do(RankAccepted(RANK, self.order))
+        return self
+
+    def iteration(self, edge: Edge, number: int) -> list[Command]:
+        return self.do(IterationMark(edge, number, int(self.now_s * 1e9)))
+
+    def mark(
+        self, edge: Edge, iteration: int, computation: Computation, *, ordinal: int | None = None
+    ) -> list[Command]:
+        if ordinal is None:
+            ordinal = self.order.index(computation)
+        return self.do(ComputationMark(edge, iteration, ordinal, computation, int(self.now_s * 1e9)))
+
+    def offer(
+        self, version: int, start: int, clocks: Stock | Hold | StageClocks, *, epoch: str = "e"
+    ) -> list[Command]:
+        return self.do(PlanOffer(RANK, PlanId(epoch, version), start, LEASE_S, clocks))
+
+    def run(self, number: int, *, duration_s: float = 0.1) -> list[Command]:
+        """A whole iteration: each computation for `duration_s`, as long a wait before it."""
+        commands = self.iteration(Edge.BEGIN, number)
+        for computation in self.order:
+            self.now_s += duration_s
+            commands += self.mark(Edge.BEGIN, number, computation)
+            self.now_s += duration_s
+            commands += self.mark(Edge.END, number, computation)
+        return commands + self.iteration(Edge.END, number)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench().accepted()
+
+
+def stage(*clocks_mhz: int, order: tuple[Computation, ...] = ORDER) -> StageClocks:
+    return StageClocks(order, clocks_mhz)
+
+
+def accepted(version: int, iteration: int) -> Send:
+    return Send(PlanAnswer(RANK, PlanId("e", version), None, iteration))
+
+
+def in_force(version: int, iteration: int) -> Send:
+    return Send(PlanInForce(RANK, PlanId("e", version) if version else NO_PLAN, iteration))
+
+
+def clock_set(clock_mhz: int, time_s: float) -> ClockSet:
+    return ClockSet(clock_mhz, time_s, time_s - 0.010, time_s - 0.010)
+
+
+def refusal(commands: list[Command]) -> tuple[PlanRefusalReason, str]:
+    (command,) = commands
+    assert isinstance(command, Send)
+    assert isinstance(command.message, PlanAnswer)
+    assert command.message.refusal is not None
+    return command.message.refusal.reason, command.message.refusal.message
+
+
+def telemetry(commands: list[Command]) -> list[Telemetry]:
+    return [
+        command.message
+        for command in commands
+        if isinstance(command, Send) and isinstance(command.message, Telemetry)
+    ]
+
+
+# --- Standing with the coordinator --------------------------------------------------------------------------
+
+
+def test_a_rank_is_reset_announced_and_accepted() -> None:
+    bench = Bench()
+    assert bench.do(TrainerJoined()) == [ResetClock()]
+    assert bench.do(Connected(LEASE_S)) == [Send(RankJoined(RANK, GPU, -1, NO_PLAN, 0))]
+    assert bench.do(RankAccepted(RANK, ORDER)) == []
+
+
+def test_a_refused_rank_is_announced_again_until_accepted() -> None:
+    bench = Bench()
+    announcement = [Send(RankJoined(RANK, GPU, -1, NO_PLAN, 0))]
+    bench.do(Connected(LEASE_S))
+    assert bench.do(RankRefused(RANK, "JOB_NOT_FOUND", "")) == []
+    assert bench.after(JOIN_RETRY_S / 2, Tick()) == []
+    assert bench.after(JOIN_RETRY_S / 2, Tick()) == announcement
+    assert bench.after(JOIN_RETRY_S, Tick()) == [], "there is no answer yet"
+    bench.do(RankRefused(RANK, "JOB_NOT_FOUND", ""))
+    assert bench.after(JOIN_RETRY_S, Tick()) == announcement
+    bench.do(RankAccepted(RANK, ORDER))
+    assert bench.after(JOIN_RETRY_S, Tick()) == []
+
+
+def test_reconnecting_announces_what_is_in_force(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(1000))
+    bench.iteration(Edge.BEGIN, 0)
+    assert bench.do(Disconnected()) == []
+    assert bench.do(Connected(LEASE_S)) == [Send(RankJoined(RANK, GPU, 0, PlanId("e", 1), 0))]
+    assert refusal(bench.offer(2, 5, Stock()))[0] is PlanRefusalReason.UNKNOWN_RANK
+    assert bench.do(RankAccepted(RANK, ORDER)) == [], "the plan stays"
+
+
+def test_another_order_ends_a_plan(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(1000))
+    bench.iteration(Edge.BEGIN, 0)
+    assert bench.do(RankAccepted(RANK, (F0, B0))) == [ResetClock(), in_force(0, 1)]
+    assert bench.iteration(Edge.BEGIN, 1) == []
+
+
+def test_a_refused_rank_goes_to_stock(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(1000))
+    bench.iteration(Edge.BEGIN, 0)
+    commands = bench.do(RankRefused(RANK, "RANK_ALREADY_SERVED", ""))
+    assert commands == [ResetClock(), in_force(0, 1)]
+
+
+# --- Offers -------------------------------------------------------------------------------------------------
+
+
+def test_an_offer_comes_into_force_whole_at_its_start(bench: Bench) -> None:
+    assert bench.offer(1, 2, Hold(1000)) == [accepted(1, -1)]
+    assert bench.run(0) == []
+    assert bench.run(1) == [SetClock(1000)], "at the last computation's end"
+    assert bench.iteration(Edge.BEGIN, 2) == [in_force(1, 2)]
+
+
+def test_an_offer_whose_start_mark_was_lost_comes_into_force_at_the_next(bench: Bench) -> None:
+    bench.offer(1, 2, Hold(1000))
+    bench.run(0)
+    assert bench.iteration(Edge.BEGIN, 4) == [in_force(1, 4), SetClock(1000)]
+
+
+def test_a_computation_of_the_start_iteration_is_enough(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(1000))
+    assert bench.mark(Edge.BEGIN, 0, F0) == [in_force(1, 0), SetClock(1000)]
+
+
+def test_a_newer_offer_replaces_a_pending_one(bench: Bench) -> None:
+    bench.offer(1, 1, Hold(1000))
+    bench.offer(2, 1, Hold(800))
+    bench.iteration(Edge.BEGIN, 0)
+    assert bench.iteration(Edge.BEGIN, 1) == [in_force(2, 1), SetClock(800)]
+
+
+def test_the_plan_in_force_offered_again_is_accepted_and_changes_nothing(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(1000))
+    bench.iteration(Edge.BEGIN, 0)
+    bench.offer(2, 1, Hold(800))
+    assert bench.offer(1, 0, Hold(1000)) == [accepted(1, 0)]
+    assert bench.iteration(Edge.BEGIN, 1) == [], "nor is the other pending any more"
+
+
+def test_an_offer_that_begins_too_early_is_refused(bench: Bench) -> None:
+    bench.iteration(Edge.BEGIN, 4)
+    reason, message = refusal(bench.offer(1, 4, Hold(1000)))
+    assert reason is PlanRefusalReason.PAST_START
+    assert message == (
+        "job[pipeline 0, stage 1, tensor 0]: expected a start after iteration 4, which has begun, found 4"
+    )
+    assert bench.offer(1, 5, Hold(1000)) == [accepted(1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("clocks", "found"),
+    [(Hold(900), (900,)), (stage(1400, 0, 800, 7), (0, 7))],
+)
+def test_a_foreign_clock_is_refused_by_name(
+    bench: Bench, clocks: Hold | StageClocks, found: tuple[int, ...]
+) -> None:
+    (command,) = bench.offer(1, 0, clocks)
+    assert isinstance(command, Send)
+    assert isinstance(command.message, PlanAnswer)
+    refused = command.message.refusal
+    assert refused is not None
+    assert refused.reason is PlanRefusalReason.CLOCK_NOT_SUPPORTED
+    assert refused.clocks_mhz == found
+    assert refused.message.endswith(f"GPU GPU-1 supports, found {list(found)} MHz")
+
+
+@pytest.mark.parametrize(
+    ("order", "found"),
+    [
+        ((F0, F1, B0), "the registered order of 4 computations, found 3"),
+        ((F0, F1, B1, B0), "computation 2: expected BACKWARD 0.0, as registered, found BACKWARD 1.0"),
+    ],
+)
+def test_another_order_is_refused(bench: Bench, order: tuple[Computation, ...], found: str) -> None:
+    reason, message = refusal(bench.offer(1, 0, StageClocks(order, (1000,) * len(order))))
+    assert reason is PlanRefusalReason.ORDER_MISMATCH
+    assert message.endswith(found)
+
+
+def test_an_observing_session_accepts_stock_only_and_sets_nothing() -> None:
+    bench = Bench(observe=True)
+    assert bench.do(TrainerJoined()) == []
+    bench.do(Connected(LEASE_S))
+    bench.do(RankAccepted(RANK, ORDER))
+    reason, message = refusal(bench.offer(1, 0, Hold(1000)))
+    assert reason is PlanRefusalReason.NOT_PERMITTED
+    assert message.endswith("the agent only observes")
+    assert bench.offer(2, 0, Stock()) == [accepted(2, -1)]
+    assert bench.run(0) == [in_force(2, 0)]
+    assert bench.do(Finish(0))[-1] == Send(RankLeft(RANK, RankLeftReason.FINISHED))
+
+
+def test_without_permission_the_plan_in_force_ends(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(1000))
+    assert bench.iteration(Edge.BEGIN, 0) == [in_force(1, 0), SetClock(1000)]
+    assert bench.do(SetNotPermitted("needs root")) == [in_force(0, 1)]
+    assert refusal(bench.offer(2, 5, Hold(1000))) == (PlanRefusalReason.NOT_PERMITTED, f"{RANK}: needs root")
+    assert bench.run(1) == []
+
+
+# --- Clocks -------------------------------------------------------------------------------------------------
+
+
+def test_raises_come_early_and_lowers_at_the_end(bench: Bench) -> None:
+    bench.offer(1, 0, stage(1000, 1200, 800, 1400))
+    assert bench.iteration(Edge.BEGIN, 0) == [in_force(1, 0), SetClock(1000)]
+    assert bench.mark(Edge.BEGIN, 0, F0) == [SetClock(1200)], "F1 is faster"
+    assert bench.mark(Edge.END, 0, F0) == []
+    assert bench.mark(Edge.BEGIN, 0, F1) == [], "B0 is slower"
+    assert bench.mark(Edge.END, 0, F1) == [SetClock(800)]
+    assert bench.mark(Edge.BEGIN, 0, B0) == [SetClock(1400)], "B1 is faster"
+    assert bench.mark(Edge.END, 0, B0) == []
+    assert bench.mark(Edge.BEGIN, 0, B1) == [], "the next iteration's F0 is slower"
+    assert bench.mark(Edge.END, 0, B1) == [SetClock(1000)]
+    assert bench.iteration(Edge.END, 0) == []
+    assert bench.iteration(Edge.BEGIN, 1) == []
+
+
+def test_the_next_plan_counts_from_the_last_computation_on(bench: Bench) -> None:
+    bench.offer(1, 0, stage(1000, 1000, 1000, 1000))
+    bench.offer(2, 1, stage(1400, 800, 800, 800))
+    assert bench.iteration(Edge.BEGIN, 0) == []
+    bench.offer(1, 1, stage(1000, 1000, 1000, 1000))
+    bench.run(1)
+    bench.offer(2, 3, stage(1400, 800, 800, 800))
+    assert bench.run(2) == [SetClock(1400)]
+    assert bench.iteration(Edge.BEGIN, 3) == [in_force(2, 3)]
+
+
+def test_back_to_stock_is_a_raise(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(800))
+    bench.run(0)
+    bench.offer(2, 2, Stock())
+    bench.iteration(Edge.BEGIN, 1)
+    for computation in ORDER[:-1]:
+        assert bench.mark(Edge.BEGIN, 1, computation) == []
+        assert bench.mark(Edge.END, 1, computation) == []
+    assert bench.mark(Edge.BEGIN, 1, B1) == [ResetClock()]
+    assert bench.mark(Edge.END, 1, B1) == []
+    bench.iteration(Edge.END, 1)
+    assert bench.iteration(Edge.BEGIN, 2) == [in_force(2, 2)]
+
+
+def test_fixed_computations_have_no_clock_of_their_own() -> None:
+    order = (F0, STEP, B0, Computation(Kind.FIXED, 1))
+    bench = Bench(order).accepted()
+    bench.offer(1, 0, stage(1000, 0, 800, 0, order=order))
+    assert bench.iteration(Edge.BEGIN, 0) == [in_force(1, 0), SetClock(1000)]
+    assert bench.mark(Edge.BEGIN, 0, F0) == []
+    assert bench.mark(Edge.END, 0, F0) == [SetClock(800)], "the step may run at the clock that comes next"
+    assert bench.mark(Edge.BEGIN, 0, STEP) == []
+    assert bench.mark(Edge.END, 0, STEP) == []
+    assert bench.mark(Edge.BEGIN, 0, B0) == [SetClock(1000)]
+
+
+def test_a_plan_of_fixed_computations_is_stock() -> None:
+    bench = Bench((STEP,)).accepted()
+    bench.offer(1, 0, stage(0, order=(STEP,)))
+    assert bench.run(0) == [in_force(1, 0)]
+
+
+def test_a_deviating_iteration_runs_at_stock_until_the_next(bench: Bench) -> None:
+    bench.offer(1, 0, stage(1000, 1000, 800, 800))
+    bench.run(0)
+    assert bench.iteration(Edge.BEGIN, 1) == []
+    assert bench.mark(Edge.BEGIN, 1, B0, ordinal=0) == [ResetClock()]
+    assert bench.mark(Edge.END, 1, B0, ordinal=0) == []
+    assert bench.mark(Edge.BEGIN, 1, F0, ordinal=1) == []
+    bench.iteration(Edge.END, 1)
+    assert bench.iteration(Edge.BEGIN, 2) == [SetClock(1000)]
+
+
+@pytest.mark.parametrize("computation", [Computation(Kind.FORWARD, 7), Computation(Kind.FORWARD, 0, 1)])
+def test_an_unknown_computation_is_a_deviation(bench: Bench, computation: Computation) -> None:
+    bench.offer(1, 0, Hold(1000))
+    bench.iteration(Edge.BEGIN, 0)
+    assert bench.mark(Edge.BEGIN, 0, computation, ordinal=0) == [ResetClock()]
+
+
+def test_lost_marks_leave_the_clocks_right(bench: Bench) -> None:
+    bench.offer(1, 0, stage(1000, 1200, 800, 1400))
+    bench.iteration(Edge.BEGIN, 0)
+    bench.mark(Edge.BEGIN, 0, F0)
+    # F0's end and all of F1 are lost.
+    assert bench.mark(Edge.BEGIN, 0, B0) == [SetClock(1400)]
+    # B0's end and B1's begin are lost.
+    assert bench.mark(Edge.END, 0, B1) == [SetClock(1000)]
+
+
+def test_marks_of_another_iteration_are_ignored(bench: Bench) -> None:
+    bench.offer(1, 0, stage(1000, 1000, 800, 800))
+    bench.run(3)
+    for edge in Edge:
+        assert bench.mark(edge, 2, F1) == []
+        assert bench.iteration(edge, 2) == []
+
+
+def test_under_a_plan_that_is_known_raises_are_scheduled(bench: Bench) -> None:
+    bench.offer(1, 0, stage(1000, 1000, 1400, 1400))
+    for _ in range(64):
+        bench.do(ClockSet(1400, 1.010, 1.0, 1.0))
+    for number in range(3):
+        bench.run(number)
+    bench.iteration(Edge.BEGIN, 3)
+    begun_s = bench.now_s
+    bench.now_s += 0.1
+    bench.mark(Edge.BEGIN, 3, F0)
+    bench.now_s += 0.1
+    assert bench.mark(Edge.END, 3, F0) == []
+    bench.now_s += 0.1
+    assert bench.mark(Edge.BEGIN, 3, F1) == [], "the wait after it is longer than the lead"
+    bench.now_s += 0.1
+    (command,) = bench.mark(Edge.END, 3, F1)
+    assert command == ScheduleClock(1400, pytest.approx(begun_s + 0.5 - 0.010, abs=0.0005))  # type: ignore[arg-type]
+    assert bench.do(TrainerGone())[0] == ResetClock(), "in place of what is scheduled"
+
+
+# --- Ends ---------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_runs_out_means_stock(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(1000))
+    bench.iteration(Edge.BEGIN, 0)
+    assert bench.after(LEASE_S, Heard()) == []
+    assert bench.after(LEASE_S, Tick()) == []
+    assert bench.after(0.1, Tick()) == [ResetClock(), in_force(0, 1)]
+    assert bench.after(0.1, Tick()) == []
+    assert bench.iteration(Edge.BEGIN, 1) == []
+
+
+def test_a_lease_that_runs_out_while_disconnected_is_reported_afterwards(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(1000))
+    bench.iteration(Edge.BEGIN, 0)
+    bench.do(Disconnected())
+    assert bench.after(LEASE_S + 0.1, Tick()) == [ResetClock()]
+    assert bench.do(Connected(LEASE_S)) == [Send(RankJoined(RANK, GPU, 0, NO_PLAN, 0))]
+    bench.do(RankAccepted(RANK, ORDER))
+    assert bench.offer(1, 1, Hold(1000)) == [accepted(1, 0)]
+    assert bench.iteration(Edge.BEGIN, 1) == [in_force(1, 1), SetClock(1000)]
+
+
+def test_a_pending_plan_has_a_lease_too(bench: Bench) -> None:
+    bench.offer(1, 1, Hold(1000))
+    bench.iteration(Edge.BEGIN, 0)
+    assert bench.after(LEASE_S + 0.1, Tick()) == []
+    assert bench.iteration(Edge.BEGIN, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (Finish(0), RankLeftReason.FINISHED),
+        (TrainerGone(), RankLeftReason.TRAINER_GONE),
+        (GpuFailed("fell off the bus"), RankLeftReason.GPU_FAILED),
+    ],
+)
+def test_every_end_resets_the_clock_and_says_why(bench: Bench, event: Event, reason: RankLeftReason) -> None:
+    bench.offer(1, 0, Hold(1000))
+    bench.iteration(Edge.BEGIN, 0)
+    assert bench.do(event) == [ResetClock(), Send(RankLeft(RANK, reason))]
+    assert bench.session.has_ended
+    for late in (TrainerGone(), Tick(), Connected(LEASE_S), clock_set(1000, 0.0)):
+        assert bench.do(late) == []
+    assert bench.offer(2, 9, Hold(800)) == []
+
+
+def test_an_agent_that_stops_resets_and_leaves_the_goodbye_to_the_stream(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(1000))
+    bench.iteration(Edge.BEGIN, 0)
+    assert bench.do(AgentStops()) == [ResetClock()]
+    assert bench.session.has_ended
+
+
+# --- Measurement --------------------------------------------------------------------------------------------
+
+
+def counted(bench: Bench, energy_j: float) -> list[Command]:
+    return bench.do(CounterChange(bench.now_s, energy_j, 0.002))
+
+
+def test_an_iteration_becomes_telemetry_when_the_counter_has_passed_its_end(bench: Bench) -> None:
+    counted(bench, 0.0)  # at 100 s; 100 W from here on
+    bench.do(clock_set(1000, bench.now_s + 0.45))  # between F1 and B0
+    assert bench.run(0) == []
+    bench.now_s += 0.05
+    (message,) = telemetry(counted(bench, 85.0))
+    assert message.rank == RANK
+    assert message.iterations == (
+        IterationRow(0, 0, pytest.approx(0.8), pytest.approx(80.0), True, 0),  # type: ignore[arg-type]
+    )
+    clocks_mhz = [None, None, 1000, 1000]
+    assert message.computations == tuple(
+        ComputationRow(
+            0,
+            computation,
+            pytest.approx(0.1 + 0.2 * index),  # type: ignore[arg-type]
+            pytest.approx(0.1),  # type: ignore[arg-type]
+            clock_mhz,
+        )
+        for index, (computation, clock_mhz) in enumerate(zip(ORDER, clocks_mhz, strict=True))
+    )
+    assert message.energy is None, "two changes of the counter determine nothing"
+
+
+def test_what_throttled_the_gpu_is_told_with_the_iteration_that_it_touched(bench: Bench) -> None:
+    counted(bench, 0.0)
+    for iteration in range(3):
+        bench.run(iteration)
+        bench.now_s += 0.05
+        reasons = 0x1 | (0x40 | 0x80 if iteration == 1 else 0)  # an idle GPU (0x1) is not throttled
+        change = CounterChange(bench.now_s, 90.0 * iteration + 85.0, 0.002, reasons)
+        (message,) = telemetry(bench.do(change))
+        assert message.iterations[0].clock_event_reasons == (0xC0 if iteration == 1 else 0)
+        bench.now_s += 0.05
+        counted(bench, 90.0 * (iteration + 1))
+
+
+def test_clock_statistics_count_under_their_plan(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.offer(1, 0, Hold(1000))
+    bench.do(clock_set(1400, bench.now_s))
+    bench.run(0)
+    bench.do(clock_set(1000, bench.now_s))
+    bench.run(1)
+    (message,) = telemetry(counted(bench, 85.0))
+    assert message.clocks is not None
+    assert (message.clocks.plan_version, message.clocks.set_count) == (1, 1)
+    assert (message.clocks.computation_count, message.clocks.missed_count) == (8, 4)
+    assert message.clocks.late_raise_count == 0, "1400 MHz is more than enough"
+    assert message.clocks.computation_time_s == pytest.approx(0.8)
+    assert message.clocks.on_clock_time_s == pytest.approx(0.4)
+    assert message.clocks.set_latency_s == pytest.approx(0.010)
+
+
+def test_a_counter_that_stands_still_is_not_waited_for_long(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.now_s += 0.1
+    counted(bench, 10.0)
+    bench.run(0)
+    assert bench.after(COUNTER_WAIT_S / 2, Tick()) == []
+    (message,) = telemetry(bench.after(COUNTER_WAIT_S, Tick()))
+    assert message.iterations[0].energy_j == pytest.approx(80.0), "at the power of the last window"
+
+
+def test_finished_iterations_under_two_plans_go_separately(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.offer(1, 1, Stock())
+    for number in range(3):
+        bench.run(number)
+    messages = telemetry(counted(bench, 240.0))
+    assert [[(row.iteration, row.plan_version) for row in each.iterations] for each in messages] == [
+        [(0, 0)],
+        [(1, 1), (2, 1)],
+    ]
+
+
+@pytest.mark.parametrize("lost", [(Edge.BEGIN, F1), (Edge.END, B1)])
+def test_a_lost_edge_costs_its_sample_and_the_regularity(
+    bench: Bench, lost: tuple[Edge, Computation]
+) -> None:
+    counted(bench, 0.0)
+    bench.iteration(Edge.BEGIN, 0)
+    for computation in ORDER:
+        for edge in Edge:
+            bench.now_s += 0.1
+            if (edge, computation) != lost:
+                bench.mark(edge, 0, computation)
+    bench.iteration(Edge.END, 0)
+    (message,) = telemetry(counted(bench, 80.0))
+    assert not message.iterations[0].is_regular
+    assert [row.computation for row in message.computations] == [c for c in ORDER if c != lost[1]]
+
+
+@pytest.mark.parametrize("lost", Edge)
+def test_an_iteration_with_a_lost_edge_is_not_reported(bench: Bench, lost: Edge) -> None:
+    counted(bench, 0.0)
+    for number in range(2):
+        for edge in Edge:
+            bench.now_s += 0.1
+            if (edge, number) != (lost, 0):
+                bench.iteration(edge, number)
+    (message,) = telemetry(counted(bench, 80.0))
+    assert [row.iteration for row in message.iterations] == [1]
+
+
+def test_a_deviating_iteration_is_reported_as_irregular(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.iteration(Edge.BEGIN, 0)
+    bench.now_s += 0.1
+    bench.mark(Edge.BEGIN, 0, F1, ordinal=0)
+    bench.iteration(Edge.END, 0)
+    bench.now_s += 0.1
+    (message,) = telemetry(counted(bench, 20.0))
+    assert message.iterations[0].is_regular is False
+    assert message.computations == ()
+
+
+def test_before_the_counter_is_watched_nothing_is_regular(bench: Bench) -> None:
+    bench.run(0)
+    (message,) = telemetry(bench.after(COUNTER_WAIT_S, Tick()))
+    assert message.iterations[0].is_regular is False
+    assert message.iterations[0].energy_j == 0
+
+
+def test_times_come_from_no_future_and_never_go_back(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.do(IterationMark(Edge.BEGIN, 0, int(1e18)))
+    bench.now_s += 0.5
+    bench.do(IterationMark(Edge.END, 0, 0))
+    (message,) = telemetry(counted(bench, 50.0))
+    assert message.iterations[0].duration_s == 0.0
+
+
+def test_the_energy_estimate_is_that_of_the_plan_and_its_clock(bench: Bench) -> None:
+    """Forwards draw 300 W, backwards 400 W and waiting 100 W; the counter moves every 70 ms."""
+    power_w = {Kind.FORWARD: 300.0, Kind.BACKWARD: 400.0}
+    bench.offer(7, 0, Hold(1000))
+    bench.do(clock_set(1000, bench.now_s))
+    messages: list[Telemetry] = []
+    energy_j = 0.0
+    tick = 0
+    for number in range(8):
+        bench.iteration(Edge.BEGIN, number)
+        for computation in ORDER:
+            for drawn_w, hundredths, edge in (
+                (100.0, 3, Edge.BEGIN),
+                (power_w[computation.kind], 5 + number % 3, Edge.END),
+            ):
+                for _ in range(hundredths):
+                    bench.now_s += 0.01
+                    energy_j += drawn_w * 0.01
+                    tick += 1
+                    if tick % 7 == 0:
+                        messages += telemetry(counted(bench, energy_j))
+                bench.mark(edge, number, computation)
+        bench.iteration(Edge.END, number)
+    estimate = [message.energy for message in messages if message.energy is not None][-1]
+    assert estimate.plan_version == 7
+    assert estimate.blocking_power_w == pytest.approx(100, rel=0.1)
+    samples = {sample.kind: sample for sample in estimate.samples}
+    assert {(sample.chunk, sample.clock_mhz) for sample in estimate.samples} == {(0, 1000)}
+    for kind, sample in samples.items():
+        assert sample.energy_j == pytest.approx(power_w[kind] * sample.time_s, rel=0.05)
+        assert sample.time_s == pytest.approx(0.06, abs=0.003)
+        assert sample.computation_count == 2 * estimate.iteration_count
+
+
+def test_a_computation_during_which_the_clock_changed_is_no_sample(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(1000))
+    energy_j = 0.0
+    messages: list[Telemetry] = []
+    for number in range(6):
+        bench.iteration(Edge.BEGIN, number)
+        for computation in ORDER:
+            bench.mark(Edge.BEGIN, number, computation)
+            if computation == F0:  # every forward of microbatch 0 sees its clock change
+                bench.do(clock_set(1000 if number % 2 else 800, bench.now_s + 0.04))
+            for _ in range(2):
+                bench.now_s += 0.05
+                energy_j += 10.0
+                messages += telemetry(counted(bench, energy_j))
+            bench.mark(Edge.END, number, computation)
+        bench.iteration(Edge.END, number)
+    estimate = [message.energy for message in messages if message.energy is not None][-1]
+    counts = {(s.kind, s.clock_mhz): s.computation_count for s in estimate.samples}
+    forward_count = sum(count for (kind, _), count in counts.items() if kind is Kind.FORWARD)
+    assert forward_count == estimate.iteration_count, "F1 only"

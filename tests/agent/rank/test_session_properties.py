@@ -1,0 +1,254 @@
+"""The session under random marks, offers, losses and ends: whatever comes, its invariants hold."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
+from perseus.agent.energy.counter import CounterChange
+from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark
+from perseus.agent.rank.commands import EstimateEnergy, Send
+from perseus.agent.rank.events import (
+    AgentStops,
+    Connected,
+    Disconnected,
+    Estimated,
+    Event,
+    GpuFailed,
+    Heard,
+    SetNotPermitted,
+    Tick,
+    TrainerGone,
+    TrainerJoined,
+)
+from perseus.agent.rank.messages import (
+    GpuDescription,
+    Hold,
+    PlanAnswer,
+    PlanId,
+    PlanInForce,
+    PlanOffer,
+    RankAccepted,
+    RankJoined,
+    RankLeft,
+    RankRefused,
+    StageClocks,
+    Stock,
+    Telemetry,
+)
+from perseus.agent.rank.sampling import EstimateRequest, estimate
+from perseus.agent.rank.session import Session
+
+RANK = Rank("job", 0, 0, 0)
+GPU = GpuDescription("GPU-1", "A100", (1400, 1000, 600))
+ORDERS = (
+    (Computation(Kind.FORWARD, 0), Computation(Kind.FORWARD, 1), Computation(Kind.BACKWARD, 0)),
+    (Computation(Kind.FIXED, 0), Computation(Kind.FORWARD, 0)),
+)
+COMPUTATIONS = st.sampled_from([*ORDERS[0], *ORDERS[1]])
+# Random choices are weighted so that most sessions get somewhere: plans in force, iterations to order.
+CLOCKS = st.sampled_from([*GPU.supported_clocks_mhz * 6, 0, 999])
+ORDER_INDICES = st.sampled_from([0] * 6 + [1])
+LEASE_S = 3.0
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """Drives one session and keeps, from its commands alone, what the outside believes."""
+
+    offers = Bundle("offers")
+
+    @initialize(observe=st.booleans())
+    def begin(self, observe: bool) -> None:
+        self.observe = observe
+        self.session = Session(RANK, GPU, observe=observe)
+        self.now_s = 100.0
+        self.iteration = 0
+        self.position = 0
+        self.version = 0
+        self.energy_j = 0.0
+        self.connected = False
+        self.heard_at_s = self.now_s
+        self.clock_mhz: int | None = None
+        self.scheduled: ScheduleClock | None = None
+        self.requests: list[EstimateRequest] = []
+        self.in_force = 0
+        self.accepted: set[int] = set()
+        self.reported: list[int] = []
+        self.has_left = False
+        self.do(TrainerJoined())
+        self.connect(0)
+
+    def do(self, event: Event) -> None:
+        had_ended = self.session.has_ended
+        if self.scheduled is not None and self.scheduled.at_s <= self.now_s:
+            self.clock_mhz, self.scheduled = self.scheduled.clock_mhz, None
+        commands = self.session.handle(event, self.now_s)
+        self.session.validate()
+        assert not (had_ended and commands), "nothing comes after the end"
+        for command in commands:
+            match command:
+                case SetClock(clock_mhz):
+                    assert not self.observe
+                    assert clock_mhz in GPU.supported_clocks_mhz
+                    assert clock_mhz != self.clock_mhz or self.scheduled, "a clock is not set twice"
+                    self.clock_mhz, self.scheduled = clock_mhz, None
+                case ResetClock():
+                    assert not self.observe
+                    self.clock_mhz, self.scheduled = None, None
+                case ScheduleClock(clock_mhz, at_s):
+                    assert not self.observe
+                    assert clock_mhz is None or clock_mhz in GPU.supported_clocks_mhz
+                    assert at_s > self.now_s
+                    self.scheduled = command
+                case EstimateEnergy(request):
+                    self.requests.append(request)
+                case Send(Telemetry(_, iterations)):
+                    self.reported += [row.iteration for row in iterations]
+                    assert all(row.duration_s >= 0 for row in iterations)
+                case Send(RankLeft()):
+                    assert not self.has_left
+                    self.has_left = True
+                case Send(message):
+                    assert self.connected, f"{message} without a connection"
+                    match message:
+                        case PlanInForce(_, plan, _):
+                            assert plan.version == 0 or plan.version in self.accepted
+                            self.in_force = plan.version
+                        case PlanAnswer(_, plan, None, _):
+                            self.accepted.add(plan.version)
+                        case RankJoined(_, _, _, plan, _):
+                            self.in_force = plan.version
+
+    @rule(duration_s=st.sampled_from([0.0, 0.1, 0.1, 0.4, 0.4, LEASE_S + 0.1]))
+    def pass_time(self, duration_s: float) -> None:
+        self.now_s += duration_s
+        self.do(Tick())
+
+    @precondition(lambda self: not self.connected)
+    @rule(index=ORDER_INDICES)
+    def connect(self, index: int) -> None:
+        self.connected = True
+        self.heard_at_s = self.now_s
+        self.do(Connected(LEASE_S))
+        self.do(RankAccepted(RANK, ORDERS[index]))
+
+    @precondition(lambda self: self.connected)
+    @rule(refuses=st.booleans())
+    def disconnect(self, refuses: bool) -> None:
+        if refuses:
+            self.heard()
+            self.do(RankRefused(RANK, "JOB_NOT_FOUND", ""))
+        self.connected = False
+        self.do(Disconnected())
+
+    @precondition(lambda self: self.connected)
+    @rule()
+    def heard(self) -> None:
+        self.heard_at_s = self.now_s
+        self.do(Heard())
+
+    @rule(target=offers, ahead=st.integers(-1, 2), data=st.data())
+    def offer(self, ahead: int, data: st.DataObject) -> PlanOffer:
+        self.version += 1
+        order = ORDERS[data.draw(ORDER_INDICES)]
+        clocks = data.draw(
+            st.one_of(
+                st.builds(Stock),
+                st.builds(Hold, CLOCKS),
+                st.builds(StageClocks, st.just(order), st.tuples(*[CLOCKS] * len(order))),
+            )
+        )
+        offer = PlanOffer(RANK, PlanId("e", self.version), max(0, self.iteration + ahead), LEASE_S, clocks)
+        self.repeat(offer)
+        return offer
+
+    @rule(clock_mhz=st.sampled_from(GPU.supported_clocks_mhz))
+    def train_under_a_new_plan(self, clock_mhz: int) -> None:
+        self.version += 1
+        clocks = StageClocks(ORDERS[0], (clock_mhz, 1000, 600))
+        self.repeat(PlanOffer(RANK, PlanId("e", self.version), self.iteration + 1, LEASE_S, clocks))
+        self.train_to_order()
+
+    @rule(offer=offers)
+    def repeat(self, offer: PlanOffer) -> None:
+        if self.connected:
+            self.heard()
+            self.do(offer)
+
+    @rule()
+    def train_to_order(self) -> None:
+        """The next iteration as registered, the counter moving in it."""
+        order = ORDERS[0]
+        self.iteration += 1
+        self.do(IterationMark(Edge.BEGIN, self.iteration, self._now_ns()))
+        for ordinal, computation in enumerate(order):
+            for edge in Edge:
+                self.now_s += 0.03
+                self.do(ComputationMark(edge, self.iteration, ordinal, computation, self._now_ns()))
+            self.count()
+        self.do(IterationMark(Edge.END, self.iteration, self._now_ns()))
+
+    @rule(edge=st.sampled_from(Edge), ahead=st.integers(-1, 1), skew_s=st.floats(-1, 1))
+    def iteration_mark(self, edge: Edge, ahead: int, skew_s: float) -> None:
+        self.iteration = max(0, self.iteration + ahead)
+        self.do(IterationMark(edge, self.iteration, self._now_ns(skew_s)))
+
+    @rule(
+        edge=st.sampled_from(Edge),
+        ordinal=st.integers(0, 3),
+        computation=COMPUTATIONS,
+        skew_s=st.floats(-1, 1),
+    )
+    def computation_mark(self, edge: Edge, ordinal: int, computation: Computation, skew_s: float) -> None:
+        self.do(ComputationMark(edge, self.iteration, ordinal, computation, self._now_ns(skew_s)))
+
+    @rule(power_w=st.sampled_from([0.1, 80.0, 400.0]))
+    def count(self, power_w: float = 200.0) -> None:
+        self.now_s += 0.001
+        self.energy_j += power_w * 0.1
+        self.do(CounterChange(self.now_s, self.energy_j, 0.0005))
+
+    @rule(late_s=st.sampled_from([0.0, 0.005]))
+    def set_clock(self, late_s: float) -> None:
+        begun_at_s = self.now_s - late_s - 0.015
+        self.do(ClockSet(self.clock_mhz, self.now_s - late_s, begun_at_s, begun_at_s))
+
+    @precondition(lambda self: self.requests)
+    @rule()
+    def estimate(self) -> None:
+        if (found := estimate(self.requests.pop())) is not None:
+            self.do(Estimated(found))
+
+    @precondition(lambda self: self.iteration > 8)
+    @rule(
+        end=st.sampled_from(
+            [Finish(0), TrainerGone(), GpuFailed("lost"), AgentStops(), SetNotPermitted("root")]
+        )
+    )
+    def end(self, end: Event) -> None:
+        if not isinstance(end, SetNotPermitted):
+            self.do(end)
+            assert self.session.has_ended
+            assert self.clock_mhz is None
+        elif not self.observe and self.clock_mhz is None:  # it fails at the first set, or never
+            self.observe = True
+            self.do(end)
+
+    @invariant()
+    def a_clock_needs_a_plan_within_its_lease(self) -> None:
+        if self.clock_mhz is not None:
+            assert self.accepted
+            self.do(Tick())
+            assert self.clock_mhz is None or self.now_s - self.heard_at_s <= LEASE_S
+
+    @invariant()
+    def iterations_are_reported_once_and_in_order(self) -> None:
+        assert self.reported == sorted(set(self.reported))
+
+    def _now_ns(self, skew_s: float = 0.0) -> int:
+        return int((self.now_s + skew_s) * 1e9)
+
+
+TestSession = SessionMachine.TestCase
+TestSession.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

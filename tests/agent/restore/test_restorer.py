@@ -1,0 +1,121 @@
+"""What dead agents leave, brought back by one that runs."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from coordinator_stub import until
+from fake_gpu import FakeGpu
+from structlog.testing import capture_logs
+
+from perseus.agent.gpu import Gpu, GpuDriverError, GpuError, GpuLostError, GpuNotFoundError, RecordError
+from perseus.agent.restore.records import Record, RecordFolder
+from perseus.agent.restore.restorer import Restorer
+
+UUID = FakeGpu.uuid
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RecordFolder:
+    folder = RecordFolder(tmp_path)
+    folder.write(Record(UUID, None)).release()
+    return folder
+
+
+def restorer(folder: RecordFolder, *answers: FakeGpu | GpuError) -> Restorer:
+    """Whose GPU opens as the answers say, one after the other; the last one again and again."""
+    left = list(answers)
+
+    def open_gpu(uuid: str) -> Gpu:
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, GpuError):
+            raise answer
+        return answer
+
+    return Restorer(folder, open_gpu, retry_s=0.0)
+
+
+async def test_restoring_is_tried_until_it_succeeds(folder: RecordFolder) -> None:
+    gpu = FakeGpu()
+    await restorer(folder, GpuDriverError("not yet"), GpuDriverError("not yet"), gpu).restore_all()
+    assert gpu.sets == [None]
+    assert folder.gpu_uuids() == []
+
+
+async def test_a_gpu_that_stays_away_is_said_once_and_keeps_its_record(folder: RecordFolder) -> None:
+    with capture_logs() as logs, pytest.raises(RecordError, match="fell off the bus"):
+        await restorer(folder, GpuDriverError("not yet"), GpuLostError("fell off the bus")).restore_all()
+    assert [(line["event"], line["reason"]) for line in logs] == [
+        ("GPU not restored", "not yet"),
+        ("GPU not restored", "fell off the bus"),
+    ]
+    assert folder.gpu_uuids() == [UUID]
+
+
+async def test_another_agents_gpu_is_not_waited_for(folder: RecordFolder) -> None:
+    await restorer(folder, GpuNotFoundError("no such GPU")).restore_all()
+    assert folder.gpu_uuids() == [UUID]
+
+
+async def test_a_folder_that_can_not_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RecordError, match="can't be read"):
+        await restorer(RecordFolder(tmp_path / "file"), FakeGpu()).restore_all()
+
+
+async def test_a_gpu_that_is_served_is_left_alone_until_it_is_given_back(folder: RecordFolder) -> None:
+    gpu = FakeGpu()
+    restoring = restorer(folder, gpu)
+    assert await restoring.take(UUID, lambda _: gpu) is gpu
+    assert restoring.is_taken(UUID)
+    await restoring.restore_all()
+    assert gpu.sets == []
+    restoring.give_back(UUID)
+    assert not restoring.is_taken(UUID)
+    await restoring.restore_all()
+    assert gpu.sets == [None]
+
+
+async def test_a_gpu_that_can_not_be_opened_is_not_taken(folder: RecordFolder) -> None:
+    def fail(uuid: str) -> Gpu:
+        raise GpuLostError(uuid)
+
+    restoring = restorer(folder, FakeGpu())
+    with pytest.raises(GpuLostError):
+        await restoring.take(UUID, fail)
+    assert not restoring.is_taken(UUID)
+
+
+async def test_a_gpu_is_opened_only_when_nothing_is_being_restored(folder: RecordFolder) -> None:
+    gpu = FakeGpu()
+    gpu.permit.clear()
+    restoring = restorer(folder, gpu)
+    restored = asyncio.create_task(restoring.restore_all())
+    assert await asyncio.to_thread(gpu.begun.acquire, timeout=10)
+    served = FakeGpu()
+    taken = asyncio.create_task(restoring.take(UUID, opening(served, lambda: gpu.sets == [None])))
+    await asyncio.sleep(0)
+    assert restoring.is_taken(UUID), "from the moment that it was asked for"
+    gpu.permit.set()
+    assert await taken is served
+    await restored
+
+
+def opening(gpu: FakeGpu, is_time: Callable[[], bool]) -> Callable[[str], Gpu]:
+    def open_gpu(uuid: str) -> Gpu:
+        assert is_time()
+        return gpu
+
+    return open_gpu
+
+
+async def test_what_is_left_while_an_agent_runs_is_brought_back(folder: RecordFolder) -> None:
+    gpu = FakeGpu()
+    keeping = asyncio.create_task(restorer(folder, gpu).keep_restoring())
+    await until(lambda: folder.gpu_uuids() == [], "restored")
+    folder.write(Record(UUID, None)).release()
+    await until(lambda: folder.gpu_uuids() == [], "restored again")
+    assert gpu.sets == [None, None]
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)

@@ -1,0 +1,97 @@
+"""The supervisor with a stand-in for the agent: a shell script that gets the agent's arguments."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SUPERVISOR = [sys.executable, "-m", "perseus.agent.restore.supervisor"]
+
+# Notes how it is called. Called to restore, it fails as often as the file `failures` has lines.
+AGENT = """
+import os, signal, sys, time
+from pathlib import Path
+here = Path(sys.argv[1])
+with (here / "calls").open("a") as calls:
+    print(*sys.argv[2:], file=calls, flush=True)
+if sys.argv[-1] == "--restore":
+    left = (here / "failures").read_text().splitlines()
+    (here / "failures").write_text("".join(line + "\\n" for line in left[1:]))
+    sys.exit(1 if left else 0)
+def stop(*_):
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+(here / "pid").write_text(str(os.getpid()))
+if sys.argv[2] == "fail":
+    sys.exit(3)
+if sys.argv[2] == "finish":
+    sys.exit(0)
+os.read(int(os.environ["PERSEUS_LIFELINE"]), 1)
+(here / "end").write_text("its supervisor is gone")
+"""
+
+
+class Supervised:
+    def __init__(self, folder: Path, argument: str, failures: int = 0) -> None:
+        self.folder = folder
+        (folder / "failures").write_text("x\n" * failures)
+        self.process = subprocess.Popen([*SUPERVISOR, sys.executable, "-c", AGENT, str(folder), argument])
+
+    def agent_pid(self) -> int:
+        return int(self.until("pid"))
+
+    def until(self, name: str) -> str:
+        """Wait for what the agent writes."""
+        deadline_s = time.monotonic() + 10
+        while not (path := self.folder / name).exists() or not path.read_text():
+            assert time.monotonic() < deadline_s, f"no {name}"
+            time.sleep(0.01)
+        return path.read_text()
+
+    def end(self) -> tuple[int, list[str]]:
+        """The exit status, and the calls of the agent."""
+        status = self.process.wait(20)
+        return status, (self.folder / "calls").read_text().splitlines()
+
+
+def test_it_imports_little() -> None:
+    names = "[m for m in sys.modules if not m.startswith('_')]"
+    code = f"import sys, perseus.agent.restore.supervisor; print({names})"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for heavy in ("'pynvml'", "'numpy'", "'grpc'", "'pydantic'", "'asyncio'", "'typer'", "'structlog'"):
+        assert heavy not in modules
+
+
+def test_an_agent_that_ends_well_has_restored(tmp_path: Path) -> None:
+    assert Supervised(tmp_path, "finish").end() == (0, ["finish"])
+
+
+def test_a_killed_agents_gpus_are_restored_with_its_own_settings(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, "serve")
+    os.kill(supervised.agent_pid(), signal.SIGKILL)
+    assert supervised.end() == (128 + signal.SIGKILL, ["serve", "serve --restore"])
+
+
+def test_restoring_is_tried_again_until_it_succeeds(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, "fail", failures=2)
+    assert supervised.end() == (3, ["fail", *["fail --restore"] * 3])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_end_is_handed_on(tmp_path: Path, number: signal.Signals) -> None:
+    supervised = Supervised(tmp_path, "serve")
+    supervised.agent_pid()
+    supervised.process.send_signal(number)
+    assert supervised.end() == (0, ["serve"])
+
+
+def test_an_agent_learns_that_its_supervisor_was_killed(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, "serve")
+    supervised.agent_pid()
+    supervised.process.kill()
+    supervised.process.wait()
+    assert supervised.until("end") == "its supervisor is gone"

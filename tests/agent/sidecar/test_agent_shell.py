@@ -1,0 +1,336 @@
+"""The whole agent on real sockets: a real probe, a real gRPC coordinator stub, an emulated GPU."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from coordinator_stub import Book, CoordinatorStub, until
+
+from perseus.agent import Kind, NamedSchedule, Probe
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.physics import A100_SXM, Work
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.sidecar.shell import run, serving
+from perseus.v1 import agent_service_pb2 as wire
+from perseus.v1 import computation_pb2, frontier_pb2, job_pb2
+
+UUID = "GPU-0"
+STOCK_MHZ = A100_SXM.clocks_mhz[0]
+HELD_MHZ = A100_SXM.clocks_mhz[3]
+ORDER = [
+    computation_pb2.Computation(kind=computation_pb2.COMPUTATION_KIND_FORWARD),
+    computation_pb2.Computation(kind=computation_pb2.COMPUTATION_KIND_BACKWARD),
+]
+RANK = job_pb2.RankCoordinates()
+
+
+class Trainer:
+    """A training loop on a thread: one forward and one backward per iteration, until told to stop."""
+
+    def __init__(self, socket: Path, gpu: EmulatedGpu, *, registers: bool = True) -> None:
+        self._socket = socket
+        self._gpu = gpu
+        self._registers = registers
+        self._stop = threading.Event()
+        self.finishes = True
+        self.is_registered: bool | None = None
+        self.iteration_count = 0
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        self._stop.set()
+        await asyncio.to_thread(self._thread.join)
+
+    def _train(self) -> None:
+        probe = Probe.connect(self._socket, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID)
+        if self._registers:
+            self.is_registered = probe.register(
+                pipeline_count=1, stage_count=1, schedule=NamedSchedule("1f1b", 1)
+            )
+        while not self._stop.is_set():
+            with probe.iteration():
+                with probe.computation(Kind.FORWARD, 0):
+                    self._gpu.execute(Work(0.01, 0.005, 1.0))
+                with probe.computation(Kind.BACKWARD, 0):
+                    self._gpu.execute(Work(0.02, 0.01, 1.0))
+                time.sleep(0.005)
+            self.iteration_count += 1
+        if self.finishes:
+            probe.finish()
+        probe.close()
+
+
+def connected_probe(socket: Path) -> Probe:
+    """The next trainer's, once the agent is done with the one before."""
+    while not (probe := Probe.connect(socket, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID)).is_connected:
+        time.sleep(0.02)
+    return probe
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Iterator[EmulatedGpu]:
+    (tmp_path / "gpus").mkdir()
+    gpu = EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, UUID)
+    yield gpu
+    gpu.close()
+
+
+Start = Callable[..., Awaitable[CoordinatorStub]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Starts coordinators, and stops those that still run when the test ends."""
+    coordinators: list[CoordinatorStub] = []
+
+    async def start(book: Book, port: int = 0) -> CoordinatorStub:
+        coordinator = CoordinatorStub(book, ORDER)  # type: ignore[abstract] # it serves RegisterJob only
+        coordinators.append(coordinator)
+        await coordinator.start(port)
+        return coordinator
+
+    yield start
+    for coordinator in coordinators:
+        await coordinator.stop()
+
+
+def settings(tmp_path: Path, port: int, **more: object) -> AgentSettings:
+    return AgentSettings(
+        coordinator=f"127.0.0.1:{port}",
+        socket=tmp_path / "run" / "agent.sock",
+        gpu_backend="emulated",
+        emulated_gpus=tmp_path / "gpus",
+        restore_folder=tmp_path / "restore",
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def hold(version: int, start_iteration: int) -> wire.ConnectResponse:
+    return wire.ConnectResponse(
+        plan_offer=wire.PlanOffer(
+            job_id="job",
+            rank=RANK,
+            epoch="e",
+            version=version,
+            start_iteration=start_iteration,
+            lease_s=3.0,
+            hold=wire.HoldClock(clock_mhz=HELD_MHZ),
+        )
+    )
+
+
+def in_force(version: int) -> Callable[[Book], bool]:
+    return lambda book: any(request.plan_in_force.version == version for request in book.all("plan_in_force"))
+
+
+def measured_under(version: int) -> Callable[[Book], bool]:
+    return lambda book: any(
+        version in request.telemetry.iterations.plan_version for request in book.all("telemetry")
+    )
+
+
+async def test_a_rank_from_hello_to_finish_with_a_coordinator_that_restarts(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    coordinator = await start(Book())
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry at stock")
+        assert trainer.is_registered
+        joined = coordinator.book.all("rank_joined")[-1].rank_joined
+        assert joined.gpu.uuid == UUID
+        assert tuple(joined.gpu.supported_clocks_mhz) == A100_SXM.clocks_mhz
+        assert joined.in_force_version == 0
+
+        coordinator.say(hold(version=1, start_iteration=trainer.iteration_count + 3))
+        await coordinator.until(in_force(1), "plan 1 in force")
+        assert coordinator.book.all("plan_answer")[-1].plan_answer.accepted
+        await coordinator.until(measured_under(1), "telemetry under plan 1")
+        assert gpu.sm_clock_mhz() == HELD_MHZ
+        under_plan = next(
+            request.telemetry
+            for request in coordinator.book.all("telemetry")
+            if 1 in request.telemetry.iterations.plan_version
+        )
+        assert all(energy_j > 0 for energy_j in under_plan.iterations.energy_j)
+
+        await coordinator.stop()
+        await asyncio.sleep(0.2)
+        assert gpu.sm_clock_mhz() == HELD_MHZ, "the plan stays in force while the lease runs"
+        earlier = coordinator.book
+        remembered = Book(jobs=earlier.jobs, acknowledged_sequence=earlier.acknowledged_sequence)
+        coordinator = await start(remembered, coordinator.port)
+        await coordinator.until(measured_under(1), "telemetry again")
+        joined = coordinator.book.all("rank_joined")[-1].rank_joined
+        assert (joined.in_force_epoch, joined.in_force_version) == ("e", 1)
+        first = coordinator.book.all("telemetry")[0].telemetry
+        assert first.sequence == earlier.acknowledged_sequence + 1
+        assert first.dropped_batch_count == 0
+
+        await coordinator.until(
+            lambda book: any(r.telemetry.HasField("energy") for r in book.all("telemetry")),
+            "an energy estimate",
+        )
+        await trainer.stop()
+        await coordinator.until(lambda book: len(book.all("rank_left")) > 0, "rank left")
+        left = coordinator.book.all("rank_left")[-1].rank_left
+        assert left.reason == wire.RANK_LEFT_REASON_FINISHED
+        assert gpu.sm_clock_mhz() == STOCK_MHZ
+    await coordinator.until(lambda book: len(book.all("goodbye")) == 1, "goodbye")
+    assert not (tmp_path / "run" / "agent.sock").exists()
+
+
+async def test_a_trainer_that_left_is_told_of_before_the_one_that_came_after(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    """Else the coordinator would take the farewell, and telemetry that is sent again, for the new one's."""
+    coordinator = await start(Book())
+    async with serving(settings(tmp_path, coordinator.port)):
+        first = Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
+        assert coordinator.book.all("rank_joined")[-1].rank_joined.after_sequence == 0
+        await coordinator.stop()
+        await first.stop()
+        second = await asyncio.to_thread(connected_probe, tmp_path / "run" / "agent.sock")
+        remembered = Book(acknowledged_sequence=coordinator.book.acknowledged_sequence)
+        coordinator = await start(remembered, coordinator.port)
+        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry sent again")
+        (joined,) = coordinator.book.all("rank_joined")
+        (left,) = coordinator.book.all("rank_left")
+        (again, *_) = coordinator.book.all("telemetry")
+        heard = coordinator.book.heard
+        assert heard.index(left) < heard.index(joined) < heard.index(again)
+        assert again.telemetry.sequence <= joined.rank_joined.after_sequence
+        second.close()
+
+
+async def test_a_stage_plan_sets_a_clock_per_computation(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    coordinator = await start(Book())
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry at stock")
+        plan = frontier_pb2.StagePlan(
+            computations=[
+                frontier_pb2.PlannedComputation(kind=ORDER[0].kind, clock_mhz=HELD_MHZ),
+                frontier_pb2.PlannedComputation(kind=ORDER[1].kind, clock_mhz=STOCK_MHZ),
+            ]
+        )
+        offer = hold(version=5, start_iteration=trainer.iteration_count + 3)
+        offer.plan_offer.stage_plan.CopyFrom(plan)
+        coordinator.say(offer)
+        await coordinator.until(measured_under(5), "telemetry under plan 5")
+        await coordinator.until(
+            lambda book: (
+                {HELD_MHZ, STOCK_MHZ}
+                <= {clock for r in book.all("telemetry") for clock in r.telemetry.computations.clock_mhz}
+            ),
+            "computations at both clocks",
+        )
+        # The agent is stopped while the plan is in force and the trainer goes on.
+    assert gpu.sm_clock_mhz() == STOCK_MHZ
+    trained = trainer.iteration_count
+    await asyncio.sleep(0.2)
+    assert trainer.iteration_count > trained, "training goes on without the agent"
+    await trainer.stop()
+
+
+async def test_without_a_coordinator_training_runs_and_the_job_is_registered_later(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    coordinator = await start(Book())
+    await coordinator.stop()
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await until(lambda: trainer.iteration_count >= 2, "training")
+        assert trainer.is_registered
+        coordinator = await start(Book(), coordinator.port)
+        await coordinator.until(lambda book: "job" in book.jobs, "the job registered")
+        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
+        trainer.finishes = False
+        await trainer.stop()
+        await coordinator.until(lambda book: len(book.all("rank_left")) > 0, "rank left")
+        left = coordinator.book.all("rank_left")[-1].rank_left
+        assert left.reason == wire.RANK_LEFT_REASON_TRAINER_GONE
+
+
+async def test_a_refused_registration_reaches_the_probe(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = await start(Book(refusal="job 'job' has 4 stages, found 1"))
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await until(lambda: trainer.is_registered is not None, "an answer")
+        await trainer.stop()
+    assert not trainer.is_registered
+    assert "job 'job' has 4 stages, found 1" in caplog.text
+
+
+async def test_what_a_hello_may_not_ask_for(
+    tmp_path: Path, gpu: EmulatedGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    def connect(stage: int, uuid: str) -> Probe:
+        return Probe.connect(
+            tmp_path / "run" / "agent.sock", job_id="job", pipeline=0, stage=stage, gpu_uuid=uuid
+        )
+
+    def connect_when_free(stage: int) -> Probe:
+        while not (probe := connect(stage, UUID)).is_connected:
+            time.sleep(0.02)
+        return probe
+
+    async with serving(settings(tmp_path, port=1)):
+        foreign = await asyncio.to_thread(connect, 0, "GPU-7")
+        assert "GPU GPU-7: expected one of this node's 1 GPUs (GPU-0)" in caplog.text
+        foreign.close()
+        served = await asyncio.to_thread(connect, 0, UUID)
+        assert served.is_connected
+        same_rank = await asyncio.to_thread(connect, 0, UUID)
+        assert not same_rank.is_connected
+        assert "another trainer is connected as this rank" in caplog.text
+        same_gpu = await asyncio.to_thread(connect, 1, UUID)
+        assert not same_gpu.is_connected
+        assert "another rank runs on it" in caplog.text
+        served.close()
+        again = await asyncio.to_thread(connect_when_free, 1)
+        again.close()
+
+
+async def test_an_agent_that_observes_refuses_clocks_and_measures(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    gpu.set_clock_mhz(A100_SXM.clocks_mhz[5])
+    coordinator = await start(Book())
+    async with serving(settings(tmp_path, coordinator.port, observe=True)):
+        trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
+        coordinator.say(hold(version=1, start_iteration=trainer.iteration_count + 3))
+        await coordinator.until(lambda book: len(book.all("plan_answer")) > 0, "an answer")
+        answer = coordinator.book.all("plan_answer")[-1].plan_answer
+        assert answer.refusal_reason == wire.PLAN_REFUSAL_REASON_NOT_PERMITTED
+        await trainer.stop()
+    assert gpu.sm_clock_mhz() == A100_SXM.clocks_mhz[5], "not even reset"
+
+
+async def test_sigterm_ends_the_agent_with_its_gpus_at_stock(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    coordinator = await start(Book())
+    running = asyncio.create_task(run(settings(tmp_path, coordinator.port)))
+    await until((tmp_path / "run" / "agent.sock").exists, "the socket")
+    trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+    await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
+    coordinator.say(hold(version=1, start_iteration=trainer.iteration_count + 3))
+    await until(lambda: gpu.sm_clock_mhz() == HELD_MHZ, "the held clock")
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, 10)
+    assert gpu.sm_clock_mhz() == STOCK_MHZ
+    assert coordinator.book.heard[-1].WhichOneof("message") == "goodbye"
+    await trainer.stop()

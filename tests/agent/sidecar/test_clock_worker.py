@@ -1,0 +1,182 @@
+import queue
+import time
+from itertools import chain, count, repeat
+from typing import cast
+
+import pytest
+from fake_gpu import FakeGpu
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.agent.gpu import GpuLostError, GpuPermissionError
+from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
+
+
+def make_worker(gpu: FakeGpu) -> tuple[ClockWorker, list[ClockResult]]:
+    """A worker whose time moves on by a millisecond whenever it is looked at."""
+    results: list[ClockResult] = []
+    ticks = count()
+    return ClockWorker(gpu, results.append, monotonic=lambda: next(ticks) / 1000), results
+
+
+def test_a_set_is_reported_with_its_times() -> None:
+    gpu = FakeGpu()
+    worker, results = make_worker(gpu)
+    worker.request(1200)
+    worker.close()
+    assert gpu.sets == [1200]
+    (result,) = results
+    assert (result.target_mhz, result.due_s, result.error) == (1200, 0.0, None)
+    assert 0.0 < result.begun_at_s < result.in_force_at_s
+
+
+def test_a_set_is_in_force_when_the_effective_clock_has_changed() -> None:
+    gpu = FakeGpu()
+    gpu.effective_mhz = chain([1400] * 5, repeat(1200))
+    worker, results = make_worker(gpu)
+    worker.request(1200)
+    assert gpu.begun.acquire(timeout=10)
+    while not results:
+        time.sleep(0.001)
+    worker.close()
+    assert results[0].in_force_at_s - results[0].begun_at_s >= 0.006
+
+
+@pytest.mark.parametrize("effective_mhz", [1000, GpuLostError("gone")])
+def test_where_the_effective_clock_does_not_tell_the_call_does(effective_mhz: int | GpuLostError) -> None:
+    gpu = FakeGpu()
+    gpu.effective_mhz = repeat(effective_mhz)
+    worker, results = make_worker(gpu)
+    worker.request(1200)
+    while not results:
+        time.sleep(0.001)
+    worker.close()
+    assert results[0].error is None
+    assert results[0].in_force_at_s - results[0].begun_at_s < 0.003
+
+
+def test_a_scheduled_clock_is_set_when_it_is_due() -> None:
+    gpu = FakeGpu()
+    results: queue.Queue[ClockResult] = queue.Queue()
+    worker = ClockWorker(gpu, results.put)
+    due_s = time.monotonic() + 0.05
+    worker.schedule(1400, due_s)
+    worker.request(1000)
+    worker.schedule(1200, due_s)
+    assert [results.get(timeout=10).target_mhz for _ in range(2)] == [1000, 1200]
+    worker.close()
+
+
+def test_a_request_takes_the_place_of_what_is_scheduled() -> None:
+    gpu = FakeGpu()
+    worker, _ = make_worker(gpu)
+    worker.schedule(1200, 1e9)
+    worker.request(1000)
+    worker.close()
+    assert gpu.sets == [1000]
+
+
+def test_a_scheduled_clock_that_is_due_overtakes_an_older_request() -> None:
+    gpu = FakeGpu()
+    gpu.permit.clear()
+    worker, _ = make_worker(gpu)
+    worker.request(1000)
+    assert gpu.begun.acquire(timeout=10)
+    worker.request(1200)
+    worker.schedule(1400, 0.0)
+    gpu.permit.set()
+    worker.close()
+    assert gpu.sets == [1000, 1400]
+
+
+def test_only_the_newest_wanted_clock_counts_and_the_caller_never_waits() -> None:
+    gpu = FakeGpu()
+    gpu.permit.clear()
+    worker, results = make_worker(gpu)
+    worker.request(1000)
+    assert gpu.begun.acquire(timeout=10)  # the first set is under way and cannot end
+    for target_mhz in (1200, STOCK, 1000, 1400):
+        worker.request(target_mhz)
+    gpu.permit.set()
+    worker.close()
+    assert gpu.sets == [1000, 1400]
+    assert [result.target_mhz for result in results] == [1000, 1400]
+    assert results[0].due_s < results[0].begun_at_s < results[1].due_s < results[1].begun_at_s
+
+
+def test_what_is_in_force_already_is_not_set_again() -> None:
+    gpu = FakeGpu()
+    gpu.permit.clear()
+    worker, results = make_worker(gpu)
+    worker.request(1000)
+    assert gpu.begun.acquire(timeout=10)
+    worker.request(1200)
+    worker.request(1000)
+    gpu.permit.set()
+    worker.close()
+    assert gpu.sets == [1000]
+    assert len(results) == 1
+
+
+def test_the_first_reset_is_never_redundant() -> None:
+    gpu = FakeGpu()
+    worker, results = make_worker(gpu)
+    worker.request(STOCK)
+    worker.close()
+    assert gpu.sets == [STOCK]
+    assert results[0].target_mhz is STOCK
+
+
+def test_after_an_error_nothing_is_known_to_be_in_force() -> None:
+    gpu = FakeGpu()
+    gpu.errors[1000] = error = GpuPermissionError("no")
+    results: queue.Queue[ClockResult] = queue.Queue()
+    worker = ClockWorker(gpu, results.put)
+    seen = []
+    for target_mhz in (1200, 1000, 1200):
+        worker.request(target_mhz)
+        seen.append(results.get(timeout=10))
+    worker.close()
+    assert [(result.target_mhz, result.error) for result in seen] == [
+        (1200, None),
+        (1000, error),
+        (1200, None),
+    ]
+    assert gpu.sets == [1200, 1200]
+
+
+def test_a_failing_listener_does_not_keep_the_gpu_from_being_reset() -> None:
+    gpu = FakeGpu()
+
+    def on_result(_result: ClockResult) -> None:
+        gpu.begun.release()
+        raise RuntimeError("the event loop is closed")
+
+    worker = ClockWorker(gpu, on_result)
+    worker.request(1000)
+    assert gpu.begun.acquire(timeout=10)
+    assert gpu.begun.acquire(timeout=10)
+    worker.request(STOCK)
+    worker.close()
+    assert gpu.sets == [1000, STOCK]
+
+
+def test_nothing_is_taken_after_close() -> None:
+    worker, _ = make_worker(FakeGpu())
+    worker.close()
+    with pytest.raises(RuntimeError, match="GPU-fake: its clock worker is closed"):
+        worker.request(1000)
+
+
+@given(targets=st.lists(st.sampled_from([1000, 1200, 1400, STOCK]), min_size=1, max_size=30))
+def test_the_last_request_ends_up_in_force(targets: list[int | None]) -> None:
+    gpu = FakeGpu()
+    worker, results = make_worker(gpu)
+    for target_mhz in targets:
+        worker.request(target_mhz)
+    worker.close()
+    assert gpu.sets[-1] == targets[-1]
+    assert all(left != right for left, right in zip(gpu.sets, gpu.sets[1:], strict=False))
+    assert [result.target_mhz for result in results] == gpu.sets
+    wanted = iter(targets)  # what was set is a subsequence of what was wanted
+    assert all(target_mhz in cast("list[int | None]", wanted) for target_mhz in gpu.sets)

@@ -1,0 +1,36 @@
+import queue
+from itertools import chain, repeat
+from pathlib import Path
+
+import pytest
+from fake_gpu import FakeGpu
+
+from perseus.agent.energy.counter import CounterChange
+from perseus.agent.gpu import GpuError, GpuLostError
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.physics import A40
+from perseus.agent.sidecar.counter_poller import CounterPoller
+
+
+def test_polls_a_gpu_until_closed(tmp_path: Path) -> None:
+    gpu = EmulatedGpu.create(tmp_path / "gpu", A40, "GPU-a")
+    changes: queue.Queue[CounterChange] = queue.Queue()
+    poller = CounterPoller(gpu, changes.put, lambda error: pytest.fail(str(error)))
+    first, second = changes.get(timeout=10), changes.get(timeout=10)
+    poller.close()
+    gpu.close()
+    between_s = (second.energy_j - first.energy_j) / 70.38
+    assert between_s == pytest.approx(0.1 * round(between_s / 0.1), rel=1e-6)
+    assert abs(second.time_s - first.time_s - between_s) <= first.uncertainty_s + second.uncertainty_s
+
+
+def test_an_error_ends_the_polling_and_is_reported() -> None:
+    lost = GpuLostError("gone")
+    gpu = FakeGpu(readings=chain([1.0, 2.0, lost], repeat(3.0)))
+    changes: list[CounterChange] = []
+    errors: queue.Queue[GpuError] = queue.Queue()
+    poller = CounterPoller(gpu, changes.append, errors.put, interval_s=0.0001)
+    assert errors.get(timeout=10) is lost
+    poller.close()
+    assert [change.energy_j for change in changes] == [2.0]
+    assert errors.empty()

@@ -1,0 +1,114 @@
+import asyncio
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from perseus.agent.link.packets import MAX_PACKET_BYTES, Finish, MalformedPacket, Reply, decode, encode
+from perseus.agent.sidecar.local import Line, LocalServer, SocketInUseError
+
+
+async def drain(line: Line) -> None:
+    while await line.receive() is not None:
+        pass
+
+
+async def test_the_socket_is_for_everybody_and_gone_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "perseus" / "agent.sock"
+    server = LocalServer(path, drain)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666
+    assert [entry.name for entry in path.parent.iterdir()] == ["agent.sock"]
+    await server.close()
+    assert not path.exists()
+
+
+async def test_what_a_dead_agent_left_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+    left = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    left.bind(str(path))
+    left.close()
+    server = LocalServer(path, drain)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.connect(str(path))
+    await server.close()
+
+
+async def test_a_path_that_is_taken_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+    server = LocalServer(path, drain)
+    with pytest.raises(SocketInUseError, match="expected no agent there, found one that listens"):
+        LocalServer(path, drain)
+    await server.close()
+    path.write_text("precious")
+    with pytest.raises(SocketInUseError, match="found something else"):
+        LocalServer(path, drain)
+    assert path.read_text() == "precious"
+
+
+async def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 120)
+    with pytest.raises(OSError, match="expected a socket path of at most 107 bytes, found"):
+        LocalServer(path, drain)
+
+
+def pair() -> tuple[Line, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return Line(ours), theirs
+
+
+async def test_a_packet_is_a_message_and_the_end_is_none() -> None:
+    line, probe = pair()
+    for time_ns in range(200):
+        probe.send(encode(Finish(time_ns)))
+    probe.close()
+    assert [await line.receive() for _ in range(201)] == [*map(Finish, range(200)), None]
+    line.close()
+
+
+async def test_what_a_probe_said_before_it_left_in_a_hurry_is_heard() -> None:
+    line, probe = pair()
+    line.reply(Reply(True))  # never read: the kernel reports a reset first
+    probe.send(encode(Finish(1)))
+    probe.close()
+    assert await line.receive() == Finish(1)
+    assert await line.receive() is None
+    line.close()
+
+
+async def test_a_packet_that_is_too_large_is_refused() -> None:
+    line, probe = pair()
+    probe.send(b"{" * (MAX_PACKET_BYTES + 10))
+    with pytest.raises(MalformedPacket, match="expected 1 to 131072 bytes, found 131073"):
+        await line.receive()
+    line.close()
+    probe.close()
+
+
+async def test_a_probe_that_reads_nothing_does_not_hold_up_a_reply() -> None:
+    line, probe = pair()
+    for _ in range(1000):
+        line.reply(Reply(True))
+    assert decode(probe.recv(MAX_PACKET_BYTES)) == Reply(True)
+    probe.close()
+    line.reply(Reply(True))
+    line.close()
+
+
+async def test_a_conversation_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    heard: asyncio.Queue[object] = asyncio.Queue()
+
+    async def serve(line: Line) -> None:
+        message = await line.receive()
+        if message == Finish(1):
+            raise KeyError
+        await heard.put(message)
+
+    server = LocalServer(tmp_path / "agent.sock", serve)
+    for time_ns in (1, 2):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.connect(str(tmp_path / "agent.sock"))
+            probe.send(encode(Finish(time_ns)))
+    assert await heard.get() == Finish(2)
+    await server.close()

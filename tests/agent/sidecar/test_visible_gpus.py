@@ -1,0 +1,46 @@
+import pytest
+
+from perseus.agent.gpu import Gpu, GpuNotFoundError
+from perseus.agent.sidecar.backends import VisibleGpus
+from perseus.agent.sidecar.visible import visible_uuids
+
+UUIDS = ["GPU-0a", "GPU-0b", "GPU-1c"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("0,1,2", UUIDS),
+        ("2, 0", ["GPU-1c", "GPU-0a"]),
+        ("GPU-1c", ["GPU-1c"]),
+        ("GPU-1", ["GPU-1c"]),
+        ("GPU-0b,2", ["GPU-0b", "GPU-1c"]),
+        ("", []),
+        ("-1", []),
+        ("1,-1,2", ["GPU-0b"]),
+        ("1,7,2", ["GPU-0b"]),
+        ("GPU-0,2", []),
+        ("NoDevFiles", []),
+        ("1,1", []),
+        ("1,GPU-0b", []),
+    ],
+)
+def test_what_cuda_leaves_visible(setting: str, expected: list[str]) -> None:
+    assert visible_uuids(setting, UUIDS) == expected
+
+
+class Node:
+    def open(self, uuid: str) -> Gpu:
+        raise GpuNotFoundError(f"opened {uuid}")
+
+    def uuids(self) -> list[str]:
+        return UUIDS
+
+
+def test_an_agent_serves_only_what_is_visible_to_it() -> None:
+    gpus = VisibleGpus(Node(), "2,1")
+    assert gpus.uuids() == ["GPU-1c", "GPU-0b"]
+    with pytest.raises(GpuNotFoundError, match="opened GPU-1c"):
+        gpus.open("GPU-1c")
+    with pytest.raises(GpuNotFoundError, match=r"CUDA_VISIBLE_DEVICES=2,1 leaves visible.*GPU-1c, GPU-0b"):
+        gpus.open("GPU-0a")

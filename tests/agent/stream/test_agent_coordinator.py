@@ -1,0 +1,141 @@
+"""What is said to a coordinator that comes and goes, on real streams."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from coordinator_stub import Book, CoordinatorStub, until
+from structlog.testing import capture_logs
+
+from perseus.agent.link.computation import Rank
+from perseus.agent.rank.messages import (
+    NO_PLAN,
+    AgentIdentity,
+    GpuErrorReason,
+    GpuErrorReport,
+    PlanInForce,
+    RankLeft,
+    RankLeftReason,
+    RankRefused,
+    Telemetry,
+    ToSession,
+    Welcome,
+)
+from perseus.agent.stream.coordinator import Coordinator
+from perseus.v1 import agent_service_pb2 as wire
+from perseus.v1 import job_pb2
+
+RANK = Rank("job", 0, 0, 0)
+TELEMETRY = Telemetry(RANK, (), (), None, None)
+REPORT = GpuErrorReport(RANK, "GPU-0", GpuErrorReason.LOST, "fell off the bus")
+IN_FORCE = PlanInForce(RANK, NO_PLAN, 3)
+
+
+class Agent:
+    """A `Listener` that says something on every stream, and remembers what it hears."""
+
+    def __init__(self, target: str) -> None:
+        self.seen: list[Welcome | ToSession | str] = []
+        self.coordinator = Coordinator(target, AgentIdentity("instance", "0", "host"), self, lambda: 0.01)
+
+    def connected(self, welcome: Welcome) -> None:
+        self.seen.append(welcome)
+        self.coordinator.say(IN_FORCE)
+
+    def heard(self) -> None:
+        self.seen.append("heard")
+
+    def received(self, message: ToSession) -> None:
+        self.seen.append(message)
+
+    def disconnected(self) -> None:
+        self.seen.append("disconnected")
+
+
+@asynccontextmanager
+async def serving(book: Book, port: int = 0) -> AsyncIterator[CoordinatorStub]:
+    server = CoordinatorStub(book, [])  # type: ignore[abstract] # it serves RegisterJob only
+    await server.start(port)
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[CoordinatorStub]:
+    async with serving(Book()) as server:
+        yield server
+
+
+@asynccontextmanager
+async def running(agent: Agent) -> AsyncIterator[None]:
+    task = asyncio.create_task(agent.coordinator.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def said(server: CoordinatorStub) -> list[str | None]:
+    names = [request.WhichOneof("message") for request in server.book.heard]
+    return [name for name in names if name != "heartbeat"]
+
+
+async def test_what_is_said_without_a_stream_is_kept_or_forgotten(server: CoordinatorStub) -> None:
+    agent = Agent(f"127.0.0.1:{server.port}")
+    agent.coordinator.say(TELEMETRY)
+    agent.coordinator.say(IN_FORCE)
+    agent.coordinator.say(REPORT)
+    agent.coordinator.say(RankLeft(RANK, RankLeftReason.FINISHED))
+    agent.coordinator.say_next([REPORT])
+    async with running(agent):
+        await server.until(lambda book: book.acknowledged_sequence == 1, "telemetry")
+        assert said(server) == ["hello", "rank_left", "gpu_error", "plan_in_force", "telemetry"]
+        agent.coordinator.say(RankLeft(RANK, RankLeftReason.FINISHED))
+        agent.coordinator.say(TELEMETRY)
+        await server.until(lambda book: book.acknowledged_sequence == 2, "telemetry")
+        assert said(server)[5:] == ["rank_left", "telemetry"]
+    assert agent.coordinator.telemetry_sequence == 2
+
+
+async def test_what_was_not_acknowledged_is_said_again_on_the_next_stream(server: CoordinatorStub) -> None:
+    agent = Agent(f"127.0.0.1:{server.port}")
+    async with running(agent):
+        await until(lambda: agent.coordinator.is_connected, "connected")
+        agent.coordinator.say(TELEMETRY)
+        await server.until(lambda book: book.acknowledged_sequence == 1, "acknowledged")
+        agent.coordinator.say_next([REPORT])  # not on the next: a stream is open
+        server.book.acknowledges = False
+        agent.coordinator.say(TELEMETRY)
+        await server.until(lambda book: len(book.all("telemetry")) == 2, "heard")
+        await server.stop()
+        await until(lambda: "disconnected" in agent.seen, "disconnected")
+        agent.coordinator.say(TELEMETRY)
+        async with serving(Book(acknowledged_sequence=1), server.port) as restarted:
+            await restarted.until(lambda book: book.acknowledged_sequence == 3, "telemetry")
+            assert said(restarted) == ["hello", "plan_in_force", "telemetry", "telemetry"]
+            assert [each.telemetry.sequence for each in restarted.book.all("telemetry")] == [2, 3]
+
+
+async def test_ranks_hear_what_concerns_them_and_the_rest_is_said_in_the_log(server: CoordinatorStub) -> None:
+    agent = Agent(f"127.0.0.1:{server.port}")
+    refused = wire.RankRefused(job_id="job", rank=job_pb2.RankCoordinates(), reason="R", message="why")
+    with capture_logs() as logs:
+        async with running(agent):
+            await until(lambda: agent.coordinator.is_connected, "connected")
+            server.say(wire.ConnectResponse(drain=wire.Drain(reason="an update")))
+            server.say(wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=9)))
+            server.say(wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=1.0)))
+            server.say(wire.ConnectResponse(rank_refused=refused))
+            await until(lambda: RankRefused(RANK, "R", "why") in agent.seen, "the refusal")
+    welcome, *heard = agent.seen[: agent.seen.index(RankRefused(RANK, "R", "why"))]
+    assert welcome == Welcome("e", 3.0, 0)
+    assert set(heard) == {"heard"}
+    assert len(heard) >= 4
+    reasons = [str(line["reason"]) for line in logs if "reason" in line]
+    assert "an update" in reasons
+    assert "telemetry: expected an acknowledgement up to 0, found 9" in reasons
+    assert "expected one welcome on a stream, found another" in reasons

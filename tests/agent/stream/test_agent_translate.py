@@ -1,0 +1,214 @@
+import math
+
+import pytest
+
+from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.rank.messages import (
+    ClockStatistics,
+    ComputationRow,
+    Drain,
+    EnergyEstimate,
+    EnergySample,
+    GpuDescription,
+    HeartbeatAnswer,
+    Hold,
+    IterationRow,
+    PlanAnswer,
+    PlanId,
+    PlanInForce,
+    PlanOffer,
+    PlanRefusal,
+    PlanRefusalReason,
+    RankAccepted,
+    RankJoined,
+    RankLeft,
+    RankLeftReason,
+    RankRefused,
+    StageClocks,
+    Stock,
+    Telemetry,
+    TelemetryAck,
+    Welcome,
+)
+from perseus.agent.stream import translate
+from perseus.agent.stream.telemetry import Batch
+from perseus.v1 import agent_service_pb2 as wire
+from perseus.v1 import computation_pb2, frontier_pb2, job_pb2
+
+RANK = Rank("job", 1, 2, 3)
+COORDINATES = job_pb2.RankCoordinates(pipeline=1, stage=2, tensor=3)
+F0 = Computation(Kind.FORWARD, 0)
+WIRE_F0 = computation_pb2.Computation(kind=computation_pb2.COMPUTATION_KIND_FORWARD)
+
+
+def test_the_agents_numbers_are_those_of_the_contract() -> None:
+    for ours, prefix, theirs in (
+        (Kind, "COMPUTATION_KIND", computation_pb2.ComputationKind),
+        (RankLeftReason, "RANK_LEFT_REASON", wire.RankLeftReason),
+        (PlanRefusalReason, "PLAN_REFUSAL_REASON", wire.PlanRefusalReason),
+    ):
+        numbers = {f"{prefix}_{member.name}": member.value for member in ours}
+        assert {f"{prefix}_UNSPECIFIED": 0, **numbers} == dict(theirs.items())
+
+
+def test_what_a_session_says() -> None:
+    joined = translate.request(
+        RankJoined(RANK, GpuDescription("GPU-1", "A100", (1410, 1200)), 7, PlanId("e", 3), 40)
+    ).rank_joined
+    assert joined == wire.RankJoined(
+        job_id="job",
+        rank=COORDINATES,
+        gpu=wire.Gpu(uuid="GPU-1", model="A100", supported_clocks_mhz=[1410, 1200]),
+        iteration=7,
+        in_force_epoch="e",
+        in_force_version=3,
+        after_sequence=40,
+    )
+    left = translate.request(RankLeft(RANK, RankLeftReason.GPU_FAILED)).rank_left
+    assert left == wire.RankLeft(job_id="job", rank=COORDINATES, reason=wire.RANK_LEFT_REASON_GPU_FAILED)
+    refusal = PlanRefusal(PlanRefusalReason.PAST_START, "too late")
+    refused = translate.request(PlanAnswer(RANK, PlanId("e", 3), refusal, 9)).plan_answer
+    assert refused == wire.PlanAnswer(
+        job_id="job",
+        rank=COORDINATES,
+        epoch="e",
+        version=3,
+        refusal_reason=wire.PLAN_REFUSAL_REASON_PAST_START,
+        message="too late",
+        iteration=9,
+    )
+    assert translate.request(PlanAnswer(RANK, PlanId("e", 3), None, 9)).plan_answer.accepted
+    foreign = PlanRefusal(PlanRefusalReason.CLOCK_NOT_SUPPORTED, "no such clock", (800, 7))
+    refused = translate.request(PlanAnswer(RANK, PlanId("e", 3), foreign, 9)).plan_answer
+    assert list(refused.refused_clocks_mhz) == [800, 7]
+    in_force = translate.request(PlanInForce(RANK, PlanId("e", 3), 9)).plan_in_force
+    assert in_force == wire.PlanInForce(job_id="job", rank=COORDINATES, epoch="e", version=3, iteration=9)
+
+
+def test_rows_become_columns() -> None:
+    sample = EnergySample(Kind.FORWARD, 1, None, 4, 0.05, 0.001, 20.0, 0.5)
+    telemetry = Telemetry(
+        RANK,
+        (IterationRow(7, 3, 0.8, 240.0, True, 0), IterationRow(8, 3, 0.9, 250.0, False, 0x40)),
+        (
+            ComputationRow(7, F0, 0.1, 0.05, 1410),
+            ComputationRow(7, Computation(Kind.BACKWARD, 2, 1), 0.2, 0.1, None),
+        ),
+        EnergyEstimate(3, 2, (sample,), None, 0.0, 12, 1),
+        ClockStatistics(3, 40, 64, 2, 1, 4.0, 3.5, 0.012, 0.001, None),
+    )
+    batch = translate.request(Batch(5, telemetry, 2)).telemetry
+    assert (batch.sequence, batch.job_id, batch.rank, batch.dropped_batch_count) == (5, "job", COORDINATES, 2)
+    assert list(batch.iterations.iteration) == [7, 8]
+    assert list(batch.iterations.is_regular) == [True, False]
+    assert list(batch.iterations.energy_j) == [240.0, 250.0]
+    assert list(batch.iterations.clock_event_reasons) == [0, 0x40]
+    assert list(batch.computations.kind) == [1, 2]
+    assert list(batch.computations.microbatch) == [0, 2]
+    assert list(batch.computations.chunk) == [0, 1]
+    assert list(batch.computations.clock_mhz) == [1410, 0]
+    assert list(batch.computations.begin_s) == [0.1, 0.2]
+    assert batch.energy.blocking_power_w == 0
+    assert (batch.clocks.set_count, batch.clocks.late_raise_count, batch.clocks.missed_count) == (40, 2, 1)
+    assert (batch.clocks.computation_time_s, batch.clocks.on_clock_time_s) == (4.0, 3.5)
+    assert not batch.clocks.HasField("prediction_error_s")
+    assert batch.energy.samples[0].energy_j == 20.0
+    assert batch.energy.samples[0].clock_mhz == 0
+    assert not translate.request(Batch(6, Telemetry(RANK, (), (), None, None), 0)).telemetry.HasField(
+        "energy"
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=3, acknowledged_sequence=4)),
+            Welcome("e", 3.0, 4),
+        ),
+        (
+            wire.ConnectResponse(
+                rank_accepted=wire.RankAccepted(
+                    job_id="job",
+                    rank=COORDINATES,
+                    order=computation_pb2.StageOrder(computations=[WIRE_F0]),
+                )
+            ),
+            RankAccepted(RANK, (F0,)),
+        ),
+        (
+            wire.ConnectResponse(
+                rank_refused=wire.RankRefused(job_id="job", rank=COORDINATES, reason="R", message="m")
+            ),
+            RankRefused(RANK, "R", "m"),
+        ),
+        (wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=9)), TelemetryAck(9)),
+        (wire.ConnectResponse(heartbeat=wire.Heartbeat()), HeartbeatAnswer()),
+        (wire.ConnectResponse(drain=wire.Drain(reason="r")), Drain("r")),
+    ],
+)
+def test_what_the_coordinator_says(message: wire.ConnectResponse, expected: object) -> None:
+    assert translate.response(message) == expected
+
+
+def offer(**clocks: object) -> wire.ConnectResponse:
+    return wire.ConnectResponse(
+        plan_offer=wire.PlanOffer(
+            job_id="job",
+            rank=COORDINATES,
+            epoch="e",
+            version=3,
+            start_iteration=8,
+            lease_s=2.5,
+            **clocks,  # type: ignore[arg-type]
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "clocks"),
+    [
+        (offer(stock=wire.StockClocks()), Stock()),
+        (offer(hold=wire.HoldClock(clock_mhz=900)), Hold(900)),
+        (
+            offer(
+                stage_plan=frontier_pb2.StagePlan(
+                    computations=[frontier_pb2.PlannedComputation(kind=WIRE_F0.kind, clock_mhz=900)]
+                )
+            ),
+            StageClocks((F0,), (900,)),
+        ),
+    ],
+)
+def test_offers(message: wire.ConnectResponse, clocks: Stock | Hold | StageClocks) -> None:
+    assert translate.response(message) == PlanOffer(RANK, PlanId("e", 3), 8, 2.5, clocks)
+
+
+def test_what_the_contract_does_not_allow_is_named() -> None:
+    def refused(message: wire.ConnectResponse) -> str:
+        with pytest.raises(translate.MalformedMessageError) as caught:
+            translate.response(message)
+        return str(caught.value)
+
+    assert refused(wire.ConnectResponse()) == "message: expected one that this agent knows, found None"
+    assert refused(offer()) == "plan_offer.clocks: expected stock, hold or stage_plan, found none"
+    for lease_s in (0.0, -1.0, math.nan, math.inf):
+        message = offer(stock=wire.StockClocks())
+        message.plan_offer.lease_s = lease_s
+        assert refused(message) == f"plan_offer.lease_s: expected a positive number, found {lease_s}"
+    message = offer(stock=wire.StockClocks())
+    message.plan_offer.version = 0
+    assert refused(message) == "plan_offer.version: expected at least 1, found 0"
+    message = offer(stage_plan=frontier_pb2.StagePlan(computations=[frontier_pb2.PlannedComputation()]))
+    assert refused(message) == "plan_offer.stage_plan.computations[0].kind: expected 1 to 6, found 0"
+    message = wire.ConnectResponse(rank_accepted=wire.RankAccepted(job_id="job", rank=COORDINATES))
+    message.rank_accepted.order.computations.extend([WIRE_F0, WIRE_F0])
+    assert refused(message).endswith(
+        "expected at least one computation, each once, found 2, of which 1 differ"
+    )
+
+
+def test_a_registration_that_is_no_job_spec_is_refused() -> None:
+    assert translate.register_job_request({"jobId": "j"}).spec.job_id == "j"
+    with pytest.raises(ValueError, match=r"registration: expected a JobSpec as JSON: .*stages"):
+        translate.register_job_request({"stages": 3})

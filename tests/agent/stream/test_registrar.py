@@ -1,0 +1,112 @@
+"""Jobs registered with a coordinator on a real port, and again with one that does not know them."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from coordinator_stub import Book, CoordinatorStub, until
+from structlog.testing import capture_logs
+
+from perseus.agent.link.computation import Rank
+from perseus.agent.rank.messages import JOB_NOT_FOUND, RankRefused
+from perseus.agent.stream.registration import Refused, Registered, Registrar, Unreachable
+from perseus.v1 import job_pb2, job_service_pb2
+
+RANK = Rank("job", 0, 0, 0)
+SPEC = {"jobId": "job"}
+UNKNOWN = RankRefused(RANK, JOB_NOT_FOUND, "no job 'job'")
+KNOWN = job_service_pb2.RegisterJobRequest(spec=job_pb2.JobSpec(job_id="job"))
+
+
+@pytest.fixture
+async def coordinator() -> AsyncIterator[CoordinatorStub]:
+    coordinator = CoordinatorStub(Book(), [])  # type: ignore[abstract] # it serves RegisterJob only
+    await coordinator.start(0)
+    yield coordinator
+    await coordinator.stop()
+
+
+@pytest.fixture
+def registrar(coordinator: CoordinatorStub) -> Registrar:
+    return Registrar(f"127.0.0.1:{coordinator.port}")
+
+
+async def registered(coordinator: CoordinatorStub) -> None:
+    await until(lambda: "job" in coordinator.book.jobs, "the job registered")
+
+
+async def test_a_job_is_registered_again_when_the_coordinator_does_not_know_it(
+    coordinator: CoordinatorStub, registrar: Registrar
+) -> None:
+    assert await registrar.register("job", SPEC) == Registered()
+    assert coordinator.book.jobs == {"job": KNOWN}
+    for _ in range(2):
+        coordinator.book.jobs.clear()
+        registrar.rank_refused(UNKNOWN)
+        await registered(coordinator)
+
+
+async def test_a_job_is_registered_as_soon_as_there_is_a_coordinator() -> None:
+    coordinator = CoordinatorStub(Book(), [])  # type: ignore[abstract] # it serves RegisterJob only
+    await coordinator.start(0)
+    await coordinator.stop()
+    registrar = Registrar(f"127.0.0.1:{coordinator.port}")
+    outcome = await registrar.register("job", SPEC)
+    assert isinstance(outcome, Unreachable)
+    assert f"127.0.0.1:{coordinator.port}: UNAVAILABLE" in outcome.message
+    restarted = CoordinatorStub(Book(), [])  # type: ignore[abstract] # it serves RegisterJob only
+    await restarted.start(coordinator.port)
+    registrar.rank_refused(UNKNOWN)
+    await registered(restarted)
+    await restarted.stop()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"jobId": "another"}, "expected job 'job', as in the hello, found 'another'"),
+        ({"jobId": "job", "stages": 3}, "stages"),
+    ],
+)
+async def test_what_can_not_be_a_registration_is_refused_and_changes_nothing(
+    coordinator: CoordinatorStub, registrar: Registrar, spec: dict[str, object], message: str
+) -> None:
+    assert await registrar.register("job", SPEC) == Registered()
+    refused = await registrar.register("job", spec)
+    assert isinstance(refused, Refused)
+    assert refused.reason == "INVALID_REGISTRATION"
+    assert message in refused.message
+    assert coordinator.book.jobs == {"job": KNOWN}
+    coordinator.book.jobs.clear()
+    registrar.rank_refused(UNKNOWN)
+    await registered(coordinator)
+
+
+async def test_a_job_that_is_refused_or_forgotten_is_not_registered_again(
+    coordinator: CoordinatorStub, registrar: Registrar
+) -> None:
+    assert await registrar.register("job", SPEC) == Registered()
+    coordinator.book.refusal = "job 'job' has 4 stages, found 1"
+    assert await registrar.register("job", SPEC) == Refused("JOB_EXISTS", "job 'job' has 4 stages, found 1")
+    coordinator.book.refusal = ""
+    assert await registrar.register("other", {"jobId": "other"}) == Registered()
+    registrar.forget_job("other")
+    coordinator.book.jobs.clear()
+    registrar.rank_refused(UNKNOWN)
+    registrar.rank_refused(RankRefused(Rank("other", 0, 0, 0), JOB_NOT_FOUND, ""))
+    # What were under way would be done by the time that this one is.
+    assert await registrar.register("last", {"jobId": "last"}) == Registered()
+    assert set(coordinator.book.jobs) == {"last"}
+
+
+async def test_a_refusal_is_said_once_for_each_reason(registrar: Registrar) -> None:
+    leased = RankRefused(RANK, "RANK_SERVED", "another agent's lease runs")
+    with capture_logs() as logs:
+        for refused in (leased, leased, UNKNOWN, UNKNOWN):
+            registrar.rank_refused(refused)
+        assert [line["reason"] for line in logs] == [leased.reason, JOB_NOT_FOUND]
+        registrar.rank_accepted(RANK)
+        registrar.rank_refused(UNKNOWN)
+        assert len(logs) == 3
+        registrar.forget_rank(RANK)
+        registrar.rank_refused(UNKNOWN)
+        assert len(logs) == 4

@@ -1,0 +1,99 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.agent.link.computation import Rank
+from perseus.agent.rank.messages import Telemetry
+from perseus.agent.stream.telemetry import TelemetryRing
+
+TELEMETRY = Telemetry(Rank("job", 0, 0, 0), (), (), None, None)
+
+
+def filled(count: int, *, capacity: int = 8, window: int = 4) -> TelemetryRing:
+    ring = TelemetryRing(capacity, window)
+    for _ in range(count):
+        ring.append(TELEMETRY)
+    return ring
+
+
+def sequences(ring: TelemetryRing) -> list[int]:
+    return [batch.sequence for batch in ring.sendable()]
+
+
+def test_batches_are_numbered_from_1_and_sent_once() -> None:
+    ring = filled(2)
+    assert sequences(ring) == [1, 2]
+    assert sequences(ring) == []
+    ring.append(TELEMETRY)
+    assert sequences(ring) == [3]
+
+
+def test_no_more_than_a_window_is_under_way() -> None:
+    ring = filled(6)
+    assert sequences(ring) == [1, 2, 3, 4]
+    ring.acknowledge(3)
+    assert sequences(ring) == [5, 6]
+
+
+def test_after_a_reconnect_everything_unacknowledged_is_sent_again() -> None:
+    ring = filled(3)
+    assert sequences(ring) == [1, 2, 3]
+    ring.acknowledge(1)
+    ring.rewind()
+    assert sequences(ring) == [2, 3]
+
+
+def test_a_full_ring_drops_the_oldest_and_counts() -> None:
+    ring = filled(11)
+    (batch, *_) = ring.sendable()
+    assert (batch.sequence, batch.dropped_batch_count) == (4, 3)
+
+
+def test_what_was_never_sent_can_not_be_acknowledged() -> None:
+    ring = filled(2)
+    with pytest.raises(ValueError, match="expected an acknowledgement up to 2, found 3"):
+        ring.acknowledge(3)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.just("append"), st.just("send"), st.just("rewind"), st.tuples(st.just("ack"), st.floats(0, 1))
+        )
+    )
+)
+def test_nothing_is_lost_but_what_is_counted(steps: list[str | tuple[str, float]]) -> None:
+    """A coordinator that acknowledges what it got, in order, ends up with everything that was not dropped."""
+    ring = TelemetryRing(capacity=8, window=4)
+    appended = stored = sent = 0
+    got: set[int] = set()
+    dropped = 0
+    under_way: list[int] = []
+
+    def send() -> None:
+        nonlocal dropped, sent
+        for batch in ring.sendable():
+            under_way.append(batch.sequence)
+            assert batch.sequence > stored
+            dropped = batch.dropped_batch_count
+
+    for step in [*steps, "rewind", *["send", ("ack", 1.0)] * 4]:
+        match step:
+            case "append":
+                ring.append(TELEMETRY)
+                appended += 1
+            case "send":
+                send()
+                assert len(under_way) <= 4 + dropped
+            case "rewind":
+                under_way.clear()
+                ring.rewind()
+            case ("ack", float(share)):
+                count = round(share * len(under_way))
+                got.update(under_way[:count])
+                if count:
+                    stored = under_way[count - 1]
+                    ring.acknowledge(stored)
+                del under_way[:count]
+    assert len(got) >= appended - dropped
+    assert not got or max(got) == appended

@@ -10,19 +10,17 @@ from pipelines import measurements, pipelines, published_pipeline
 
 from perseus.pictures import Bar, Timeline, draw_timelines
 from perseus.solver import (
-    EmulatedComputation,
     Kind,
     Pipeline,
     PipelineError,
     Plan,
-    Replicas,
     SolverError,
-    emulate,
     fastest_clock_plan,
     gpipe,
     plan_at,
     replay,
 )
+from perseus.solver.study import EmulatedComputation, Replicas, emulate
 
 
 def two_stages() -> tuple[Pipeline, Plan]:

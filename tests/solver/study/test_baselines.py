@@ -10,14 +10,12 @@ from perseus.solver import (
     Pipeline,
     Plan,
     ProfileError,
-    envpipe,
     fastest_clock_plan,
     gpipe,
     one_forward_one_backward,
     solve,
-    zeus_global,
-    zeus_per_stage,
 )
+from perseus.solver.study import envpipe, zeus_global, zeus_per_stage
 
 
 def stage_clocks_mhz(plan: Plan) -> list[list[int]]:

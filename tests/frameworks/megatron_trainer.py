@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 from trainers import TrainerTask, main
 
-from perseus.demo.megatron_on_cpu import CPU_OPTIONS, do_without_cuda
+from perseus.demo.megatron_on_cpu import do_without_cuda
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
 
@@ -124,7 +124,6 @@ def _config(task: TrainerTask) -> Any:
         # With two stages, Megatron wants sends and receives to overlap where there are virtual ones.
         overlap_p2p_comm=task.chunk_count > 1,
         batch_p2p_comm=task.chunk_count == 1,
-        **CPU_OPTIONS,
     )
 
 

@@ -34,7 +34,7 @@ test-frameworks: $(FRAMEWORKS_STAMP)
 # The kill tests of `make test`, many more times; leaves its figures in docs/torture.md.
 KILLS ?= 50
 torture: $(STAMP)
-	$(BIN)/python tests/nvml/torture.py $(KILLS) docs/torture.md
+	$(BIN)/python -m tests.nvml.torture $(KILLS) docs/torture.md
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -11,17 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import DATA, GPUS, Cell, Column, Table, main, published_pipeline
-from perseus.solver import (
-    EmulatedIteration,
-    Pipeline,
-    Plan,
-    Replicas,
-    emulate,
-    envpipe,
-    solve,
-    zeus_global,
-    zeus_per_stage,
-)
+from perseus.solver import Pipeline, Plan, solve
+from perseus.solver.study import EmulatedIteration, Replicas, emulate, envpipe, zeus_global, zeus_per_stage
 
 _Key = tuple[str, int, str, str]
 

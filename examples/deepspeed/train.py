@@ -1,41 +1,32 @@
-"""A tiny transformer in a DeepSpeed pipeline of four, under Perseus.
-
-    python examples/deepspeed/train.py
-
-needs no GPU: it starts a coordinator and an agent on this machine, trains on CPUs with every computation
-taking as long as an emulated A100 says, and tells what the plan saved. On GPUs, with an agent on every node
-($PERSEUS_AGENT_SOCKET), the same file is started as always:
+"""A tiny transformer in a DeepSpeed pipeline of four, under Perseus: one line, that with `attach`.
 
     deepspeed --num_gpus 4 examples/deepspeed/train.py
 
-What Perseus needs of it is the one line with `attach`.
+trains on a node's GPUs, under the agent that listens at $PERSEUS_AGENT_SOCKET; without one it trains all the
+same. Without a GPU,
+
+    perseus demo --script examples/deepspeed/train.py
+
+trains with this file on CPUs, each computation taking as long as an emulated A100 says, and tells what the
+plan saved.
 """
 
-import os
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["DS_ACCELERATOR"] = "cpu"
+from collections.abc import Iterator
 
 import deepspeed
+import torch
 from deepspeed.pipe import PipelineModule
 from torch import distributed, nn
 from torch.nn import functional
 
 from perseus.agent.deepspeed import attach
-from perseus.demo import example
 
 STAGES, MICROBATCHES, ITERATIONS = 4, 8, 1000
 VOCABULARY, WIDTH, LENGTH, MICROBATCH = 64, 32, 16, 2
-EMULATED = example.tiny_transformer("tiny-deepspeed", MICROBATCHES)
 
 
-def train() -> None:
-    """One rank, started by torchrun or by DeepSpeed's launcher."""
-    if not torch.cuda.is_available():
-        # Else DeepSpeed would compile its collectives for shared memory now.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+def main() -> None:
+    """Train one stage, as a rank of DeepSpeed's launcher or torchrun's."""
     deepspeed.init_distributed()
     blocks = [
         nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True) for _ in range(STAGES)
@@ -55,14 +46,11 @@ def train() -> None:
             "steps_per_print": 100,
         },
     )
-    seeded = torch.Generator().manual_seed(0)  # all stages draw the same tokens
-    shape = (MICROBATCHES, MICROBATCH, LENGTH + 1)
-    with attach(engine, job_id=EMULATED.job_id, **example.attach_arguments(EMULATED, engine.stage_id)):
-        for _ in range(ITERATIONS):
-            tokens = torch.randint(0, VOCABULARY, shape, generator=seeded)
-            engine.train_batch(iter([(batch[:, :-1], batch[:, 1:]) for batch in tokens]))
-            if is_over(engine.device):
-                break
+
+    with attach(engine, job_id="tiny-deepspeed"):
+        for microbatches in batches():
+            engine.train_batch(iter(microbatches))
+
     distributed.destroy_process_group()
 
 
@@ -71,15 +59,13 @@ def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def is_over(device: torch.device) -> bool:
-    """Whether all ranks stop here: they ask each other."""
-    votes = torch.tensor(float(example.is_told_to_stop()), device=device)
-    distributed.all_reduce(votes)
-    return bool(votes.item() > 0)
+def batches() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Random tokens and the next of each, microbatch by microbatch, the same on all stages."""
+    seeded = torch.Generator().manual_seed(0)
+    for _ in range(ITERATIONS):
+        tokens = torch.randint(0, VOCABULARY, (MICROBATCHES, MICROBATCH, LENGTH + 1), generator=seeded)
+        yield [(some[:, :-1], some[:, 1:]) for some in tokens]
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        train()
-    else:
-        example.show(EMULATED, __file__)
+    main()

@@ -1,14 +1,14 @@
-"""A tiny GPT of Megatron-Core in a pipeline of four, under Perseus.
-
-    python examples/megatron/train.py
-
-needs no GPU: it starts a coordinator and an agent on this machine, trains on CPUs with every computation
-taking as long as an emulated A100 says, and tells what the plan saved. On GPUs, with an agent on every node
-($PERSEUS_AGENT_SOCKET), the same file is started as always:
+"""A tiny GPT of Megatron-Core in a pipeline of four, under Perseus: one line, that with `attach`.
 
     torchrun --nproc-per-node 4 examples/megatron/train.py
 
-What Perseus needs of it is the one line with `attach`.
+trains on a node's GPUs, under the agent that listens at $PERSEUS_AGENT_SOCKET; without one it trains all the
+same. Without a GPU,
+
+    perseus demo --script examples/megatron/train.py
+
+trains with this file on CPUs, each computation taking as long as an emulated A100 says, and tells what the
+plan saved.
 """
 
 import os
@@ -16,37 +16,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import distributed
 
 from perseus.agent.megatron import attach
-from perseus.demo import example
-from perseus.demo.megatron_on_cpu import CPU_OPTIONS, do_without_cuda
 
 STAGES, MICROBATCHES, ITERATIONS = 4, 8, 1000
 VOCABULARY, WIDTH, LENGTH, MICROBATCH = 64, 32, 16, 2
-EMULATED = example.tiny_transformer("tiny-gpt", MICROBATCHES)
 
 
-def train() -> None:
-    """One rank, started by torchrun."""
-    has_gpu = torch.cuda.is_available()
-    if has_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        do_without_cuda()
-    device = torch.device("cuda" if has_gpu else "cpu")
-    distributed.init_process_group("nccl" if has_gpu else "gloo")
-
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
+def main() -> None:
+    """Train one stage, as a rank of torchrun's."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES)
-    if has_gpu:
-        model_parallel_cuda_manual_seed(0)
+    model_parallel_cuda_manual_seed(0)
     config = TransformerConfig(
         num_layers=STAGES,
         hidden_size=WIDTH,
@@ -55,27 +44,24 @@ def train() -> None:
         attention_dropout=0.0,
         pipeline_model_parallel_size=STAGES,
         pipeline_dtype=torch.float32,
-        **CPU_OPTIONS,
     )
-    stage = parallel_state.get_pipeline_model_parallel_rank()
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(),
         VOCABULARY,
         LENGTH,
-        pre_process=stage == 0,
-        post_process=stage == STAGES - 1,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
-    ).to(device)
+    ).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seeded = torch.Generator().manual_seed(0)  # all stages draw the same tokens
-    shape = (MICROBATCHES, MICROBATCH, LENGTH + 1)
-    with attach(config, job_id=EMULATED.job_id, **example.attach_arguments(EMULATED, stage)):
-        for _ in range(ITERATIONS):
-            tokens = torch.randint(0, VOCABULARY, shape, generator=seeded).to(device)
-            get_forward_backward_func()(
+
+    with attach(config, job_id="tiny-gpt"):
+        run_forward_backward = get_forward_backward_func()
+        for tokens in batches():
+            run_forward_backward(
                 forward_step_func=forward_step,
-                data_iterator=iter(tokens),
+                data_iterator=iter(tokens.cuda()),
                 model=model,
                 num_microbatches=MICROBATCHES,
                 seq_length=LENGTH,
@@ -83,16 +69,15 @@ def train() -> None:
             )
             optimizer.step()
             optimizer.zero_grad()
-            if is_over(device):
-                break
+
     distributed.destroy_process_group()
 
 
-def forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+def forward_step(microbatches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Megatron's `forward_step_func`."""
-    tokens = next(batches)
-    positions = torch.arange(LENGTH).expand(MICROBATCH, LENGTH).to(tokens.device)
-    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1).to(tokens.device)
+    tokens = next(microbatches)
+    positions = torch.arange(LENGTH, device="cuda").expand(MICROBATCH, LENGTH)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device="cuda").triu(1)
     return model(tokens[..., :-1], positions, mask, labels=tokens[..., 1:]), loss
 
 
@@ -102,15 +87,12 @@ def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return mean, {"loss": mean.detach()}
 
 
-def is_over(device: torch.device) -> bool:
-    """Whether all ranks stop here: they ask each other, which also keeps them together."""
-    votes = torch.tensor(float(example.is_told_to_stop())).to(device)
-    distributed.all_reduce(votes)
-    return bool(votes.item() > 0)
+def batches() -> Iterator[torch.Tensor]:
+    """Random tokens, microbatch by microbatch, the same on all stages."""
+    seeded = torch.Generator().manual_seed(0)
+    for _ in range(ITERATIONS):
+        yield torch.randint(0, VOCABULARY, (MICROBATCHES, MICROBATCH, LENGTH + 1), generator=seeded)
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        train()
-    else:
-        example.show(EMULATED, __file__)
+    main()

@@ -1,13 +1,17 @@
-"""`perseus demo`: the main job on this machine, with emulated GPUs."""
+"""`perseus demo`: the main job, or a training script, on this machine with emulated GPUs."""
 
 import asyncio
 import enum
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from perseus.cli.terminal import FAILURE, check_destination, console, fail
+
+if TYPE_CHECKING:
+    from perseus.demo.summary import Measurements
 
 
 class Nvml(enum.Enum):
@@ -18,6 +22,15 @@ class Nvml(enum.Enum):
 
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for summary, pictures and logs.")] = Path("demo-out"),
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            help="Train with this script instead, a pipeline of four that attaches, as in examples/, until "
+            "its plan has been watched.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     nvml: Annotated[
         Nvml | None,
         typer.Option(
@@ -27,18 +40,39 @@ def demo(
     ] = None,
 ) -> None:
     """Train an emulated job of 2 pipelines × 4 stages under Perseus, from profiling to a straggler's end."""
-    from perseus.demo.cluster import ClusterError
     from perseus.demo.display import LiveDisplay, phase_table
-    from perseus.demo.nvml_stub import StubError
-    from perseus.demo.observation import ObservationError
+    from perseus.demo.example import ScriptError, show
     from perseus.demo.story import DEMO_PLOT, judge, tell
     from perseus.demo.workload import DEMO
 
     check_destination("--output", output / "summary.json" if output.exists() else output)
+    through_nvml = nvml is Nvml.STUB
+    if script is not None:
+        try:
+            measurements = _run(show(script, output, _say, through_nvml=through_nvml))
+        except ScriptError as error:
+            fail(str(error))
+        console.print(phase_table(measurements.phases))
+        console.print(f"Logs are in [bold]{output}[/].")
+        return
+    with LiveDisplay(console) as display:
+        measurements = _run(tell(DEMO, DEMO_PLOT, output, display, through_nvml=through_nvml))
+    console.print(phase_table(measurements.phases))
+    console.print(f"Summary, pictures and logs are in [bold]{output}[/].")
+    complaints = judge(measurements, DEMO_PLOT)
+    if complaints:
+        fail("; ".join(complaints), FAILURE)
+
+
+def _run(shown: "Coroutine[Any, Any, Measurements]") -> "Measurements":
+    """What was measured; exits with what went wrong in the cluster."""
+    from perseus.demo.cluster import ClusterError
+    from perseus.demo.nvml_stub import StubError
+    from perseus.demo.observation import ObservationError
+
     foreseen = (ClusterError, ObservationError, StubError, OSError)
     try:
-        with LiveDisplay(console) as display:
-            measurements = asyncio.run(tell(DEMO, DEMO_PLOT, output, display, through_nvml=nvml is Nvml.STUB))
+        return asyncio.run(shown)
     except foreseen as error:
         fail(str(error), FAILURE)
     except ExceptionGroup as group:
@@ -46,8 +80,7 @@ def demo(
         if matching is None or rest is not None:
             raise
         fail("; ".join(str(error) for error in matching.exceptions), FAILURE)
-    console.print(phase_table(measurements.phases))
-    console.print(f"Summary, pictures and logs are in [bold]{output}[/].")
-    complaints = judge(measurements, DEMO_PLOT)
-    if complaints:
-        fail("; ".join(complaints), FAILURE)
+
+
+def _say(message: str) -> None:
+    console.print(f"  {message}", highlight=False, markup=False, soft_wrap=True)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -56,16 +56,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        processes = [*self._trainers, *self._agents, *([self._coordinator] if self._coordinator else [])]
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-        for process in processes:
-            try:
-                process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        _end([*self._trainers, *self._agents, *([self._coordinator] if self._coordinator else [])])
 
     def start_coordinator(self) -> str:
         """Start the coordinator; its address as host:port.
@@ -161,6 +152,10 @@ class Cluster:
                 raise ClusterError(f"expected the trainers to end within {_END_TIMEOUT_S} s") from None
         self.check()
 
+    def end_training(self) -> None:
+        """End the trainers wherever they are, with SIGTERM."""
+        _end(self._trainers)
+
     def stop_services(self) -> None:
         """End agents and coordinator as an operator would, with SIGTERM.
 
@@ -233,3 +228,15 @@ class Cluster:
 
         self._await(process, "coordinator", seen)
         return found[0]
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

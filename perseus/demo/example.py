@@ -1,107 +1,136 @@
-"""What lets an example of a framework run without a GPU, and tells what the plan saved.
+"""A training script on emulated GPUs, from stock to its plan, on a machine that needs no GPU.
 
-`show` starts a coordinator, an agent and the example's own file under torchrun, on this machine. There,
-computations take as long as emulated GPUs say (`attach_arguments`), until the plan has been watched
-(`is_told_to_stop`). Where the file is started by torchrun alone, on GPUs, these two do nothing.
+The script is any for torchrun that attaches to Perseus and trains a pipeline of four with one chunk a stage,
+as those in examples/. It knows nothing of this: every rank runs it in `perseus.demo.example_rank`, where
+computations take as long as an emulated GPU says. Once its plan has been watched, its ranks are ended.
 """
 
+import ast
 import asyncio
-import os
+import importlib.util
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 
 from perseus.agent.gpu.physics import A100_SXM, Work
-from perseus.agent.link.address import SOCKET_VARIABLE
-from perseus.agent.link.computation import Kind
+from perseus.demo import nvml_stub
 from perseus.demo.cluster import Cluster
-from perseus.demo.emulated_probe import Works, emulated_connect
-from perseus.demo.observation import Observer
+from perseus.demo.example_rank import HOOKS, RankOfScript
+from perseus.demo.observation import Observer, registered_job
 from perseus.demo.summary import Measurements
-from perseus.demo.trainer import STOP_FILE
 from perseus.demo.workload import Workload
 from perseus.v1 import job_pb2
 
-_RUN_DIR = "PERSEUS_EXAMPLE_RUN_DIR"
+_REGISTRATION_TIMEOUT_S = 120.0
 _PLAN_TIMEOUT_S = 300.0
 _WATCHED_ITERATIONS = 10
 _WATCH_TIMEOUT_S = 60.0
 
-
-def tiny_transformer(job_id: str, microbatch_count: int) -> Workload:
-    """A pipeline of four, one chunk per stage, whose last stage is the heaviest."""
-    return Workload(
-        job_id=job_id,
-        pipeline_count=1,
-        stage_weights=(0.8, 0.9, 0.85, 1.0),
-        microbatch_count=microbatch_count,
-        forward=Work(compute_s=0.024, memory_s=0.006, activity=0.9),
-        backward=Work(compute_s=0.048, memory_s=0.012, activity=0.9),
-        optimizer_s=0.0,
-        gpu=A100_SXM.with_clocks(6),
-    )
+# The last stage is the heaviest. What the job is called and how many microbatches it has, the script says.
+_NODE = Workload(
+    job_id="",
+    pipeline_count=1,
+    stage_weights=(0.8, 0.9, 0.85, 1.0),
+    microbatch_count=0,
+    forward=Work(compute_s=0.024, memory_s=0.006, activity=0.9),
+    backward=Work(compute_s=0.048, memory_s=0.012, activity=0.9),
+    optimizer_s=0.0,
+    gpu=A100_SXM.with_clocks(6),
+)
 
 
-def attach_arguments(workload: Workload, stage: int) -> dict[str, Any]:
-    """Arguments of `attach` that make computations take an emulated GPU's time; none on real GPUs."""
-    if _RUN_DIR not in os.environ:
-        return {}
-    cluster = Cluster(workload, Path(os.environ[_RUN_DIR]), Path(os.environ[_RUN_DIR]))
-    os.environ[SOCKET_VARIABLE] = str(cluster.socket(0))
-    forward, backward = workload.stage_work(stage)
-    works: Works = {(Kind.FORWARD, 0): forward, (Kind.BACKWARD, 0): backward}
-    return {"connect": emulated_connect(cluster.gpu_file(0, stage), works)}
+class ScriptError(Exception):
+    """A script that can't be shown."""
 
 
-def is_told_to_stop() -> bool:
-    """Whether enough has been seen."""
-    return _RUN_DIR in os.environ and Path(os.environ[_RUN_DIR], STOP_FILE).exists()
+async def show(
+    script: Path, out_dir: Path, say: Callable[[str], None], *, through_nvml: bool = False
+) -> Measurements:
+    """Train with `script` until its plan has been watched: the phases "stock" and "plan".
 
-
-def show(workload: Workload, script: str) -> None:
-    """Train with `script` on this machine until the plan has been watched; print what happens and its effect.
+    The job's events are said as they come; the processes' logs are left in `out_dir`. `through_nvml`: the
+    agent uses NVML, whose library shows it the emulated GPUs.
 
     Raises:
+        ScriptError: the script does not attach, or there is no torch.
+        StubError: NVML's library can't be built.
         ClusterError: a process did not start or died.
         ObservationError: something did not happen in time.
+        OSError: the script can't be read, or `out_dir` can't be written.
     """
-    asyncio.run(_show(workload, script))
+    hook = hook_of(script)
+    if importlib.util.find_spec("torch") is None:
+        raise ScriptError(f"{script}: expected torch to be installed, found it is not")
+    with (
+        tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
+        Cluster(
+            _NODE,
+            Path(run_dir),
+            out_dir / "logs",
+            nvml_library=nvml_stub.build(Path(run_dir)) if through_nvml else None,
+        ) as cluster,
+    ):
+        address = await asyncio.to_thread(cluster.start_coordinator)
+        await asyncio.to_thread(cluster.start_agents, address)
+        _start_ranks(cluster, hook, script)
+        async with grpc.aio.insecure_channel(address) as channel, asyncio.TaskGroup() as tasks:
+            watchers = [tasks.create_task(_keep_watch(cluster))]
+            job_id = await registered_job(channel, _REGISTRATION_TIMEOUT_S)
+            said = 0
+
+            def say_new() -> None:
+                nonlocal said
+                for event in observer.events[said:]:
+                    say(event.message)
+                said = len(observer.events)
+
+            observer = Observer(channel, job_id, Measurements(_NODE.pipeline_count), say_new)
+            watchers.append(tasks.create_task(observer.follow()))
+            await _watch(observer)
+            for watcher in watchers:
+                watcher.cancel()
+        await asyncio.to_thread(cluster.end_training)
+        await asyncio.to_thread(cluster.stop_services)
+    return observer.measurements
 
 
-async def _show(workload: Workload, script: str) -> None:
-    measurements = Measurements(workload.pipeline_count)
-    with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
-        os.environ[_RUN_DIR] = folder
-        with Cluster(workload, Path(folder), Path("demo-out", workload.job_id)) as cluster:
-            address = await asyncio.to_thread(cluster.start_coordinator)
-            await asyncio.to_thread(cluster.start_agents, address)
-            count = f"--nproc-per-node={workload.stage_count}"
-            cluster.start_trainer("trainers", "-m", "torch.distributed.run", "--standalone", count, script)
-            async with grpc.aio.insecure_channel(address) as channel:
-                told = 0
+def hook_of(script: Path) -> str:
+    """The module whose `attach` a script imports. ScriptError if it imports none, or is no Python."""
+    try:
+        tree = ast.parse(script.read_bytes(), filename=str(script))
+    except (SyntaxError, ValueError) as error:
+        raise ScriptError(f"{script}: expected a Python script: {error}") from error
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    for hook in HOOKS:
+        if hook in imported:
+            return hook
+    raise ScriptError(f"{script}: expected `from … import attach`, of one of {', '.join(HOOKS)}, found none")
 
-                def tell() -> None:
-                    nonlocal told
-                    for event in observer.events[told:]:
-                        print(f"  {event.message}", flush=True)
-                    told = len(observer.events)
 
-                observer = Observer(channel, workload.job_id, measurements, tell)
-                async with asyncio.TaskGroup() as tasks:
-                    watchers = [tasks.create_task(observer.follow()), tasks.create_task(_keep_watch(cluster))]
-                    await _watch(observer)
-                    for watcher in watchers:
-                        watcher.cancel()
-                await asyncio.to_thread(cluster.stop_training)
-            await asyncio.to_thread(cluster.stop_services)
-    for phase in measurements.phases:
-        print(
-            f"{phase.name}: {phase.iteration_time_s:.3f} s, {phase.energy_j_per_iteration:.0f} J an iteration"
-        )
-    plan = measurements.phase("plan")
-    print(f"saved {plan.saving_percent:.1f} % of the energy, {plan.slowdown_percent:+.1f} % time")
+def _start_ranks(cluster: Cluster, hook: str, script: Path) -> None:
+    stages = range(_NODE.stage_count)
+    task = RankOfScript(
+        script=str(script),
+        hook=hook,
+        agent_socket=str(cluster.socket(0)),
+        gpu_files=[str(cluster.gpu_file(0, stage)) for stage in stages],
+        works=[
+            [(work.compute_s, work.memory_s, work.activity) for work in _NODE.stage_work(stage)]
+            for stage in stages
+        ],
+    )
+    cluster.start_trainer(
+        "trainers",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={_NODE.stage_count}",
+        "-m",
+        "perseus.demo.example_rank",
+        task.to_json(),
+    )
 
 
 async def _watch(observer: Observer) -> None:

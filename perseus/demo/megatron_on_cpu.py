@@ -24,14 +24,19 @@ def do_without_cuda() -> None:
     for name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
     torch.cuda.current_device = lambda: cpu
+    torch.cuda.set_device = lambda _: None
+    torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.synchronize = lambda *_: None
     torch.Tensor.cuda = lambda self, *_args, **_kwargs: self
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
+    CudaRNGStatesTracker.add = lambda *_: None
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    TransformerConfig.__init__ = functools.partialmethod(TransformerConfig.__init__, **_CPU_OPTIONS)
 
 
-CPU_OPTIONS = {
+_CPU_OPTIONS = {
     "use_cpu_initialization": True,
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
@@ -40,4 +45,4 @@ CPU_OPTIONS = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
-"""Options of a `TransformerConfig` that a CPU needs."""
+"""What a `TransformerConfig` has to say on a CPU, unless it says otherwise itself."""

@@ -17,6 +17,23 @@ class ObservationError(Exception):
     """What the story waits for did not come in time."""
 
 
+async def registered_job(channel: grpc.aio.Channel, timeout_s: float) -> str:
+    """Wait for a coordinator's first job; its identifier.
+
+    Raises:
+        ObservationError: none was registered in time.
+    """
+    jobs = job_service_pb2_grpc.JobServiceStub(channel)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while True:
+                found = await jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=_RPC_TIMEOUT_S)
+                if found.jobs:
+                    return found.jobs[0].spec.job_id
+                await asyncio.sleep(_POLL_S)
+    raise ObservationError(f"expected a job to be registered within {timeout_s:.0f} s, found none")
+
+
 class Observer:
     """Follows one job. `job` is None until it is registered."""
 

@@ -1,19 +1,12 @@
 """Time-energy frontiers of pipeline-parallel training: profiles, schedules, the exact sweep, plans.
 
-Pure computation on numpy and igraph. Start at :class:`Pipeline` and :func:`solve`.
+Pure computation on numpy and igraph. Start at :class:`Pipeline` and :func:`solve`. What only offline studies
+use is in :mod:`perseus.solver.study`.
 """
 
-from perseus.solver.baselines import envpipe, zeus_global, zeus_per_stage
 from perseus.solver.change import Recheck, recheck
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.dwell import dwell
-from perseus.solver.emulation import (
-    EmulatedComputation,
-    EmulatedIteration,
-    EmulatedPipeline,
-    Replicas,
-    emulate,
-)
 from perseus.solver.errors import (
     DeadlineError,
     LagError,
@@ -43,9 +36,6 @@ from perseus.solver.schedule import Path, Schedule
 __all__ = [
     "Computation",
     "DeadlineError",
-    "EmulatedComputation",
-    "EmulatedIteration",
-    "EmulatedPipeline",
     "FittedTimes",
     "Frontier",
     "FrontierPoint",
@@ -62,16 +52,13 @@ __all__ = [
     "ProfileError",
     "ProfileKey",
     "Recheck",
-    "Replicas",
     "Schedule",
     "ScheduleError",
     "SolverError",
     "common_lag_s",
     "dwell",
     "early_recomputation",
-    "emulate",
     "emulated_iteration_time_s",
-    "envpipe",
     "explaining_lag_s",
     "fastest_clock_plan",
     "fit_times",
@@ -88,6 +75,4 @@ __all__ = [
     "solve",
     "with_lag",
     "zero_bubble_h1",
-    "zeus_global",
-    "zeus_per_stage",
 ]

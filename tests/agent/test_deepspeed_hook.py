@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from marks_stub import MarksStub
 
 from perseus.agent.deepspeed import attach, mark_engine, table_of
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.placement import Placement
+from tests.agent.marks_stub import MarksStub
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from marks_stub import MarksStub
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.megatron import MarkedSchedules, MarkedTimers
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.placement import Placement
+from tests.agent.marks_stub import MarksStub
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 ITERATIONS = (

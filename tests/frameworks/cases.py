@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from real_run import Figures, Identity, RealRun
-from trainers import TrainerTask
 
 from perseus import solver
 from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.agent.link.computation import Kind
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import Workload
+from tests.frameworks.real_run import Figures, Identity, RealRun
+from tests.frameworks.trainers import TrainerTask
 
 MICROBATCHES = 8
 WATCHED = 15
@@ -92,7 +92,7 @@ class Case:
 
     def command(self, task: TrainerTask) -> list[str]:
         """What trains a task, as arguments of Python."""
-        return [str(Path(__file__).with_name(f"{self.trainer}.py")), task.to_json()]
+        return ["-m", f"tests.frameworks.{self.trainer}", task.to_json()]
 
 
 def start(case: Case, tmp_path: Path) -> Callable[[Cluster, Path], None]:

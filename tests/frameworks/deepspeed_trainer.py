@@ -1,4 +1,4 @@
-"""A tiny transformer, really trained with DeepSpeed's pipeline on CPUs: `deepspeed_trainer.py TASK`."""
+"""A tiny transformer, really trained with DeepSpeed's pipeline on CPUs: `-m …deepspeed_trainer TASK`."""
 
 import os
 import sys
@@ -10,9 +10,9 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import distributed, nn
 from torch.nn import functional
-from trainers import TrainerTask, main
 
 from perseus.agent.deepspeed import attach
+from tests.frameworks.trainers import TrainerTask, main
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
 

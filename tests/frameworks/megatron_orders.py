@@ -1,4 +1,4 @@
-"""Train a little under Megatron-Core's schedules, attached to a notebook only: `megatron_orders.py TASK`.
+"""Train a little under Megatron-Core's schedules, attached to a notebook only: `-m …megatron_orders TASK`.
 
 Two ranks. What stage 0 registered, and what each rank marked, is left in one file for each rank.
 """
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_trainer import CountingTimers, make_chunks, step
-from notebook import Notebook
 from torch import distributed
-from trainers import TrainerTask, main
 
 from perseus.demo.megatron_on_cpu import do_without_cuda
+from tests.frameworks.megatron_trainer import CountingTimers, make_chunks, step
+from tests.frameworks.notebook import Notebook
+from tests.frameworks.trainers import TrainerTask, main
 
 SCHEDULES = {"1f1b": 1, "1f1b-timers": 1, "interleaved": 2}
 """Chunks on each rank, by schedule."""

@@ -1,4 +1,4 @@
-"""A tiny GPT of Megatron-Core, really trained on CPUs: `megatron_trainer.py TASK`, a `TrainerTask` as JSON.
+"""A tiny GPT of Megatron-Core, really trained on CPUs: `-m …megatron_trainer TASK`.
 
 Its schedules: "1f1b" through the schedules seam, "1f1b-timers" through that of the timers, "interleaved".
 """
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import distributed
-from trainers import TrainerTask, main
 
-from perseus.demo.megatron_on_cpu import CPU_OPTIONS, do_without_cuda
+from perseus.demo.megatron_on_cpu import do_without_cuda
+from tests.frameworks.trainers import TrainerTask, main
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
 
@@ -124,7 +124,6 @@ def _config(task: TrainerTask) -> Any:
         # With two stages, Megatron wants sends and receives to overlap where there are virtual ones.
         overlap_p2p_comm=task.chunk_count > 1,
         batch_p2p_comm=task.chunk_count == 1,
-        **CPU_OPTIONS,
     )
 
 

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed; `make test-frameworks` has it")
 
-from cases import (
+from perseus import solver
+from tests.frameworks.cases import (
     LIGHT,
     MICROBATCHES,
     WATCHED,
@@ -17,9 +18,7 @@ from cases import (
     identities,
     start,
 )
-from real_run import real_run
-
-from perseus import solver
+from tests.frameworks.real_run import real_run
 
 FOUR_STAGES = Case("deepspeed_trainer", "1f1b", LIGHT, 1, 0.045, 0.09)
 

@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("megatron", reason="Megatron-Core is not installed; `make test-frameworks` has it")
 
-from cases import (
+from perseus import solver
+from tests.frameworks.cases import (
     HALF_LIGHT,
     LIGHT,
     MICROBATCHES,
@@ -18,9 +19,7 @@ from cases import (
     identities,
     start,
 )
-from real_run import real_run
-
-from perseus import solver
+from tests.frameworks.real_run import real_run
 
 BY_TIMERS = Case("megatron_trainer", "1f1b-timers", LIGHT, 1, 0.035, 0.07)
 INTERLEAVED = Case("megatron_trainer", "interleaved", HALF_LIGHT, 2, 0.03, 0.06)

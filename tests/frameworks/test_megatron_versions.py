@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("megatron", reason="Megatron-Core is not installed; `make test-frameworks` has it")
 
-from cases import MICROBATCHES, Case, identities
-
 from perseus import solver
+from tests.frameworks.cases import MICROBATCHES, Case, identities
 
 VERSIONS = ["0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1"]
 

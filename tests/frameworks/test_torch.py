@@ -9,7 +9,9 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed here; `make test-frameworks` has it")
 
-from cases import (
+from perseus import solver
+from perseus.agent.link.computation import Kind
+from tests.frameworks.cases import (
     MICROBATCHES,
     UNEVEN,
     WATCHED,
@@ -20,10 +22,7 @@ from cases import (
     identities,
     start,
 )
-from real_run import STEP_TIMEOUT_S, real_run
-
-from perseus import solver
-from perseus.agent.link.computation import Kind
+from tests.frameworks.real_run import STEP_TIMEOUT_S, real_run
 
 ONE_CHUNK = Case("torch_trainer", "1F1B", UNEVEN, 1, 0.03, 0.06)
 # Two stages wait for each other at every step. The light one is light enough to keep some slack under any

@@ -1,4 +1,4 @@
-"""Train a little under every schedule that torch has, attached to a notebook only: `torch_orders.py TASK`.
+"""Train a little under every schedule that torch has, attached to a notebook only: `-m …torch_orders TASK`.
 
 Two ranks. What stage 0 registered, and what each rank marked, is left in one file for each rank.
 """
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from notebook import Notebook
 from torch import distributed
-from torch_trainer import LENGTH, MICROBATCH_SIZE, V_SHAPED, VOCABULARY, make_schedule
-from trainers import TrainerTask, main
 
 from perseus.agent.torch import attach
+from tests.frameworks.notebook import Notebook
+from tests.frameworks.torch_trainer import LENGTH, MICROBATCH_SIZE, V_SHAPED, VOCABULARY, make_schedule
+from tests.frameworks.trainers import TrainerTask, main
 
 SCHEDULES = {
     "GPipe": 1,

@@ -1,4 +1,4 @@
-"""A tiny transformer, really trained with `torch.distributed.pipelining` on CPUs: `torch_trainer.py TASK`."""
+"""A tiny transformer, really trained with `torch.distributed.pipelining` on CPUs: `-m …torch_trainer TASK`."""
 
 import sys
 from typing import Any
@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.nn import functional
-from trainers import TrainerTask, main
 
 from perseus.agent.torch import attach
+from tests.frameworks.trainers import TrainerTask, main
 
 VOCABULARY, WIDTH, LENGTH, MICROBATCH_SIZE = 64, 32, 16, 2
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from stub_gpus import MODEL, UUIDS
 
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.demo import nvml_stub
+from tests.nvml.stub_gpus import MODEL, UUIDS
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import grpc.aio
 import pynvml
 import pytest
-from stub_gpus import MODEL, UUIDS
 
 from perseus.agent import Kind, NamedSchedule, Probe
 from perseus.agent.gpu import GpuError
@@ -29,6 +28,7 @@ from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
 from perseus.v1 import job_pb2, job_service_pb2
 from perseus.v1.job_service_pb2_grpc import JobServiceStub
+from tests.nvml.stub_gpus import MODEL, UUIDS
 
 if TYPE_CHECKING:
     from perseus.v1.job_service_pb2_grpc import JobServiceAsyncStub

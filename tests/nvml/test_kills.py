@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stack import KILLS, Stack, try_kills
 
 from perseus.demo.nvml_stub import Locks
+from tests.nvml.stack import KILLS, Stack, try_kills
 
 AT_A_TIME = 3
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from stub_gpus import MODEL, UUIDS
 
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.sidecar import self_test
 from perseus.demo.nvml_stub import NO_LOCKS, Locks, environment, instruct
+from tests.nvml.stub_gpus import MODEL, UUIDS
 
 
 def run(library: Path, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:

@@ -13,12 +13,12 @@ import pynvml
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stub_gpus import UUIDS
 
 from perseus.agent.gpu.dynamics import GpuState
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A40, A100_SXM, GpuModel, Work
 from perseus.demo.nvml_stub import NO_LOCKS, Locks, instruct
+from tests.nvml.stub_gpus import UUIDS
 
 STATE = struct.Struct("<dd q dd q dddddd q")
 state_values = attrgetter(*(field.name for field in fields(GpuState)))

@@ -12,9 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from stack import KILLS, LEASE_S, Outcome, try_kills
-
 from perseus.demo import nvml_stub
+from tests.nvml.stack import KILLS, LEASE_S, Outcome, try_kills
 
 AT_A_TIME = 3
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from pipelines import small_pipeline
 
 from perseus.solver import Pipeline, ProfileError, recheck, solve
+from tests.solver.pipelines import small_pipeline
 
 
 def slowed(pipeline: Pipeline, factor: float) -> Pipeline:

@@ -3,11 +3,11 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelines import published_pipeline
 
 from perseus.solver.event_times import EventTimesRecorder
 from perseus.solver.graph import build_event_graph
 from perseus.solver.sweep import sweep_frontier
+from tests.solver.pipelines import published_pipeline
 
 
 @given(

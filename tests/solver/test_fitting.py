@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import pipelines
 
 from perseus.solver import (
     Computation,
@@ -27,6 +26,7 @@ from perseus.solver import (
     replay,
 )
 from perseus.solver.fitting import _non_negative_solution
+from tests.solver.pipelines import pipelines
 
 _RUNS = Path(__file__).resolve().parents[3] / "shared" / "data" / "runs"
 LOAD = Computation(0, Kind.FIXED, 0)

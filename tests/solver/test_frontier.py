@@ -4,9 +4,9 @@ import math
 import pickle
 
 import pytest
-from pipelines import measurements, published_pipeline, small_pipeline
 
 from perseus.solver import DeadlineError, Frontier, Kind, Pipeline, SolverError, gpipe, plan_at, solve
+from tests.solver.pipelines import measurements, published_pipeline, small_pipeline
 
 
 @pytest.fixture(scope="module")

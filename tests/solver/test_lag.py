@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pipelines import pipelines, published_pipeline, small_pipeline
 
 from perseus.solver import (
     Computation,
@@ -24,6 +23,7 @@ from perseus.solver import (
     solve,
     with_lag,
 )
+from tests.solver.pipelines import pipelines, published_pipeline, small_pipeline
 
 PS_S = 1e-12
 LAGS_S = st.integers(0, 40).map(lambda tenths_ms: tenths_ms / 10_000)

@@ -5,7 +5,6 @@ import math
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pipelines import measurements, pipelines, published_pipeline, schedules, small_pipeline
 
 from perseus.solver import (
     Computation,
@@ -25,6 +24,7 @@ from perseus.solver import (
     replay_with_latency,
     solve,
 )
+from tests.solver.pipelines import measurements, pipelines, published_pipeline, schedules, small_pipeline
 
 FORWARD, BACKWARD = (Kind.FORWARD, Kind.BACKWARD)
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelines import measurements
 
 from perseus.solver import (
     Computation,
@@ -20,6 +19,7 @@ from perseus.solver import (
     replay,
     zero_bubble_h1,
 )
+from tests.solver.pipelines import measurements
 
 stage_counts = st.integers(1, 6)
 group_counts = st.integers(1, 4)

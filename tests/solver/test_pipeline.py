@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from pipelines import measurements, small_pipeline
 
 from perseus.solver import Computation, Kind, Pipeline, PipelineError, ProfileError, Schedule
+from tests.solver.pipelines import measurements, small_pipeline
 
 FIXED = Computation(0, Kind.FIXED, 0)
 

@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pipelines import measurements, pipelines, replayed_iteration_time_s, small_pipeline
 
 from perseus.solver import (
     Computation,
@@ -18,6 +17,7 @@ from perseus.solver import (
     replay,
     solve,
 )
+from tests.solver.pipelines import measurements, pipelines, replayed_iteration_time_s, small_pipeline
 
 
 @given(pipeline=pipelines(), share=st.floats(0, 1.2))

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pipelines import published_profile_path
 
 from perseus.solver import Kind, Measurement, ProfileError, read_profile_csv
+from tests.solver.pipelines import published_profile_path
 
 GOOD = [
     "stage,instruction,frequency,time,energy",

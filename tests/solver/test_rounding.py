@@ -3,13 +3,13 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pipelines import pipelines, published_pipeline
 
 from perseus.solver import Frontier, Pipeline, Plan, solve
 from perseus.solver.assignment import Assignment, Neighbourhood
 from perseus.solver.graph import build_event_graph
 from perseus.solver.rounding import Rounder, refine, with_local_hulls
 from perseus.solver.sweep import sweep_frontier
+from tests.solver.pipelines import pipelines, published_pipeline
 
 
 @pytest.mark.parametrize(("gpu", "at_t_min_percent"), [("a100-sxm", 0.15), ("a40", 0.4)])

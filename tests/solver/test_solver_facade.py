@@ -10,9 +10,6 @@ def test_public_names() -> None:
     assert sorted(perseus.solver.__all__) == [
         "Computation",
         "DeadlineError",
-        "EmulatedComputation",
-        "EmulatedIteration",
-        "EmulatedPipeline",
         "FittedTimes",
         "Frontier",
         "FrontierPoint",
@@ -29,16 +26,13 @@ def test_public_names() -> None:
         "ProfileError",
         "ProfileKey",
         "Recheck",
-        "Replicas",
         "Schedule",
         "ScheduleError",
         "SolverError",
         "common_lag_s",
         "dwell",
         "early_recomputation",
-        "emulate",
         "emulated_iteration_time_s",
-        "envpipe",
         "explaining_lag_s",
         "fastest_clock_plan",
         "fit_times",
@@ -55,8 +49,6 @@ def test_public_names() -> None:
         "solve",
         "with_lag",
         "zero_bubble_h1",
-        "zeus_global",
-        "zeus_per_stage",
     ]
     assert all(hasattr(perseus.solver, name) for name in perseus.solver.__all__)
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pipelines import ReferenceProgram, pipelines, published_pipeline
 
 from perseus.solver import Pipeline, gpipe
 from perseus.solver.graph import build_event_graph
 from perseus.solver.sweep import sweep_frontier
+from tests.solver.pipelines import ReferenceProgram, pipelines, published_pipeline
 
 
 @given(pipeline=pipelines(), shares=st.lists(st.floats(0, 1), min_size=4, max_size=4))

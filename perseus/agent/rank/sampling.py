@@ -19,7 +19,7 @@ from perseus.agent.energy.regression import (
     estimate_power,
     typical_duration_s,
 )
-from perseus.agent.gpu import ClockEventReason
+from perseus.agent.gpu.interface import ClockEventReason
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.rank.messages import EnergyEstimate, EnergySample
 

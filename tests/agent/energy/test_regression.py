@@ -3,7 +3,6 @@ from itertools import cycle, pairwise
 
 import numpy as np
 import pytest
-from counter_simulation import POWER_W, Simulation, one_forward_one_backward, simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from perseus.agent.energy.regression import (
     typical_duration_s,
 )
 from perseus.agent.gpu import ClockEventReason
+from tests.agent.counter_simulation import POWER_W, Simulation, one_forward_one_backward, simulate
 
 SEEDS = range(40)
 LONG = [("forward", 0.050), ("wait", 0.030), ("backward", 0.100), ("wait", 0.030)]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fake_time import FakeTime
 
 from perseus.agent.gpu import ClockNotSupportedError, EmulatedGpuError, Gpu, GpuNotFoundError
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A40, Work
+from tests.agent.gpu.fake_time import FakeTime
 
 LOW_MHZ, HIGH_MHZ = 870, 1740
 MODEL = A40.with_clocks(12)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
-from marks_stub import MarksStub
 
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import Attachment, ExecutedOrder, paths_through
 from perseus.agent.probe.placement import Placement
+from tests.agent.marks_stub import MarksStub
 
 ALONE = Placement(pipeline=0, pipeline_count=3, stage=0, stage_count=2, tensor=0, tensor_count=4)
 ORDER = (Computation(Kind.FORWARD, 0), Computation(Kind.BACKWARD, 0))

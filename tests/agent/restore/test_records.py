@@ -4,7 +4,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from fake_gpu import FakeGpu
 
 from perseus.agent.gpu import (
     ClockNotSupportedError,
@@ -20,6 +19,7 @@ from perseus.agent.gpu import (
 )
 from perseus.agent.restore.guarded import GuardedGpu
 from perseus.agent.restore.records import ClockRange, Record, RecordFolder, Restoration, restore_found
+from tests.agent.fake_gpu import FakeGpu
 
 UUID = FakeGpu.uuid
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from coordinator_stub import until
-from fake_gpu import FakeGpu
 from structlog.testing import capture_logs
 
 from perseus.agent.gpu import Gpu, GpuDriverError, GpuError, GpuLostError, GpuNotFoundError, RecordError
 from perseus.agent.restore.records import Record, RecordFolder
 from perseus.agent.restore.restorer import Restorer
+from tests.agent.coordinator_stub import until
+from tests.agent.fake_gpu import FakeGpu
 
 UUID = FakeGpu.uuid
 

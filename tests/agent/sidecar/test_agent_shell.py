@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from coordinator_stub import Book, CoordinatorStub, until
 
 from perseus.agent import Kind, NamedSchedule, Probe
 from perseus.agent.gpu.emulated import EmulatedGpu
@@ -18,6 +17,7 @@ from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import run, serving
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import computation_pb2, frontier_pb2, job_pb2
+from tests.agent.coordinator_stub import Book, CoordinatorStub, until
 
 UUID = "GPU-0"
 STOCK_MHZ = A100_SXM.clocks_mhz[0]

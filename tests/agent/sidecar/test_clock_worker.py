@@ -4,12 +4,12 @@ from itertools import chain, count, repeat
 from typing import cast
 
 import pytest
-from fake_gpu import FakeGpu
 from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.agent.gpu import GpuLostError, GpuPermissionError
 from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
+from tests.agent.fake_gpu import FakeGpu
 
 
 def make_worker(gpu: FakeGpu) -> tuple[ClockWorker, list[ClockResult]]:

@@ -3,13 +3,13 @@ from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
-from fake_gpu import FakeGpu
 
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.gpu import GpuError, GpuLostError
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A40
 from perseus.agent.sidecar.counter_poller import CounterPoller
+from tests.agent.fake_gpu import FakeGpu
 
 
 def test_polls_a_gpu_until_closed(tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ import queue
 import threading
 
 import pytest
-from counter_simulation import POWER_W, one_forward_one_backward, simulate
 
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.rank.messages import EnergyEstimate
 from perseus.agent.rank.sampling import EstimateRequest, FinishedComputation, FinishedIteration
 from perseus.agent.sidecar import estimator
 from perseus.agent.sidecar.estimator import Estimator
+from tests.agent.counter_simulation import POWER_W, one_forward_one_backward, simulate
 
 RANK = Rank("job", 0, 0, 0)
 KINDS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}

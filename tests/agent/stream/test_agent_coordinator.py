@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from coordinator_stub import Book, CoordinatorStub, until
 from structlog.testing import capture_logs
 
 from perseus.agent.link.computation import Rank
@@ -25,6 +24,7 @@ from perseus.agent.rank.messages import (
 from perseus.agent.stream.coordinator import Coordinator
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import job_pb2
+from tests.agent.coordinator_stub import Book, CoordinatorStub, until
 
 RANK = Rank("job", 0, 0, 0)
 TELEMETRY = Telemetry(RANK, (), (), None, None)

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import grpc
-from coordinator_stub import until
 
 from perseus.agent.rank.messages import AgentIdentity, Incoming, TelemetryAck, Welcome
 from perseus.agent.stream.connection import Backoff, Connection
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import agent_service_pb2_grpc
+from tests.agent.coordinator_stub import until
 
 Script = Callable[[AsyncIterator[wire.ConnectRequest]], AsyncIterator[wire.ConnectResponse]]
 AGENT = AgentIdentity("instance", "0", "host")

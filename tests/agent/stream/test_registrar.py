@@ -3,13 +3,13 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from coordinator_stub import Book, CoordinatorStub, until
 from structlog.testing import capture_logs
 
 from perseus.agent.link.computation import Rank
 from perseus.agent.rank.messages import JOB_NOT_FOUND, RankRefused
 from perseus.agent.stream.registration import Refused, Registered, Registrar, Unreachable
 from perseus.v1 import job_pb2, job_service_pb2
+from tests.agent.coordinator_stub import Book, CoordinatorStub, until
 
 RANK = Rank("job", 0, 0, 0)
 SPEC = {"jobId": "job"}

@@ -2,7 +2,6 @@
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from pipelines import measurements, pipelines, published_pipeline, small_pipeline
 
 from perseus.solver import (
     Computation,
@@ -10,14 +9,13 @@ from perseus.solver import (
     Pipeline,
     Plan,
     ProfileError,
-    envpipe,
     fastest_clock_plan,
     gpipe,
     one_forward_one_backward,
     solve,
-    zeus_global,
-    zeus_per_stage,
 )
+from perseus.solver.study import envpipe, zeus_global, zeus_per_stage
+from tests.solver.pipelines import measurements, pipelines, published_pipeline, small_pipeline
 
 
 def stage_clocks_mhz(plan: Plan) -> list[list[int]]:

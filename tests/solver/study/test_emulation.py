@@ -6,23 +6,21 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pipelines import measurements, pipelines, published_pipeline
 
 from perseus.pictures import Bar, Timeline, draw_timelines
 from perseus.solver import (
-    EmulatedComputation,
     Kind,
     Pipeline,
     PipelineError,
     Plan,
-    Replicas,
     SolverError,
-    emulate,
     fastest_clock_plan,
     gpipe,
     plan_at,
     replay,
 )
+from perseus.solver.study import EmulatedComputation, Replicas, emulate
+from tests.solver.pipelines import measurements, pipelines, published_pipeline
 
 
 def two_stages() -> tuple[Pipeline, Plan]:

@@ -1,0 +1,41 @@
+"""Which scripts can be shown, and by whose hook."""
+
+from pathlib import Path
+
+import pytest
+
+from perseus.demo.example import ScriptError, hook_of, show
+from perseus.demo.example_rank import HOOKS
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_every_example_has_its_hook_and_each_hook_its_example() -> None:
+    scripts = sorted(EXAMPLES.glob("*/train.py"))
+    assert sorted(map(hook_of, scripts)) == sorted(HOOKS)
+
+
+def test_examples_know_nothing_of_the_demonstration() -> None:
+    for script in EXAMPLES.rglob("*.py"):
+        code = script.read_text()
+        assert "perseus.demo" not in code, script
+        assert code.count("attach(") == 1, script
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import torch\n", "found none"),
+        ("def main(:\n", "expected a Python script: invalid syntax"),
+        ("\0", "expected a Python script: "),
+    ],
+)
+async def test_a_script_that_can_not_be_shown_is_refused_before_anything_starts(
+    code: str, found: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    with pytest.raises(ScriptError, match=found) as refusal:
+        await show(script, tmp_path / "out", lambda _: None)
+    assert str(script) in str(refusal.value)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,25 @@
+"""Every example, shown as its users are told to: on emulated GPUs, from stock to its plan."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from perseus.demo.example import show
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "framework"), [("torch_pipeline", "torch"), ("megatron", "megatron"), ("deepspeed", "deepspeed")]
+)
+async def test_an_example_shows_what_its_plan_saves(name: str, framework: str, tmp_path: Path) -> None:
+    if find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed here; `make test-frameworks` has it")
+    said: list[str] = []
+    measurements = await show(EXAMPLES / name / "train.py", tmp_path, said.append)
+    assert said[0] == "registered with 1 pipelines × 4 stages × 1 tensor-parallel ranks"
+    plan = measurements.phase("plan")
+    assert plan.saving_percent > 5
+    assert plan.slowdown_percent < 3

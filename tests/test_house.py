@@ -253,10 +253,11 @@ def trespasses(module: str, source: str) -> list[str]:
 
 
 def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    return {
-        module: {inner for name in imports(source) if (inner := own(name)) in sources and inner != module}
-        for module, source in sources.items()
-    }
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        inner = {name for imported in imports(source) if (name := own(imported)) is not None}
+        graph[module] = inner & sources.keys() - {module}
+    return graph
 
 
 def check_no_circle(graph: Mapping[str, Iterable[str]]) -> None:
@@ -272,8 +273,8 @@ def test_doors_stay_closed(module: str) -> None:
 
 
 def test_every_room_is_there() -> None:
-    lived_in: set[str | None] = {GENERATED, *(room_of(module) for module in MODULES)}
-    assert lived_in == set(HOUSE)
+    lived_in = {name for module in MODULES if (name := room_of(module)) is not None}
+    assert lived_in | {GENERATED} == set(HOUSE)
 
 
 def test_modules_import_in_no_circle() -> None:

@@ -1,4 +1,4 @@
-"""A tiny transformer, really trained with `torch.distributed.pipelining` on CPUs: `-m …torch_trainer TASK`."""
+"""A tiny transformer, trained with `torch.distributed.pipelining` on CPUs: `-m …torch_trainer TASK`."""
 
 import sys
 from typing import Any

@@ -10,6 +10,7 @@ from rich.table import Table
 from perseus.cli.terminal import BAD_INPUT, FAILURE, console, fail
 
 if TYPE_CHECKING:
+    from perseus.v1 import rank_pb2
     from perseus.v1.clock_statistics_pb2 import ClockStatistics
     from perseus.v1.job_pb2 import Job
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
@@ -231,10 +232,9 @@ def _state_name(state: int) -> str:
 
 
 def _summary(job: "Job") -> list[str]:
-    from perseus.v1 import job_pb2
 
     layout = job.spec.parallelism
-    connected = sum(rank.state == job_pb2.RANK_STATE_CONNECTED for rank in job.ranks)
+    connected = sum(rank.state == rank_pb2.RANK_STATE_CONNECTED for rank in job.ranks)
     return [
         job.spec.job_id,
         _state_name(job.state),
@@ -259,7 +259,6 @@ def _on_clock(clocks: "ClockStatistics") -> str:
 
 
 def _show(job: "Job") -> None:
-    from perseus.v1 import job_pb2
 
     titles = ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers")
     for title, value in zip(titles, _summary(job), strict=True):
@@ -284,7 +283,7 @@ def _show(job: "Job") -> None:
             str(place.pipeline),
             str(place.stage),
             str(place.tensor),
-            job_pb2.RankState.Name(rank.state).removeprefix("RANK_STATE_").lower(),
+            rank_pb2.RankState.Name(rank.state).removeprefix("RANK_STATE_").lower(),
             rank.hostname,
             f"{rank.gpu_model} {rank.gpu_uuid}",
             str(rank.iteration) if rank.iteration >= 0 else "",

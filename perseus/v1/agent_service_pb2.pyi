@@ -13,12 +13,11 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
-import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import perseus.v1.clock_statistics_pb2
 import perseus.v1.computation_pb2
 import perseus.v1.frontier_pb2
-import perseus.v1.job_pb2
+import perseus.v1.rank_pb2
 import sys
 import typing
 
@@ -28,122 +27,6 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
-
-class _RankLeftReason:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _RankLeftReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RankLeftReason.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    RANK_LEFT_REASON_UNSPECIFIED: _RankLeftReason.ValueType  # 0
-    """Never valid on the wire."""
-    RANK_LEFT_REASON_FINISHED: _RankLeftReason.ValueType  # 1
-    """The trainer said that it is done."""
-    RANK_LEFT_REASON_TRAINER_GONE: _RankLeftReason.ValueType  # 2
-    """The trainer's end of the local socket closed."""
-    RANK_LEFT_REASON_GPU_FAILED: _RankLeftReason.ValueType  # 3
-    """The GPU can not be used any more."""
-
-class RankLeftReason(_RankLeftReason, metaclass=_RankLeftReasonEnumTypeWrapper):
-    """Why a rank is no longer served."""
-
-RANK_LEFT_REASON_UNSPECIFIED: RankLeftReason.ValueType  # 0
-"""Never valid on the wire."""
-RANK_LEFT_REASON_FINISHED: RankLeftReason.ValueType  # 1
-"""The trainer said that it is done."""
-RANK_LEFT_REASON_TRAINER_GONE: RankLeftReason.ValueType  # 2
-"""The trainer's end of the local socket closed."""
-RANK_LEFT_REASON_GPU_FAILED: RankLeftReason.ValueType  # 3
-"""The GPU can not be used any more."""
-Global___RankLeftReason: typing_extensions.TypeAlias = RankLeftReason
-
-class _GpuErrorReason:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _GpuErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_GpuErrorReason.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    GPU_ERROR_REASON_UNSPECIFIED: _GpuErrorReason.ValueType  # 0
-    """Never valid on the wire."""
-    GPU_ERROR_REASON_NOT_FOUND: _GpuErrorReason.ValueType  # 1
-    """The node has no such GPU, or the agent may not see it."""
-    GPU_ERROR_REASON_DRIVER_FAILED: _GpuErrorReason.ValueType  # 2
-    """The driver or its library is absent, was unloaded, or failed."""
-    GPU_ERROR_REASON_NO_PERMISSION: _GpuErrorReason.ValueType  # 3
-    """The agent may not set clocks; it goes on measuring."""
-    GPU_ERROR_REASON_LOST: _GpuErrorReason.ValueType  # 4
-    """The GPU fell off the bus or needs a reset."""
-    GPU_ERROR_REASON_NOT_SUPPORTED: _GpuErrorReason.ValueType  # 5
-    """The GPU, or the mode that it is in, can not do what was asked for."""
-    GPU_ERROR_REASON_IN_USE: _GpuErrorReason.ValueType  # 6
-    """Another client of the driver stands in the way."""
-    GPU_ERROR_REASON_NOT_RECORDED: _GpuErrorReason.ValueType  # 7
-    """What is to be restored could not be written to the node's disk, so no clock is set; the agent goes on
-    measuring.
-    """
-
-class GpuErrorReason(_GpuErrorReason, metaclass=_GpuErrorReasonEnumTypeWrapper):
-    """What it was that went wrong with a GPU."""
-
-GPU_ERROR_REASON_UNSPECIFIED: GpuErrorReason.ValueType  # 0
-"""Never valid on the wire."""
-GPU_ERROR_REASON_NOT_FOUND: GpuErrorReason.ValueType  # 1
-"""The node has no such GPU, or the agent may not see it."""
-GPU_ERROR_REASON_DRIVER_FAILED: GpuErrorReason.ValueType  # 2
-"""The driver or its library is absent, was unloaded, or failed."""
-GPU_ERROR_REASON_NO_PERMISSION: GpuErrorReason.ValueType  # 3
-"""The agent may not set clocks; it goes on measuring."""
-GPU_ERROR_REASON_LOST: GpuErrorReason.ValueType  # 4
-"""The GPU fell off the bus or needs a reset."""
-GPU_ERROR_REASON_NOT_SUPPORTED: GpuErrorReason.ValueType  # 5
-"""The GPU, or the mode that it is in, can not do what was asked for."""
-GPU_ERROR_REASON_IN_USE: GpuErrorReason.ValueType  # 6
-"""Another client of the driver stands in the way."""
-GPU_ERROR_REASON_NOT_RECORDED: GpuErrorReason.ValueType  # 7
-"""What is to be restored could not be written to the node's disk, so no clock is set; the agent goes on
-measuring.
-"""
-Global___GpuErrorReason: typing_extensions.TypeAlias = GpuErrorReason
-
-class _PlanRefusalReason:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _PlanRefusalReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PlanRefusalReason.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    PLAN_REFUSAL_REASON_UNSPECIFIED: _PlanRefusalReason.ValueType  # 0
-    """Never valid on the wire."""
-    PLAN_REFUSAL_REASON_PAST_START: _PlanRefusalReason.ValueType  # 1
-    """The rank has already begun the start iteration: offer again."""
-    PLAN_REFUSAL_REASON_CLOCK_NOT_SUPPORTED: _PlanRefusalReason.ValueType  # 2
-    """A clock is not one of the GPU's supported clocks."""
-    PLAN_REFUSAL_REASON_NOT_PERMITTED: _PlanRefusalReason.ValueType  # 3
-    """The agent may not set clocks (no permission, or it only observes)."""
-    PLAN_REFUSAL_REASON_ORDER_MISMATCH: _PlanRefusalReason.ValueType  # 4
-    """The computations are not those of the registered order."""
-    PLAN_REFUSAL_REASON_UNKNOWN_RANK: _PlanRefusalReason.ValueType  # 5
-    """The rank is not served by this agent."""
-    PLAN_REFUSAL_REASON_GPU_FAILED: _PlanRefusalReason.ValueType  # 6
-    """The GPU can not be used any more."""
-
-class PlanRefusalReason(_PlanRefusalReason, metaclass=_PlanRefusalReasonEnumTypeWrapper):
-    """Why a plan offer was refused."""
-
-PLAN_REFUSAL_REASON_UNSPECIFIED: PlanRefusalReason.ValueType  # 0
-"""Never valid on the wire."""
-PLAN_REFUSAL_REASON_PAST_START: PlanRefusalReason.ValueType  # 1
-"""The rank has already begun the start iteration: offer again."""
-PLAN_REFUSAL_REASON_CLOCK_NOT_SUPPORTED: PlanRefusalReason.ValueType  # 2
-"""A clock is not one of the GPU's supported clocks."""
-PLAN_REFUSAL_REASON_NOT_PERMITTED: PlanRefusalReason.ValueType  # 3
-"""The agent may not set clocks (no permission, or it only observes)."""
-PLAN_REFUSAL_REASON_ORDER_MISMATCH: PlanRefusalReason.ValueType  # 4
-"""The computations are not those of the registered order."""
-PLAN_REFUSAL_REASON_UNKNOWN_RANK: PlanRefusalReason.ValueType  # 5
-"""The rank is not served by this agent."""
-PLAN_REFUSAL_REASON_GPU_FAILED: PlanRefusalReason.ValueType  # 6
-"""The GPU can not be used any more."""
-Global___PlanRefusalReason: typing_extensions.TypeAlias = PlanRefusalReason
 
 @typing.final
 class ConnectRequest(google.protobuf.message.Message):
@@ -381,7 +264,7 @@ class RankJoined(google.protobuf.message.Message):
     however late it comes.
     """
     @property
-    def rank(self) -> perseus.v1.job_pb2.RankCoordinates:
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
 
     @property
@@ -392,7 +275,7 @@ class RankJoined(google.protobuf.message.Message):
         self,
         *,
         job_id: builtins.str = ...,
-        rank: perseus.v1.job_pb2.RankCoordinates | None = ...,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         gpu: Global___Gpu | None = ...,
         iteration: builtins.int = ...,
         in_force_epoch: builtins.str = ...,
@@ -423,21 +306,21 @@ class GpuError(google.protobuf.message.Message):
     """The job."""
     gpu_uuid: builtins.str
     """NVML UUID of the GPU, as the trainer gave it."""
-    reason: Global___GpuErrorReason.ValueType
+    reason: perseus.v1.rank_pb2.GpuErrorReason.ValueType
     """What it was."""
     message: builtins.str
     """One sentence for people: the call that failed, how, and what can be done."""
     @property
-    def rank(self) -> perseus.v1.job_pb2.RankCoordinates:
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
 
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
-        rank: perseus.v1.job_pb2.RankCoordinates | None = ...,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         gpu_uuid: builtins.str = ...,
-        reason: Global___GpuErrorReason.ValueType = ...,
+        reason: perseus.v1.rank_pb2.GpuErrorReason.ValueType = ...,
         message: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
@@ -456,18 +339,18 @@ class RankLeft(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
-    reason: Global___RankLeftReason.ValueType
+    reason: perseus.v1.rank_pb2.RankLeftReason.ValueType
     """Why."""
     @property
-    def rank(self) -> perseus.v1.job_pb2.RankCoordinates:
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
 
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
-        rank: perseus.v1.job_pb2.RankCoordinates | None = ...,
-        reason: Global___RankLeftReason.ValueType = ...,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
+        reason: perseus.v1.rank_pb2.RankLeftReason.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "rank", b"rank", "reason", b"reason"]) -> None: ...
@@ -486,7 +369,7 @@ class RankAccepted(google.protobuf.message.Message):
     job_id: builtins.str
     """The job."""
     @property
-    def rank(self) -> perseus.v1.job_pb2.RankCoordinates:
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
 
     @property
@@ -499,7 +382,7 @@ class RankAccepted(google.protobuf.message.Message):
         self,
         *,
         job_id: builtins.str = ...,
-        rank: perseus.v1.job_pb2.RankCoordinates | None = ...,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         order: perseus.v1.computation_pb2.StageOrder | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["order", b"order", "rank", b"rank"]) -> builtins.bool: ...
@@ -541,7 +424,7 @@ class RankRefused(google.protobuf.message.Message):
     message: builtins.str
     """One sentence for people."""
     @property
-    def rank(self) -> perseus.v1.job_pb2.RankCoordinates:
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
 
     @property
@@ -552,7 +435,7 @@ class RankRefused(google.protobuf.message.Message):
         self,
         *,
         job_id: builtins.str = ...,
-        rank: perseus.v1.job_pb2.RankCoordinates | None = ...,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         reason: builtins.str = ...,
         message: builtins.str = ...,
         metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
@@ -786,7 +669,7 @@ class TelemetryBatch(google.protobuf.message.Message):
     dropped_batch_count: builtins.int
     """Batches that this agent instance had to drop so far because they were not acknowledged in time."""
     @property
-    def rank(self) -> perseus.v1.job_pb2.RankCoordinates:
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
 
     @property
@@ -810,7 +693,7 @@ class TelemetryBatch(google.protobuf.message.Message):
         *,
         sequence: builtins.int = ...,
         job_id: builtins.str = ...,
-        rank: perseus.v1.job_pb2.RankCoordinates | None = ...,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         iterations: Global___IterationColumns | None = ...,
         computations: Global___ComputationColumns | None = ...,
         energy: Global___EnergyEstimate | None = ...,
@@ -898,7 +781,7 @@ class PlanOffer(google.protobuf.message.Message):
     lease_s: builtins.float
     """How long these clocks stay in force without a word from the coordinator, seconds."""
     @property
-    def rank(self) -> perseus.v1.job_pb2.RankCoordinates:
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
 
     @property
@@ -917,7 +800,7 @@ class PlanOffer(google.protobuf.message.Message):
         self,
         *,
         job_id: builtins.str = ...,
-        rank: perseus.v1.job_pb2.RankCoordinates | None = ...,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         epoch: builtins.str = ...,
         version: builtins.int = ...,
         start_iteration: builtins.int = ...,
@@ -955,14 +838,14 @@ class PlanAnswer(google.protobuf.message.Message):
     """Version of the offer."""
     accepted: builtins.bool
     """Whether the clocks will be applied at the start iteration."""
-    refusal_reason: Global___PlanRefusalReason.ValueType
+    refusal_reason: perseus.v1.rank_pb2.PlanRefusalReason.ValueType
     """Why not; UNSPECIFIED when accepted."""
     message: builtins.str
     """One sentence for people; empty when accepted."""
     iteration: builtins.int
     """Highest iteration that has begun; -1 if none."""
     @property
-    def rank(self) -> perseus.v1.job_pb2.RankCoordinates:
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
 
     @property
@@ -973,11 +856,11 @@ class PlanAnswer(google.protobuf.message.Message):
         self,
         *,
         job_id: builtins.str = ...,
-        rank: perseus.v1.job_pb2.RankCoordinates | None = ...,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         epoch: builtins.str = ...,
         version: builtins.int = ...,
         accepted: builtins.bool = ...,
-        refusal_reason: Global___PlanRefusalReason.ValueType = ...,
+        refusal_reason: perseus.v1.rank_pb2.PlanRefusalReason.ValueType = ...,
         message: builtins.str = ...,
         iteration: builtins.int = ...,
         refused_clocks_mhz: collections.abc.Iterable[builtins.int] | None = ...,
@@ -1007,14 +890,14 @@ class PlanInForce(google.protobuf.message.Message):
     iteration: builtins.int
     """First iteration under it."""
     @property
-    def rank(self) -> perseus.v1.job_pb2.RankCoordinates:
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
 
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
-        rank: perseus.v1.job_pb2.RankCoordinates | None = ...,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         epoch: builtins.str = ...,
         version: builtins.int = ...,
         iteration: builtins.int = ...,

@@ -10,8 +10,8 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
-import perseus.v1.clock_statistics_pb2
 import perseus.v1.computation_pb2
+import perseus.v1.rank_pb2
 import sys
 import typing
 
@@ -67,42 +67,6 @@ JOB_STATE_STOCK: JobState.ValueType  # 6
 JOB_STATE_FINISHED: JobState.ValueType  # 7
 """The job has ended."""
 Global___JobState: typing_extensions.TypeAlias = JobState
-
-class _RankState:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _RankStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RankState.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    RANK_STATE_UNSPECIFIED: _RankState.ValueType  # 0
-    """Never valid on the wire."""
-    RANK_STATE_EXPECTED: _RankState.ValueType  # 1
-    """No agent has announced it yet."""
-    RANK_STATE_CONNECTED: _RankState.ValueType  # 2
-    """An agent serves it."""
-    RANK_STATE_DISCONNECTED: _RankState.ValueType  # 3
-    """Its agent's stream ended without a goodbye; the lease runs."""
-    RANK_STATE_LOST: _RankState.ValueType  # 4
-    """Its trainer is gone, or its lease has run out."""
-    RANK_STATE_FINISHED: _RankState.ValueType  # 5
-    """Its trainer has said that it is done."""
-
-class RankState(_RankState, metaclass=_RankStateEnumTypeWrapper):
-    """Whether an agent serves a rank."""
-
-RANK_STATE_UNSPECIFIED: RankState.ValueType  # 0
-"""Never valid on the wire."""
-RANK_STATE_EXPECTED: RankState.ValueType  # 1
-"""No agent has announced it yet."""
-RANK_STATE_CONNECTED: RankState.ValueType  # 2
-"""An agent serves it."""
-RANK_STATE_DISCONNECTED: RankState.ValueType  # 3
-"""Its agent's stream ended without a goodbye; the lease runs."""
-RANK_STATE_LOST: RankState.ValueType  # 4
-"""Its trainer is gone, or its lease has run out."""
-RANK_STATE_FINISHED: RankState.ValueType  # 5
-"""Its trainer has said that it is done."""
-Global___RankState: typing_extensions.TypeAlias = RankState
 
 class _JobEventType:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -237,32 +201,6 @@ class Parallelism(google.protobuf.message.Message):
 Global___Parallelism: typing_extensions.TypeAlias = Parallelism
 
 @typing.final
-class RankCoordinates(google.protobuf.message.Message):
-    """The place of one rank (one training process with one GPU) in its job."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PIPELINE_FIELD_NUMBER: builtins.int
-    STAGE_FIELD_NUMBER: builtins.int
-    TENSOR_FIELD_NUMBER: builtins.int
-    pipeline: builtins.int
-    """Pipeline, from 0."""
-    stage: builtins.int
-    """Stage, from 0."""
-    tensor: builtins.int
-    """Position among the ranks of the stage, from 0."""
-    def __init__(
-        self,
-        *,
-        pipeline: builtins.int = ...,
-        stage: builtins.int = ...,
-        tensor: builtins.int = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["pipeline", b"pipeline", "stage", b"stage", "tensor", b"tensor"]) -> None: ...
-
-Global___RankCoordinates: typing_extensions.TypeAlias = RankCoordinates
-
-@typing.final
 class OperatingPolicy(google.protobuf.message.Message):
     """Where on the frontier a job runs while no straggler holds it up. Never slower than T*: from there on, time
     costs energy.
@@ -376,61 +314,6 @@ class JobSpec(google.protobuf.message.Message):
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
 
 @typing.final
-class Rank(google.protobuf.message.Message):
-    """One rank of a job."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    COORDINATES_FIELD_NUMBER: builtins.int
-    STATE_FIELD_NUMBER: builtins.int
-    HOSTNAME_FIELD_NUMBER: builtins.int
-    GPU_UUID_FIELD_NUMBER: builtins.int
-    GPU_MODEL_FIELD_NUMBER: builtins.int
-    OFFERED_VERSION_FIELD_NUMBER: builtins.int
-    IN_FORCE_VERSION_FIELD_NUMBER: builtins.int
-    ITERATION_FIELD_NUMBER: builtins.int
-    CLOCKS_FIELD_NUMBER: builtins.int
-    state: Global___RankState.ValueType
-    """Whether it is served."""
-    hostname: builtins.str
-    """Host that its agent runs on; empty before it joined."""
-    gpu_uuid: builtins.str
-    """UUID of its GPU; empty before it joined."""
-    gpu_model: builtins.str
-    """Model of its GPU; empty before it joined."""
-    offered_version: builtins.int
-    """Version of the plan offered last; 0 if none."""
-    in_force_version: builtins.int
-    """Version of the plan in force, as its agent reported it; 0 for stock without a plan."""
-    iteration: builtins.int
-    """Highest iteration that it reported; -1 if none."""
-    @property
-    def coordinates(self) -> Global___RankCoordinates:
-        """Its place."""
-
-    @property
-    def clocks(self) -> perseus.v1.clock_statistics_pb2.ClockStatistics:
-        """How well its clocks follow its plan, as its agent reported it last; absent before that."""
-
-    def __init__(
-        self,
-        *,
-        coordinates: Global___RankCoordinates | None = ...,
-        state: Global___RankState.ValueType = ...,
-        hostname: builtins.str = ...,
-        gpu_uuid: builtins.str = ...,
-        gpu_model: builtins.str = ...,
-        offered_version: builtins.int = ...,
-        in_force_version: builtins.int = ...,
-        iteration: builtins.int = ...,
-        clocks: perseus.v1.clock_statistics_pb2.ClockStatistics | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["clocks", b"clocks", "coordinates", b"coordinates"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "hostname", b"hostname", "in_force_version", b"in_force_version", "iteration", b"iteration", "offered_version", b"offered_version", "state", b"state"]) -> None: ...
-
-Global___Rank: typing_extensions.TypeAlias = Rank
-
-@typing.final
 class Straggler(google.protobuf.message.Message):
     """A pipeline that is slower than planned."""
 
@@ -487,7 +370,7 @@ class Job(google.protobuf.message.Message):
         """What was registered, with the policy now in force."""
 
     @property
-    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Rank]:
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.rank_pb2.Rank]:
         """All ranks, ordered by pipeline, stage and tensor."""
 
     @property
@@ -508,7 +391,7 @@ class Job(google.protobuf.message.Message):
         spec: Global___JobSpec | None = ...,
         state: Global___JobState.ValueType = ...,
         epoch: builtins.str = ...,
-        ranks: collections.abc.Iterable[Global___Rank] | None = ...,
+        ranks: collections.abc.Iterable[perseus.v1.rank_pb2.Rank] | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         profiled_clock_count: builtins.int = ...,
         t_min_s: builtins.float = ...,

@@ -17,7 +17,7 @@ from perseus.service.domain.telemetry import KINDS
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
 from perseus.solver import Plan, PlannedComputation, Schedule, one_forward_one_backward
-from perseus.v1 import agent_service_pb2, computation_pb2, job_pb2, job_service_pb2
+from perseus.v1 import agent_service_pb2, computation_pb2, job_pb2, job_service_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
 from perseus.v1.frontier_service_pb2_grpc import FrontierServiceStub
@@ -195,8 +195,8 @@ class FakeAgent:
         )
 
     @staticmethod
-    def place(place: Coordinates) -> job_pb2.RankCoordinates:
-        return job_pb2.RankCoordinates(pipeline=place.pipeline, stage=place.stage, tensor=place.tensor)
+    def place(place: Coordinates) -> rank_pb2.RankCoordinates:
+        return rank_pb2.RankCoordinates(pipeline=place.pipeline, stage=place.stage, tensor=place.tensor)
 
     async def _answer(self, offer: agent_service_pb2.PlanOffer) -> None:
         assert offer.epoch == self.epoch
@@ -221,9 +221,9 @@ class FakeAgent:
                 epoch=offer.epoch,
                 version=offer.version,
                 accepted=answer.refusal is None,
-                refusal_reason=agent_service_pb2.PLAN_REFUSAL_REASON_PAST_START
+                refusal_reason=rank_pb2.PLAN_REFUSAL_REASON_PAST_START
                 if answer.refusal
-                else agent_service_pb2.PLAN_REFUSAL_REASON_UNSPECIFIED,
+                else rank_pb2.PLAN_REFUSAL_REASON_UNSPECIFIED,
                 iteration=rank.iteration,
             )
         )

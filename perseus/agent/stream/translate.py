@@ -39,7 +39,7 @@ from perseus.agent.rank.messages import (
 )
 from perseus.agent.stream.telemetry import Batch
 from perseus.v1 import agent_service_pb2 as wire
-from perseus.v1 import clock_statistics_pb2, computation_pb2, frontier_pb2, job_pb2, job_service_pb2
+from perseus.v1 import clock_statistics_pb2, computation_pb2, frontier_pb2, job_pb2, job_service_pb2, rank_pb2
 
 Sendable = RankJoined | RankLeft | GpuErrorReport | PlanAnswer | PlanInForce | Batch
 
@@ -90,7 +90,7 @@ def request(message: Sendable) -> wire.ConnectRequest:
                 rank_left=wire.RankLeft(
                     job_id=rank.job_id,
                     rank=_coordinates(rank),
-                    reason=wire.RankLeftReason.ValueType(int(reason)),
+                    reason=rank_pb2.RankLeftReason.ValueType(int(reason)),
                 )
             )
         case GpuErrorReport(rank, gpu_uuid, gpu_reason, text):
@@ -99,7 +99,7 @@ def request(message: Sendable) -> wire.ConnectRequest:
                     job_id=rank.job_id,
                     rank=_coordinates(rank),
                     gpu_uuid=gpu_uuid,
-                    reason=wire.GpuErrorReason.ValueType(int(gpu_reason)),
+                    reason=rank_pb2.GpuErrorReason.ValueType(int(gpu_reason)),
                     message=text,
                 )
             )
@@ -111,7 +111,9 @@ def request(message: Sendable) -> wire.ConnectRequest:
                     epoch=plan.epoch,
                     version=plan.version,
                     accepted=refusal is None,
-                    refusal_reason=wire.PlanRefusalReason.ValueType(int(refusal.reason) if refusal else 0),
+                    refusal_reason=rank_pb2.PlanRefusalReason.ValueType(
+                        int(refusal.reason) if refusal else 0
+                    ),
                     message=refusal.message if refusal else "",
                     iteration=iteration,
                     refused_clocks_mhz=refusal.clocks_mhz if refusal else (),
@@ -137,8 +139,8 @@ def register_job_request(spec: dict[str, Any]) -> job_service_pb2.RegisterJobReq
         raise ValueError(f"registration: expected a JobSpec as JSON: {error}") from error
 
 
-def _coordinates(rank: Rank) -> job_pb2.RankCoordinates:
-    return job_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
+def _coordinates(rank: Rank) -> rank_pb2.RankCoordinates:
+    return rank_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
 
 
 def _gpu(gpu: GpuDescription) -> wire.Gpu:
@@ -297,7 +299,7 @@ def _plan_offer(offer: wire.PlanOffer) -> PlanOffer:
     )
 
 
-def _rank(job_id: str, coordinates: job_pb2.RankCoordinates) -> Rank:
+def _rank(job_id: str, coordinates: rank_pb2.RankCoordinates) -> Rank:
     return Rank(job_id, coordinates.pipeline, coordinates.stage, coordinates.tensor)
 
 

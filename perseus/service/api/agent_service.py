@@ -36,7 +36,7 @@ from perseus.service.domain.model import Offer
 from perseus.service.domain.specification import Coordinates
 from perseus.service.shell.coordinator import Coordinator
 from perseus.solver import Computation
-from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, job_pb2
+from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 
 log = structlog.get_logger(__name__)
@@ -202,7 +202,7 @@ class _Stream:
         except CoordinatorError as error:
             self._refuse(message.job_id, message.rank, error)
 
-    def _refuse(self, job_id: str, rank: job_pb2.RankCoordinates, error: CoordinatorError) -> None:
+    def _refuse(self, job_id: str, rank: rank_pb2.RankCoordinates, error: CoordinatorError) -> None:
         info = error_info(error)
         refused = agent_service_pb2.RankRefused(
             job_id=job_id, rank=rank, reason=info.reason, message=str(error), metadata=info.metadata

@@ -48,19 +48,17 @@ from perseus.service.domain.telemetry import (
 from perseus.v1 import (
     agent_service_pb2,
     clock_statistics_pb2,
+    rank_pb2,
 )
 
 _LEFT_REASON = {
-    agent_service_pb2.RankLeftReason.Value(f"RANK_LEFT_REASON_{reason.name}"): reason
-    for reason in RankLeftReason
+    rank_pb2.RankLeftReason.Value(f"RANK_LEFT_REASON_{reason.name}"): reason for reason in RankLeftReason
 }
 _GPU_ERROR_REASON = {
-    agent_service_pb2.GpuErrorReason.Value(f"GPU_ERROR_REASON_{reason.name}"): reason
-    for reason in GpuErrorReason
+    rank_pb2.GpuErrorReason.Value(f"GPU_ERROR_REASON_{reason.name}"): reason for reason in GpuErrorReason
 }
 _REFUSAL_REASON = {
-    agent_service_pb2.PlanRefusalReason.Value(f"PLAN_REFUSAL_REASON_{reason.name}"): reason
-    for reason in RefusalReason
+    rank_pb2.PlanRefusalReason.Value(f"PLAN_REFUSAL_REASON_{reason.name}"): reason for reason in RefusalReason
 }
 
 # Index into KINDS by the wire's number; -1 for what is no kind.

@@ -42,10 +42,11 @@ from perseus.v1 import (
     clock_statistics_pb2,
     job_pb2,
     job_service_pb2,
+    rank_pb2,
 )
 
 _JOB_STATE = {state: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
-_RANK_STATE = {state: job_pb2.RankState.Value(f"RANK_STATE_{state.name}") for state in RankState}
+_RANK_STATE = {state: rank_pb2.RankState.Value(f"RANK_STATE_{state.name}") for state in RankState}
 _EVENT_TYPE = {kind: job_pb2.JobEventType.Value(f"JOB_EVENT_TYPE_{kind.name}") for kind in EventType}
 
 
@@ -101,19 +102,19 @@ def straggler_from_proto(message: job_service_pb2.ReportStragglerRequest) -> Str
     )
 
 
-def coordinates_to_proto(rank: Coordinates) -> job_pb2.RankCoordinates:
+def coordinates_to_proto(rank: Coordinates) -> rank_pb2.RankCoordinates:
     """Return a rank's place."""
-    return job_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
+    return rank_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
 
 
-def coordinates_from_proto(message: job_pb2.RankCoordinates) -> Coordinates:
+def coordinates_from_proto(message: rank_pb2.RankCoordinates) -> Coordinates:
     """Return a rank's place, not yet checked against its job."""
     return Coordinates(message.pipeline, message.stage, message.tensor)
 
 
-def rank_to_proto(rank: Rank) -> job_pb2.Rank:
+def rank_to_proto(rank: Rank) -> rank_pb2.Rank:
     """Return a rank."""
-    return job_pb2.Rank(
+    return rank_pb2.Rank(
         coordinates=coordinates_to_proto(rank.coordinates),
         state=_RANK_STATE[rank.state],
         hostname=rank.hostname,

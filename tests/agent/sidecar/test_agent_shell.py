@@ -16,7 +16,7 @@ from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import run, serving
 from perseus.v1 import agent_service_pb2 as wire
-from perseus.v1 import computation_pb2, frontier_pb2, job_pb2
+from perseus.v1 import computation_pb2, frontier_pb2, rank_pb2
 from tests.agent.coordinator_stub import Book, CoordinatorStub, until
 
 UUID = "GPU-0"
@@ -26,7 +26,7 @@ ORDER = [
     computation_pb2.Computation(kind=computation_pb2.COMPUTATION_KIND_FORWARD),
     computation_pb2.Computation(kind=computation_pb2.COMPUTATION_KIND_BACKWARD),
 ]
-RANK = job_pb2.RankCoordinates()
+RANK = rank_pb2.RankCoordinates()
 
 
 class Trainer:
@@ -180,7 +180,7 @@ async def test_a_rank_from_hello_to_finish_with_a_coordinator_that_restarts(
         await trainer.stop()
         await coordinator.until(lambda book: len(book.all("rank_left")) > 0, "rank left")
         left = coordinator.book.all("rank_left")[-1].rank_left
-        assert left.reason == wire.RANK_LEFT_REASON_FINISHED
+        assert left.reason == rank_pb2.RANK_LEFT_REASON_FINISHED
         assert gpu.sm_clock_mhz() == STOCK_MHZ
     await coordinator.until(lambda book: len(book.all("goodbye")) == 1, "goodbye")
     assert not (tmp_path / "run" / "agent.sock").exists()
@@ -258,7 +258,7 @@ async def test_without_a_coordinator_training_runs_and_the_job_is_registered_lat
         await trainer.stop()
         await coordinator.until(lambda book: len(book.all("rank_left")) > 0, "rank left")
         left = coordinator.book.all("rank_left")[-1].rank_left
-        assert left.reason == wire.RANK_LEFT_REASON_TRAINER_GONE
+        assert left.reason == rank_pb2.RANK_LEFT_REASON_TRAINER_GONE
 
 
 async def test_a_refused_registration_reaches_the_probe(
@@ -314,7 +314,7 @@ async def test_an_agent_that_observes_refuses_clocks_and_measures(
         coordinator.say(hold(version=1, start_iteration=trainer.iteration_count + 3))
         await coordinator.until(lambda book: len(book.all("plan_answer")) > 0, "an answer")
         answer = coordinator.book.all("plan_answer")[-1].plan_answer
-        assert answer.refusal_reason == wire.PLAN_REFUSAL_REASON_NOT_PERMITTED
+        assert answer.refusal_reason == rank_pb2.PLAN_REFUSAL_REASON_NOT_PERMITTED
         await trainer.stop()
     assert gpu.sm_clock_mhz() == A100_SXM.clocks_mhz[5], "not even reset"
 

@@ -23,7 +23,7 @@ from perseus.agent.rank.messages import (
 )
 from perseus.agent.stream.coordinator import Coordinator
 from perseus.v1 import agent_service_pb2 as wire
-from perseus.v1 import job_pb2
+from perseus.v1 import rank_pb2
 from tests.agent.coordinator_stub import Book, CoordinatorStub, until
 
 RANK = Rank("job", 0, 0, 0)
@@ -122,7 +122,7 @@ async def test_what_was_not_acknowledged_is_said_again_on_the_next_stream(server
 
 async def test_ranks_hear_what_concerns_them_and_the_rest_is_said_in_the_log(server: CoordinatorStub) -> None:
     agent = Agent(f"127.0.0.1:{server.port}")
-    refused = wire.RankRefused(job_id="job", rank=job_pb2.RankCoordinates(), reason="R", message="why")
+    refused = wire.RankRefused(job_id="job", rank=rank_pb2.RankCoordinates(), reason="R", message="why")
     with capture_logs() as logs:
         async with running(agent):
             await until(lambda: agent.coordinator.is_connected, "connected")

@@ -33,10 +33,10 @@ from perseus.agent.rank.messages import (
 from perseus.agent.stream import translate
 from perseus.agent.stream.telemetry import Batch
 from perseus.v1 import agent_service_pb2 as wire
-from perseus.v1 import computation_pb2, frontier_pb2, job_pb2
+from perseus.v1 import computation_pb2, frontier_pb2, rank_pb2
 
 RANK = Rank("job", 1, 2, 3)
-COORDINATES = job_pb2.RankCoordinates(pipeline=1, stage=2, tensor=3)
+COORDINATES = rank_pb2.RankCoordinates(pipeline=1, stage=2, tensor=3)
 F0 = Computation(Kind.FORWARD, 0)
 WIRE_F0 = computation_pb2.Computation(kind=computation_pb2.COMPUTATION_KIND_FORWARD)
 
@@ -44,8 +44,8 @@ WIRE_F0 = computation_pb2.Computation(kind=computation_pb2.COMPUTATION_KIND_FORW
 def test_the_agents_numbers_are_those_of_the_contract() -> None:
     for ours, prefix, theirs in (
         (Kind, "COMPUTATION_KIND", computation_pb2.ComputationKind),
-        (RankLeftReason, "RANK_LEFT_REASON", wire.RankLeftReason),
-        (PlanRefusalReason, "PLAN_REFUSAL_REASON", wire.PlanRefusalReason),
+        (RankLeftReason, "RANK_LEFT_REASON", rank_pb2.RankLeftReason),
+        (PlanRefusalReason, "PLAN_REFUSAL_REASON", rank_pb2.PlanRefusalReason),
     ):
         numbers = {f"{prefix}_{member.name}": member.value for member in ours}
         assert {f"{prefix}_UNSPECIFIED": 0, **numbers} == dict(theirs.items())
@@ -65,7 +65,7 @@ def test_what_a_session_says() -> None:
         after_sequence=40,
     )
     left = translate.request(RankLeft(RANK, RankLeftReason.GPU_FAILED)).rank_left
-    assert left == wire.RankLeft(job_id="job", rank=COORDINATES, reason=wire.RANK_LEFT_REASON_GPU_FAILED)
+    assert left == wire.RankLeft(job_id="job", rank=COORDINATES, reason=rank_pb2.RANK_LEFT_REASON_GPU_FAILED)
     refusal = PlanRefusal(PlanRefusalReason.PAST_START, "too late")
     refused = translate.request(PlanAnswer(RANK, PlanId("e", 3), refusal, 9)).plan_answer
     assert refused == wire.PlanAnswer(
@@ -73,7 +73,7 @@ def test_what_a_session_says() -> None:
         rank=COORDINATES,
         epoch="e",
         version=3,
-        refusal_reason=wire.PLAN_REFUSAL_REASON_PAST_START,
+        refusal_reason=rank_pb2.PLAN_REFUSAL_REASON_PAST_START,
         message="too late",
         iteration=9,
     )

@@ -8,7 +8,7 @@ import pytest
 from perseus.service.api.translate_agents import gpu_error_from_proto
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.model import GpuErrorReason
-from perseus.v1 import agent_service_pb2, job_pb2, job_service_pb2
+from perseus.v1 import agent_service_pb2, job_pb2, job_service_pb2, rank_pb2
 from tests.service.grpc_fakes import TIMEOUT_S, Client, FakeAgent, connected, make_settings
 
 
@@ -18,10 +18,10 @@ async def client(tmp_path: Path) -> AsyncIterator[Client]:
         yield client
 
 
-def gpu_error(stage: int, reason: agent_service_pb2.GpuErrorReason.ValueType) -> agent_service_pb2.GpuError:
+def gpu_error(stage: int, reason: rank_pb2.GpuErrorReason.ValueType) -> agent_service_pb2.GpuError:
     return agent_service_pb2.GpuError(
         job_id="job",
-        rank=job_pb2.RankCoordinates(stage=stage),
+        rank=rank_pb2.RankCoordinates(stage=stage),
         gpu_uuid=f"GPU-{stage}",
         reason=reason,
         message="nvmlInit: Driver Not Loaded",
@@ -31,7 +31,7 @@ def gpu_error(stage: int, reason: agent_service_pb2.GpuErrorReason.ValueType) ->
 async def test_errors_are_events_once_each(client: Client) -> None:
     agent = FakeAgent(client, "agent", [])
     await agent.hello()
-    lost = gpu_error(1, agent_service_pb2.GPU_ERROR_REASON_LOST)
+    lost = gpu_error(1, rank_pb2.GPU_ERROR_REASON_LOST)
     await agent.say(gpu_error=lost)
     await agent.until(lambda: len(agent.refused) == 1)
     assert (agent.refused[0].reason, agent.refused[0].rank) == ("JOB_NOT_FOUND", lost.rank)
@@ -39,8 +39,8 @@ async def test_errors_are_events_once_each(client: Client) -> None:
     await client.register()
     for _ in range(2):
         await agent.say(gpu_error=lost)
-    await agent.say(gpu_error=gpu_error(0, agent_service_pb2.GPU_ERROR_REASON_DRIVER_FAILED))
-    await agent.say(gpu_error=gpu_error(7, agent_service_pb2.GPU_ERROR_REASON_LOST))
+    await agent.say(gpu_error=gpu_error(0, rank_pb2.GPU_ERROR_REASON_DRIVER_FAILED))
+    await agent.say(gpu_error=gpu_error(7, rank_pb2.GPU_ERROR_REASON_LOST))
     await agent.until(lambda: len(agent.refused) == 2)
     assert agent.refused[1].reason == "RANK_OUT_OF_RANGE"
 
@@ -60,7 +60,7 @@ async def test_errors_are_events_once_each(client: Client) -> None:
 
 
 def test_every_reason_of_the_wire_is_known() -> None:
-    wire = set(agent_service_pb2.GpuErrorReason.values()) - {0}
+    wire = set(rank_pb2.GpuErrorReason.values()) - {0}
     assert {gpu_error_from_proto(gpu_error(0, reason)).reason for reason in wire} == set(GpuErrorReason)
     with pytest.raises(InvalidFieldError, match=r"gpu_error\.reason"):
-        gpu_error_from_proto(gpu_error(0, agent_service_pb2.GPU_ERROR_REASON_UNSPECIFIED))
+        gpu_error_from_proto(gpu_error(0, rank_pb2.GPU_ERROR_REASON_UNSPECIFIED))

@@ -20,7 +20,7 @@ from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.specification import ExplicitSchedule, JobSpec, OperatingPolicy, Parallelism
 from perseus.service.domain.telemetry import KINDS
 from perseus.solver import Computation, Kind, solve, with_lag
-from perseus.v1 import agent_service_pb2, computation_pb2, frontier_pb2, job_pb2
+from perseus.v1 import agent_service_pb2, computation_pb2, frontier_pb2, job_pb2, rank_pb2
 from tests.service.frontiers import FRONTIER
 
 
@@ -61,10 +61,10 @@ def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
     """The maps are made by name at import; this pins that none of the wire's values is left out."""
     pairs = [
         (model.JobState, job_pb2.JobState),
-        (model.RankState, job_pb2.RankState),
+        (model.RankState, rank_pb2.RankState),
         (model.EventType, job_pb2.JobEventType),
-        (model.RankLeftReason, agent_service_pb2.RankLeftReason),
-        (model.RefusalReason, agent_service_pb2.PlanRefusalReason),
+        (model.RankLeftReason, rank_pb2.RankLeftReason),
+        (model.RefusalReason, rank_pb2.PlanRefusalReason),
         (Kind, computation_pb2.ComputationKind),
         (specification.ScheduleName, computation_pb2.ScheduleName),
     ]

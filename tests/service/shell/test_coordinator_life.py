@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from perseus.v1 import agent_service_pb2, frontier_service_pb2, job_pb2, job_service_pb2
+from perseus.v1 import agent_service_pb2, frontier_service_pb2, job_pb2, job_service_pb2, rank_pb2
 from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, FakeAgent, connected, make_settings
 
 
@@ -57,7 +57,7 @@ async def test_a_job_is_profiled_planned_replanned_and_finished(tmp_path: Path) 
         assert all(entry.duration_s > 0 for entry in timeline.entries)
 
         for place in ALL_PLACES:
-            reason = agent_service_pb2.RANK_LEFT_REASON_FINISHED
+            reason = rank_pb2.RANK_LEFT_REASON_FINISHED
             left = agent_service_pb2.RankLeft(job_id="job", rank=agent.place(place), reason=reason)
             await agent.say(rank_left=left)
         await agent.say(goodbye=agent_service_pb2.Goodbye(reason="done"))

@@ -16,6 +16,7 @@ from perseus.v1 import (
     frontier_service_pb2,
     job_pb2,
     job_service_pb2,
+    rank_pb2,
 )
 from tests.service.grpc_fakes import (
     ALL_PLACES,
@@ -302,7 +303,7 @@ async def test_another_agent_cannot_claim_a_served_rank(client: Client) -> None:
     (refused,) = other.refused
     assert refused.reason == "RANK_ALREADY_SERVED"
     assert refused.metadata["instance_id"] == "agent"
-    assert (await client.job()).ranks[0].state == job_pb2.RANK_STATE_CONNECTED
+    assert (await client.job()).ranks[0].state == rank_pb2.RANK_STATE_CONNECTED
 
 
 async def test_a_newer_stream_of_the_same_agent_replaces_the_older(client: Client) -> None:
@@ -312,7 +313,7 @@ async def test_a_newer_stream_of_the_same_agent_replaces_the_older(client: Clien
     await newer.join()
     assert (await ended(agent))[:2] == (grpc.StatusCode.ABORTED, "STREAM_REPLACED")
     assert not newer.refused
-    assert {rank.state for rank in (await client.job()).ranks} == {job_pb2.RANK_STATE_CONNECTED}
+    assert {rank.state for rank in (await client.job()).ranks} == {rank_pb2.RANK_STATE_CONNECTED}
 
 
 def damage(batch: agent_service_pb2.TelemetryBatch, what: str) -> None:

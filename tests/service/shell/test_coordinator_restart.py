@@ -12,7 +12,7 @@ import pytest
 
 from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.server import running
-from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1 import job_pb2, job_service_pb2, rank_pb2
 from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings, until
 
 
@@ -34,7 +34,7 @@ async def test_agents_resume_after_a_restart_without_a_new_profile(tmp_path: Pat
 
     async with connected(settings) as client:
         assert (await client.job()).state == job_pb2.JOB_STATE_PLANNED
-        assert {rank.state for rank in (await client.job()).ranks} == {job_pb2.RANK_STATE_DISCONNECTED}
+        assert {rank.state for rank in (await client.job()).ranks} == {rank_pb2.RANK_STATE_DISCONNECTED}
         agent.use(client)
         await agent.join()
         assert agent.welcome.epoch == before.epoch

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from perseus.service.shell import watching
-from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1 import job_pb2, job_service_pb2, rank_pb2
 from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings, until
 
 
@@ -128,7 +128,7 @@ async def test_a_dead_agents_ranks_are_lost_when_the_lease_runs_out(tmp_path: Pa
         await agent.end()
 
         async def are_lost() -> bool:
-            return {rank.state for rank in (await client.job()).ranks} == {job_pb2.RANK_STATE_LOST}
+            return {rank.state for rank in (await client.job()).ranks} == {rank_pb2.RANK_STATE_LOST}
 
         await until(are_lost)
         other = FakeAgent(client, "other", ALL_PLACES)

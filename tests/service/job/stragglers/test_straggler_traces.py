@@ -17,7 +17,7 @@ import pytest
 from perseus.service.job.stragglers.detector import StragglerDetector
 from perseus.service.job.stragglers.spans import IterationSpans
 from perseus.solver import Kind
-from perseus.v1 import agent_service_pb2, computation_pb2, job_pb2, job_service_pb2
+from perseus.v1 import agent_service_pb2, computation_pb2, job_pb2, job_service_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.grpc_fakes import TIMEOUT_S, Client, connected, make_settings, spec_message
 from tests.service.job.stragglers import straggler_traces
@@ -48,7 +48,7 @@ class TraceAgent:
                 gpu = agent_service_pb2.Gpu(
                     uuid=f"GPU-{pipeline}-{stage}", model="GPU", supported_clocks_mhz=[1410, 1200]
                 )
-                rank = job_pb2.RankCoordinates(pipeline=pipeline, stage=stage)
+                rank = rank_pb2.RankCoordinates(pipeline=pipeline, stage=stage)
                 joined = agent_service_pb2.RankJoined(job_id="job", rank=rank, gpu=gpu, iteration=-1)
                 await self._say(rank_joined=joined)
 
@@ -68,7 +68,7 @@ class TraceAgent:
                 batch = agent_service_pb2.TelemetryBatch(
                     sequence=self.sequence,
                     job_id="job",
-                    rank=job_pb2.RankCoordinates(pipeline=pipeline, stage=stage),
+                    rank=rank_pb2.RankCoordinates(pipeline=pipeline, stage=stage),
                     iterations=agent_service_pb2.IterationColumns(
                         iteration=[iteration],
                         plan_version=[0],

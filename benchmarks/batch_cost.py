@@ -1,8 +1,7 @@
 """What one batch of telemetry costs a job's state machine, by state: in a job of 4,096 ranks and in one of 8.
 
-Every rank reports every iteration once, so what is done once for an iteration of the whole job is shared by as
-many batches as the job has ranks. Without sockets, store and translation: `benchmarks.coordinator_load` has
-these.
+Every rank reports every iteration once, so what is done once for an iteration of the whole job is shared by
+as many batches as the job has ranks. Sockets, store and translation are in `benchmarks.coordinator_load`.
 """
 
 import time
@@ -40,7 +39,7 @@ class TimedCluster(Cluster):
     def tell(self, event: Input) -> list[Command]:
         state = self.machine.state
         started_s = time.perf_counter()
-        commands = self.machine.handle(event, self.now_s)
+        commands = self.machine.handle(event, self.now_s, self.now_s)
         if isinstance(event, TelemetryArrived):
             self.seconds[state].append(time.perf_counter() - started_s)
         return [command for command in commands if not isinstance(command, Store)]
@@ -55,7 +54,7 @@ class TimedCluster(Cluster):
 
 
 def _states(rank_count: int) -> dict[JobState, float]:
-    """The mean seconds of a batch in each state: of whole iterations, the slowest and the fastest left out."""
+    """The mean seconds of a batch in each state."""
     cluster = TimedCluster(rank_count)
     first, *others = cluster.ranks.values()
     for rank in others:

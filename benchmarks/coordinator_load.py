@@ -82,7 +82,10 @@ def measure(pipeline_count: int, ranks_per_agent: int) -> tuple[Figures, Figures
     """Load a coordinator, and the echo."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with tempfile.TemporaryDirectory(prefix="perseus-load-") as folder, coordinator(Path(folder)) as (at, pid):
+    with (
+        tempfile.TemporaryDirectory(prefix="perseus-load-") as folder,
+        coordinator(Path(folder)) as (at, pid),
+    ):
         loaded = load(
             Task(at, pid, False, pipeline_count, ranks_per_agent=ranks_per_agent, straggler_count=5)
         )

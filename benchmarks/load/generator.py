@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import cast
 
 import grpc
 import numpy as np
@@ -21,11 +22,12 @@ import numpy as np
 from benchmarks.load import wire
 from perseus.solver import Schedule, one_forward_one_backward
 from perseus.v1 import agent_service_pb2 as pb
-from perseus.v1 import computation_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc
+from perseus.v1 import computation_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc, rank_pb2
 
 _CONNECT = "/perseus.v1.AgentService/Connect"
 _CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
+_PAST_START = rank_pb2.PLAN_REFUSAL_REASON_PAST_START
 _JOIN_LIMIT_S = 120.0
 _PLAN_LIMIT_S = 300.0
 _OFFER_LIMIT_S = 30.0
@@ -102,7 +104,9 @@ class Rank:
 class Agent:
     """One agent's stream."""
 
-    def __init__(self, job_id: str, number: int, ranks: Sequence[Rank], bodies: Bodies, is_echo: bool) -> None:
+    def __init__(
+        self, job_id: str, number: int, ranks: Sequence[Rank], bodies: Bodies, is_echo: bool
+    ) -> None:
         self.ranks = ranks
         self.acknowledged = 0
         self.sequence = 0
@@ -122,7 +126,7 @@ class Agent:
     async def connect(self, target: str) -> None:
         """Open the stream, and announce the ranks."""
         self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
-        self._call = self._channel.stream_stream(_CONNECT)()
+        self._call: grpc.aio.StreamStreamCall[bytes, bytes] = self._channel.stream_stream(_CONNECT)()
         self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
         hello = pb.Hello(instance_id=f"load-{os.getpid()}-{self._number}", hostname="load")
         self._out.put_nowait(pb.ConnectRequest(hello=hello).SerializeToString())
@@ -187,7 +191,7 @@ class Agent:
             if self._is_echo:
                 self._acknowledge(self._sent_s[0][0] if self._sent_s else 0)
                 continue
-            message = pb.ConnectResponse.FromString(answer)
+            message = pb.ConnectResponse.FromString(cast(bytes, answer))
             match message.WhichOneof("message"):
                 case "telemetry_ack":
                     self._acknowledge(message.telemetry_ack.sequence)
@@ -213,7 +217,7 @@ class Agent:
             epoch=offer.epoch,
             version=offer.version,
             accepted=not is_late,
-            refusal_reason=1 if is_late else 0,  # type: ignore[arg-type]
+            refusal_reason=_PAST_START if is_late else rank_pb2.PLAN_REFUSAL_REASON_UNSPECIFIED,
             iteration=self.iteration,
         )
         self._out.put_nowait(pb.ConnectRequest(plan_answer=answer).SerializeToString())
@@ -247,7 +251,7 @@ class Load:
         """Bring the job as far as it goes, then measure."""
         task, figures = self._task, Figures(len(self.agents), sum(len(a.ranks) for a in self.agents))
         async with grpc.aio.insecure_channel(task.target) as channel:
-            jobs = job_service_pb2_grpc.JobServiceStub(channel)  # type: ignore[no-untyped-call]
+            jobs = job_service_pb2_grpc.JobServiceStub(channel)
             if not task.is_echo:
                 await jobs.RegisterJob(self._registration())
             for agent in self.agents:
@@ -305,10 +309,10 @@ class Load:
 
     async def _until(self, is_so: Callable[[], bool], limit_s: float) -> None:
         async with asyncio.timeout(limit_s):
-            while not is_so():
+            while not is_so():  # noqa: ASYNC110 - what it waits for is told by many
                 await asyncio.sleep(0.1)
 
-    async def _until_planned(self, jobs: job_service_pb2_grpc.JobServiceStub) -> None:
+    async def _until_planned(self, jobs: "job_service_pb2_grpc.JobServiceAsyncStub") -> None:
         async with asyncio.timeout(_PLAN_LIMIT_S):
             while True:
                 got = await jobs.GetJob(job_service_pb2.GetJobRequest(job_id=self._job_id))
@@ -333,7 +337,7 @@ class Load:
         figures.latency_p50_s, figures.latency_p99_s = np.quantile(latencies_s, [0.5, 0.99]).tolist()
         figures.lateness_p99_s = float(np.quantile(self._lateness_s, 0.99))
 
-    async def _straggle(self, jobs: job_service_pb2_grpc.JobServiceStub, number: int) -> float:
+    async def _straggle(self, jobs: "job_service_pb2_grpc.JobServiceAsyncStub", number: int) -> float:
         """Seconds from a report to the last offer that it leads to; cleared again afterwards."""
         offered_s: list[float] = []
 
@@ -350,7 +354,7 @@ class Load:
         await jobs.ReportStraggler(report)
         quiet_s = 2 * self._task.period_s  # it is over once nothing more comes
         async with asyncio.timeout(_OFFER_LIMIT_S):
-            while not offered_s or time.perf_counter() - offered_s[-1] < quiet_s:
+            while not offered_s or time.perf_counter() - offered_s[-1] < quiet_s:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         answer_s = offered_s[-1] - begun_s
         clear = job_service_pb2.ClearStragglerRequest(job_id=self._job_id, pipeline=0)

@@ -1,4 +1,4 @@
-"""Messages of a load, serialised beforehand: a generator that shares a machine must cost less than what it loads.
+"""Messages of a load, serialised beforehand: a generator must cost less than what it loads.
 
 A message of the wire is its fields one after another, in any order. So a batch is put together from what its
 rank always says (job and place), and from what all ranks of a stage say of an iteration, by appending bytes.
@@ -7,7 +7,7 @@ rank always says (job and place), and from what all ranks of a stage say of an i
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perseus.solver import Computation, Kind, Schedule
+from perseus.solver import Computation, Kind
 from perseus.v1 import agent_service_pb2 as pb
 from perseus.v1 import computation_pb2, rank_pb2
 
@@ -16,9 +16,7 @@ ITERATION_S = 0.8
 BLOCKING_POWER_W = 60.0
 
 _TELEMETRY_TAG = bytes([pb.ConnectRequest.TELEMETRY_FIELD_NUMBER << 3 | 2])
-_KINDS = {
-    kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind
-}
+_KINDS = {kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,7 +46,7 @@ def energy_j(kind: Kind, clock_mhz: int) -> float:
 def stage_body(
     order: Sequence[Computation], iteration: int, version: int, clocks_mhz: Sequence[int], held: int | None
 ) -> bytes:
-    """What every rank of a stage says of an iteration; `held`: for how many iterations one clock was, if any."""
+    """What every rank of a stage says of an iteration; `held`: iterations under one held clock."""
     begin_s, begins_s, durations_s = 0.0, [], []
     for computation, clock_mhz in zip(order, clocks_mhz, strict=True):
         begins_s.append(begin_s)
@@ -66,7 +64,7 @@ def stage_body(
         ),
         computations=pb.ComputationColumns(
             iteration=[iteration] * count,
-            kind=[_KINDS[c.kind] for c in order],  # type: ignore[misc]
+            kind=[_KINDS[c.kind] for c in order],
             microbatch=[c.microbatch for c in order],
             chunk=[c.chunk for c in order],
             begin_s=begins_s,
@@ -87,7 +85,7 @@ def _estimate(
         iteration_count=iteration_count,
         samples=[
             pb.EnergySample(
-                kind=_KINDS[kind],  # type: ignore[arg-type]
+                kind=_KINDS[kind],
                 clock_mhz=clock_mhz,
                 computation_count=iteration_count,
                 time_s=time_s(kind, clock_mhz),

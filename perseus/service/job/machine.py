@@ -130,6 +130,8 @@ class JobMachine:
             self._journal,
         )
         self._stored_record: JobRecord | None = None
+        # The state and the frontier for which the report and the detection know the offers.
+        self._labelled: tuple[JobState, Frontier | None] | None = None
 
     # ------------------------------------------------------------------ the way in and out
 
@@ -547,11 +549,21 @@ class JobMachine:
             self.profiler.take_iteration(iteration, disturbed, baseline_j[-1] if baseline_j else 0.0)
 
     def _label_versions(self) -> None:
-        """Let the report know for what state clocks were offered, and the detection what plans promise."""
-        if self.state is not JobState.WAITING:
-            for pipeline, offer in enumerate(self._offers):
-                self.log.label(pipeline, offer, self.state)
-            self._planner.tell_expectations()
+        """Let the report know for what state clocks were offered, and the detection what plans promise.
+
+        Only of what has changed: the offers of some pipelines; or, for all, the state or the frontier.
+        """
+        if self.state is JobState.WAITING:
+            return
+        basis = self.state, self._planner.frontier
+        changed = self._offers.take_changed()
+        if basis != self._labelled:
+            self._labelled, changed = basis, range(len(self._offers))
+        if not changed:
+            return
+        for pipeline in changed:
+            self.log.label(pipeline, self._offers[pipeline], self.state)
+        self._planner.tell_expectations(changed)
 
     # ------------------------------------------------------------------ states
 

@@ -73,6 +73,8 @@ class OfferBoard:
         self._stages = range(parallelism.stage_count)
         nothing = PipelineOffer((NO_VERSION,) * parallelism.stage_count, 0, STOCK)
         self._pipelines = [_Pipeline(nothing) for _ in range(parallelism.pipeline_count)]
+        # How many pipelines have each version.
+        self._versions = Counter({NO_VERSION: parallelism.pipeline_count})
         # How many pipelines are planned with each iteration time.
         self._planned_times_s: Counter[float] = Counter()
         self._by_pipeline: list[list[Coordinates]] = [[] for _ in self._pipelines]
@@ -82,6 +84,7 @@ class OfferBoard:
         self._sent: dict[Coordinates, tuple[int, int]] = {}
         # Pipelines of which something has changed: only these need a look, however large the job is.
         self._unsettled: set[int] = set()
+        self._changed: set[int] = set()
 
     def __getitem__(self, pipeline: int) -> PipelineOffer:
         return self._pipelines[pipeline].offer
@@ -96,6 +99,11 @@ class OfferBoard:
     def versions(self) -> tuple[int, ...]:
         """Each pipeline's version."""
         return tuple(offer.version for offer in self)
+
+    @property
+    def versions_in_use(self) -> Collection[int]:
+        """The versions that pipelines have, each once."""
+        return self._versions.keys()
 
     @property
     def planned_times_s(self) -> tuple[float, ...]:
@@ -141,6 +149,11 @@ class OfferBoard:
         if changing:
             self._renew(changing, clocks)
 
+    def take_changed(self) -> Collection[int]:
+        """Return the pipelines whose offer has changed since this was asked last."""
+        changed, self._changed = self._changed, set()
+        return sorted(changed)
+
     def forget_sent(self, place: Coordinates) -> None:
         """What was sent to a rank is of no use any more: its stream ended, or it fell back to stock."""
         self._sent.pop(place, None)
@@ -178,6 +191,7 @@ class OfferBoard:
 
     def validate(self) -> None:
         """Check what must always hold between two inputs."""
+        assert set(self.versions_in_use) == set(self.versions)
         times_s = self.planned_times_s
         assert self.planned_range_s == ((min(times_s), max(times_s)) if times_s else (0.0, 0.0))
         for offer in self:
@@ -222,12 +236,16 @@ class OfferBoard:
     def _replace(self, number: int, offer: PipelineOffer) -> None:
         self._put(self._pipelines[number], offer)
         self._unsettled.add(number)
+        self._changed.add(number)
         self._journal.store(OfferRecord(number, offer))
 
     def _put(self, pipeline: _Pipeline, offer: PipelineOffer) -> None:
         self._planned_times_s.subtract(_planned_times_s(pipeline.offer))
         self._planned_times_s.update(_planned_times_s(offer))
         self._planned_times_s = +self._planned_times_s
+        self._versions[pipeline.offer.version] -= 1
+        self._versions[offer.version] += 1
+        self._versions = +self._versions
         pipeline.offer = offer
 
     def _start_iteration(self, pipeline: _Pipeline) -> int:

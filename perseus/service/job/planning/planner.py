@@ -4,6 +4,7 @@ One problem is solved at a time. Where a frontier is dropped (clocks are gone, o
 that is being solved is solved in vain: its answer is ignored.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from perseus.service.domain.commands import SlowPlan, Solve
@@ -149,9 +150,10 @@ class Planner:
             same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
             self._offers.wish(same, planned_clocks(self.frontier, target_s, at_stock))
 
-    def tell_expectations(self) -> None:
-        """Let the detection of stragglers know what the plans promise for each computation."""
-        for offer in self._offers:
+    def tell_expectations(self, changed: Iterable[int]) -> None:
+        """Let the detection of stragglers know what these pipelines' plans promise for each computation."""
+        for pipeline in changed:
+            offer = self._offers[pipeline]
             version, clocks = offer.version, offer.clocks
             if self.frontier and isinstance(clocks, PlannedClocks) and self._expected.get(version) != clocks:
                 planned_s = {
@@ -159,7 +161,7 @@ class Planner:
                 }
                 self._stragglers.expect(version, {**self.frontier.pipeline.fixed_times_s, **planned_s})
                 self._expected[version] = clocks
-        in_use = {offer.version for offer in self._offers}
+        in_use = self._offers.versions_in_use
         self._expected = {version: some for version, some in self._expected.items() if version in in_use}
 
     def judge(self, iteration: JobIteration) -> Verdict:

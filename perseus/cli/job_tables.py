@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from perseus.v1.clock_statistics_pb2 import ClockStatistics
 
-_DAY_AND_TIME = "%Y-%m-%d %H:%M:%S"
-
 
 def job_table(jobs: Iterable[job_pb2.Job]) -> Table:
     """One line for each job."""
@@ -127,32 +125,49 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
     table = Table(
         caption="mean ± standard error; slowdown and saving against the latest stock baseline before"
     )
-    for column in ("period", "plan", "iterations", "time (UTC)"):
-        table.add_column(column)
-    for column in ("count", "iteration time", "energy", "slowdown", "saving"):
-        table.add_column(column, justify="right")
+    table.add_column("period", min_width=12)
+    table.add_column("plan")
+    for column in ("iterations", "count"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("from – to (UTC)", min_width=15)
+    for column in ("iteration, s", "energy, J", "slowdown, %", "saving, %"):
+        table.add_column(column, justify="right", no_wrap=True)
     for period in periods:
         state = _state_name(period.state) + (" with straggler" if period.has_straggler else "")
-        saving = period.saving if period.HasField("saving") else None
-        slowdown, saved = "", ""
-        if saving is not None:
-            slowdown_se = saving.slowdown_se_percent if saving.HasField("slowdown_se_percent") else None
-            slowdown = _percent(saving.slowdown_percent, slowdown_se)
-            if saving.HasField("energy_percent"):
-                energy_se = saving.energy_se_percent if saving.HasField("energy_se_percent") else None
-                saved = _percent(saving.energy_percent, energy_se)
+        first, last = period.first_iteration, period.last_iteration
+        has_error = period.iteration_count > 1
         table.add_row(
             f"{period.number} {state}",
             ", ".join(map(_version, sorted(set(period.plan_versions)))),
-            f"{period.first_iteration}–{period.last_iteration}",
-            _span(period.start_time, period.end_time),
+            f"{first}–{last}" if last > first else str(first),
             str(period.iteration_count),
-            f"{period.iteration_time_s:.3f} ± {period.iteration_time_se_s:.3f} s",
-            f"{period.energy_j:.0f} ± {period.energy_se_j:.0f} J",
-            slowdown,
-            saved,
+            _span(period.start_time, period.end_time),
+            _figure(period.iteration_time_s, period.iteration_time_se_s if has_error else None, ".3f"),
+            _figure(period.energy_j, period.energy_se_j if has_error else None, ".0f"),
+            *_saving(period),
         )
     return table
+
+
+def _saving(period: job_pb2.ReportPeriod) -> tuple[str, str]:
+    """Slowdown and saving, as far as they are known."""
+    if not period.HasField("saving"):
+        return "", ""
+    saving = period.saving
+    slowdown_se = saving.slowdown_se_percent if saving.HasField("slowdown_se_percent") else None
+    energy_se = saving.energy_se_percent if saving.HasField("energy_se_percent") else None
+    return (
+        _figure(saving.slowdown_percent, slowdown_se, "+.1f"),
+        _figure(saving.energy_percent, energy_se, "+.1f") if saving.HasField("energy_percent") else "",
+    )
+
+
+def _figure(mean: float, se: float | None, form: str) -> str:
+    """A mean with its standard error, if there is one; never "-0.0"."""
+    sign = "+" if form.startswith("+") else "-"
+    digits = form.removeprefix("+")
+    shown = f"{mean:{sign}z{digits}}"
+    return shown if se is None else f"{shown} ± {se:{digits}}"
 
 
 def _state_name(state: job_pb2.JobState.ValueType) -> str:
@@ -183,23 +198,19 @@ def _version(version: int) -> str:
     return str(version or "stock")
 
 
-def _percent(percent: float, se_percent: float | None) -> str:
-    return f"{percent:+.1f} %" if se_percent is None else f"{percent:+.1f} ± {se_percent:.1f} %"
-
-
 def _moment(time: "Timestamp") -> str:
-    return f"{time.ToDatetime():{_DAY_AND_TIME}} UTC"
+    return f"{time.ToDatetime():%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _span(start: "Timestamp", end: "Timestamp") -> str:
-    """Return from when to when, the day only once."""
+    """From when to when, the day only once."""
     first, last = start.ToDatetime(), end.ToDatetime()
-    end_format = "%H:%M:%S" if first.date() == last.date() else _DAY_AND_TIME
-    return f"{first:{_DAY_AND_TIME}} – {last:{end_format}}"
+    end_format = "%H:%M:%S" if first.date() == last.date() else "%m-%d %H:%M:%S"
+    return f"{first:%m-%d %H:%M:%S} – {last:{end_format}}"
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Return ascending numbers, those that follow each other as a range."""
+    """Ascending numbers, those that follow each other as a range."""
     breaks = [at for at, (one, other) in enumerate(pairwise(numbers), start=1) if other != one + 1]
     ranges = [numbers[first:end] for first, end in pairwise([0, *breaks, len(numbers)])]
     return ", ".join(f"{some[0]}–{some[-1]}" if len(some) > 1 else str(some[0]) for some in ranges)

@@ -712,9 +712,9 @@ class ReportPeriod(google.protobuf.message.Message):
     has_straggler: builtins.bool
     """Whether a straggler was known in this period."""
     first_iteration: builtins.int
-    """First iteration of the period."""
+    """First iteration of the period; the lowest, where trainers went on from a checkpoint."""
     last_iteration: builtins.int
-    """Last iteration of the period so far."""
+    """Last iteration of the period so far; the highest."""
     iteration_count: builtins.int
     """Iterations measured on all ranks."""
     iteration_time_s: builtins.float
@@ -731,11 +731,11 @@ class ReportPeriod(google.protobuf.message.Message):
 
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When the first iteration was reported."""
+        """When all ranks had reported the iteration that came first."""
 
     @property
     def end_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When the last iteration was reported."""
+        """When all ranks had reported the iteration that came last."""
 
     @property
     def pipeline_energy_j(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:

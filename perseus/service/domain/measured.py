@@ -41,7 +41,7 @@ class JobIteration:
 class Period:
     """Consecutive iterations under the same plans: counts, means and sums of squared deviations.
 
-    Its first and last iteration were reported at its start and end, on the wall clock.
+    What was reported first and last came at its start and end, on the wall clock.
     """
 
     number: int
@@ -79,7 +79,9 @@ class Period:
         mean_energy_j = self.energy_j + energy_step_j / count
         return replace(
             self,
-            last_iteration=iteration.iteration,
+            # Trainers that go on from a checkpoint repeat iterations.
+            first_iteration=min(self.first_iteration, iteration.iteration),
+            last_iteration=max(self.last_iteration, iteration.iteration),
             end_time_s=wall_time_s,
             iteration_count=count,
             iteration_time_s=time_s,

@@ -81,21 +81,6 @@ async def test_a_watcher_that_goes_away_is_forgotten(client: Client, monkeypatch
     await until(is_forgotten)
 
 
-async def test_jobs_are_listed_in_pages(client: Client) -> None:
-    names = [f"job-{letter}" for letter in "edcba"]
-    for name in names:
-        await client.register(job_id=name)
-    token, pages = "", []
-    while True:
-        request = job_service_pb2.ListJobsRequest(page_size=2, page_token=token)
-        response = await client.jobs.ListJobs(request, timeout=TIMEOUT_S)
-        pages.append([job.job_id for job in response.jobs])
-        token = response.next_page_token
-        if not token:
-            break
-    assert pages == [["job-a", "job-b"], ["job-c", "job-d"], ["job-e"]]
-
-
 async def test_a_policy_is_set_and_shown(client: Client) -> None:
     await client.register()
     policy = job_pb2.OperatingPolicy(max_slowdown_percent=7.5)

@@ -24,10 +24,11 @@ OPEN_LIMIT = 256
 _LABEL_LIMIT = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Open:
-    """An incomplete iteration: one entry per rank, pipeline by pipeline."""
+    """An incomplete iteration: one entry per rank, pipeline by pipeline; how many are missing."""
 
+    missing_count: int
     is_seen: NDArray[np.bool_]
     version: NDArray[np.int64]
     duration_s: NDArray[np.float64]
@@ -100,14 +101,14 @@ class IterationLog:
         first = rank.pipeline * self._ranks_per_pipeline
         own = slice(first, first + self._ranks_per_pipeline)
         summaries, complete = [], []
-        for row in np.argsort(rows.iteration, kind="stable").tolist():
-            iteration = int(rows.iteration[row])
+        for row, iteration in sorted(enumerate(rows.iteration.tolist()), key=lambda pair: pair[1]):
             if iteration <= self.closed_through:
                 continue
             entry = self._open_entry(iteration)
             if entry.is_seen[index]:
                 continue
             entry.is_seen[index] = True
+            entry.missing_count -= 1
             entry.version[index] = rows.plan_version[row]
             entry.duration_s[index] = rows.duration_s[row]
             entry.energy_j[index] = rows.energy_j[row]
@@ -122,7 +123,7 @@ class IterationLog:
                         energy_j=float(entry.energy_j[own].sum()),
                     )
                 )
-            if entry.is_seen.all():
+            if not entry.missing_count:
                 complete.append(self._close(iteration, entry, wall_time_s))
         return summaries, complete
 
@@ -141,7 +142,7 @@ class IterationLog:
         if entry is None:
             count = len(self._index)
             entry = self._open[iteration] = _Open(
-                np.zeros(count, np.bool_), np.zeros(count, np.int64), np.zeros(count), np.zeros(count),
+                count, np.zeros(count, np.bool_), np.zeros(count, np.int64), np.zeros(count), np.zeros(count),
                 np.zeros(count, np.bool_),
             )  # fmt: skip
             if len(self._open) > OPEN_LIMIT:
@@ -219,7 +220,7 @@ class IterationLog:
         """Check what must always hold."""
         assert len(self._open) <= OPEN_LIMIT
         assert all(iteration > self.closed_through for iteration in self._open)
-        assert not any(entry.is_seen.all() for entry in self._open.values())
+        assert all(0 < e.missing_count == np.count_nonzero(~e.is_seen) for e in self._open.values())
         assert all(period.number == number for number, period in enumerate(self.periods))
         assert all(earlier[0] < later[0] for earlier, later in pairwise(self._straggler_since))
 

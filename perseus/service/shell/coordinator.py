@@ -82,6 +82,12 @@ from perseus.solver import Computation, Frontier, Pipeline, Plan, SolverError
 
 log = structlog.get_logger(__name__)
 
+GATHERING_S = 0.005
+"""How long work gathers before it is stored together: a commit costs as much for a hundred batches as for one."""
+
+TURN_S = 0.005
+"""How long actions keep the event loop at a time."""
+
 
 class AgentPort(Protocol):
     """The way to one agent. Nothing here waits."""
@@ -156,14 +162,19 @@ class Coordinator:
         """
         while True:
             await self._has_work.wait()
+            await asyncio.sleep(GATHERING_S)
             self._has_work.clear()
             work, self._work = self._work, []
             entries = [entry for item in work for entry in item.entries]
             if entries:
                 await self._store.write(_latest(entries))
+            turn_ends_s = time.monotonic() + TURN_S
             for item in work:
                 for action in item.then:
                     action()
+                if time.monotonic() >= turn_ends_s:
+                    await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
+                    turn_ends_s = time.monotonic() + TURN_S
 
     def tick(self) -> None:
         """Let leases run out. To be called about every second."""

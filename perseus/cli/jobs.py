@@ -10,9 +10,8 @@ from rich.table import Table
 from perseus.cli.terminal import BAD_INPUT, FAILURE, console, fail
 
 if TYPE_CHECKING:
-    from perseus.v1 import rank_pb2
     from perseus.v1.clock_statistics_pb2 import ClockStatistics
-    from perseus.v1.job_pb2 import Job
+    from perseus.v1.job_pb2 import Job, ProfilingCost
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
 _TIMEOUT_S = 10.0
@@ -115,13 +114,13 @@ def report(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> No
     from perseus.v1 import job_pb2, job_service_pb2
 
     with _jobs(coordinator) as jobs:
-        periods = jobs.GetReport(job_service_pb2.GetReportRequest(job_id=job_id), timeout=_TIMEOUT_S).periods
+        found = jobs.GetReport(job_service_pb2.GetReportRequest(job_id=job_id), timeout=_TIMEOUT_S)
     stock = None
     table = Table(caption="mean ± standard error; against the latest stock baseline before")
     table.add_column("state")
     for column in ("first iteration", "iterations", "iteration time", "energy", "slowdown", "saving"):
         table.add_column(column, justify="right")
-    for period in periods:
+    for period in found.periods:
         state = _state_name(period.state) + (" with straggler" if period.has_straggler else "")
         compared = ["", ""]
         if period.state == job_pb2.JOB_STATE_BASELINE:
@@ -140,6 +139,7 @@ def report(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> No
             *compared,
         )
     console.print(table)
+    console.print(f"profiling took {_cost(found.profiling_cost)}", highlight=False)
 
 
 @app.command()
@@ -232,6 +232,7 @@ def _state_name(state: int) -> str:
 
 
 def _summary(job: "Job") -> list[str]:
+    from perseus.v1 import rank_pb2
 
     layout = job.spec.parallelism
     connected = sum(rank.state == rank_pb2.RANK_STATE_CONNECTED for rank in job.ranks)
@@ -258,10 +259,28 @@ def _on_clock(clocks: "ClockStatistics") -> str:
     return figures
 
 
+def _cost(cost: "ProfilingCost") -> str:
+    """What profiling has taken, and what it may take."""
+    limits = [
+        *([f"{cost.max_iteration_count} iterations"] if cost.max_iteration_count else []),
+        *([f"{cost.max_time_s:g} s"] if cost.max_time_s else []),
+        *([f"{cost.max_extra_time_s:g} s more"] if cost.max_extra_time_s else []),
+        *([f"{cost.max_extra_energy_j:g} J more"] if cost.max_extra_energy_j else []),
+    ]
+    return (
+        f"{cost.iteration_count} iterations, {cost.time_s:.1f} s, {cost.energy_j:.0f} J: "
+        f"{cost.extra_time_s:.1f} s and {cost.extra_energy_j:+.0f} J more than at stock; "
+        f"at most {', '.join(limits) or 'any'}"
+    )
+
+
 def _show(job: "Job") -> None:
+    from perseus.v1 import rank_pb2
 
     titles = ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers")
-    for title, value in zip(titles, _summary(job), strict=True):
+    for title, value in zip(
+        (*titles, "profiling took"), (*_summary(job), _cost(job.profiling_cost)), strict=True
+    ):
         console.print(f"[dim]{title:>28}[/]  {value}", highlight=False)
     table = Table()
     for column in (

@@ -121,6 +121,12 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Computations take other times than the plans were made with: the frontier is solved again."""
     JOB_EVENT_TYPE_BASELINE_REQUESTED: _JobEventType.ValueType  # 20
     """Somebody asked for the stock baseline to be measured again."""
+    JOB_EVENT_TYPE_STALLED: _JobEventType.ValueType  # 21
+    """The job does not get on. Told once for each reason, and again after it has got on in between."""
+    JOB_EVENT_TYPE_STALL_ENDED: _JobEventType.ValueType  # 22
+    """The job gets on again."""
+    JOB_EVENT_TYPE_PROFILING_ENDED: _JobEventType.ValueType  # 23
+    """Profiling has ended: with all that is needed, or because its budget is used up."""
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """What kind of thing happened to a job."""
@@ -172,6 +178,12 @@ JOB_EVENT_TYPE_PROFILE_CORRECTED: JobEventType.ValueType  # 19
 """Computations take other times than the plans were made with: the frontier is solved again."""
 JOB_EVENT_TYPE_BASELINE_REQUESTED: JobEventType.ValueType  # 20
 """Somebody asked for the stock baseline to be measured again."""
+JOB_EVENT_TYPE_STALLED: JobEventType.ValueType  # 21
+"""The job does not get on. Told once for each reason, and again after it has got on in between."""
+JOB_EVENT_TYPE_STALL_ENDED: JobEventType.ValueType  # 22
+"""The job gets on again."""
+JOB_EVENT_TYPE_PROFILING_ENDED: JobEventType.ValueType  # 23
+"""Profiling has ended: with all that is needed, or because its budget is used up."""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 @typing.final
@@ -340,6 +352,60 @@ class Straggler(google.protobuf.message.Message):
 Global___Straggler: typing_extensions.TypeAlias = Straggler
 
 @typing.final
+class ProfilingCost(google.protobuf.message.Message):
+    """What profiling has taken so far, and what it may take. Where a budget is used up, profiling ends with what it
+    has; where that is not enough to plan on, the job goes back to stock.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITERATION_COUNT_FIELD_NUMBER: builtins.int
+    TIME_S_FIELD_NUMBER: builtins.int
+    EXTRA_TIME_S_FIELD_NUMBER: builtins.int
+    ENERGY_J_FIELD_NUMBER: builtins.int
+    MAX_ITERATION_COUNT_FIELD_NUMBER: builtins.int
+    MAX_TIME_S_FIELD_NUMBER: builtins.int
+    MAX_EXTRA_TIME_S_FIELD_NUMBER: builtins.int
+    MAX_EXTRA_ENERGY_J_FIELD_NUMBER: builtins.int
+    EXTRA_ENERGY_J_FIELD_NUMBER: builtins.int
+    iteration_count: builtins.int
+    """Iterations under held clocks, and those on the way to them."""
+    time_s: builtins.float
+    """Time of these iterations, seconds."""
+    extra_time_s: builtins.float
+    """Time of these iterations beyond the stock baseline, seconds: the sum over those that took longer, and all
+    the time in which clocks were held and no iteration was reported.
+    """
+    energy_j: builtins.float
+    """Energy of these iterations, joules, over all GPUs of the job."""
+    max_iteration_count: builtins.int
+    """The most iterations; 0 for no limit."""
+    max_time_s: builtins.float
+    """The most time, seconds; 0 for no limit."""
+    max_extra_time_s: builtins.float
+    """The most extra time, seconds; 0 for no limit."""
+    max_extra_energy_j: builtins.float
+    """The most extra energy, joules; 0 for no limit."""
+    extra_energy_j: builtins.float
+    """Energy of these iterations beyond that of as many at stock, joules; below 0 where it was less."""
+    def __init__(
+        self,
+        *,
+        iteration_count: builtins.int = ...,
+        time_s: builtins.float = ...,
+        extra_time_s: builtins.float = ...,
+        energy_j: builtins.float = ...,
+        max_iteration_count: builtins.int = ...,
+        max_time_s: builtins.float = ...,
+        max_extra_time_s: builtins.float = ...,
+        max_extra_energy_j: builtins.float = ...,
+        extra_energy_j: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "extra_energy_j", b"extra_energy_j", "extra_time_s", b"extra_time_s", "iteration_count", b"iteration_count", "max_extra_energy_j", b"max_extra_energy_j", "max_extra_time_s", b"max_extra_time_s", "max_iteration_count", b"max_iteration_count", "max_time_s", b"max_time_s", "time_s", b"time_s"]) -> None: ...
+
+Global___ProfilingCost: typing_extensions.TypeAlias = ProfilingCost
+
+@typing.final
 class Job(google.protobuf.message.Message):
     """A job as the coordinator sees it."""
 
@@ -355,6 +421,7 @@ class Job(google.protobuf.message.Message):
     T_SLOW_S_FIELD_NUMBER: builtins.int
     PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
+    PROFILING_COST_FIELD_NUMBER: builtins.int
     state: Global___JobState.ValueType
     """Its state."""
     epoch: builtins.str
@@ -385,6 +452,10 @@ class Job(google.protobuf.message.Message):
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was registered."""
 
+    @property
+    def profiling_cost(self) -> Global___ProfilingCost:
+        """What profiling has cost."""
+
     def __init__(
         self,
         *,
@@ -398,9 +469,10 @@ class Job(google.protobuf.message.Message):
         t_slow_s: builtins.float = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        profiling_cost: Global___ProfilingCost | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "epoch", b"epoch", "planned_iteration_time_s", b"planned_iteration_time_s", "profiled_clock_count", b"profiled_clock_count", "ranks", b"ranks", "spec", b"spec", "state", b"state", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "profiling_cost", b"profiling_cost", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "epoch", b"epoch", "planned_iteration_time_s", b"planned_iteration_time_s", "profiled_clock_count", b"profiled_clock_count", "profiling_cost", b"profiling_cost", "ranks", b"ranks", "spec", b"spec", "state", b"state", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 

@@ -391,16 +391,23 @@ class GetReportResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PERIODS_FIELD_NUMBER: builtins.int
+    PROFILING_COST_FIELD_NUMBER: builtins.int
     @property
     def periods(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.ReportPeriod]:
         """The periods in the order in which they ran."""
+
+    @property
+    def profiling_cost(self) -> perseus.v1.job_pb2.ProfilingCost:
+        """What profiling has cost."""
 
     def __init__(
         self,
         *,
         periods: collections.abc.Iterable[perseus.v1.job_pb2.ReportPeriod] | None = ...,
+        profiling_cost: perseus.v1.job_pb2.ProfilingCost | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["periods", b"periods"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["profiling_cost", b"profiling_cost"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["periods", b"periods", "profiling_cost", b"profiling_cost"]) -> None: ...
 
 Global___GetReportResponse: typing_extensions.TypeAlias = GetReportResponse
 

@@ -11,6 +11,7 @@ import grpc
 
 from perseus.service.api.statuses import mapped, mapped_stream
 from perseus.service.api.translate_jobs import (
+    cost_to_proto,
     event_to_proto,
     job_to_proto,
     period_to_proto,
@@ -102,7 +103,11 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def GetReport(self, request: pb.GetReportRequest, context: Context) -> pb.GetReportResponse:
         """See the contract."""
         periods = self._coordinator.report(request.job_id)
-        return pb.GetReportResponse(periods=[period_to_proto(period) for period in periods])
+        view = self._coordinator.job(request.job_id)
+        return pb.GetReportResponse(
+            periods=[period_to_proto(period) for period in periods],
+            profiling_cost=cost_to_proto(view.profiling_cost, view.profiling_budget),
+        )
 
     @mapped
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:

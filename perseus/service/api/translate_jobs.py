@@ -4,6 +4,8 @@
 InvalidFieldError with the field's name.
 """
 
+import math
+
 import numpy as np
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -24,6 +26,7 @@ from perseus.service.domain.model import (
     RankState,
     Straggler,
 )
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
 from perseus.service.domain.specification import (
     Coordinates,
     Deadline,
@@ -157,6 +160,26 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         t_slow_s=view.t_slow_s,
         planned_iteration_time_s=view.planned_iteration_time_s,
         create_time=_timestamp(view.create_time_s),
+        profiling_cost=cost_to_proto(view.profiling_cost, view.profiling_budget),
+    )
+
+
+def cost_to_proto(cost: ProfilingCost, budget: ProfilingBudget) -> job_pb2.ProfilingCost:
+    """Return what profiling has taken, and may take."""
+
+    def limit(figure: float) -> float:
+        return 0 if math.isinf(figure) else figure
+
+    return job_pb2.ProfilingCost(
+        iteration_count=cost.iteration_count,
+        time_s=cost.time_s,
+        extra_time_s=cost.extra_time_s,
+        energy_j=cost.energy_j,
+        extra_energy_j=cost.extra_energy_j,
+        max_iteration_count=int(limit(budget.iteration_count)),
+        max_time_s=limit(budget.time_s),
+        max_extra_time_s=limit(budget.extra_time_s),
+        max_extra_energy_j=limit(budget.extra_energy_j),
     )
 
 

@@ -7,7 +7,9 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
+from perseus.service.domain.stall import Stall
 from perseus.service.domain.telemetry import ClockStatistics
 from perseus.solver import Plan
 
@@ -88,6 +90,9 @@ class EventType(enum.Enum):
     PROMISE_BROKEN = "promise broken"
     PROFILE_CORRECTED = "profile corrected"
     BASELINE_REQUESTED = "baseline requested"
+    STALLED = "stalled"
+    STALL_ENDED = "stall ended"
+    PROFILING_ENDED = "profiling ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +279,12 @@ class JobView:
     detected_stragglers: frozenset[int]
     """The pipelines among them that nobody reported."""
     profiled_clock_count: int
+    profiling_cost: ProfilingCost
+    profiling_budget: ProfilingBudget
     t_min_s: float
     t_slow_s: float
     planned_iteration_time_s: tuple[float, ...]
     create_time_s: float
     """When it was registered, on the wall clock."""
+    stall: Stall | None = None
+    """Why it does not get on, if it does not."""

@@ -140,7 +140,9 @@ class Coordinator:
         """Load what is stored, and go on with it."""
         self._epoch = await self._store.epoch()
         for stored in await self._store.load_jobs():
-            machine, commands = JobMachine.restore(stored, self.rules, self._epoch, time.monotonic())
+            machine, commands = JobMachine.restore(
+                stored, self.rules, self._epoch, time.monotonic(), _wall_offset_s()
+            )
             self._jobs[stored.spec.job_id] = _Job(machine)
             self._perform(stored.spec.job_id, commands)
         log.info("jobs loaded", job_count=len(self._jobs), epoch=self._epoch)
@@ -203,7 +205,7 @@ class Coordinator:
                 raise JobAlreadyExistsError(job_id=spec.job_id, field=name)
             return job.machine.view()
         create_time_s = time.time()
-        machine = JobMachine(spec, self.rules, self._epoch, create_time_s)
+        machine = JobMachine(spec, self.rules, self._epoch, create_time_s, _wall_offset_s())
         self._jobs[spec.job_id] = _Job(machine)
         await self._perform(spec.job_id, machine.register(), [NewJob(spec, create_time_s)])
         return machine.view()
@@ -510,6 +512,10 @@ class Coordinator:
             answer = SolveFailed(str(error))
         machine = self._jobs[job_id].machine
         self._perform(job_id, machine.handle(answer, time.monotonic()))
+
+
+def _wall_offset_s() -> float:
+    return time.time() - time.monotonic()
 
 
 def _is_end(event: JobEvent) -> bool:

@@ -45,7 +45,7 @@ from perseus.solver import Measurement
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 _SCHEMA = """
 CREATE TABLE coordinator (epoch TEXT NOT NULL);

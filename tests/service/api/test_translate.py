@@ -17,6 +17,7 @@ from perseus.service.api.translate_problems import (
 )
 from perseus.service.domain import model, specification
 from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
 from perseus.service.domain.specification import ExplicitSchedule, JobSpec, OperatingPolicy, Parallelism
 from perseus.service.domain.telemetry import KINDS
 from perseus.solver import Computation, Kind, solve, with_lag
@@ -26,7 +27,20 @@ from tests.service.frontiers import FRONTIER
 
 def spec_through_the_wire(spec: JobSpec) -> JobSpec:
     view = model.JobView(
-        spec, spec.policy, model.JobState.WAITING, "epoch", (), {}, frozenset(), 0, 0.0, 0.0, (), 1.5
+        spec,
+        spec.policy,
+        model.JobState.WAITING,
+        "epoch",
+        (),
+        {},
+        frozenset(),
+        0,
+        ProfilingCost(),
+        ProfilingBudget(),
+        0.0,
+        0.0,
+        (),
+        1.5,
     )
     message = job_pb2.Job.FromString(job_to_proto(view).SerializeToString())
     assert message.create_time.ToNanoseconds() == 1_500_000_000

@@ -22,6 +22,7 @@ from perseus.service.domain.model import (
     RankState,
     Straggler,
 )
+from perseus.service.domain.profiling import ClockGivenUpReason, GivenUpClock, ProfilingCost
 from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, OfferRecord
 from perseus.service.domain.specification import (
     Coordinates,
@@ -30,6 +31,7 @@ from perseus.service.domain.specification import (
     OperatingPolicy,
     Parallelism,
 )
+from perseus.service.domain.stall import Stall, StallReason
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
@@ -52,8 +54,12 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 RECORD = JobRecord(
-    OperatingPolicy(3.5), JobState.PLANNED, 9, 0.1 + 0.2, True, (Straggler(0, None, 1.3),), 0.7e-3
-)
+    OperatingPolicy(3.5), JobState.PLANNED, 9, 0.1 + 0.2, True, (Straggler(0, None, 1.3),), 0.7e-3,
+    ProfilingCost(17, 13.5, 1 / 3, 1e6, -0.5),
+    (GivenUpClock(1, 1200, ClockGivenUpReason.NO_ENERGY, Coordinates(0, 1, 0)),
+     GivenUpClock(0, 1300, ClockGivenUpReason.DISTURBED, None)),
+    Stall(StallReason.RANK_MISSING, Coordinates(1, 0, 0), 2, 1.7e9, 12),
+)  # fmt: skip
 
 
 def rows(rank: Coordinates, iterations: list[int], closed_through: int) -> IterationRows:

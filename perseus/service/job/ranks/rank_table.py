@@ -1,5 +1,6 @@
 """The ranks of one job: who serves them, whose lease runs, how far they are. Part of the state machine."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -9,19 +10,26 @@ from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankState,
 from perseus.service.domain.specification import Coordinates, JobSpec
 from perseus.service.domain.telemetry import ClockStatistics
 from perseus.service.job.journal import Journal
+from perseus.service.job.ranks.missing import MissingRanks
 from perseus.service.job.ranks.usable_clocks import UsableClocks, usable_clocks_mhz
 
 LIVE = (RankState.CONNECTED, RankState.DISCONNECTED)
 
 
 class RankTable:
-    """All ranks of a job, connected or not. Changes are stored and announced through the journal."""
+    """All ranks of a job, connected or not. Changes are stored and announced through the journal.
 
-    def __init__(self, spec: JobSpec, lease_s: float, journal: Journal) -> None:
+    Attributes:
+        missing: the ranks that are not connected and have not finished.
+    """
+
+    def __init__(self, spec: JobSpec, lease_s: float, journal: Journal, now_s: float = 0.0) -> None:
         self._spec = spec
         self._lease_s = lease_s
         self._journal = journal
         self._ranks = {place: Rank(place) for place in spec.parallelism.all_coordinates()}
+        self._counts = Counter({RankState.EXPECTED: len(self._ranks)})
+        self.missing = MissingRanks(self._ranks, now_s)
         # By agent instance: whatever it says renews the leases of all its ranks.
         self._heard_s: dict[str, float] = {}
         # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream says it anew.
@@ -43,12 +51,20 @@ class RankTable:
         """Take stored ranks; those that were connected have a whole lease to come back."""
         for rank in ranks:
             state = RankState.DISCONNECTED if rank.state in LIVE else rank.state
-            self._ranks[rank.coordinates] = replace(rank, state=state)
+            self._put(replace(rank, state=state))
             self._heard_s[rank.instance_id] = now_s
+            if state is not RankState.EXPECTED:
+                self.missing.find(rank.coordinates)
+            if state not in (RankState.EXPECTED, RankState.FINISHED):
+                self.missing.miss(rank.coordinates, now_s)
+
+    def count(self, state: RankState) -> int:
+        """Return how many ranks are in a state."""
+        return self._counts[state]
 
     def are_all(self, state: RankState) -> bool:
         """Tell whether every rank is in a state."""
-        return all(rank.state is state for rank in self)
+        return self._counts[state] == len(self._ranks)
 
     def of_instance(self, instance_id: str, *states: RankState) -> list[Rank]:
         """Return the ranks of an agent that are in one of these states."""
@@ -119,6 +135,7 @@ class RankTable:
             iteration=event.iteration,
         )
         self.change(joined, why="")
+        self.missing.find(event.rank)
 
     def hear(self, place: Coordinates, instance_id: str, now_s: float) -> bool:
         """Renew the leases of a rank's agent; False if it does not serve the rank: what it says is stale.
@@ -147,10 +164,17 @@ class RankTable:
         self.hear_agent(instance_id, now_s)
         for rank in self.of_instance(instance_id, RankState.CONNECTED):
             self.change(replace(rank, state=RankState.DISCONNECTED), why="its agent's stream ended")
+            self.missing.miss(rank.coordinates, now_s)
 
-    def drop(self, place: Coordinates, state: RankState, why: str) -> None:
-        """Note that a rank is lost or finished; its GPU is at stock, or will be when the lease runs out."""
-        self.change(replace(self._ranks[place], state=state, in_force_version=NO_VERSION), why)
+    def lose(self, place: Coordinates, why: str, now_s: float) -> None:
+        """Note that a rank is lost; its GPU is at stock, or will be when the lease runs out."""
+        self.change(replace(self._ranks[place], state=RankState.LOST, in_force_version=NO_VERSION), why)
+        self.missing.miss(place, now_s)
+
+    def finish(self, place: Coordinates, why: str) -> None:
+        """Note that a rank's trainer is done; its GPU is at stock."""
+        self.change(replace(self._ranks[place], state=RankState.FINISHED, in_force_version=NO_VERSION), why)
+        self.missing.find(place)
 
     def note_iteration(self, place: Coordinates, iteration: int) -> None:
         """Note how far a rank is. Not stored: after a restart the ranks say it anew."""
@@ -180,7 +204,7 @@ class RankTable:
         before = self._ranks[rank.coordinates]
         if rank == before:
             return
-        self._ranks[rank.coordinates] = rank
+        self._put(rank)
         if (rank.gpu, rank.refused_clocks_mhz, rank.is_stock_only) != (
             before.gpu,
             before.refused_clocks_mhz,
@@ -201,6 +225,11 @@ class RankTable:
                 reason=why,
             )
 
+    def _put(self, rank: Rank) -> None:
+        self._counts[self._ranks[rank.coordinates].state] -= 1
+        self._counts[rank.state] += 1
+        self._ranks[rank.coordinates] = rank
+
     def take_changed_pipelines(self) -> set[int]:
         """Return the pipelines of which a rank has changed since this was asked last."""
         changed, self._changed_pipelines = self._changed_pipelines, set()
@@ -208,6 +237,13 @@ class RankTable:
 
     def validate(self) -> None:
         """Check what must always hold."""
+        assert +self._counts == Counter(rank.state for rank in self)
+        absent = [
+            rank.coordinates for rank in self if rank.state not in (RankState.CONNECTED, RankState.FINISHED)
+        ]
+        assert len(self.missing) == len(absent)
+        first = self.missing.first()
+        assert (first[0] if first else None) == min(absent, default=None)
         for place, rank in self._ranks.items():
             assert rank.coordinates == place
             if rank.state in LIVE:

@@ -373,8 +373,8 @@ class ProfilingCost(google.protobuf.message.Message):
     time_s: builtins.float
     """Time of these iterations, seconds."""
     extra_time_s: builtins.float
-    """Time of these iterations beyond the stock baseline, seconds: the sum over those that took longer, and all
-    the time in which clocks were held and no iteration was reported.
+    """Time of these iterations beyond the stock baseline, seconds: the sum over those that took longer, and what
+    the time in which held clocks may have been in force and no iteration was reported has beyond it.
     """
     energy_j: builtins.float
     """Energy of these iterations, joules, over all GPUs of the job."""

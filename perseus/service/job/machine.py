@@ -533,19 +533,26 @@ class JobMachine:
         if complete:
             self._offers.iteration_time_s = complete[-1].iteration_time_s
         for iteration in complete:
+            gap_s = self._progress.silence_s(self._now_s)
             self._progress.take_iteration(iteration, self._now_s)
             judgement = self._stragglers.judge(iteration)
             if judgement.has_changed:
                 self._after_straggler_change()
             if self.state is JobState.PROFILING:
-                self._note_profiled(iteration, judgement.slowed)
+                self._note_profiled(iteration, judgement.slowed, gap_s)
             elif self.state is JobState.PLANNED:
                 self._watch_plans(iteration)
         if self.state is JobState.BASELINE:
             self._baseline.take(complete, self._offers.versions)
 
-    def _note_profiled(self, iteration: JobIteration, slowed: Collection[int]) -> None:
-        """Let the profiler count an iteration, unless it ran at stock because nothing is held for now."""
+    def _note_profiled(self, iteration: JobIteration, slowed: Collection[int], gap_s: float) -> None:
+        """Let the profiler count an iteration, unless it ran at stock because nothing is held for now.
+
+        `gap_s`: since the one before.
+        """
+        if iteration.skipped_count:
+            self.profiler.take_gap(iteration, gap_s, self._baseline.time_s)
+        self.profiler.end_gap()
         is_as_offered = iteration.versions == self._offers.versions
         if is_as_offered and self._held_clocks() is None:
             return

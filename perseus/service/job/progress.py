@@ -76,9 +76,9 @@ class Progress:
         self._told_reasons: set[StallReason] = set()
         self._heard_s = self._checked_s = self._useful_s = now_s
         self._useless_count = 0
-        # Since the first iteration of a round of profiling, and how many profiles there were.
+        # Since the first iteration of a round of profiling, and how many rounds had been measured whole.
         self._measuring_s: float | None = None
-        self._profile_count = 0
+        self._whole_round_count = 0
         # By rank, on its present connection.
         self._reported: dict[Coordinates, int] = {}
         self._latest_iteration = -1
@@ -100,7 +100,6 @@ class Progress:
         self._told = told
         if told is not None:
             self._told_reasons.add(told.reason)
-        self._profile_count = len(self._profiler.profiles)
         self._restart(now_s)
 
     def enter(self, state: JobState, now_s: float) -> None:
@@ -150,8 +149,8 @@ class Progress:
 
     def check(self, now_s: float) -> None:
         """Say why the job does not get on, where it has been waited for long enough."""
-        if len(self._profiler.profiles) != self._profile_count:
-            self._profile_count = len(self._profiler.profiles)
+        if self._profiler.whole_round_count != self._whole_round_count:
+            self._whole_round_count = self._profiler.whole_round_count
             self._measuring_s = None
             if self._told is not None and self._told.reason is StallReason.NO_ENERGY_ESTIMATES:
                 self._get_on()

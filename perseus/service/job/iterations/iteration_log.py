@@ -58,6 +58,7 @@ class IterationLog:
         ]
         self._open: dict[int, _Open] = {}
         self._latest: _Open | None = None
+        self._latest_iteration: int | None = None
         self._key: tuple[tuple[int, ...], bool] | None = None
         self._labels: dict[int, JobState] = {NO_VERSION: JobState.BASELINE}
         self._straggler_since: list[tuple[int, bool]] = []
@@ -86,6 +87,7 @@ class IterationLog:
         """Forget incomplete iterations: the job may go on with an iteration that it had before."""
         self.closed_through = -1
         self._open.clear()
+        self._latest_iteration = None
         self._key = None
         has_straggler = self._has_straggler_at(2**63)
         self._straggler_since = [(-1, True)] if has_straggler else []
@@ -163,13 +165,15 @@ class IterationLog:
 
     def _close(self, iteration: int, entry: _Open) -> JobIteration:
         self._close_through(iteration)
-        self._latest = entry
+        before = iteration - 1 if self._latest_iteration is None else self._latest_iteration
+        self._latest, self._latest_iteration = entry, iteration
         complete = JobIteration(
             iteration=iteration,
             versions=self._versions(entry),
             is_regular=bool(entry.is_regular.all()),
             iteration_time_s=float(entry.duration_s.max()),
             pipeline_energy_j=tuple(entry.energy_j.reshape(self._pipeline_count, -1).sum(axis=1).tolist()),
+            skipped_count=iteration - 1 - before,
         )
         self.iteration_time_s = complete.iteration_time_s
         self._count(complete)

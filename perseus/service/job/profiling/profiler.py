@@ -7,9 +7,9 @@ A stage that stays at stock is measured at stock, which counts as its highest cl
 left to measure goes on with a clock that it has.
 
 Profiling ends when the plan's energy can no longer change by more than the accuracy asked for, or when the
-budget is used up, within a round or after it, whatever the ranks report: every iteration of the job counts
-that did not run at stock as offered, and all the time in which held clocks were in force and none was
-reported. Two clocks of each stage are the least; without them there is nothing to plan.
+budget is used up, within a round or after it. Whatever the ranks report, every iteration of the job counts
+that did not run at stock as offered, and so does the time of those that were not reported. Two clocks of each
+stage are the least; without them there is nothing to plan.
 
 A round that is dear (it has taken its share of the extra time, that of one clock out of the most) is content
 with the first iteration that is measured whole.
@@ -87,6 +87,7 @@ class Profiler:
         profiles: what is measured so far.
         offered: a profile of the same GPUs and job shape from before.
         cost: what profiling has taken so far.
+        whole_round_count: rounds in which every stage was measured that was to be, since the last restart.
         given_up: the clocks that could not be measured, in the order in which they were given up.
     """
 
@@ -103,7 +104,10 @@ class Profiler:
         self._disturbed: set[int] = set()
         self._held_count = 0
         self._round_extra_s = 0.0
+        # What counts already of the time since the latest iteration.
+        self._silent_s = self._silent_extra_s = 0.0
         self.cost = ProfilingCost()
+        self.whole_round_count = 0
         self.given_up: tuple[GivenUpClock, ...] = ()
         # The stage and rank that the round was waiting for when the budget ended it.
         self._unmeasured: GivenUpClock | None = None
@@ -146,11 +150,26 @@ class Profiler:
             self._disturbed.update(disturbed)
 
     def take_silence(self, time_s: float, baseline_time_s: float) -> None:
-        """Take note that clocks were held for a time in which no iteration was reported."""
-        extra_s = max(0.0, time_s - baseline_time_s)
+        """Take note that for a time no iteration was reported, under clocks that were held until now."""
+        self._take_unknown(time_s, max(0.0, time_s - baseline_time_s))
+
+    def take_gap(self, iteration: JobIteration, time_s: float, baseline_time_s: float) -> None:
+        """Take note of the iterations before this one that were not reported, `time_s` after the last."""
+        unknown_s = max(0.0, time_s - iteration.iteration_time_s)
+        extra_s = max(0.0, unknown_s - iteration.skipped_count * baseline_time_s)
+        # Some of it may have been taken as silence.
+        self._take_unknown(max(0.0, unknown_s - self._silent_s), max(0.0, extra_s - self._silent_extra_s))
+
+    def _take_unknown(self, time_s: float, extra_s: float) -> None:
+        self._silent_s += time_s
+        self._silent_extra_s += extra_s
         self.cost = replace(
             self.cost, time_s=self.cost.time_s + time_s, extra_time_s=self.cost.extra_time_s + extra_s
         )
+
+    def end_gap(self) -> None:
+        """An iteration was reported."""
+        self._silent_s = self._silent_extra_s = 0.0
 
     def unmeasured_ranks(self, held: HoldClocks, clocks_mhz: UsableClocks) -> list[Coordinates]:
         """Return the ranks of which a round waits for estimates, in order."""
@@ -248,6 +267,7 @@ class Profiler:
                 held_mhz = held.clocks_mhz[stage]
                 found = merge(stage, clock_mhz, self._estimates, self._parallelism, pipelines, held_mhz)
                 self.replace([found])
+        self.whole_round_count += not missing
         if len(missing) < len(counted_mhz):
             self._announce_round(held, pipelines)
         return True

@@ -226,15 +226,13 @@ class Profiler:
     def _find_end(self, choice: ClockChoice, limit: ProfilingLimit | None) -> ProfileEnd | None:
         clocks = f"{self.clock_count} clocks are measured"
         is_enough = not math.isinf(choice.doubt)
-        doubt = "which is not enough"
-        if is_enough:
-            doubt = f"the plan's energy may still change by {100 * choice.doubt:.2f} %"
-        elif (missing := self._unmeasured or next(reversed(self.given_up), None)) is not None:
-            doubt += f"; {missing}"
+        doubt = f"the plan's energy may still change by {100 * choice.doubt:.2f} %"
+        if not is_enough:
+            doubt = "; ".join(["which is not enough", *map(str, self._find_obstacle())])
         tried = [profile.stage for profile in self.profiles] + [clock.stage for clock in self.given_up]
         if 0 in choice.clocks_mhz:
             stage = choice.clocks_mhz.index(0)
-            why = f"stage {stage} has no clock that can be measured: {doubt}"
+            why = f"stage {stage} has no clock that can be measured, {doubt}"
         elif self._measured_places().issuperset(enumerate(choice.clocks_mhz)):
             why = f"{clocks}, all there are" + ("" if is_enough else f", {doubt}")
         elif choice.doubt <= self._rules.accuracy:
@@ -247,6 +245,14 @@ class Profiler:
         else:
             return None
         return ProfileEnd(is_enough, None, why)
+
+    def _find_obstacle(self) -> list[GivenUpClock]:
+        """Return what the budget did not wait for, or the first stage's failure, if there is one."""
+        if self._unmeasured is not None:
+            return [self._unmeasured]
+        counts = Counter(profile.stage for profile in self.profiles)
+        failed = [clock for clock in self.given_up if counts[clock.stage] < LEAST_CLOCKS]
+        return sorted(failed, key=lambda clock: clock.stage)[:1]
 
     def _end_round(self, held: HoldClocks, clocks_mhz: UsableClocks, *, is_last: bool) -> bool:
         """Keep what was measured, if the round has ended; the last one ends whatever it has."""

@@ -56,10 +56,45 @@ def test_list_names_every_job(coordinator: str) -> None:
     assert "0 of 8" in result.output
 
 
-def test_show_lists_every_rank(coordinator: str) -> None:
+@pytest.mark.parametrize(("state", "is_listed"), [("waiting", True), ("planned", False)])
+def test_list_can_be_limited_to_states(coordinator: str, state: str, is_listed: bool) -> None:
+    result = run(coordinator, "list", "--state", state, "--state", "stock")
+    assert result.exit_code == 0
+    assert ("gpt3" in result.output) is is_listed
+
+
+def test_show_tells_why_a_job_is_where_it_is(coordinator: str) -> None:
     result = run(coordinator, "show", "gpt3")
     assert result.exit_code == 0
-    assert result.output.count("expected") == 8
+    assert "waiting: some ranks have not joined yet" in result.output
+    assert "8 expected" in result.output
+
+
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [
+        ([], 8),
+        (["--pipeline", 1], 4),
+        (["--stage", 2], 2),
+        (["--pipeline", 1, "--stage", 2, "--state", "expected"], 1),
+        (["--state", "lost", "--state", "connected"], 0),
+    ],
+)
+def test_ranks_lists_the_ranks_that_are_asked_for(coordinator: str, limits: list[object], count: int) -> None:
+    result = run(coordinator, "ranks", "gpt3", *limits)
+    assert result.exit_code == 0
+    assert result.output.count("expected") == count
+
+
+def test_show_says_why_the_job_does_not_get_on(coordinator: str) -> None:
+    shown = " ".join(run(coordinator, "show", "gpt3").output.split())
+    assert "all 8 ranks are missing, since 2" in shown
+
+
+def test_report_tells_what_profiling_took_and_may_take(coordinator: str) -> None:
+    found = " ".join(run(coordinator, "report", "gpt3").output.split())
+    assert "profiling took 0 iterations" in found
+    assert "at most 1000 iterations, 360 s more" in found
 
 
 def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None:
@@ -87,6 +122,10 @@ def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None
         (["policy", "gpt3", "--deadline-s", 60, "--iterations", 0], "iteration_count"),
         (["policy", "gpt3", "--max-average-power-w", "nan"], "max_average_power_w"),
         (["rebaseline", "gpt3"], "frontier"),
+        (["list", "--state", "lost"], "waiting, baseline"),
+        (["ranks", "gpt3", "--state", "planned"], "expected, connected"),
+        (["ranks", "gpt3", "--pipeline", 2], "0 to 1"),
+        (["ranks", "gpt3", "--stage", -1], "0 to 3"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(
@@ -115,7 +154,7 @@ def test_a_policy_is_set(coordinator: str, rule: list[object], expected: job_pb2
     with grpc.insecure_channel(coordinator) as channel:
         jobs = job_service_pb2_grpc.JobServiceStub(channel)
         job = jobs.GetJob(job_service_pb2.GetJobRequest(job_id="gpt3"), timeout=10).job
-    assert job.spec.policy == expected
+    assert job.policy == expected
 
 
 def test_watch_ends_with_its_job(coordinator: str) -> None:

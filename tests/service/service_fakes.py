@@ -25,6 +25,8 @@ from perseus.service.domain.model import (
     Offer,
     PlannedClocks,
     Rank,
+    RankFilter,
+    RankState,
     RefusalReason,
     stage_clocks,
 )
@@ -54,6 +56,8 @@ from perseus.solver import Computation, Kind, Schedule, SolverError
 EPOCH = "epoch-of-the-tests"
 CLOCKS_MHZ = (1400, 1300, 1200, 1100, 1000, 900)
 BLOCKING_POWER_W = 60.0
+START_S = 1_000_000.0
+"""When a cluster's own clock was 0, on the wall clock."""
 
 
 def make_spec(
@@ -269,7 +273,7 @@ class Cluster:
     def __init__(self, spec: JobSpec, rules: Rules | None = None) -> None:
         self.spec = spec
         self.rules = rules or Rules(30.0, 2, ProfilingRules(iterations=2))
-        self.machine = JobMachine(spec, self.rules, EPOCH, create_time_s=0.0)
+        self.machine = JobMachine(spec, self.rules, EPOCH, START_S, created_s=0.0)
         self.schedule: Schedule = self.machine.schedule
         self.now_s = 0.0
         self.history: list[Command] = []
@@ -283,7 +287,7 @@ class Cluster:
 
     def tell(self, event: Input) -> list[Command]:
         """Give the machine one input, and return what it wants, records aside."""
-        commands = self.machine.handle(event, self.now_s)
+        commands = self.machine.handle(event, self.now_s, START_S + self.now_s)
         self.machine.validate()
         self.history.extend(commands)
         return [command for command in commands if not isinstance(command, Store)]
@@ -329,6 +333,10 @@ class Cluster:
                 return
             self.iterate()
         raise AssertionError(f"{self.machine.state} after {limit} iterations, expected {state}")
+
+    def rank_states(self) -> list[RankState]:
+        """The states of all ranks, in their order."""
+        return [rank.state for _, rank in self.machine.ranks(RankFilter())]
 
     def expect(self, state: JobState) -> None:
         assert self.machine.state is state
@@ -380,7 +388,7 @@ class Cluster:
                 case ForgetIterations():
                     rows = []
         return StoredJob(
-            self.spec, 0.0, record, tuple(ranks.values()), tuple(offers.values()),
+            self.spec, START_S, record, tuple(ranks.values()), tuple(offers.values()),
             tuple(profiles[place] for place in sorted(profiles)), tuple(periods.values()),
             tuple(rows), sequence,
         )  # fmt: skip
@@ -391,7 +399,9 @@ class Cluster:
 
     def restart_with(self, take: Callable[[list[Command]], None]) -> None:
         """Kill the coordinator and start it again; what it wants first goes to `take`."""
-        self.machine, commands = JobMachine.restore(self.stored(), self.rules, EPOCH, self.now_s)
+        self.machine, commands = JobMachine.restore(
+            self.stored(), self.rules, EPOCH, self.now_s, START_S + self.now_s
+        )
         self.machine.validate()
         self.history.extend(commands)
         take(commands)

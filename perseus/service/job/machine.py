@@ -14,10 +14,11 @@ they run (`RankTable`). Every input ends with the same three steps:
 
 A rank whose stream ended is DISCONNECTED: it keeps its plan and may resume, and its job's state does not
 change. A rank whose agent was silent for the lease is LOST, as is one whose trainer is gone. Leases run out
-on a Tick only. The time is any clock that never goes back; only differences count.
+on a Tick only. The time is any clock that never goes back; only differences count. The wall clock's time is
+there to be told to people, and nothing is decided by it.
 """
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
 
@@ -44,24 +45,26 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.measured import JobIteration, Period, StageProfile, Timeline
+from perseus.service.domain.measured import JobIteration, Period, Saving, StageProfile, Timeline
 from perseus.service.domain.model import (
+    FIRST_RUN,
     FOREIGN_VERSION,
     NO_VERSION,
     STOCK,
     EventType,
     HoldClocks,
+    JobDetails,
     JobState,
     JobView,
     PlannedClocks,
     Rank,
+    RankFilter,
     RankLeftReason,
     RankState,
     StockClocks,
 )
 from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, StoredJob
 from perseus.service.domain.specification import JobSpec
-from perseus.service.domain.stall import Stall
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
@@ -87,6 +90,7 @@ class JobMachine:
         spec: the job as registered.
         schedule: its order of computations.
         state: where the job stands.
+        state_reason: why it is there; one sentence.
         create_time_s: when it was registered, on the wall clock.
         log: its iterations and the report.
         timelines: the latest iteration of each pipeline.
@@ -95,7 +99,7 @@ class JobMachine:
     """
 
     def __init__(
-        self, spec: JobSpec, rules: Rules, epoch: str, create_time_s: float, wall_offset_s: float = 0.0
+        self, spec: JobSpec, rules: Rules, epoch: str, create_time_s: float, created_s: float
     ) -> None:
         """Begin where nothing is known.
 
@@ -104,17 +108,18 @@ class JobMachine:
             rules: what the operator has set.
             epoch: of the coordinator's state.
             create_time_s: when it was registered, on the wall clock.
-            wall_offset_s: what the wall clock shows more than the clock of `now_s`.
+            created_s: the same on the clock that never goes back.
         """
         self.spec = spec
         self.schedule = spec.check()
         self.state = JobState.WAITING
+        self.state_reason = "some ranks have not joined yet"
         self.log = IterationLog(list(spec.parallelism.all_coordinates()))
         self.timelines = TimelineMemory(spec.parallelism)
         self._epoch = epoch
         self.create_time_s = create_time_s
+        self._finish_time_s: float | None = None
         self._journal = Journal()
-        created_s = create_time_s - wall_offset_s
         self._ranks = RankTable(spec, rules.lease_s, self._journal, created_s)
         self._offers = OfferBoard(spec.parallelism, self._ranks, self._journal)
         self._refusals = Refusals(self._ranks, self._offers, self._journal)
@@ -122,7 +127,8 @@ class JobMachine:
         self.is_profile_complete = False
         self._profiling_budget = rules.profiling.budget
         self.profiler = Profiler(spec.parallelism, self.schedule, rules.profiling, self._journal)
-        self._now_s = 0.0
+        self._now_s = created_s
+        self._wall_time_s = create_time_s
         self._stragglers = StragglerBook(self.schedule, spec.parallelism, self._journal)
         self._planner = Planner(
             spec.parallelism,
@@ -145,7 +151,7 @@ class JobMachine:
             rules.profiling.iterations,
             self._journal,
             created_s,
-            wall_offset_s,
+            create_time_s,
         )
         self._stored_record: JobRecord | None = None
 
@@ -166,17 +172,19 @@ class JobMachine:
 
     @classmethod
     def restore(
-        cls, stored: StoredJob, rules: Rules, epoch: str, now_s: float, wall_offset_s: float = 0.0
+        cls, stored: StoredJob, rules: Rules, epoch: str, now_s: float, wall_time_s: float
     ) -> tuple["JobMachine", list[Command]]:
         """Go on after a restart. Ranks that were connected have a whole lease to come back.
 
         A frontier is not stored: a complete profile is solved again, while plans in force stay as they are.
         """
-        machine = cls(stored.spec, rules, epoch, stored.create_time_s, wall_offset_s)
+        created_s = now_s - (wall_time_s - stored.create_time_s)
+        machine = cls(stored.spec, rules, epoch, stored.create_time_s, created_s)
         version = NO_VERSION
         if (record := stored.record) is not None:
             machine._planner.policy, machine.state, version = record.policy, record.state, record.version
-            machine._baseline.time_s = record.baseline_time_s
+            machine.state_reason, machine._finish_time_s = record.state_reason, record.finish_time_s
+            machine._baseline.iteration = record.baseline
             machine._planner.lag_s = record.lag_s
             machine.is_profile_complete = record.is_profile_complete
             machine._stragglers.restore(record.stragglers)
@@ -184,28 +192,31 @@ class JobMachine:
         machine._offers.restore(version, stored.offers)
         machine._ranks.restore(stored.ranks, now_s)
         machine.profiler.profiles = stored.profiles
-        machine._now_s = now_s
+        machine._now_s, machine._wall_time_s = now_s, wall_time_s
         machine._progress.restore(machine.state, record.stall if record else None, now_s)
         machine._journal.sequence = stored.last_sequence
         machine.log.periods = list(stored.periods)
         machine.log.mark_straggler(-1, bool(machine._stragglers))
         machine._label_versions()
         for rows in stored.open_rows:
-            machine.log.add(rows.rank, rows.rows)
+            # They complete nothing, or it would have been stored as complete: the time is of no matter.
+            machine.log.add(rows.rank, rows.rows, stored.create_time_s)
         if machine.is_profile_complete and machine.state not in (JobState.STOCK, JobState.FINISHED):
             machine._solve()
         return machine, machine._take_commands()
 
-    def handle(self, event: Input, now_s: float) -> list[Command]:
-        """Take one input. Returns what is to be done, records first.
+    def handle(self, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
+        """Take one input, at a time of a clock that never goes back and of the wall clock.
+
+        Returns what is to be done, records first.
 
         Raises:
             InvalidInputError: the input does not fit the job; nothing has changed.
             JobFinishedError, RankAlreadyServedError: it is refused; nothing has changed.
         """
-        self._now_s = now_s
+        self._now_s, self._wall_time_s = now_s, wall_time_s
         self._on(event, now_s)
-        self._progress.check(now_s)
+        self._progress.check(now_s, wall_time_s)
         self._advance()
         self._offers.settle()
         self._label_versions()
@@ -216,35 +227,57 @@ class JobMachine:
         deadlines_s = (self._ranks.next_deadline_s(), self._progress.next_deadline_s())
         return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 
-    def view(self) -> JobView:
-        """Return the job as others may see it."""
+    def summary(self) -> JobView:
+        """Return the job as others may see it, without details: no work over its ranks or pipelines."""
         frontier = self._planner.frontier
-        clocks = [offer.clocks for offer in self._offers]
-        planned_s = tuple(some.plan.iteration_time_s for some in clocks if isinstance(some, PlannedClocks))
+        min_planned_s, max_planned_s = self._offers.planned_range_s
         return JobView(
-            spec=self.spec,
-            policy=self._planner.policy,
+            job_id=self.spec.job_id,
+            run_number=FIRST_RUN,
             state=self.state,
+            state_reason=self.state_reason,
+            stall=self._progress.stall,
             epoch=self._epoch,
-            ranks=tuple(self._ranks),
+            parallelism=self.spec.parallelism,
+            rank_counts=self._ranks.counts.copy(),
+            policy=self._planner.policy,
+            baseline=self._baseline.iteration,
+            profiled_clock_count=self.profiler.least_clock_count,
+            profiling_cost=self.profiler.cost,
+            profiling_budget=self._profiling_budget,
+            t_min_s=frontier.t_min_s if frontier else 0.0,
+            t_star_s=frontier.t_star_s if frontier else 0.0,
+            t_slow_s=frontier.t_slow_s if frontier else 0.0,
+            min_planned_time_s=min_planned_s,
+            max_planned_time_s=max_planned_s,
+            straggler_count=len(self._stragglers),
+            create_time_s=self.create_time_s,
+            finish_time_s=self._finish_time_s,
+            last_event_sequence=self._journal.sequence,
+        )
+
+    def details(self) -> JobDetails:
+        """Return what of the job grows with its size."""
+        return JobDetails(
+            spec=self.spec,
             straggler_times_s=self._planner.straggler_times_s(),
             detected_stragglers=frozenset(
                 straggler.pipeline for straggler in self._stragglers if straggler.is_detected
             ),
-            profiled_clock_count=self.profiler.clock_count,
-            profiling_cost=self.profiler.cost,
-            profiling_budget=self._profiling_budget,
-            t_min_s=frontier.t_min_s if frontier else 0.0,
-            t_slow_s=frontier.t_slow_s if frontier else 0.0,
-            planned_iteration_time_s=planned_s if len(planned_s) == len(clocks) else (),
-            create_time_s=self.create_time_s,
-            stall=self._progress.stall,
+            planned_iteration_time_s=self._offers.planned_times_s,
         )
 
-    @property
-    def stall(self) -> Stall | None:
-        """Why the job does not get on, if it does not; `str` makes a sentence's part of it."""
-        return self._progress.stall
+    def view(self) -> JobView:
+        """Return the job as others may see it, with its details."""
+        return replace(self.summary(), details=self.details())
+
+    def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
+        """Yield the wanted ranks from an index on, each with its index in the order of all ranks.
+
+        Raises:
+            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
+        """
+        return self._ranks.select(wanted, first_index)
 
     @property
     def has_finished(self) -> bool:
@@ -260,9 +293,9 @@ class JobMachine:
         parts = ("parallelism", "schedule", "policy")
         return next((name for name in parts if getattr(self.spec, name) != getattr(spec, name)), None)
 
-    def report(self) -> tuple[Period, ...]:
-        """Return what was measured, period by period."""
-        return tuple(self.log.periods)
+    def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
+        """Yield what was measured, from the period of a number on, and what it saved against stock."""
+        return self.log.report(first_number)
 
     def timeline(self, pipeline: int) -> Timeline:
         """Return the latest whole iteration of a pipeline.
@@ -301,14 +334,16 @@ class JobMachine:
         record = JobRecord(
             policy=self._planner.policy,
             state=self.state,
+            state_reason=self.state_reason,
             version=self._offers.version,
-            baseline_time_s=self._baseline.time_s,
+            baseline=self._baseline.iteration,
             is_profile_complete=self.is_profile_complete,
             stragglers=tuple(self._stragglers),
             lag_s=self._planner.lag_s,
             profiling_cost=self.profiler.cost,
             given_up_clocks=self.profiler.given_up,
             stall=self._progress.told,
+            finish_time_s=self._finish_time_s,
         )
         if record != self._stored_record:
             self._stored_record = record
@@ -522,7 +557,7 @@ class JobMachine:
         self._progress.take_rows(event.rank, event.batch.iterations)
         count = len(self.log.periods)
         last = self.log.periods[-1] if self.log.periods else None
-        summaries, complete = self.log.add(event.rank, event.batch.iterations)
+        summaries, complete = self.log.add(event.rank, event.batch.iterations, self._wall_time_s)
         for summary in summaries:
             self.timelines.finish(summary)
             self._journal.do(ReportIteration(summary))
@@ -606,7 +641,9 @@ class JobMachine:
     def _enter(self, state: JobState, why: str) -> None:
         """Enter a state, and say what clocks the pipelines should have in it."""
         check_transition(self.state, state)
-        before, self.state = self.state, state
+        before, self.state, self.state_reason = self.state, state, why
+        if state is JobState.FINISHED:
+            self._finish_time_s = self._wall_time_s
         self._journal.announce(
             EventType.STATE_CHANGED,
             f"{before.value} → {state.value}: {why}",

@@ -59,7 +59,7 @@ class Progress:
         round_iterations: int,
         journal: Journal,
         now_s: float,
-        wall_offset_s: float,
+        wall_time_s: float,
     ) -> None:
         self.is_silent = False
         self._ranks = ranks
@@ -69,7 +69,8 @@ class Progress:
         self._profiler = profiler
         self._round_iterations = round_iterations
         self._journal = journal
-        self._wall_offset_s = wall_offset_s
+        # What the wall clock shows more than the clock that never goes back.
+        self._wall_offset_s = wall_time_s - now_s
         self._state = JobState.WAITING
         self._told: Stall | None = None
         # Since the job got on last.
@@ -147,8 +148,9 @@ class Progress:
             if self._useless_count >= PATIENCE_ITERATIONS and now_s >= self._useful_s + PATIENCE_S:
                 self._tell_useless(iteration, now_s)
 
-    def check(self, now_s: float) -> None:
+    def check(self, now_s: float, wall_time_s: float) -> None:
         """Say why the job does not get on, where it has been waited for long enough."""
+        self._wall_offset_s = wall_time_s - now_s
         if self._profiler.whole_round_count != self._whole_round_count:
             self._whole_round_count = self._profiler.whole_round_count
             self._measuring_s = None
@@ -173,7 +175,7 @@ class Progress:
         if self._state is JobState.WAITING:
             is_told = StallReason.RANK_MISSING in self._told_reasons
             return None if is_told else self._heard_s + PATIENCE_S
-        if self._state not in _RUNNING or self._ranks.count(RankState.FINISHED):
+        if self._state not in _RUNNING or self._ranks.counts[RankState.FINISHED]:
             return None
         deadline_s = self._silence_deadline_s()
         if self._measuring_s is not None and StallReason.NO_ENERGY_ESTIMATES not in self._told_reasons:

@@ -110,7 +110,7 @@ class Misbehaving(Cluster):
     def check_stall(self, duration_s: float) -> None:
         """A state that should lead on, and does not, has its reason; that it gets on again is a step."""
         machine = self.machine
-        is_stalled = machine.stall is not None
+        is_stalled = machine.summary().stall is not None
         mark = machine.state, machine.profiler.profiles, machine.profiler.given_up, is_stalled
         has_use = machine.state not in (JobState.PLANNED, JobState.STOCK, JobState.FINISHED)
         self.stuck_s = self.stuck_s + duration_s if mark == self.mark and has_use else 0.0

@@ -114,7 +114,7 @@ async def test_specifications_that_cannot_be_are_refused(client: Client) -> None
         assert (code, found) == (INVALID, reason), spec
         assert metadata.items() <= details.items(), spec
     listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
-    assert [job.spec.job_id for job in listed.jobs] == ["job"]
+    assert [job.job_id for job in listed.jobs] == ["job"]
 
 
 async def test_explicit_orders_that_cannot_be_are_refused(client: Client) -> None:
@@ -303,7 +303,7 @@ async def test_another_agent_cannot_claim_a_served_rank(client: Client) -> None:
     (refused,) = other.refused
     assert refused.reason == "RANK_ALREADY_SERVED"
     assert refused.metadata["instance_id"] == "agent"
-    assert (await client.job()).ranks[0].state == rank_pb2.RANK_STATE_CONNECTED
+    assert (await client.ranks())[0].state == rank_pb2.RANK_STATE_CONNECTED
 
 
 async def test_a_newer_stream_of_the_same_agent_replaces_the_older(client: Client) -> None:
@@ -313,7 +313,7 @@ async def test_a_newer_stream_of_the_same_agent_replaces_the_older(client: Clien
     await newer.join()
     assert (await ended(agent))[:2] == (grpc.StatusCode.ABORTED, "STREAM_REPLACED")
     assert not newer.refused
-    assert {rank.state for rank in (await client.job()).ranks} == {rank_pb2.RANK_STATE_CONNECTED}
+    assert {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_CONNECTED}
 
 
 def damage(batch: agent_service_pb2.TelemetryBatch, what: str) -> None:
@@ -373,4 +373,4 @@ async def test_telemetry_that_cannot_be_ends_the_stream_and_is_not_taken(client:
     again = FakeAgent(client, "agent", ALL_PLACES)
     await again.join()
     assert again.welcome.acknowledged_sequence == len(ALL_PLACES)
-    assert (await client.job()).ranks[0].iteration == -1
+    assert (await client.ranks())[0].iteration == -1

@@ -23,14 +23,19 @@ async def test_a_job_without_energy_estimates_ends_at_stock_within_its_budget_an
 ) -> None:
     settings = make_settings(tmp_path, profile_iterations=3, profile_budget_iterations=BUDGET_ITERATIONS)
     async with connected(settings) as client:
-        await client.register()
+        waiting = await client.register()
+        since = waiting.create_time.ToJsonString()[: len("2026-01-01T00:00:0")]
+        assert f"all 4 ranks are missing, since {since}" in waiting.state_reason
         agent = AgentWithoutEstimates(client, "agent", ALL_PLACES)
         await agent.join()
+        assert "missing" not in (await client.job()).state_reason
         await agent.iterate_until(client, job_pb2.JOB_STATE_STOCK)
 
         held = {offer.hold.clock_mhz for offer in agent.offers if offer.WhichOneof("clocks") == "hold"}
         assert held == {1400, 1300}, "no lower clock is tried"
-        cost = (await client.job()).profiling_cost
+        job = await client.job()
+        assert "pipeline 0, stage 0, tensor 0 sent no energy estimate" in job.state_reason
+        cost = job.profiling_cost
         assert 0 < cost.iteration_count <= BUDGET_ITERATIONS
         assert cost.max_iteration_count == BUDGET_ITERATIONS
         assert (cost.max_extra_time_s, cost.max_time_s) == (360.0, 0.0)

@@ -20,6 +20,7 @@ from perseus.service.domain.model import (
     PipelineOffer,
     Rank,
     RankState,
+    StockIteration,
     Straggler,
 )
 from perseus.service.domain.profiling import ClockGivenUpReason, GivenUpClock, ProfilingCost
@@ -54,12 +55,22 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 RECORD = JobRecord(
-    OperatingPolicy(3.5), JobState.PLANNED, 9, 0.1 + 0.2, True, (Straggler(0, None, 1.3),), 0.7e-3,
+    OperatingPolicy(3.5),
+    JobState.PLANNED,
+    "the frontier is solved",
+    9,
+    StockIteration(0.1 + 0.2, 1 / 3),
+    True,
+    (Straggler(0, None, 1.3),),
+    0.7e-3,
     ProfilingCost(17, 13.5, 1 / 3, 1e6, -0.5),
-    (GivenUpClock(1, 1200, ClockGivenUpReason.NO_ENERGY, Coordinates(0, 1, 0)),
-     GivenUpClock(0, 1300, ClockGivenUpReason.DISTURBED, None)),
+    (
+        GivenUpClock(1, 1200, ClockGivenUpReason.NO_ENERGY, Coordinates(0, 1, 0)),
+        GivenUpClock(0, 1300, ClockGivenUpReason.DISTURBED, None),
+    ),
     Stall(StallReason.RANK_MISSING, Coordinates(1, 0, 0), 2, 1.7e9, 12),
-)  # fmt: skip
+    1e9 / 7,
+)
 
 
 def rows(rank: Coordinates, iterations: list[int], closed_through: int) -> IterationRows:
@@ -105,7 +116,7 @@ async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> Non
     expected = replace(cluster.stored(), create_time_s=12.5)
     assert replace(stored, open_rows=()) == replace(expected, open_rows=())
     assert stored.open_rows == ()
-    machine, commands = JobMachine.restore(stored, Rules(), EPOCH, now_s=0.0)
+    machine, commands = JobMachine.restore(stored, Rules(), EPOCH, now_s=0.0, wall_time_s=14.5)
     machine.validate()
     assert len(commands) == 2  # The record as it is, and the problem to solve.
     await store.close()

@@ -119,6 +119,12 @@ class Profiler:
         """Clocks measured at the stage that has the most."""
         return _most_at_a_stage(profile.stage for profile in self.profiles)
 
+    @property
+    def least_clock_count(self) -> int:
+        """Clocks measured at the stage that has the fewest."""
+        counts = Counter(profile.stage for profile in self.profiles)
+        return min(counts[stage] for stage in range(self._parallelism.stage_count))
+
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank's counter says of the clock that it holds."""
         self._estimates[rank] = estimate

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from perseus.service.domain.errors import RankAlreadyServedError
+from perseus.service.domain.errors import InvalidFieldError, RankAlreadyServedError
 from perseus.service.domain.inputs import GpuErrorReported, RankJoined
-from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankState, RefusalReason
+from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankFilter, RankState, RefusalReason
 from perseus.service.domain.specification import Coordinates, JobSpec
 from perseus.service.domain.telemetry import ClockStatistics
 from perseus.service.job.journal import Journal
@@ -20,6 +20,7 @@ class RankTable:
     """All ranks of a job, connected or not. Changes are stored and announced through the journal.
 
     Attributes:
+        counts: how many ranks are in each state.
         missing: the ranks that are not connected and have not finished.
     """
 
@@ -28,7 +29,7 @@ class RankTable:
         self._lease_s = lease_s
         self._journal = journal
         self._ranks = {place: Rank(place) for place in spec.parallelism.all_coordinates()}
-        self._counts = Counter({RankState.EXPECTED: len(self._ranks)})
+        self.counts = Counter({RankState.EXPECTED: len(self._ranks)})
         self.missing = MissingRanks(self._ranks, now_s)
         # By agent instance: whatever it says renews the leases of all its ranks.
         self._heard_s: dict[str, float] = {}
@@ -58,13 +59,37 @@ class RankTable:
             if state not in (RankState.EXPECTED, RankState.FINISHED):
                 self.missing.miss(rank.coordinates, now_s)
 
-    def count(self, state: RankState) -> int:
-        """Return how many ranks are in a state."""
-        return self._counts[state]
-
     def are_all(self, state: RankState) -> bool:
         """Tell whether every rank is in a state."""
-        return self._counts[state] == len(self._ranks)
+        return self.counts[state] == len(self)
+
+    def select(self, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
+        """Yield the wanted ranks from an index on, each with its index in the order of all ranks.
+
+        Raises:
+            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
+        """
+        counts = self._spec.parallelism
+        if wanted.pipeline is not None:
+            self._spec.check_pipeline(wanted.pipeline)
+        if wanted.stage is not None and not 0 <= wanted.stage < counts.stage_count:
+            expected = f"0 to {counts.stage_count - 1}"
+            raise InvalidFieldError(field="stage", expected=expected, found=wanted.stage)
+        return self._select(wanted, first_index)
+
+    def _select(self, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
+        counts = self._spec.parallelism
+        stages, tensors = counts.stage_count, counts.tensor_count
+        first_pipeline = first_index // (stages * tensors)
+        for pipeline in range(first_pipeline, counts.pipeline_count):
+            if wanted.pipeline not in (None, pipeline):
+                continue
+            for stage in range(stages) if wanted.stage is None else (wanted.stage,):
+                for tensor in range(tensors):
+                    index = (pipeline * stages + stage) * tensors + tensor
+                    rank = self._ranks[Coordinates(pipeline, stage, tensor)]
+                    if index >= first_index and (not wanted.states or rank.state in wanted.states):
+                        yield index, rank
 
     def of_instance(self, instance_id: str, *states: RankState) -> list[Rank]:
         """Return the ranks of an agent that are in one of these states."""
@@ -226,8 +251,8 @@ class RankTable:
             )
 
     def _put(self, rank: Rank) -> None:
-        self._counts[self._ranks[rank.coordinates].state] -= 1
-        self._counts[rank.state] += 1
+        self.counts[self._ranks[rank.coordinates].state] -= 1
+        self.counts[rank.state] += 1
         self._ranks[rank.coordinates] = rank
 
     def take_changed_pipelines(self) -> set[int]:
@@ -237,7 +262,7 @@ class RankTable:
 
     def validate(self) -> None:
         """Check what must always hold."""
-        assert +self._counts == Counter(rank.state for rank in self)
+        assert +self.counts == Counter(rank.state for rank in self)
         absent = [
             rank.coordinates for rank in self if rank.state not in (RankState.CONNECTED, RankState.FINISHED)
         ]

@@ -591,13 +591,10 @@ class JobMachine:
         is_as_offered = iteration.versions == self._offers.versions
         if is_as_offered and self._held_clocks() is None:
             return
-        baseline_j = [period.energy_j for period in self.log.periods if period.state is JobState.BASELINE]
+        baseline = self._baseline.iteration
+        assert baseline is not None
         self.profiler.take_iteration(
-            iteration,
-            is_as_offered,
-            {*self._stragglers.pipelines, *slowed},
-            self._baseline.time_s,
-            baseline_j[-1] if baseline_j else 0.0,
+            iteration, is_as_offered, {*self._stragglers.pipelines, *slowed}, baseline
         )
 
     def _held_clocks(self) -> HoldClocks | None:

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from perseus.service.domain.measured import JobIteration, StageProfile
-from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks
+from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks, StockIteration
 from perseus.service.domain.profiling import (
     ClockGivenUpReason,
     GivenUpClock,
@@ -134,21 +134,20 @@ class Profiler:
         iteration: JobIteration,
         is_of_round: bool,
         disturbed: Iterable[int],
-        baseline_time_s: float,
-        baseline_energy_j: float,
+        baseline: StockIteration,
     ) -> None:
         """Take an iteration while profiling, and the pipelines that were slow in it.
 
-        `is_of_round`: it ran under the clocks that are to be held. The energy at stock is 0 where not known.
+        `is_of_round`: it ran under the clocks that are to be held.
         """
-        extra_s = max(0.0, iteration.iteration_time_s - baseline_time_s)
+        extra_s = max(0.0, iteration.iteration_time_s - baseline.time_s)
         energy_j = math.fsum(iteration.pipeline_energy_j)
         self.cost = ProfilingCost(
             self.cost.iteration_count + 1,
             self.cost.time_s + iteration.iteration_time_s,
             self.cost.extra_time_s + extra_s,
             self.cost.energy_j + energy_j,
-            self.cost.extra_energy_j + (energy_j - baseline_energy_j if baseline_energy_j else 0.0),
+            self.cost.extra_energy_j + (energy_j - baseline.energy_j if baseline.energy_j else 0.0),
         )
         if is_of_round:
             self._held_count += 1

@@ -4,7 +4,7 @@ import pytest
 
 from perseus.service.domain.commands import Announce, Command
 from perseus.service.domain.measured import JobIteration
-from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks
+from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks, StockIteration
 from perseus.service.domain.specification import Parallelism
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, Profiler, ProfilingRules
@@ -39,7 +39,7 @@ class Bench:
                 found = estimate(order, 1, self.number, 1400, slowness)
                 self.profiler.take_estimate(place, found)
         iteration = JobIteration(self.number, (1, 1), True, 0.8, (1.0, 1.0))
-        self.profiler.take_iteration(iteration, True, disturbed, 0.8, 0.0)
+        self.profiler.take_iteration(iteration, True, disturbed, StockIteration(0.8, 2.0))
 
     def goes_on(self) -> bool:
         return self.profiler.next_round(self.held, USABLE_MHZ) is self.held

@@ -74,6 +74,14 @@ HOUSE: Mapping[str, Room] = {
         "service.job.stragglers",
         "solver",
     ),
+    "service.job.progress": pure(
+        "service.domain",
+        "service.job.iterations",
+        "service.job.journal",
+        "service.job.planning",
+        "service.job.profiling",
+        "service.job.ranks",
+    ),
     "service.job.rules": pure("service.job.planning", "service.job.profiling"),
     "service.job.machine": pure(
         "service.domain",
@@ -81,6 +89,7 @@ HOUSE: Mapping[str, Room] = {
         "service.job.journal",
         "service.job.planning",
         "service.job.profiling",
+        "service.job.progress",
         "service.job.ranks",
         "service.job.rules",
         "service.job.states",

@@ -54,6 +54,7 @@ def job_facts(job: job_pb2.Job) -> Table:
         "policy": _policy(job.policy),
         "stock baseline": _baseline(job.baseline) if job.HasField("baseline") else "",
         "clocks measured": str(job.profiled_clock_count or ""),
+        "profiling took": profiling_cost(job.profiling_cost) if job.profiling_cost.iteration_count else "",
         "frontier": frontier if job.t_min_s else "",
         "stragglers": "\n".join(
             f"pipeline {each.pipeline}, {'detected' if each.is_detected else 'reported'}"
@@ -70,6 +71,21 @@ def job_facts(job: job_pb2.Job) -> Table:
         if value:
             table.add_row(name, Text(value))
     return table
+
+
+def profiling_cost(cost: job_pb2.ProfilingCost) -> str:
+    """What profiling has taken, and what it may take."""
+    limits = [
+        *([f"{cost.max_iteration_count} iterations"] if cost.max_iteration_count else []),
+        *([f"{cost.max_time_s:g} s"] if cost.max_time_s else []),
+        *([f"{cost.max_extra_time_s:g} s more"] if cost.max_extra_time_s else []),
+        *([f"{cost.max_extra_energy_j:g} J more"] if cost.max_extra_energy_j else []),
+    ]
+    return (
+        f"{cost.iteration_count} iterations, {cost.time_s:.1f} s, {cost.energy_j:.0f} J: "
+        f"{cost.extra_time_s:.1f} s and {cost.extra_energy_j:+.0f} J more than at stock; "
+        f"at most {', '.join(limits) or 'any'}"
+    )
 
 
 def plan_table(job: job_pb2.Job) -> Table:

@@ -139,13 +139,14 @@ def straggler(
 @app.command()
 def report(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Show what was measured: time and energy, period by period, against the stock baseline."""
-    from perseus.cli.job_tables import report_table
+    from perseus.cli.job_tables import profiling_cost, report_table
     from perseus.v1 import job_service_pb2
 
     request = job_service_pb2.GetReportRequest(job_id=job_id, page_size=_PAGE_SIZE)
     with _jobs(coordinator) as jobs:
-        periods = [period for page in _pages(jobs.GetReport, request) for period in page.periods]
-    console.print(report_table(periods))
+        pages = list(_pages(jobs.GetReport, request))
+    console.print(report_table([period for page in pages for period in page.periods]))
+    console.print(f"profiling took {profiling_cost(pages[-1].profiling_cost)}", highlight=False)
 
 
 @app.command()

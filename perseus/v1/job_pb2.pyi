@@ -144,6 +144,12 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Computations take other times than the plans were made with: the frontier is solved again."""
     JOB_EVENT_TYPE_BASELINE_REQUESTED: _JobEventType.ValueType  # 20
     """Somebody asked for the stock baseline to be measured again."""
+    JOB_EVENT_TYPE_STALLED: _JobEventType.ValueType  # 21
+    """The job does not get on. Told once for each reason, and again after it has got on in between."""
+    JOB_EVENT_TYPE_STALL_ENDED: _JobEventType.ValueType  # 22
+    """The job gets on again."""
+    JOB_EVENT_TYPE_PROFILING_ENDED: _JobEventType.ValueType  # 23
+    """Profiling has ended: with all that is needed, or because its budget is used up."""
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """What kind of thing happened to a job."""
@@ -195,6 +201,12 @@ JOB_EVENT_TYPE_PROFILE_CORRECTED: JobEventType.ValueType  # 19
 """Computations take other times than the plans were made with: the frontier is solved again."""
 JOB_EVENT_TYPE_BASELINE_REQUESTED: JobEventType.ValueType  # 20
 """Somebody asked for the stock baseline to be measured again."""
+JOB_EVENT_TYPE_STALLED: JobEventType.ValueType  # 21
+"""The job does not get on. Told once for each reason, and again after it has got on in between."""
+JOB_EVENT_TYPE_STALL_ENDED: JobEventType.ValueType  # 22
+"""The job gets on again."""
+JOB_EVENT_TYPE_PROFILING_ENDED: JobEventType.ValueType  # 23
+"""Profiling has ended: with all that is needed, or because its budget is used up."""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 @typing.final
@@ -433,13 +445,16 @@ class ProfilingCost(google.protobuf.message.Message):
     MAX_ITERATION_COUNT_FIELD_NUMBER: builtins.int
     MAX_TIME_S_FIELD_NUMBER: builtins.int
     MAX_EXTRA_TIME_S_FIELD_NUMBER: builtins.int
-    MAX_ENERGY_J_FIELD_NUMBER: builtins.int
+    MAX_EXTRA_ENERGY_J_FIELD_NUMBER: builtins.int
+    EXTRA_ENERGY_J_FIELD_NUMBER: builtins.int
     iteration_count: builtins.int
-    """Iterations under held clocks."""
+    """Iterations under held clocks, and those on the way to them."""
     time_s: builtins.float
     """Time of these iterations, seconds."""
     extra_time_s: builtins.float
-    """Time of these iterations beyond that of as many at stock, seconds."""
+    """Time of these iterations beyond the stock baseline, seconds: the sum over those that took longer, and what
+    the time in which held clocks may have been in force and no iteration was reported has beyond it.
+    """
     energy_j: builtins.float
     """Energy of these iterations, joules, over all GPUs of the job."""
     max_iteration_count: builtins.int
@@ -448,8 +463,10 @@ class ProfilingCost(google.protobuf.message.Message):
     """The most time, seconds; 0 for no limit."""
     max_extra_time_s: builtins.float
     """The most extra time, seconds; 0 for no limit."""
-    max_energy_j: builtins.float
-    """The most energy, joules; 0 for no limit."""
+    max_extra_energy_j: builtins.float
+    """The most extra energy, joules; 0 for no limit."""
+    extra_energy_j: builtins.float
+    """Energy of these iterations beyond that of as many at stock, joules; below 0 where it was less."""
     def __init__(
         self,
         *,
@@ -460,9 +477,10 @@ class ProfilingCost(google.protobuf.message.Message):
         max_iteration_count: builtins.int = ...,
         max_time_s: builtins.float = ...,
         max_extra_time_s: builtins.float = ...,
-        max_energy_j: builtins.float = ...,
+        max_extra_energy_j: builtins.float = ...,
+        extra_energy_j: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "extra_time_s", b"extra_time_s", "iteration_count", b"iteration_count", "max_energy_j", b"max_energy_j", "max_extra_time_s", b"max_extra_time_s", "max_iteration_count", b"max_iteration_count", "max_time_s", b"max_time_s", "time_s", b"time_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "extra_energy_j", b"extra_energy_j", "extra_time_s", b"extra_time_s", "iteration_count", b"iteration_count", "max_extra_energy_j", b"max_extra_energy_j", "max_extra_time_s", b"max_extra_time_s", "max_iteration_count", b"max_iteration_count", "max_time_s", b"max_time_s", "time_s", b"time_s"]) -> None: ...
 
 Global___ProfilingCost: typing_extensions.TypeAlias = ProfilingCost
 

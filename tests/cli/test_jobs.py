@@ -86,6 +86,17 @@ def test_ranks_lists_the_ranks_that_are_asked_for(coordinator: str, limits: list
     assert result.output.count("expected") == count
 
 
+def test_show_says_why_the_job_does_not_get_on(coordinator: str) -> None:
+    shown = " ".join(run(coordinator, "show", "gpt3").output.split())
+    assert "all 8 ranks are missing, since 2" in shown
+
+
+def test_report_tells_what_profiling_took_and_may_take(coordinator: str) -> None:
+    found = " ".join(run(coordinator, "report", "gpt3").output.split())
+    assert "profiling took 0 iterations" in found
+    assert "at most 1000 iterations, 360 s more" in found
+
+
 def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None:
     result = run(coordinator, "report", "gpt3")
     assert result.exit_code == 0

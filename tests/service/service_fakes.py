@@ -273,7 +273,7 @@ class Cluster:
     def __init__(self, spec: JobSpec, rules: Rules | None = None) -> None:
         self.spec = spec
         self.rules = rules or Rules(30.0, 2, ProfilingRules(iterations=2))
-        self.machine = JobMachine(spec, self.rules, EPOCH, create_time_s=0.0)
+        self.machine = JobMachine(spec, self.rules, EPOCH, START_S, created_s=0.0)
         self.schedule: Schedule = self.machine.schedule
         self.now_s = 0.0
         self.history: list[Command] = []
@@ -388,7 +388,7 @@ class Cluster:
                 case ForgetIterations():
                     rows = []
         return StoredJob(
-            self.spec, 0.0, record, tuple(ranks.values()), tuple(offers.values()),
+            self.spec, START_S, record, tuple(ranks.values()), tuple(offers.values()),
             tuple(profiles[place] for place in sorted(profiles)), tuple(periods.values()),
             tuple(rows), sequence,
         )  # fmt: skip
@@ -399,7 +399,9 @@ class Cluster:
 
     def restart_with(self, take: Callable[[list[Command]], None]) -> None:
         """Kill the coordinator and start it again; what it wants first goes to `take`."""
-        self.machine, commands = JobMachine.restore(self.stored(), self.rules, EPOCH, self.now_s)
+        self.machine, commands = JobMachine.restore(
+            self.stored(), self.rules, EPOCH, self.now_s, START_S + self.now_s
+        )
         self.machine.validate()
         self.history.extend(commands)
         take(commands)

@@ -10,6 +10,7 @@ import grpc
 from perseus.service.api.paging import Page
 from perseus.service.api.statuses import mapped, mapped_stream
 from perseus.service.api.translate_jobs import (
+    cost_to_proto,
     event_to_proto,
     is_full,
     job_states_from_proto,
@@ -117,7 +118,12 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         periods, next_page_token = page.fill(
             (period.number, period_to_proto(period, saving)) for period, saving in found
         )
-        return pb.GetReportResponse(periods=periods, next_page_token=next_page_token)
+        view = self._coordinator.job(request.job_id, request.run_number, has_details=False)
+        return pb.GetReportResponse(
+            periods=periods,
+            profiling_cost=cost_to_proto(view.profiling_cost, view.profiling_budget),
+            next_page_token=next_page_token,
+        )
 
     @mapped
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:

@@ -4,6 +4,7 @@
 InvalidFieldError with the field's name.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from perseus.service.domain.model import (
     RankState,
     Straggler,
 )
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
 from perseus.service.domain.specification import (
     Coordinates,
     Deadline,
@@ -173,7 +175,7 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         job_id=view.job_id,
         run_number=view.run_number,
         state=_JOB_STATE[view.state],
-        state_reason=view.state_reason,
+        state_reason=_state_reason(view),
         epoch=view.epoch,
         parallelism=_parallelism_to_proto(view.parallelism),
         rank_counts=job_pb2.RankCounts(
@@ -192,6 +194,7 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         max_planned_iteration_time_s=view.max_planned_time_s,
         straggler_count=view.straggler_count,
         create_time=_timestamp(view.create_time_s),
+        profiling_cost=cost_to_proto(view.profiling_cost, view.profiling_budget),
         last_event_sequence=view.last_event_sequence,
     )
     if (baseline := view.baseline) is not None:
@@ -202,6 +205,33 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
     if view.details is not None:
         _add_details(job, view.details)
     return job
+
+
+def cost_to_proto(cost: ProfilingCost, budget: ProfilingBudget) -> job_pb2.ProfilingCost:
+    """Return what profiling has taken, and may take."""
+
+    def limit(figure: float) -> float:
+        return 0 if math.isinf(figure) else figure
+
+    return job_pb2.ProfilingCost(
+        iteration_count=cost.iteration_count,
+        time_s=cost.time_s,
+        extra_time_s=cost.extra_time_s,
+        energy_j=cost.energy_j,
+        extra_energy_j=cost.extra_energy_j,
+        max_iteration_count=int(limit(budget.iteration_count)),
+        max_time_s=limit(budget.time_s),
+        max_extra_time_s=limit(budget.extra_time_s),
+        max_extra_energy_j=limit(budget.extra_energy_j),
+    )
+
+
+def _state_reason(view: JobView) -> str:
+    """Return why a job is in its state, and why it does not get on in it, if it does not."""
+    if view.stall is None:
+        return view.state_reason
+    since = Timestamp(seconds=int(view.stall.since_time_s)).ToJsonString()
+    return f"{view.state_reason}; {view.stall}, since {since}"
 
 
 def event_to_proto(event: JobEvent) -> job_pb2.JobEvent:

@@ -7,7 +7,9 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Parallelism
+from perseus.service.domain.stall import Stall
 from perseus.service.domain.telemetry import ClockStatistics
 from perseus.solver import Plan
 
@@ -88,6 +90,9 @@ class EventType(enum.Enum):
     PROMISE_BROKEN = "promise broken"
     PROFILE_CORRECTED = "profile corrected"
     BASELINE_REQUESTED = "baseline requested"
+    STALLED = "stalled"
+    STALL_ENDED = "stall ended"
+    PROFILING_ENDED = "profiling ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +301,8 @@ class JobView:
     run_number: int
     state: JobState
     state_reason: str
+    stall: Stall | None
+    """Why it does not get on, if it does not."""
     epoch: str
     parallelism: Parallelism
     rank_counts: Mapping[RankState, int]
@@ -304,6 +311,8 @@ class JobView:
     baseline: StockIteration | None
     profiled_clock_count: int
     """Clocks measured of the stage with the fewest."""
+    profiling_cost: ProfilingCost
+    profiling_budget: ProfilingBudget
     t_min_s: float
     t_star_s: float
     t_slow_s: float

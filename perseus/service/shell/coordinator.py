@@ -83,7 +83,7 @@ from perseus.solver import Computation, Frontier, Pipeline, Plan, SolverError
 log = structlog.get_logger(__name__)
 
 GATHERING_S = 0.005
-"""How long work gathers before it is stored together: a commit costs as much for a hundred batches as for one."""
+"""How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
 
 TURN_S = 0.005
 """How long actions keep the event loop at a time."""
@@ -149,7 +149,9 @@ class Coordinator:
         """Load what is stored, and go on with it."""
         self._epoch = await self._store.epoch()
         for stored in await self._store.load_jobs():
-            machine, commands = JobMachine.restore(stored, self.rules, self._epoch, time.monotonic())
+            machine, commands = JobMachine.restore(
+                stored, self.rules, self._epoch, time.monotonic(), time.time()
+            )
             self._jobs[stored.spec.job_id] = _Job(machine)
             self._perform(stored.spec.job_id, commands)
         log.info("jobs loaded", job_count=len(self._jobs), epoch=self._epoch)
@@ -217,7 +219,7 @@ class Coordinator:
                 raise JobAlreadyExistsError(job_id=spec.job_id, field=name)
             return job.machine.view()
         create_time_s = time.time()
-        machine = JobMachine(spec, self.rules, self._epoch, create_time_s)
+        machine = JobMachine(spec, self.rules, self._epoch, create_time_s, time.monotonic())
         self._jobs[spec.job_id] = _Job(machine)
         await self._perform(spec.job_id, machine.register(), [NewJob(spec, create_time_s)])
         return machine.view()

@@ -29,7 +29,7 @@ from tests.service.service_fakes import make_spec
 
 
 def spec_through_the_wire(spec: JobSpec) -> JobSpec:
-    machine = JobMachine(make_spec(), Rules(), "epoch", create_time_s=1.5)
+    machine = JobMachine(make_spec(), Rules(), "epoch", create_time_s=1.5, created_s=0.0)
     view = replace(machine.summary(), details=replace(machine.details(), spec=spec))
     message = job_pb2.Job.FromString(job_to_proto(view).SerializeToString())
     assert message.create_time.ToNanoseconds() == 1_500_000_000

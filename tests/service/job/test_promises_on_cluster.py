@@ -6,6 +6,7 @@ from perseus.service.domain.commands import Announce, FindProfile
 from perseus.service.domain.errors import JobNotSolvedError
 from perseus.service.domain.inputs import BaselineRequested, PolicySet, ProfileFound, StragglerReported
 from perseus.service.domain.model import EventType, JobState, Straggler
+from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.specification import Deadline, OperatingPolicy
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
@@ -129,9 +130,9 @@ def test_a_profile_from_before_is_verified_and_used() -> None:
     "budget",
     [
         ProfilingRules(2, 1e-9, most_clocks=3),
-        ProfilingRules(2, 1e-9, budget_iterations=9),
-        ProfilingRules(2, 1e-9, budget_s=7.0),
-        ProfilingRules(2, 1e-9, budget_j=1.0),
+        ProfilingRules(2, 1e-9, budget=ProfilingBudget(iteration_count=13)),
+        ProfilingRules(2, 1e-9, budget=ProfilingBudget(time_s=12.0)),
+        ProfilingRules(2, 1e-9, budget=ProfilingBudget(extra_energy_j=400.0)),
     ],
 )
 def test_profiling_keeps_its_budget(budget: ProfilingRules) -> None:
@@ -145,14 +146,16 @@ def test_a_stage_that_is_never_determined_is_given_up_and_without_two_clocks_the
     for rank in cluster.ranks.values():
         if rank.place.stage == 1:
             rank.order = rank.order[:0]  # Its agent never determines anything.
-    cluster.iterate_until(JobState.STOCK, limit=len(CLOCKS_MHZ) * (HOLD_LIMIT + 4))
+    cluster.iterate_until(JobState.STOCK, limit=2 * (HOLD_LIMIT + 4) + 4)
     given_up = [
         c.happening
         for c in cluster.history
         if isinstance(c, Announce) and c.happening.type is EventType.CLOCK_GIVEN_UP
     ]
     assert {happening.attributes["stage"] for happening in given_up} == {"1"}
-    assert len(given_up) == len(CLOCKS_MHZ)
+    assert [happening.attributes["clock_mhz"] for happening in given_up] == ["1400", "1300"]
+    assert given_up[0].attributes["reason"] == "INCOMPLETE_ESTIMATE"
+    assert "pipeline 0, stage 1, tensor 0 sent an energy estimate that lacks" in given_up[0].message
 
 
 def test_a_straggler_does_not_count_in_a_round() -> None:

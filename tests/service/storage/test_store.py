@@ -23,6 +23,7 @@ from perseus.service.domain.model import (
     StockIteration,
     Straggler,
 )
+from perseus.service.domain.profiling import ClockGivenUpReason, GivenUpClock, ProfilingCost
 from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, OfferRecord
 from perseus.service.domain.specification import (
     Coordinates,
@@ -31,6 +32,7 @@ from perseus.service.domain.specification import (
     OperatingPolicy,
     Parallelism,
 )
+from perseus.service.domain.stall import Stall, StallReason
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
@@ -61,6 +63,12 @@ RECORD = JobRecord(
     True,
     (Straggler(0, None, 1.3),),
     0.7e-3,
+    ProfilingCost(17, 13.5, 1 / 3, 1e6, -0.5),
+    (
+        GivenUpClock(1, 1200, ClockGivenUpReason.NO_ENERGY, Coordinates(0, 1, 0)),
+        GivenUpClock(0, 1300, ClockGivenUpReason.DISTURBED, None),
+    ),
+    Stall(StallReason.RANK_MISSING, Coordinates(1, 0, 0), 2, 1.7e9, 12),
     1e9 / 7,
 )
 
@@ -108,7 +116,7 @@ async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> Non
     expected = replace(cluster.stored(), create_time_s=12.5)
     assert replace(stored, open_rows=()) == replace(expected, open_rows=())
     assert stored.open_rows == ()
-    machine, commands = JobMachine.restore(stored, Rules(), EPOCH, now_s=0.0)
+    machine, commands = JobMachine.restore(stored, Rules(), EPOCH, now_s=0.0, wall_time_s=14.5)
     machine.validate()
     assert len(commands) == 2  # The record as it is, and the problem to solve.
     await store.close()

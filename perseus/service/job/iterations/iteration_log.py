@@ -6,7 +6,7 @@ over consecutive iterations under the same plans), so its size does not grow wit
 training; beside the periods only the few rows of iterations that are not yet complete need to be stored.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -58,6 +58,8 @@ class IterationLog:
             {(NO_VERSION,) * self._stage_count: NO_VERSION} for _ in range(self._pipeline_count)
         ]
         self._open: dict[int, _Open] = {}
+        self._latest: _Open | None = None
+        self._latest_iteration: int | None = None
         self._key: tuple[tuple[int, ...], bool] | None = None
         self._labels: dict[int, JobState] = {NO_VERSION: JobState.BASELINE}
         self._straggler_since: list[tuple[int, bool]] = []
@@ -86,9 +88,30 @@ class IterationLog:
         """Forget incomplete iterations: the job may go on with an iteration that it had before."""
         self.closed_through = -1
         self._open.clear()
+        self._latest_iteration = None
         self._key = None
         has_straggler = self._has_straggler_at(2**63)
         self._straggler_since = [(-1, True)] if has_straggler else []
+
+    def silent_ranks(self) -> list[Coordinates]:
+        """Return the ranks that have not told of the oldest iteration that others have; all if nobody has."""
+        oldest = self._open[min(self._open)].is_seen if self._open else np.zeros(len(self._index), np.bool_)
+        return self._of(~oldest)
+
+    def irregular_ranks(self) -> list[Coordinates]:
+        """Return the ranks whose latest complete iteration was irregular."""
+        return self._of(~self._latest.is_regular) if self._latest else []
+
+    def ranks_under_others(self, offers: Iterable[PipelineOffer]) -> list[Coordinates]:
+        """Return the ranks whose latest complete iteration ran under another version than these."""
+        if self._latest is None:
+            return []
+        by_stage = self._latest.version.reshape(self._pipeline_count, self._stage_count, -1)
+        offered = np.array([offer.stage_versions for offer in offers])
+        return self._of((by_stage != offered[:, :, np.newaxis]).ravel())
+
+    def _of(self, is_meant: NDArray[np.bool_]) -> list[Coordinates]:
+        return [rank for rank, index in self._index.items() if is_meant[index]]
 
     def add(
         self, rank: Coordinates, rows: IterationColumns, wall_time_s: float
@@ -156,12 +179,15 @@ class IterationLog:
 
     def _close(self, iteration: int, entry: _Open, wall_time_s: float) -> JobIteration:
         self._close_through(iteration)
+        before = iteration - 1 if self._latest_iteration is None else self._latest_iteration
+        self._latest, self._latest_iteration = entry, iteration
         complete = JobIteration(
             iteration=iteration,
             versions=self._versions(entry),
             is_regular=bool(entry.is_regular.all()),
             iteration_time_s=float(entry.duration_s.max()),
             pipeline_energy_j=tuple(entry.energy_j.reshape(self._pipeline_count, -1).sum(axis=1).tolist()),
+            skipped_count=iteration - 1 - before,
         )
         self.iteration_time_s = complete.iteration_time_s
         self._count(complete, wall_time_s)

@@ -118,6 +118,10 @@ class OfferBoard:
             return 0.0, 0.0
         return min(self._planned_times_s), max(self._planned_times_s)
 
+    def is_pending(self, iteration: int) -> bool:
+        """Tell whether an iteration came before the start of what is offered, which was never put off."""
+        return any(iteration < each.offer.start_iteration and not each.late_count for each in self._pipelines)
+
     def restore(self, version: int, offers: Iterable[OfferRecord]) -> None:
         """Take what is stored."""
         self.version = version

@@ -12,6 +12,7 @@ from perseus.service.domain.telemetry import ClockStatistics
 from perseus.service.job.journal import Journal
 from perseus.service.job.ranks.iteration_counts import IterationCounts
 from perseus.service.job.ranks.leases import Leases
+from perseus.service.job.ranks.missing import MissingRanks
 from perseus.service.job.ranks.usable_clocks import UsableClocks, usable_clocks_mhz
 
 LIVE = (RankState.CONNECTED, RankState.DISCONNECTED)
@@ -22,13 +23,15 @@ class RankTable:
 
     Attributes:
         counts: how many ranks are in each state.
+        missing: the ranks that are not connected and have not finished.
     """
 
-    def __init__(self, spec: JobSpec, lease_s: float, journal: Journal) -> None:
+    def __init__(self, spec: JobSpec, lease_s: float, journal: Journal, now_s: float = 0.0) -> None:
         self._spec = spec
         self._journal = journal
         self._ranks = {place: Rank(place) for place in spec.parallelism.all_coordinates()}
         self.counts = Counter({RankState.EXPECTED: len(self._ranks)})
+        self.missing = MissingRanks(self._ranks, now_s)
         # By agent instance: whatever it says renews the leases of all its ranks.
         self._leases = Leases(lease_s)
         self._live: dict[str, set[Coordinates]] = {}
@@ -55,6 +58,10 @@ class RankTable:
             self._put(replace(rank, state=state))
             if state in LIVE:
                 self._leases.hear(rank.instance_id, now_s)
+            if state is not RankState.EXPECTED:
+                self.missing.find(rank.coordinates)
+            if state not in (RankState.EXPECTED, RankState.FINISHED):
+                self.missing.miss(rank.coordinates, now_s)
 
     def are_all(self, state: RankState) -> bool:
         """Tell whether every rank is in a state."""
@@ -157,6 +164,7 @@ class RankTable:
             iteration=event.iteration,
         )
         self.change(joined, why="")
+        self.missing.find(event.rank)
 
     def hear(self, place: Coordinates, instance_id: str, now_s: float) -> bool:
         """Renew the leases of a rank's agent; False if it does not serve the rank: what it says is stale.
@@ -185,10 +193,17 @@ class RankTable:
         self.hear_agent(instance_id, now_s)
         for rank in self.of_instance(instance_id, RankState.CONNECTED):
             self.change(replace(rank, state=RankState.DISCONNECTED), why="its agent's stream ended")
+            self.missing.miss(rank.coordinates, now_s)
 
-    def drop(self, place: Coordinates, state: RankState, why: str) -> None:
-        """Note that a rank is lost or finished; its GPU is at stock, or will be when the lease runs out."""
-        self.change(replace(self._ranks[place], state=state, in_force_version=NO_VERSION), why)
+    def lose(self, place: Coordinates, why: str, now_s: float) -> None:
+        """Note that a rank is lost; its GPU is at stock, or will be when the lease runs out."""
+        self.change(replace(self._ranks[place], state=RankState.LOST, in_force_version=NO_VERSION), why)
+        self.missing.miss(place, now_s)
+
+    def finish(self, place: Coordinates, why: str) -> None:
+        """Note that a rank's trainer is done; its GPU is at stock."""
+        self.change(replace(self._ranks[place], state=RankState.FINISHED, in_force_version=NO_VERSION), why)
+        self.missing.find(place)
 
     def note_iteration(self, place: Coordinates, iteration: int) -> None:
         """Note how far a rank is. Not stored: after a restart the ranks say it anew."""
@@ -273,6 +288,12 @@ class RankTable:
         assert len(self._leases) == len(self._live)
         assert self.highest_iteration() == max((rank.iteration for rank in live), default=-1)
         self._leases.validate()
+        absent = [
+            rank.coordinates for rank in self if rank.state not in (RankState.CONNECTED, RankState.FINISHED)
+        ]
+        assert len(self.missing) == len(absent)
+        first = self.missing.first()
+        assert (first[0] if first else None) == min(absent, default=None)
         for place, rank in self._ranks.items():
             assert rank.coordinates == place
             if rank.state in LIVE:

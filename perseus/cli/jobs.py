@@ -10,7 +10,6 @@ from rich.table import Table
 from perseus.cli.terminal import BAD_INPUT, FAILURE, console, fail
 
 if TYPE_CHECKING:
-    from perseus.v1 import rank_pb2
     from perseus.v1.clock_statistics_pb2 import ClockStatistics
     from perseus.v1.job_pb2 import Job
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
@@ -232,6 +231,7 @@ def _state_name(state: int) -> str:
 
 
 def _summary(job: "Job") -> list[str]:
+    from perseus.v1 import rank_pb2
 
     layout = job.spec.parallelism
     connected = sum(rank.state == rank_pb2.RANK_STATE_CONNECTED for rank in job.ranks)
@@ -259,6 +259,7 @@ def _on_clock(clocks: "ClockStatistics") -> str:
 
 
 def _show(job: "Job") -> None:
+    from perseus.v1 import rank_pb2
 
     titles = ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers")
     for title, value in zip(titles, _summary(job), strict=True):

@@ -1,20 +1,31 @@
 """`perseus jobs`: look at the jobs of a running coordinator, and tell it what only the operator knows."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from perseus.cli.terminal import BAD_INPUT, FAILURE, console, fail
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from perseus.v1.clock_statistics_pb2 import ClockStatistics
+    from perseus.v1.event_pb2 import JobEvent, JobEventType
     from perseus.v1.job_pb2 import Job
+    from perseus.v1.job_service_pb2 import WatchGap
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
 _TIMEOUT_S = 10.0
+
+_PAGE_SIZE = 1000
+
+_AGO = re.compile(r"(?P<count>[0-9]+)(?P<unit>[smhd])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 app = typer.Typer(help="Look at jobs, and steer them.", no_args_is_help=True)
 
@@ -73,8 +84,58 @@ def watch(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> Non
                         highlight=False,
                         style="dim",
                     )
+                elif update.HasField("caught_up"):
+                    console.print("          so far; what follows is new", style="dim")
+                elif update.HasField("gap"):
+                    console.print(f"          {_gap(update.gap)}", highlight=False, style="yellow")
         except KeyboardInterrupt:
             raise typer.Exit from None
+
+
+@app.command()
+def events(
+    job_id: JobId,
+    types: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--type",
+            help="Only events of this type, such as plan-refused; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            help="Only events since this time (2026-01-31T12:00, in UTC), or so long ago (90s, 15m, 2h, 7d).",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many events, the earliest first.")] = 100,
+    coordinator: Coordinator = _DEFAULT_COORDINATOR,
+) -> None:
+    """List what has happened to a job."""
+    from perseus.v1 import job_service_pb2
+
+    request = job_service_pb2.ListJobEventsRequest(job_id=job_id, types=map(_event_type, types or ()))
+    if since is not None:
+        request.start_time.FromDatetime(_time(since))
+    found: list[JobEvent] = []
+    with _jobs(coordinator) as jobs:
+        while len(found) < limit:
+            request.page_size = min(limit - len(found), _PAGE_SIZE)
+            page = jobs.ListJobEvents(request, timeout=_TIMEOUT_S)
+            found.extend(page.events)
+            request.page_token = page.next_page_token
+            if not request.page_token:
+                break
+    table = Table(caption=f"the first {limit}; there are more" if request.page_token else None)
+    table.add_column("no.", justify="right")
+    for column in ("time (UTC)", "type", "what happened"):
+        table.add_column(column)
+    for event in found:
+        at = event.create_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S")
+        table.add_row(str(event.sequence), at, _event_type_name(event.type), Text(event.message))
+    console.print(table)
 
 
 @app.command()
@@ -222,6 +283,48 @@ def _jobs(address: str) -> Iterator["JobServiceStub"]:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 fail(f"no coordinator at {address}: {error.details()}", FAILURE)
             fail(error.details() or error.code().name, BAD_INPUT if error.code() in their_fault else FAILURE)
+
+
+def _gap(gap: "WatchGap") -> str:
+    """What a watch left out, for people."""
+    parts = []
+    if gap.first_missed_sequence:
+        parts.append(f"events {gap.first_missed_sequence} to {gap.last_missed_sequence} are no longer stored")
+    if gap.missed_iteration_count:
+        parts.append(f"{gap.missed_iteration_count} iterations are left out: this reader was slow")
+    return "; ".join(parts)
+
+
+def _time(text: str) -> "datetime":
+    """A time, or one so long ago."""
+    from datetime import UTC, datetime, timedelta
+
+    try:
+        if ago := _AGO.fullmatch(text):
+            return datetime.now(UTC) - timedelta(**{_UNITS[ago["unit"]]: int(ago["count"])})
+        given = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        fail(f"--since: expected a time such as 2026-01-31T12:00, or 90s, 15m, 2h or 7d, found {text!r}")
+    return given if given.tzinfo is not None else given.replace(tzinfo=UTC)
+
+
+def _event_type(name: str) -> "JobEventType.ValueType":
+    from perseus.v1.event_pb2 import JobEventType
+
+    known = {_event_type_name(number): number for number in JobEventType.values() if number}
+    number = known.get(name.lower().replace("_", "-"))
+    if number is None:
+        fail(f"--type: expected one of {', '.join(known)}, found {name!r}")
+    return number
+
+
+def _event_type_name(number: int) -> str:
+    from perseus.v1.event_pb2 import JobEventType
+
+    if number not in JobEventType.values():
+        return str(number)  # A newer coordinator knows more types.
+    name = JobEventType.Name(number)  # type: ignore[arg-type]
+    return name.removeprefix("JOB_EVENT_TYPE_").lower().replace("_", "-")
 
 
 def _state_name(state: int) -> str:

@@ -8,6 +8,8 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
+import perseus.v1.event_pb2
 import perseus.v1.job_pb2
 import sys
 import typing
@@ -145,6 +147,79 @@ class ListJobsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token"]) -> None: ...
 
 Global___ListJobsResponse: typing_extensions.TypeAlias = ListJobsResponse
+
+@typing.final
+class ListJobEventsRequest(google.protobuf.message.Message):
+    """Asks for a page of events."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    RUN_NUMBER_FIELD_NUMBER: builtins.int
+    TYPES_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    END_TIME_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job."""
+    run_number: builtins.int
+    """The run; 0 for the latest."""
+    page_size: builtins.int
+    """Events on the page at most; 1 to 1000, or 0 for 100."""
+    page_token: builtins.str
+    """The next_page_token of the page before; empty for the first."""
+    @property
+    def types(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.event_pb2.JobEventType.ValueType]:
+        """Only events of one of these types; all if empty."""
+
+    @property
+    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Only events at or after this time."""
+
+    @property
+    def end_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Only events before this time."""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        run_number: builtins.int = ...,
+        types: collections.abc.Iterable[perseus.v1.event_pb2.JobEventType.ValueType] | None = ...,
+        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["end_time", b"end_time", "start_time", b"start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "job_id", b"job_id", "page_size", b"page_size", "page_token", b"page_token", "run_number", b"run_number", "start_time", b"start_time", "types", b"types"]) -> None: ...
+
+Global___ListJobEventsRequest: typing_extensions.TypeAlias = ListJobEventsRequest
+
+@typing.final
+class ListJobEventsResponse(google.protobuf.message.Message):
+    """A page of events."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Token of the next page; empty on the last."""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.event_pb2.JobEvent]:
+        """The events in their order."""
+
+    def __init__(
+        self,
+        *,
+        events: collections.abc.Iterable[perseus.v1.event_pb2.JobEvent] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "next_page_token", b"next_page_token"]) -> None: ...
+
+Global___ListJobEventsResponse: typing_extensions.TypeAlias = ListJobEventsResponse
 
 @typing.final
 class FinishJobRequest(google.protobuf.message.Message):
@@ -485,27 +560,85 @@ class WatchJobResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     EVENT_FIELD_NUMBER: builtins.int
     ITERATION_FIELD_NUMBER: builtins.int
+    CAUGHT_UP_FIELD_NUMBER: builtins.int
+    GAP_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job: at the start, and whenever its state, ranks, stragglers or plans have changed."""
+        """The job: at the start, and when it has changed, at most once a second. An event with a sequence up to its
+        last_event_sequence is in it already.
+        """
 
     @property
-    def event(self) -> perseus.v1.job_pb2.JobEvent:
+    def event(self) -> perseus.v1.event_pb2.JobEvent:
         """An event."""
 
     @property
     def iteration(self) -> perseus.v1.job_pb2.IterationSummary:
         """An iteration of a pipeline."""
 
+    @property
+    def caught_up(self) -> Global___CaughtUp:
+        """All that was there when the watch began has been told; from here on it is live."""
+
+    @property
+    def gap(self) -> Global___WatchGap:
+        """Something is missing here."""
+
     def __init__(
         self,
         *,
         job: perseus.v1.job_pb2.Job | None = ...,
-        event: perseus.v1.job_pb2.JobEvent | None = ...,
+        event: perseus.v1.event_pb2.JobEvent | None = ...,
         iteration: perseus.v1.job_pb2.IterationSummary | None = ...,
+        caught_up: Global___CaughtUp | None = ...,
+        gap: Global___WatchGap | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["event", b"event", "iteration", b"iteration", "job", b"job", "update", b"update"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["event", b"event", "iteration", b"iteration", "job", b"job", "update", b"update"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["update", b"update"]) -> typing.Literal["job", "event", "iteration"] | None: ...
+    def HasField(self, field_name: typing.Literal["caught_up", b"caught_up", "event", b"event", "gap", b"gap", "iteration", b"iteration", "job", b"job", "update", b"update"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caught_up", b"caught_up", "event", b"event", "gap", b"gap", "iteration", b"iteration", "job", b"job", "update", b"update"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["update", b"update"]) -> typing.Literal["job", "event", "iteration", "caught_up", "gap"] | None: ...
 
 Global___WatchJobResponse: typing_extensions.TypeAlias = WatchJobResponse
+
+@typing.final
+class CaughtUp(google.protobuf.message.Message):
+    """All that was there when the watch began has been told."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAST_EVENT_SEQUENCE_FIELD_NUMBER: builtins.int
+    last_event_sequence: builtins.int
+    """Sequence of the last event so far; 0 if there is none."""
+    def __init__(
+        self,
+        *,
+        last_event_sequence: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["last_event_sequence", b"last_event_sequence"]) -> None: ...
+
+Global___CaughtUp: typing_extensions.TypeAlias = CaughtUp
+
+@typing.final
+class WatchGap(google.protobuf.message.Message):
+    """What was left out of a watch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_MISSED_SEQUENCE_FIELD_NUMBER: builtins.int
+    LAST_MISSED_SEQUENCE_FIELD_NUMBER: builtins.int
+    MISSED_ITERATION_COUNT_FIELD_NUMBER: builtins.int
+    first_missed_sequence: builtins.int
+    """Sequence of the first event that was forgotten before the reader came to it; 0 if none was."""
+    last_missed_sequence: builtins.int
+    """Sequence of the last such event."""
+    missed_iteration_count: builtins.int
+    """Iterations of pipelines that were left out because the reader was slow."""
+    def __init__(
+        self,
+        *,
+        first_missed_sequence: builtins.int = ...,
+        last_missed_sequence: builtins.int = ...,
+        missed_iteration_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_missed_sequence", b"first_missed_sequence", "last_missed_sequence", b"last_missed_sequence", "missed_iteration_count", b"missed_iteration_count"]) -> None: ...
+
+Global___WatchGap: typing_extensions.TypeAlias = WatchGap

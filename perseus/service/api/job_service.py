@@ -2,16 +2,15 @@
 
 # ruff: noqa: N802 (the contract names the methods)
 
-import base64
-import binascii
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
+from perseus.service.api.paging import checked_page_size, decode_sequence_token, decode_token, encode_token
 from perseus.service.api.statuses import mapped, mapped_stream
+from perseus.service.api.translate_events import event_to_proto, filter_from_proto
 from perseus.service.api.translate_jobs import (
-    event_to_proto,
     job_to_proto,
     period_to_proto,
     policy_from_proto,
@@ -21,15 +20,13 @@ from perseus.service.api.translate_jobs import (
     timeline_to_proto,
 )
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.model import IterationSummary, JobEvent, JobView
+from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
+from perseus.service.domain.model import IterationSummary, JobView
 from perseus.service.shell.coordinator import Coordinator
 from perseus.v1 import job_service_pb2 as pb
 from perseus.v1 import job_service_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-DEFAULT_PAGE_SIZE = 100
-MAX_PAGE_SIZE = 1000
 
 
 class JobService(job_service_pb2_grpc.JobServiceServicer):
@@ -53,13 +50,28 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
         """See the contract."""
-        size = request.page_size or DEFAULT_PAGE_SIZE
-        if not 1 <= size <= MAX_PAGE_SIZE:
-            raise InvalidFieldError(field="page_size", expected=f"0 to {MAX_PAGE_SIZE}", found=size)
-        views, has_more = self._coordinator.jobs(_decode_token(request.page_token), size)
+        size = checked_page_size(request.page_size)
+        views, has_more = self._coordinator.jobs(decode_token(request.page_token), size)
         return pb.ListJobsResponse(
             jobs=[job_to_proto(view) for view in views],
-            next_page_token=_encode_token(views[-1].spec.job_id) if has_more else "",
+            next_page_token=encode_token(views[-1].spec.job_id) if has_more else "",
+        )
+
+    @mapped
+    async def ListJobEvents(
+        self, request: pb.ListJobEventsRequest, context: Context
+    ) -> pb.ListJobEventsResponse:
+        """See the contract."""
+        events, has_more = await self._coordinator.events(
+            request.job_id,
+            request.run_number,
+            filter_from_proto(request),
+            decode_sequence_token(request.page_token),
+            checked_page_size(request.page_size),
+        )
+        return pb.ListJobEventsResponse(
+            events=[event_to_proto(event) for event in events],
+            next_page_token=encode_token(str(events[-1].happening.sequence)) if has_more else "",
         )
 
     @mapped
@@ -121,19 +133,21 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         async for update in self._coordinator.watch(request.job_id, request.after_sequence):
             match update:
                 case JobView():
-                    yield pb.WatchJobResponse(job=job_to_proto(update))
+                    # With its ranks, a large job would fill the stream whenever one of them changes.
+                    yield pb.WatchJobResponse(job=job_to_proto(update, with_ranks=False))
                 case JobEvent():
                     yield pb.WatchJobResponse(event=event_to_proto(update))
                 case IterationSummary():
                     yield pb.WatchJobResponse(iteration=summary_to_proto(update))
-
-
-def _encode_token(job_id: str) -> str:
-    return base64.urlsafe_b64encode(job_id.encode()).decode()
-
-
-def _decode_token(token: str) -> str:
-    try:
-        return base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode()
-    except (binascii.Error, UnicodeError):
-        raise InvalidFieldError(field="page_token", expected="a next_page_token", found=repr(token)) from None
+                case CaughtUp():
+                    yield pb.WatchJobResponse(
+                        caught_up=pb.CaughtUp(last_event_sequence=update.last_event_sequence)
+                    )
+                case WatchGap():
+                    yield pb.WatchJobResponse(
+                        gap=pb.WatchGap(
+                            first_missed_sequence=update.first_missed_sequence,
+                            last_missed_sequence=update.last_missed_sequence,
+                            missed_iteration_count=update.missed_iteration_count,
+                        )
+                    )

@@ -33,6 +33,7 @@ STATUSES: dict[type[Exception], tuple[int, str]] = {
     errors.HelloRepeatedError: (Code.INVALID_ARGUMENT, "HELLO_REPEATED"),
     errors.EmptyMessageError: (Code.INVALID_ARGUMENT, "EMPTY_MESSAGE"),
     errors.JobNotFoundError: (Code.NOT_FOUND, "JOB_NOT_FOUND"),
+    errors.RunNotFoundError: (Code.NOT_FOUND, "RUN_NOT_FOUND"),
     errors.JobAlreadyExistsError: (Code.ALREADY_EXISTS, "JOB_ALREADY_EXISTS"),
     errors.JobFinishedError: (Code.FAILED_PRECONDITION, "JOB_FINISHED"),
     errors.JobNotSolvedError: (Code.FAILED_PRECONDITION, "JOB_NOT_SOLVED"),

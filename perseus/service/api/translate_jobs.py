@@ -1,23 +1,21 @@
-"""Between the wire's jobs, events and reports, and the coordinator's values.
+"""Between the wire's jobs and reports, and the coordinator's values.
 
 `…_from_proto` checks what the types can't say (a missing message, an unknown enum) and raises
 InvalidFieldError with the field's name.
 """
 
 import numpy as np
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from perseus.service.api.translate_problems import (
     computation_to_proto,
     schedule_spec_from_proto,
     schedule_spec_to_proto,
 )
+from perseus.service.api.translate_time import time_to_proto
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.measured import Period, Timeline
 from perseus.service.domain.model import (
-    EventType,
     IterationSummary,
-    JobEvent,
     JobState,
     JobView,
     Rank,
@@ -47,7 +45,6 @@ from perseus.v1 import (
 
 _JOB_STATE = {state: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
 _RANK_STATE = {state: rank_pb2.RankState.Value(f"RANK_STATE_{state.name}") for state in RankState}
-_EVENT_TYPE = {kind: job_pb2.JobEventType.Value(f"JOB_EVENT_TYPE_{kind.name}") for kind in EventType}
 
 
 def spec_from_proto(message: job_pb2.JobSpec) -> JobSpec:
@@ -127,7 +124,7 @@ def rank_to_proto(rank: Rank) -> rank_pb2.Rank:
     )
 
 
-def job_to_proto(view: JobView) -> job_pb2.Job:
+def job_to_proto(view: JobView, *, with_ranks: bool = True) -> job_pb2.Job:
     """Return a job; the specification carries the policy that is now in force."""
     spec = view.spec
     return job_pb2.Job(
@@ -143,7 +140,7 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         ),
         state=_JOB_STATE[view.state],
         epoch=view.epoch,
-        ranks=[rank_to_proto(rank) for rank in view.ranks],
+        ranks=[rank_to_proto(rank) for rank in view.ranks] if with_ranks else (),
         stragglers=[
             job_pb2.Straggler(
                 pipeline=pipeline,
@@ -156,19 +153,8 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         t_min_s=view.t_min_s,
         t_slow_s=view.t_slow_s,
         planned_iteration_time_s=view.planned_iteration_time_s,
-        create_time=_timestamp(view.create_time_s),
-    )
-
-
-def event_to_proto(event: JobEvent) -> job_pb2.JobEvent:
-    """Return an event."""
-    happening = event.happening
-    return job_pb2.JobEvent(
-        sequence=happening.sequence,
-        create_time=_timestamp(event.create_time_s),
-        type=_EVENT_TYPE[happening.type],
-        message=happening.message,
-        attributes=happening.attributes,
+        create_time=time_to_proto(view.create_time_s),
+        last_event_sequence=view.last_event_sequence,
     )
 
 
@@ -231,9 +217,3 @@ def _clocks_to_proto(clocks: ClockStatistics) -> clock_statistics_pb2.ClockStati
         margin_s=clocks.margin_s,
         prediction_error_s=clocks.prediction_error_s,
     )
-
-
-def _timestamp(time_s: float) -> Timestamp:
-    timestamp = Timestamp()
-    timestamp.FromNanoseconds(round(time_s * 1e9))
-    return timestamp

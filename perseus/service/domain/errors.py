@@ -11,6 +11,7 @@
     │   ├── HelloRepeatedError      it came twice
     │   └── EmptyMessageError       a message without content
     ├── JobNotFoundError
+    ├── RunNotFoundError            the job has no such run
     ├── JobAlreadyExistsError       another specification has that identifier
     ├── JobFinishedError            the job has ended
     ├── JobNotSolvedError           there is no frontier yet
@@ -107,6 +108,12 @@ class JobNotFoundError(CoordinatorError):
     """There is no such job."""
 
     template = "job {job_id!r} is not registered"
+
+
+class RunNotFoundError(CoordinatorError):
+    """The job has no such run."""
+
+    template = "job {job_id!r} has no run {run_number}"
 
 
 class JobAlreadyExistsError(CoordinatorError):

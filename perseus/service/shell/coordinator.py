@@ -11,6 +11,7 @@ import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -33,8 +34,10 @@ from perseus.service.domain.errors import (
     JobAlreadyExistsError,
     JobNotFoundError,
     LeaseExpiredError,
+    RunNotFoundError,
     StreamReplacedError,
 )
+from perseus.service.domain.events import EventFilter, JobEvent
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -57,23 +60,15 @@ from perseus.service.domain.inputs import (
     Tick,
 )
 from perseus.service.domain.measured import Period, Timeline
-from perseus.service.domain.model import (
-    EventType,
-    IterationSummary,
-    JobEvent,
-    JobState,
-    JobView,
-    Offer,
-    Rank,
-    Straggler,
-)
+from perseus.service.domain.model import JobView, Offer, Rank, Straggler
 from perseus.service.domain.records import JobRecord, OfferRecord, record_key
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
 from perseus.service.job.rules import Rules
 from perseus.service.shell.solving import SolverPool
-from perseus.service.shell.watching import Watcher
+from perseus.service.shell.watch_state import WatchState
+from perseus.service.shell.watching import Update, Watcher
 from perseus.service.storage.store import Entry, JobEntry, JobStore, NewJob, TelemetrySequence
 from perseus.solver import Computation, Frontier, Pipeline, Plan, SolverError
 
@@ -283,36 +278,40 @@ class Coordinator:
         """Solve a problem without a job."""
         return await self._solver.solve(problem, point_count)
 
-    async def watch(
-        self, job_id: str, after_sequence: int
-    ) -> AsyncIterator[JobView | JobEvent | IterationSummary]:
+    async def events(
+        self, job_id: str, run_number: int, wanted: EventFilter, after_sequence: int, count: int
+    ) -> tuple[list[JobEvent], bool]:
+        """Return a run's first `count` wanted events above a sequence, and whether there are more.
+
+        Raises:
+            JobNotFoundError, RunNotFoundError: there is no such job, or run.
+        """
+        self._find(job_id)
+        if run_number not in (0, 1):
+            raise RunNotFoundError(job_id=job_id, run_number=run_number)
+        events = await self._store.events(job_id, after_sequence, count + 1, wanted)
+        return events[:count], len(events) > count
+
+    async def watch(self, job_id: str, after_sequence: int) -> AsyncIterator[Update]:
         """Yield the job, its events above a sequence, and then what is new, until the job has ended.
 
-        The watcher is there before the stored events are read, and news is told only once it is stored:
-        nothing is missed, and what comes twice is known by its sequence.
+        The watcher is there before anything is read, and news is told only once it is stored: nothing is
+        missed, and what comes twice is known by its sequence.
+
+        Raises:
+            JobNotFoundError: there is no such job.
+            DrainingError: the coordinator is about to stop.
         """
         job = self._find(job_id)
-        watcher = Watcher()
+        watcher = Watcher(
+            WatchState(after_sequence, job.machine.last_event_sequence, job.machine.has_finished)
+        )
         job.watchers.add(watcher)
         try:
-            has_ended = job.machine.has_finished
             await self.flush()
-            yield job.machine.view()
-            for event in await self._store.events(job_id, after_sequence):
-                after_sequence = event.happening.sequence
-                has_ended |= _is_end(event)
-                yield event
-            while not has_ended:
-                news, is_job_changed = await watcher.take()
-                for item in news:
-                    if isinstance(item, JobEvent):
-                        if item.happening.sequence <= after_sequence:
-                            continue
-                        after_sequence = item.happening.sequence
-                        has_ended |= _is_end(item)
-                    yield item
-                if is_job_changed:
-                    yield job.machine.view()
+            fetch = partial(self._store.events, job_id)
+            async for update in watcher.follow(job.machine.view, fetch):
+                yield update
         finally:
             job.watchers.discard(watcher)
 
@@ -510,12 +509,6 @@ class Coordinator:
             answer = SolveFailed(str(error))
         machine = self._jobs[job_id].machine
         self._perform(job_id, machine.handle(answer, time.monotonic()))
-
-
-def _is_end(event: JobEvent) -> bool:
-    happening = event.happening
-    ended = JobState.FINISHED.name
-    return happening.type is EventType.STATE_CHANGED and happening.attributes["after"] == ended
 
 
 def _latest(entries: Sequence[Entry]) -> list[Entry]:

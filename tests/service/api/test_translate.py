@@ -26,10 +26,11 @@ from tests.service.frontiers import FRONTIER
 
 def spec_through_the_wire(spec: JobSpec) -> JobSpec:
     view = model.JobView(
-        spec, spec.policy, model.JobState.WAITING, "epoch", (), {}, frozenset(), 0, 0.0, 0.0, (), 1.5
+        spec, spec.policy, model.JobState.WAITING, "epoch", (), {}, frozenset(), 0, 0.0, 0.0, (), 1.5, 7
     )
     message = job_pb2.Job.FromString(job_to_proto(view).SerializeToString())
     assert message.create_time.ToNanoseconds() == 1_500_000_000
+    assert message.last_event_sequence == 7
     return spec_from_proto(message.spec)
 
 
@@ -62,7 +63,6 @@ def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
     pairs = [
         (model.JobState, job_pb2.JobState),
         (model.RankState, rank_pb2.RankState),
-        (model.EventType, job_pb2.JobEventType),
         (model.RankLeftReason, rank_pb2.RankLeftReason),
         (model.RefusalReason, rank_pb2.PlanRefusalReason),
         (Kind, computation_pb2.ComputationKind),

@@ -17,6 +17,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from perseus.service.domain.evidence import ClockGivenUp, ClockProfiled, ProfileAdopted, StagePower
 from perseus.service.domain.measured import JobIteration, StageProfile
 from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks
 from perseus.service.domain.specification import Coordinates, Parallelism
@@ -225,24 +226,24 @@ class Profiler:
         self._journal.announce(
             EventType.CLOCK_GIVEN_UP,
             f"stage {stage} could not be measured at {clock_mhz} MHz in {self._held_count} iterations",
-            stage=stage,
-            clock_mhz=clock_mhz,
-            iteration_count=self._held_count,
-            disturbed_pipelines=sorted(self._disturbed),
+            ClockGivenUp(
+                stage=stage,
+                clock_mhz=clock_mhz,
+                iteration_count=self._held_count,
+                disturbed_pipelines=tuple(sorted(self._disturbed)),
+            ),
         )
 
     def _announce_round(self, held: HoldClocks, pipelines: Sequence[int]) -> None:
-        powers_w = {
-            f"blocking_power_w.{profile.stage}": profile.blocking_power_w
+        powers = (
+            StagePower(profile.stage, profile.blocking_power_w)
             for profile in self.profiles
-            if profile.clock_mhz == held.clocks_mhz[profile.stage]
-        }
+            if profile.clock_mhz == held.clocks_mhz[profile.stage] and profile.blocking_power_w
+        )
         self._journal.announce(
             EventType.CLOCK_PROFILED,
             f"{held} is measured on {len(pipelines)} pipelines",
-            clocks_mhz=list(held.clocks_mhz),
-            iteration_count=self._held_count,
-            **powers_w,
+            ClockProfiled(held.clocks_mhz, self._held_count, tuple(powers)),
         )
 
     def _adopt_offered(self) -> None:
@@ -251,9 +252,10 @@ class Profiler:
         offered, self.offered = self.offered, ()
         if agree(self.profiles, offered, _SAME_TIME_SHARE, _SAME_ENERGY_SHARE):
             known = self._measured_places()
-            self.replace(p for p in offered if (p.stage, p.clock_mhz) not in known)
+            adopted = [p for p in offered if (p.stage, p.clock_mhz) not in known]
+            self.replace(adopted)
             self._journal.announce(
                 EventType.PROFILE_ADOPTED,
                 f"a profile from before agrees with what is measured: {self.clock_count} clocks",
-                clock_count=self.clock_count,
+                ProfileAdopted(tuple(sorted({p.stage for p in adopted})), self.clock_count),
             )

@@ -185,7 +185,7 @@ class Watching(RuleBasedStateMachine):
         self.stored[self.last] = happened
         self.state.tell(happened)
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.integers(1, 8))
     def something_happens(self, count: int) -> None:
         for _ in range(count):
             self.tell(event(self.last + 1))
@@ -215,9 +215,11 @@ class Watching(RuleBasedStateMachine):
         self.now_s += passed_s
 
     @precondition(lambda self: self.page is None)
-    @rule()
-    def the_reader_goes_on(self) -> None:
-        self.step()
+    @rule(count=st.integers(1, 8))
+    def the_reader_goes_on(self, count: int) -> None:
+        for _ in range(count):
+            if self.page is None:
+                self.step()
 
     @precondition(lambda self: self.page is not None)
     @rule()

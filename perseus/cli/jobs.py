@@ -1,27 +1,22 @@
 """`perseus jobs`: look at the jobs of a running coordinator, and tell it what only the operator knows."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from perseus.cli.terminal import BAD_INPUT, FAILURE, console, fail
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from perseus.v1.clock_statistics_pb2 import ClockStatistics
-    from perseus.v1.event_pb2 import JobEvent, JobEventType
     from perseus.v1.job_pb2 import Job
-    from perseus.v1.job_service_pb2 import WatchGap
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
 _TIMEOUT_S = 10.0
-
 _PAGE_SIZE = 1000
 
 _AGO = re.compile(r"(?P<count>[0-9]+)(?P<unit>[smhd])")
@@ -37,28 +32,28 @@ _DEFAULT_COORDINATOR = "127.0.0.1:50051"
 
 
 @app.command("list")
-def list_jobs(coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+def list_jobs(
+    state: Annotated[
+        list[str] | None,
+        typer.Option(help="Only jobs in this state; may be given again.", show_default=False),
+    ] = None,
+    coordinator: Coordinator = _DEFAULT_COORDINATOR,
+) -> None:
     """List all jobs."""
-    from perseus.v1 import job_service_pb2
+    from perseus.cli.job_tables import job_table
+    from perseus.v1 import job_pb2, job_service_pb2
 
-    table = Table()
-    for column in ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers"):
-        table.add_column(column)
+    request = job_service_pb2.ListJobsRequest(
+        states=_numbers("--state", job_pb2.JobState, "JOB_STATE_", state or ()), page_size=_PAGE_SIZE
+    )
     with _jobs(coordinator) as jobs:
-        token = ""
-        while True:
-            page = jobs.ListJobs(job_service_pb2.ListJobsRequest(page_token=token), timeout=_TIMEOUT_S)
-            for job in page.jobs:
-                table.add_row(*_summary(job))
-            token = page.next_page_token
-            if not token:
-                break
-    console.print(table)
+        listed = [job for page in _pages(jobs.ListJobs, request) for job in page.jobs]
+    console.print(job_table(listed))
 
 
 @app.command()
 def show(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
-    """Show a job and its ranks."""
+    """Show a job: its state and why, its stragglers, its plans."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(coordinator) as jobs:
@@ -66,8 +61,38 @@ def show(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None
 
 
 @app.command()
+def ranks(
+    job_id: JobId,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(help="Only ranks in this state; may be given again.", show_default=False),
+    ] = None,
+    pipeline: Annotated[
+        int | None, typer.Option(help="Only ranks of this pipeline.", show_default=False)
+    ] = None,
+    stage: Annotated[int | None, typer.Option(help="Only ranks of this stage.", show_default=False)] = None,
+    coordinator: Coordinator = _DEFAULT_COORDINATOR,
+) -> None:
+    """List a job's ranks: who serves them, how far they are, which plan is in force."""
+    from perseus.cli.job_tables import rank_table
+    from perseus.v1 import job_service_pb2, rank_pb2
+
+    request = job_service_pb2.ListRanksRequest(
+        job_id=job_id,
+        states=_numbers("--state", rank_pb2.RankState, "RANK_STATE_", state or ()),
+        pipeline=pipeline,
+        stage=stage,
+        page_size=_PAGE_SIZE,
+    )
+    with _jobs(coordinator) as jobs:
+        listed = [rank for page in _pages(jobs.ListRanks, request) for rank in page.ranks]
+    console.print(rank_table(listed))
+
+
+@app.command()
 def watch(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Print a job's events and iterations as they come, until it has ended or you press Ctrl-C."""
+    from perseus.cli.job_tables import gap_text
     from perseus.v1 import job_service_pb2
 
     with _jobs(coordinator) as jobs:
@@ -87,7 +112,7 @@ def watch(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> Non
                 elif update.HasField("caught_up"):
                     console.print("          so far; what follows is new", style="dim")
                 elif update.HasField("gap"):
-                    console.print(f"          {_gap(update.gap)}", highlight=False, style="yellow")
+                    console.print(f"          {gap_text(update.gap)}", highlight=False, style="yellow")
         except KeyboardInterrupt:
             raise typer.Exit from None
 
@@ -99,7 +124,7 @@ def events(
         list[str] | None,
         typer.Option(
             "--type",
-            help="Only events of this type, such as plan-refused; may be repeated.",
+            help="Only events of this type, as plan_refused; may be given again.",
             show_default=False,
         ),
     ] = None,
@@ -114,28 +139,22 @@ def events(
     coordinator: Coordinator = _DEFAULT_COORDINATOR,
 ) -> None:
     """List what has happened to a job."""
-    from perseus.v1 import job_service_pb2
+    from perseus.cli.job_tables import event_table
+    from perseus.v1 import event_pb2, job_service_pb2
 
-    request = job_service_pb2.ListJobEventsRequest(job_id=job_id, types=map(_event_type, types or ()))
+    request = job_service_pb2.ListJobEventsRequest(
+        job_id=job_id,
+        types=_numbers("--type", event_pb2.JobEventType, "JOB_EVENT_TYPE_", types or ()),
+        page_size=_PAGE_SIZE,
+    )
     if since is not None:
         request.start_time.FromDatetime(_time(since))
-    found: list[JobEvent] = []
     with _jobs(coordinator) as jobs:
-        while len(found) < limit:
-            request.page_size = min(limit - len(found), _PAGE_SIZE)
-            page = jobs.ListJobEvents(request, timeout=_TIMEOUT_S)
-            found.extend(page.events)
-            request.page_token = page.next_page_token
-            if not request.page_token:
-                break
-    table = Table(caption=f"the first {limit}; there are more" if request.page_token else None)
-    table.add_column("no.", justify="right")
-    for column in ("time (UTC)", "type", "what happened"):
-        table.add_column(column)
-    for event in found:
-        at = event.create_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S")
-        table.add_row(str(event.sequence), at, _event_type_name(event.type), Text(event.message))
-    console.print(table)
+        listed = (event for page in _pages(jobs.ListJobEvents, request) for event in page.events)
+        found = list(islice(listed, limit + 1))
+    console.print(event_table(found[:limit]))
+    if len(found) > limit:
+        console.print(f"these are the first {limit}; there are more", style="dim", highlight=False)
 
 
 @app.command()
@@ -172,34 +191,13 @@ def straggler(
 @app.command()
 def report(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Show what was measured: time and energy, period by period, against the stock baseline."""
-    from perseus.v1 import job_pb2, job_service_pb2
+    from perseus.cli.job_tables import report_table
+    from perseus.v1 import job_service_pb2
 
+    request = job_service_pb2.GetReportRequest(job_id=job_id, page_size=_PAGE_SIZE)
     with _jobs(coordinator) as jobs:
-        periods = jobs.GetReport(job_service_pb2.GetReportRequest(job_id=job_id), timeout=_TIMEOUT_S).periods
-    stock = None
-    table = Table(caption="mean ± standard error; against the latest stock baseline before")
-    table.add_column("state")
-    for column in ("first iteration", "iterations", "iteration time", "energy", "slowdown", "saving"):
-        table.add_column(column, justify="right")
-    for period in periods:
-        state = _state_name(period.state) + (" with straggler" if period.has_straggler else "")
-        compared = ["", ""]
-        if period.state == job_pb2.JOB_STATE_BASELINE:
-            stock = period
-        elif stock is not None:
-            compared = [
-                f"{100 * (period.iteration_time_s / stock.iteration_time_s - 1):+.1f} %",
-                f"{100 * (1 - period.energy_j / stock.energy_j):+.1f} %",
-            ]
-        table.add_row(
-            state,
-            str(period.first_iteration),
-            str(period.iteration_count),
-            f"{period.iteration_time_s:.3f} ± {period.iteration_time_se_s:.3f} s",
-            f"{period.energy_j:.0f} ± {period.energy_se_j:.0f} J",
-            *compared,
-        )
-    console.print(table)
+        periods = [period for page in _pages(jobs.GetReport, request) for period in page.periods]
+    console.print(report_table(periods))
 
 
 @app.command()
@@ -285,14 +283,23 @@ def _jobs(address: str) -> Iterator["JobServiceStub"]:
             fail(error.details() or error.code().name, BAD_INPUT if error.code() in their_fault else FAILURE)
 
 
-def _gap(gap: "WatchGap") -> str:
-    """What a watch left out, for people."""
-    parts = []
-    if gap.first_missed_sequence:
-        parts.append(f"events {gap.first_missed_sequence} to {gap.last_missed_sequence} are no longer stored")
-    if gap.missed_iteration_count:
-        parts.append(f"{gap.missed_iteration_count} iterations are left out: this reader was slow")
-    return "; ".join(parts)
+def _pages(method: Callable[..., Any], request: Any) -> Iterator[Any]:
+    """Ask for one page after another."""
+    while True:
+        page = method(request, timeout=_TIMEOUT_S)
+        yield page
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
+
+
+def _numbers(flag: str, enum: Any, prefix: str, names: Iterable[str]) -> list[Any]:
+    """The numbers that an enum of the contract has for names as people write them."""
+    known = {name.removeprefix(prefix).lower(): number for name, number in enum.items() if number}
+    for name in names:
+        if name not in known:
+            fail(f"{flag}: expected one of {', '.join(known)}, found {name!r}")
+    return [known[name] for name in names]
 
 
 def _time(text: str) -> "datetime":
@@ -308,91 +315,9 @@ def _time(text: str) -> "datetime":
     return given if given.tzinfo is not None else given.replace(tzinfo=UTC)
 
 
-def _event_type(name: str) -> "JobEventType.ValueType":
-    from perseus.v1.event_pb2 import JobEventType
-
-    known = {_event_type_name(number): number for number in JobEventType.values() if number}
-    number = known.get(name.lower().replace("_", "-"))
-    if number is None:
-        fail(f"--type: expected one of {', '.join(known)}, found {name!r}")
-    return number
-
-
-def _event_type_name(number: int) -> str:
-    from perseus.v1.event_pb2 import JobEventType
-
-    if number not in JobEventType.values():
-        return str(number)  # A newer coordinator knows more types.
-    name = JobEventType.Name(number)  # type: ignore[arg-type]
-    return name.removeprefix("JOB_EVENT_TYPE_").lower().replace("_", "-")
-
-
-def _state_name(state: int) -> str:
-    from perseus.v1 import job_pb2
-
-    return job_pb2.JobState.Name(state).removeprefix("JOB_STATE_").lower()  # type: ignore[arg-type]
-
-
-def _summary(job: "Job") -> list[str]:
-    from perseus.v1 import rank_pb2
-
-    layout = job.spec.parallelism
-    connected = sum(rank.state == rank_pb2.RANK_STATE_CONNECTED for rank in job.ranks)
-    return [
-        job.spec.job_id,
-        _state_name(job.state),
-        f"{layout.pipeline_count} × {layout.stage_count} × {layout.tensor_count}",
-        f"{connected} of {len(job.ranks)}",
-        f"{job.t_min_s:.3f} s" if job.t_min_s else "",
-        ", ".join(f"pipeline {s.pipeline} ({s.iteration_time_s:.3f} s)" for s in job.stragglers),
-    ]
-
-
-def _on_clock(clocks: "ClockStatistics") -> str:
-    """How well a rank's clocks follow its plan, in a table's cell."""
-    if not clocks.computation_time_s:
-        return ""
-    share = clocks.on_clock_time_s / clocks.computation_time_s
-    figures = f"{share:.0%}, {clocks.late_raise_count} of {clocks.computation_count} late"
-    if clocks.HasField("prediction_error_s"):
-        figures += (
-            f"; latency {1e3 * clocks.set_latency_s:.0f} ms, ends ± {1e3 * clocks.prediction_error_s:.1f} ms"
-        )
-    return figures
-
-
 def _show(job: "Job") -> None:
-    from perseus.v1 import rank_pb2
+    from perseus.cli.job_tables import job_facts, plan_table
 
-    titles = ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers")
-    for title, value in zip(titles, _summary(job), strict=True):
-        console.print(f"[dim]{title:>28}[/]  {value}", highlight=False)
-    table = Table()
-    for column in (
-        "pipeline",
-        "stage",
-        "tensor",
-        "state",
-        "host",
-        "GPU",
-        "iteration",
-        "offered",
-        "in force",
-        "on clock",
-    ):
-        table.add_column(column)
-    for rank in job.ranks:
-        place = rank.coordinates
-        table.add_row(
-            str(place.pipeline),
-            str(place.stage),
-            str(place.tensor),
-            rank_pb2.RankState.Name(rank.state).removeprefix("RANK_STATE_").lower(),
-            rank.hostname,
-            f"{rank.gpu_model} {rank.gpu_uuid}",
-            str(rank.iteration) if rank.iteration >= 0 else "",
-            str(rank.offered_version or "stock"),
-            str(rank.in_force_version or "stock"),
-            _on_clock(rank.clocks),
-        )
-    console.print(table)
+    console.print(job_facts(job), highlight=False)
+    if job.planned_iteration_time_s:
+        console.print(plan_table(job))

@@ -92,7 +92,7 @@ def _pipelines(observer: Observer) -> RenderableType:
     if job is None:
         return table
     slow = {straggler.pipeline for straggler in job.stragglers}
-    for pipeline in range(job.spec.parallelism.pipeline_count):
+    for pipeline in range(job.parallelism.pipeline_count):
         latest = observer.measurements.latest_of(pipeline)
         planned = list(job.planned_iteration_time_s)
         table.add_row(

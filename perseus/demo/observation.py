@@ -29,7 +29,7 @@ async def registered_job(channel: grpc.aio.Channel, timeout_s: float) -> str:
             while True:
                 found = await jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=_RPC_TIMEOUT_S)
                 if found.jobs:
-                    return found.jobs[0].spec.job_id
+                    return found.jobs[0].job_id
                 await asyncio.sleep(_POLL_S)
     raise ObservationError(f"expected a job to be registered within {timeout_s:.0f} s, found none")
 
@@ -80,7 +80,8 @@ class Observer:
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
                 await asyncio.sleep(_POLL_S)
-        async for update in self._jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id=self.job_id)):
+        watch = job_service_pb2.WatchJobRequest(job_id=self.job_id, view=job_pb2.JOB_VIEW_FULL)
+        async for update in self._jobs.WatchJob(watch):
             self._take(update)
 
     async def until(self, what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
@@ -120,7 +121,7 @@ class Observer:
         """Whether every pipeline runs under the clocks that it was offered last."""
         if self.job is None or not self.events or self.events[-1].sequence < self.job.last_event_sequence:
             return False
-        pipelines = range(self.job.spec.parallelism.pipeline_count)
+        pipelines = range(self.job.parallelism.pipeline_count)
         return all(
             self._offered.get(pipeline, 0) == self.in_force_version(pipeline) > 0 for pipeline in pipelines
         )

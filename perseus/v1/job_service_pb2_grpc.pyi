@@ -73,6 +73,22 @@ _JobServiceListJobsType = typing_extensions.TypeVar(
     ],
 )
 
+_JobServiceListRanksType = typing_extensions.TypeVar(
+    '_JobServiceListRanksType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRanksRequest,
+        perseus.v1.job_service_pb2.ListRanksResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRanksRequest,
+        perseus.v1.job_service_pb2.ListRanksResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRanksRequest,
+        perseus.v1.job_service_pb2.ListRanksResponse,
+    ],
+)
+
 _JobServiceListJobEventsType = typing_extensions.TypeVar(
     '_JobServiceListJobEventsType',
     grpc.UnaryUnaryMultiCallable[
@@ -217,8 +233,14 @@ _JobServiceWatchJobType = typing_extensions.TypeVar(
     ],
 )
 
-class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceListJobEventsType, _JobServiceFinishJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
-    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus"."""
+class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceListRanksType, _JobServiceListJobEventsType, _JobServiceFinishJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
+    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+
+    Where a request names a run_number, 0 means the latest run of the job.
+
+    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
+    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
+    """
 
     @typing.overload
     def __init__(self: JobServiceStub[
@@ -233,6 +255,10 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ListJobsRequest,
             perseus.v1.job_service_pb2.ListJobsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListRanksRequest,
+            perseus.v1.job_service_pb2.ListRanksResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ListJobEventsRequest,
@@ -287,6 +313,10 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
             perseus.v1.job_service_pb2.ListJobsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListRanksRequest,
+            perseus.v1.job_service_pb2.ListRanksResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ListJobEventsRequest,
             perseus.v1.job_service_pb2.ListJobEventsResponse,
         ],
@@ -330,10 +360,13 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     """
 
     GetJob: _JobServiceGetJobType
-    """A job by its identifier."""
+    """A run of a job."""
 
     ListJobs: _JobServiceListJobsType
-    """All jobs, by identifier, in pages."""
+    """The latest run of every job, by identifier, in pages."""
+
+    ListRanks: _JobServiceListRanksType
+    """The ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
 
     ListJobEvents: _JobServiceListJobEventsType
     """The events of a run, in their order, in pages."""
@@ -358,7 +391,7 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     """
 
     GetReport: _JobServiceGetReportType
-    """What was measured: time and energy, period by period, the first stock baseline first."""
+    """What was measured: time and energy, period by period, the first stock baseline first, in pages."""
 
     GetTimeline: _JobServiceGetTimelineType
     """The latest whole iteration of a pipeline, computation by computation, as measured."""
@@ -381,6 +414,10 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.ListJobsRequest,
         perseus.v1.job_service_pb2.ListJobsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRanksRequest,
+        perseus.v1.job_service_pb2.ListRanksResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.ListJobEventsRequest,
@@ -421,7 +458,13 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
 ]
 
 class JobServiceServicer(metaclass=abc.ABCMeta):
-    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus"."""
+    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+
+    Where a request names a run_number, 0 means the latest run of the job.
+
+    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
+    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
+    """
 
     @abc.abstractmethod
     def RegisterJob(
@@ -439,7 +482,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.GetJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.GetJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.GetJobResponse]]:
-        """A job by its identifier."""
+        """A run of a job."""
 
     @abc.abstractmethod
     def ListJobs(
@@ -447,7 +490,15 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ListJobsResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListJobsResponse]]:
-        """All jobs, by identifier, in pages."""
+        """The latest run of every job, by identifier, in pages."""
+
+    @abc.abstractmethod
+    def ListRanks(
+        self,
+        request: perseus.v1.job_service_pb2.ListRanksRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.job_service_pb2.ListRanksResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListRanksResponse]]:
+        """The ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
 
     @abc.abstractmethod
     def ListJobEvents(
@@ -507,7 +558,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.GetReportRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.GetReportResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.GetReportResponse]]:
-        """What was measured: time and energy, period by period, the first stock baseline first."""
+        """What was measured: time and energy, period by period, the first stock baseline first, in pages."""
 
     @abc.abstractmethod
     def GetTimeline(

@@ -7,13 +7,17 @@ from typing import Any
 
 import grpc
 
-from perseus.service.api.paging import checked_page_size, decode_sequence_token, decode_token, encode_token
+from perseus.service.api.paging import Page
 from perseus.service.api.statuses import mapped, mapped_stream
 from perseus.service.api.translate_events import event_to_proto, filter_from_proto
 from perseus.service.api.translate_jobs import (
+    is_full,
+    job_states_from_proto,
     job_to_proto,
     period_to_proto,
     policy_from_proto,
+    rank_filter_from_proto,
+    rank_to_proto,
     spec_from_proto,
     straggler_from_proto,
     summary_to_proto,
@@ -45,34 +49,44 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.GetJobResponse:
         """See the contract."""
-        return pb.GetJobResponse(job=job_to_proto(self._coordinator.job(request.job_id)))
+        view = self._coordinator.job(
+            request.job_id, request.run_number, has_details=is_full(request.view, default=True)
+        )
+        return pb.GetJobResponse(job=job_to_proto(view))
 
     @mapped
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
         """See the contract."""
-        size = checked_page_size(request.page_size)
-        views, has_more = self._coordinator.jobs(decode_token(request.page_token), size)
-        return pb.ListJobsResponse(
-            jobs=[job_to_proto(view) for view in views],
-            next_page_token=encode_token(views[-1].spec.job_id) if has_more else "",
+        page = Page.asked(request)
+        views = self._coordinator.jobs(
+            page.after,
+            job_states_from_proto(request.states),
+            has_details=is_full(request.view, default=False),
         )
+        jobs, next_page_token = page.fill((view.job_id, job_to_proto(view)) for view in views)
+        return pb.ListJobsResponse(jobs=jobs, next_page_token=next_page_token)
+
+    @mapped
+    async def ListRanks(self, request: pb.ListRanksRequest, context: Context) -> pb.ListRanksResponse:
+        """See the contract."""
+        page = Page.asked(request)
+        found = self._coordinator.ranks(request.job_id, rank_filter_from_proto(request), page.first_number)
+        ranks, next_page_token = page.fill((index, rank_to_proto(rank)) for index, rank in found)
+        return pb.ListRanksResponse(ranks=ranks, next_page_token=next_page_token)
 
     @mapped
     async def ListJobEvents(
         self, request: pb.ListJobEventsRequest, context: Context
     ) -> pb.ListJobEventsResponse:
         """See the contract."""
-        events, has_more = await self._coordinator.events(
-            request.job_id,
-            request.run_number,
-            filter_from_proto(request),
-            decode_sequence_token(request.page_token),
-            checked_page_size(request.page_size),
+        page = Page.asked(request)
+        found = await self._coordinator.events(
+            request.job_id, request.run_number, filter_from_proto(request), page.first_number, page.size + 1
         )
-        return pb.ListJobEventsResponse(
-            events=[event_to_proto(event) for event in events],
-            next_page_token=encode_token(str(events[-1].happening.sequence)) if has_more else "",
+        events, next_page_token = page.fill(
+            (event.happening.sequence, event_to_proto(event)) for event in found
         )
+        return pb.ListJobEventsResponse(events=events, next_page_token=next_page_token)
 
     @mapped
     async def FinishJob(self, request: pb.FinishJobRequest, context: Context) -> pb.FinishJobResponse:
@@ -113,8 +127,12 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def GetReport(self, request: pb.GetReportRequest, context: Context) -> pb.GetReportResponse:
         """See the contract."""
-        periods = self._coordinator.report(request.job_id)
-        return pb.GetReportResponse(periods=[period_to_proto(period) for period in periods])
+        page = Page.asked(request)
+        found = self._coordinator.report(request.job_id, request.run_number, page.first_number)
+        periods, next_page_token = page.fill(
+            (period.number, period_to_proto(period, saving)) for period, saving in found
+        )
+        return pb.GetReportResponse(periods=periods, next_page_token=next_page_token)
 
     @mapped
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
@@ -130,11 +148,12 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             raise InvalidFieldError(
                 field="after_sequence", expected="0 or more", found=request.after_sequence
             )
-        async for update in self._coordinator.watch(request.job_id, request.after_sequence):
+        async for update in self._coordinator.watch(
+            request.job_id, request.after_sequence, has_details=is_full(request.view, default=False)
+        ):
             match update:
                 case JobView():
-                    # With its ranks, a large job would fill the stream whenever one of them changes.
-                    yield pb.WatchJobResponse(job=job_to_proto(update, with_ranks=False))
+                    yield pb.WatchJobResponse(job=job_to_proto(update))
                 case JobEvent():
                     yield pb.WatchJobResponse(event=event_to_proto(update))
                 case IterationSummary():

@@ -9,7 +9,7 @@ them.
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -59,8 +59,8 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.measured import Period, Timeline
-from perseus.service.domain.model import JobView, Offer, Rank, Straggler
+from perseus.service.domain.measured import Period, Saving, Timeline
+from perseus.service.domain.model import FIRST_RUN, JobState, JobView, Offer, Rank, RankFilter, Straggler
 from perseus.service.domain.records import JobRecord, OfferRecord, record_key
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
 from perseus.service.job.machine import JobMachine
@@ -163,7 +163,7 @@ class Coordinator:
         for job_id, job in self._jobs.items():
             deadline_s = job.machine.next_deadline_s()
             if deadline_s is not None and deadline_s <= now_s:
-                self._perform(job_id, job.machine.handle(Tick(), now_s))
+                self._perform(job_id, _handle(job.machine, Tick()))
 
     def drain(self) -> None:
         """Tell all agents and watchers that the coordinator is about to stop."""
@@ -203,20 +203,36 @@ class Coordinator:
         await self._perform(spec.job_id, machine.register(), [NewJob(spec, create_time_s)])
         return machine.view()
 
-    def job(self, job_id: str) -> JobView:
-        """Return a job as it is.
+    def job(self, job_id: str, run_number: int, *, has_details: bool) -> JobView:
+        """Return a run of a job as it is; number 0 is the latest.
 
         Raises:
-            JobNotFoundError: there is none.
+            JobNotFoundError, RunNotFoundError: there is none.
         """
-        return self._find(job_id).machine.view()
+        return _view(self._find(job_id, run_number).machine, has_details)
 
-    def jobs(self, after_job_id: str, count: int) -> tuple[list[JobView], bool]:
-        """Return up to `count` jobs that follow an identifier in order, and whether there are more."""
+    def jobs(
+        self, after_job_id: str, states: Collection[JobState], *, has_details: bool
+    ) -> Iterator[JobView]:
+        """Yield the jobs that follow an identifier in order, those in one of these states (all if empty).
+
+        To be read before anything else may happen.
+        """
         job_ids = sorted(self._jobs)
-        first = bisect_right(job_ids, after_job_id)
-        page = job_ids[first : first + count]
-        return [self._jobs[job_id].machine.view() for job_id in page], first + count < len(job_ids)
+        for job_id in job_ids[bisect_right(job_ids, after_job_id) :]:
+            machine = self._jobs[job_id].machine
+            if not states or machine.state in states:
+                yield _view(machine, has_details)
+
+    def ranks(self, job_id: str, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
+        """Yield the wanted ranks of a job's latest run from an index on, each with its index.
+
+        To be read before anything else may happen.
+
+        Raises:
+            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
+        """
+        return self._find(job_id).machine.ranks(wanted, first_index)
 
     async def finish(self, job_id: str) -> JobView:
         """End a job."""
@@ -242,9 +258,14 @@ class Coordinator:
         """
         return await self._change(job_id, BaselineRequested())
 
-    def report(self, job_id: str) -> tuple[Period, ...]:
-        """Return what was measured, period by period."""
-        return self._find(job_id).machine.report()
+    def report(
+        self, job_id: str, run_number: int, first_number: int
+    ) -> Iterator[tuple[Period, Saving | None]]:
+        """Yield what was measured in a run, from the period of a number on, and what it saved against stock.
+
+        To be read before anything else may happen.
+        """
+        return self._find(job_id, run_number).machine.report(first_number)
 
     def timeline(self, job_id: str, pipeline: int) -> Timeline:
         """Return the latest whole iteration of a pipeline.
@@ -279,20 +300,17 @@ class Coordinator:
         return await self._solver.solve(problem, point_count)
 
     async def events(
-        self, job_id: str, run_number: int, wanted: EventFilter, after_sequence: int, count: int
-    ) -> tuple[list[JobEvent], bool]:
-        """Return a run's first `count` wanted events above a sequence, and whether there are more.
+        self, job_id: str, run_number: int, wanted: EventFilter, first_sequence: int, limit: int
+    ) -> list[JobEvent]:
+        """Return a run's first `limit` wanted events from a sequence on.
 
         Raises:
-            JobNotFoundError, RunNotFoundError: there is no such job, or run.
+            JobNotFoundError, RunNotFoundError: there is none.
         """
-        self._find(job_id)
-        if run_number not in (0, 1):
-            raise RunNotFoundError(job_id=job_id, run_number=run_number)
-        events = await self._store.events(job_id, after_sequence, count + 1, wanted)
-        return events[:count], len(events) > count
+        self._find(job_id, run_number)
+        return await self._store.events(job_id, first_sequence - 1, limit, wanted)
 
-    async def watch(self, job_id: str, after_sequence: int) -> AsyncIterator[Update]:
+    async def watch(self, job_id: str, after_sequence: int, *, has_details: bool) -> AsyncIterator[Update]:
         """Yield the job, its events above a sequence, and then what is new, until the job has ended.
 
         The watcher is there before anything is read, and news is told only once it is stored: nothing is
@@ -310,7 +328,7 @@ class Coordinator:
         try:
             await self.flush()
             fetch = partial(self._store.events, job_id)
-            async for update in watcher.follow(job.machine.view, fetch):
+            async for update in watcher.follow(partial(_view, job.machine, has_details), fetch):
                 yield update
         finally:
             job.watchers.discard(watcher)
@@ -352,7 +370,7 @@ class Coordinator:
         """
         machine = self._find(job_id).machine
         self.tick()  # An older lease may have run out since the last one.
-        self._perform(job_id, machine.handle(event, time.monotonic()))
+        self._perform(job_id, _handle(machine, event))
         agent = self._agents.get(event.instance_id)
         if agent is not None:
             agent.job_ids.add(job_id)
@@ -370,7 +388,7 @@ class Coordinator:
         if job is None:
             log.warning("message for an unknown job ignored", job_id=job_id, message=type(event).__name__)
             return
-        self._perform(job_id, job.machine.handle(event, time.monotonic()))
+        self._perform(job_id, _handle(job.machine, event))
 
     def note_gpu_error(self, job_id: str, event: GpuErrorReported) -> None:
         """Take what an agent says of a rank's GPU.
@@ -380,7 +398,7 @@ class Coordinator:
             RankOutOfRangeError: the job has no such rank.
         """
         machine = self._find(job_id).machine
-        self._perform(job_id, machine.handle(event, time.monotonic()))
+        self._perform(job_id, _handle(machine, event))
 
     async def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
         """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.
@@ -399,7 +417,7 @@ class Coordinator:
             if job is None:
                 log.warning("telemetry of an unknown job dropped", job_id=job_id, instance_id=instance_id)
             else:
-                commands = job.machine.handle(event, time.monotonic())
+                commands = _handle(job.machine, event)
             agent.received_sequence = sequence
             entries = [TelemetrySequence(instance_id, sequence)]
         taken = agent.received_sequence
@@ -408,21 +426,23 @@ class Coordinator:
 
     # ------------------------------------------------------------------ carrying out
 
-    def _find(self, job_id: str) -> _Job:
+    def _find(self, job_id: str, run_number: int = 0) -> _Job:
         try:
-            return self._jobs[job_id]
+            job = self._jobs[job_id]
         except KeyError:
             raise JobNotFoundError(job_id=job_id) from None
+        if run_number not in (0, FIRST_RUN):
+            raise RunNotFoundError(job_id=job_id, run_number=run_number)
+        return job
 
     async def _change(self, job_id: str, event: Input) -> JobView:
         machine = self._find(job_id).machine
-        await self._perform(job_id, machine.handle(event, time.monotonic()))
+        await self._perform(job_id, _handle(machine, event))
         return machine.view()
 
     def _tell_jobs(self, agent: _Agent, event: Input) -> None:
-        now_s = time.monotonic()
         for job_id in agent.job_ids:
-            self._perform(job_id, self._jobs[job_id].machine.handle(event, now_s))
+            self._perform(job_id, _handle(self._jobs[job_id].machine, event))
 
     def _perform(
         self, job_id: str, commands: Iterable[Command], entries: Iterable[Entry] = ()
@@ -499,7 +519,7 @@ class Coordinator:
         if like:
             youngest = max(like, key=lambda other: other.create_time_s)
             found = ProfileFound(youngest.complete_profiles())
-            self._perform(job_id, machine.handle(found, time.monotonic()))
+            self._perform(job_id, _handle(machine, found))
 
     async def _solve(self, job_id: str, problem: Pipeline, slow: SlowPlan | None) -> None:
         answer: Solved | SolveFailed
@@ -508,7 +528,15 @@ class Coordinator:
         except (SolverError, CoordinatorError) as error:
             answer = SolveFailed(str(error))
         machine = self._jobs[job_id].machine
-        self._perform(job_id, machine.handle(answer, time.monotonic()))
+        self._perform(job_id, _handle(machine, answer))
+
+
+def _handle(machine: JobMachine, event: Input) -> list[Command]:
+    return machine.handle(event, time.monotonic(), time.time())
+
+
+def _view(machine: JobMachine, has_details: bool) -> JobView:
+    return machine.view() if has_details else machine.summary()
 
 
 def _latest(entries: Sequence[Entry]) -> list[Entry]:

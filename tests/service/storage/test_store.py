@@ -20,6 +20,7 @@ from perseus.service.domain.model import (
     PipelineOffer,
     Rank,
     RankState,
+    StockIteration,
     Straggler,
 )
 from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, OfferRecord
@@ -52,7 +53,15 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 RECORD = JobRecord(
-    OperatingPolicy(3.5), JobState.PLANNED, 9, 0.1 + 0.2, True, (Straggler(0, None, 1.3),), 0.7e-3
+    OperatingPolicy(3.5),
+    JobState.PLANNED,
+    "the frontier is solved",
+    9,
+    StockIteration(0.1 + 0.2, 1 / 3),
+    True,
+    (Straggler(0, None, 1.3),),
+    0.7e-3,
+    1e9 / 7,
 )
 
 

@@ -14,6 +14,7 @@ first rounds measured.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -95,6 +96,12 @@ class Profiler:
         """Clocks measured at the stage that has the most."""
         stages = [profile.stage for profile in self.profiles]
         return max((stages.count(stage) for stage in set(stages)), default=0)
+
+    @property
+    def least_clock_count(self) -> int:
+        """Clocks measured at the stage that has the fewest."""
+        counts = Counter(profile.stage for profile in self.profiles)
+        return min(counts[stage] for stage in range(self._parallelism.stage_count))
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank's counter says of the clock that it holds."""

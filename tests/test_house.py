@@ -97,11 +97,13 @@ HOUSE: Mapping[str, Room] = {
         "solver",
     ),
     "service.storage": room("service.domain", "solver", needs=["numpy", "pydantic"]),
+    "service.shell.watch_state": pure("service.domain"),
     "service.shell": room(
         "service.domain",
         "service.job.machine",
         "service.job.planning",
         "service.job.rules",
+        "service.shell.watch_state",
         "service.storage",
         "solver",
         needs=["structlog"],

@@ -1,8 +1,9 @@
 """A small emulated cluster for the coordinator's tests: physics, and ranks that follow offers."""
 
+import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 
 import numpy as np
 
@@ -158,6 +159,18 @@ def batch(
     )
 
 
+def check_plain(value: object) -> None:
+    """Evidence is of plain values: what comes out of an array would not get into the store."""
+    if is_dataclass(value):
+        for each in fields(value):
+            check_plain(getattr(value, each.name))
+    elif isinstance(value, tuple):
+        for each in value:
+            check_plain(each)
+    else:
+        assert value is None or isinstance(value, enum.Enum) or type(value) in (int, float, bool, str), value
+
+
 def solved(command: Solve) -> Solved | SolveFailed:
     """What comes back of a problem."""
     try:
@@ -290,6 +303,9 @@ class Cluster:
         commands = self.machine.handle(event, self.now_s, START_S + self.now_s)
         self.machine.validate()
         self.history.extend(commands)
+        for command in commands:
+            if isinstance(command, Announce):
+                check_plain(command.happening.evidence)
         return [command for command in commands if not isinstance(command, Store)]
 
     def carry_out(self, commands: Iterable[Command]) -> None:

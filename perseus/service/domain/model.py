@@ -1,4 +1,4 @@
-"""The words of a job's life: states, ranks, offers and events, as plain values.
+"""The words of a job's life: states, ranks, offers and types of events, as plain values.
 
 They are what the state machine keeps, what the store writes down and what the adapters translate.
 """
@@ -239,25 +239,6 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
-    """Something that happened to a job, with its evidence; numbered within the job from 1."""
-
-    sequence: int
-    type: EventType
-    message: str
-    attributes: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class JobEvent:
-    """Something happened to a job, at this time on the wall clock."""
-
-    job_id: str
-    create_time_s: float
-    happening: Happening
-
-
-@dataclass(frozen=True, slots=True)
 class IterationSummary:
     """One iteration of one pipeline: the time of its slowest rank, the energy of all of them."""
 
@@ -324,6 +305,7 @@ class JobView:
     finish_time_s: float | None
     """When it finished, on the wall clock."""
     last_event_sequence: int
+    """Number of the last event that this shows."""
     details: JobDetails | None = None
 
 

@@ -22,6 +22,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
 
+from perseus.service.domain import evidence
 from perseus.service.domain.commands import AcceptRank, Command, EndStream, FindProfile, ReportIteration
 from perseus.service.domain.errors import JobFinishedError, JobNotSolvedError, TimelineNotReadyError
 from perseus.service.domain.inputs import (
@@ -166,9 +167,7 @@ class JobMachine:
             EventType.REGISTERED,
             f"registered with {counts.pipeline_count} pipelines × {counts.stage_count} stages × "
             f"{counts.tensor_count} tensor-parallel ranks",
-            pipeline_count=counts.pipeline_count,
-            stage_count=counts.stage_count,
-            tensor_count=counts.tensor_count,
+            evidence.Registered(counts),
         )
         return self._take_commands()
 
@@ -255,7 +254,7 @@ class JobMachine:
             straggler_count=len(self._stragglers),
             create_time_s=self.create_time_s,
             finish_time_s=self._finish_time_s,
-            last_event_sequence=self._journal.sequence,
+            last_event_sequence=self.last_event_sequence,
         )
 
     def details(self) -> JobDetails:
@@ -280,6 +279,11 @@ class JobMachine:
             PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
         """
         return self._ranks.select(wanted, first_index)
+
+    @property
+    def last_event_sequence(self) -> int:
+        """Number of the last event."""
+        return self._journal.sequence
 
     @property
     def has_finished(self) -> bool:
@@ -484,7 +488,7 @@ class JobMachine:
         self._journal.announce(
             EventType.BASELINE_REQUESTED,
             f"the stock iteration, {self._baseline.time_s:.6f} s so far, is measured again",
-            baseline_time_s=self._baseline.time_s,
+            evidence.BaselineRequested(self._baseline.time_s),
         )
         self._baseline.forget()
         self._enter(JobState.BASELINE, "the stock baseline is measured again")
@@ -656,9 +660,7 @@ class JobMachine:
         self._journal.announce(
             EventType.STATE_CHANGED,
             f"{before.value} → {state.value}: {why}",
-            before=before.name,
-            after=state.name,
-            reason=why,
+            evidence.StateChanged(before, state, why),
         )
         self._baseline.restart()
         self._planner.watch.restart()
@@ -715,7 +717,7 @@ class JobMachine:
         return is_of_use and self.state not in (JobState.STOCK, JobState.FINISHED)
 
     def _give_up_solving(self, cause: str) -> None:
-        self._journal.announce(EventType.SOLVE_FAILED, f"no frontier: {cause}", cause=cause)
+        self._journal.announce(EventType.SOLVE_FAILED, f"no frontier: {cause}", evidence.SolveFailed(cause))
         self._fall_back(f"no frontier: {cause}")
 
     # ------------------------------------------------------------------ plans

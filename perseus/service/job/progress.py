@@ -265,12 +265,4 @@ class Progress:
         self._announce(EventType.STALL_ENDED, f"the job gets on again; before, {stall}", stall)
 
     def _announce(self, kind: EventType, message: str, stall: Stall) -> None:
-        self._journal.announce(
-            kind,
-            message,
-            reason=stall.reason.name,
-            rank=stall.rank or "",
-            rank_count=stall.rank_count,
-            since_time_s=stall.since_time_s,
-            iteration=stall.iteration,
-        )
+        self._journal.announce(kind, message, stall)

@@ -65,7 +65,6 @@ def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
     pairs = [
         (model.JobState, job_pb2.JobState),
         (model.RankState, rank_pb2.RankState),
-        (model.EventType, job_pb2.JobEventType),
         (model.RankLeftReason, rank_pb2.RankLeftReason),
         (model.RefusalReason, rank_pb2.PlanRefusalReason),
         (Kind, computation_pb2.ComputationKind),

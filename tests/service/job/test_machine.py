@@ -14,6 +14,7 @@ from perseus.service.domain.errors import (
     RankAlreadyServedError,
     RankOutOfRangeError,
 )
+from perseus.service.domain.evidence import ClockProfiled
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -625,9 +626,9 @@ def test_a_coordinator_restarted_while_profiling_keeps_what_was_measured() -> No
     assert measured_clocks_mhz(cluster) == measured
     cluster.iterate_until(JobState.PLANNED)
     profiled = [
-        command.happening.attributes["clocks_mhz"]
+        command.happening.evidence.clocks_mhz
         for command in cluster.history
-        if isinstance(command, Announce) and command.happening.type is EventType.CLOCK_PROFILED
+        if isinstance(command, Announce) and isinstance(command.happening.evidence, ClockProfiled)
     ]
     assert len(profiled) == len(set(profiled)) == len(measured_clocks_mhz(cluster))
 

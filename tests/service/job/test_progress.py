@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import pytest
 
 from perseus.service.domain.commands import Announce
+from perseus.service.domain.evidence import ClockGivenUp, ProfilingEnded, StateChanged
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     FinishRequested,
@@ -17,7 +19,6 @@ from perseus.service.domain.inputs import (
 )
 from perseus.service.domain.model import (
     EventType,
-    Happening,
     HoldClocks,
     JobState,
     Offer,
@@ -25,9 +26,9 @@ from perseus.service.domain.model import (
     RefusalReason,
     StockClocks,
 )
-from perseus.service.domain.profiling import ProfilingBudget
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingLimit
 from perseus.service.domain.specification import Coordinates
-from perseus.service.domain.stall import StallReason
+from perseus.service.domain.stall import Stall, StallReason
 from perseus.service.domain.telemetry import TelemetryBatch
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.progress import PATIENCE_ITERATIONS, PATIENCE_S
@@ -37,6 +38,9 @@ from tests.service.service_fakes import EPOCH, START_S, Cluster, make_spec
 FIRST, SECOND, LAST = Coordinates(0, 0, 0), Coordinates(0, 1, 0), Coordinates(1, 1, 0)
 ITERATION_S = 0.8
 Spoil = Callable[[TelemetryBatch], TelemetryBatch]
+
+
+E = TypeVar("E")
 
 
 class Troubled(Cluster):
@@ -77,13 +81,17 @@ class Troubled(Cluster):
             if deadline_s is not None and deadline_s <= self.now_s:
                 self.send(Tick())
 
-    def told(self, *kinds: EventType) -> list[Happening]:
-        kinds = kinds or (EventType.STALLED, EventType.STALL_ENDED)
+    def told(self) -> list[tuple[EventType, Stall]]:
+        """Stalls that began and ended."""
         found = [command.happening for command in self.history if isinstance(command, Announce)]
-        return [happening for happening in found if happening.type in kinds]
+        return [(some.type, some.evidence) for some in found if isinstance(some.evidence, Stall)]
+
+    def evidence(self, kind: type[E]) -> list[E]:
+        found = [command.happening.evidence for command in self.history if isinstance(command, Announce)]
+        return [some for some in found if isinstance(some, kind)]
 
     def reasons(self) -> list[tuple[str, str]]:
-        return [(happening.type.name, happening.attributes["reason"]) for happening in self.told()]
+        return [(kind.name, stall.reason.name) for kind, stall in self.told()]
 
 
 def joined(rules: Rules | None = None) -> Troubled:
@@ -128,12 +136,12 @@ def test_missing_ranks_are_told_once_and_said_anew_as_they_come() -> None:
     cluster.pass_time(PATIENCE_S - 1)
     assert cluster.told() == []
     cluster.pass_time(1)
-    (stalled,) = cluster.told()
-    assert stalled.attributes["reason"] == "RANK_MISSING"
-    assert stalled.attributes["rank"] == str(SECOND)
-    assert stalled.attributes["rank_count"] == "3"
-    assert float(stalled.attributes["since_time_s"]) == START_S
-    assert str(SECOND) in stalled.message
+    ((_, stalled),) = cluster.told()
+    assert stalled.reason is StallReason.RANK_MISSING
+    assert stalled.rank == SECOND
+    assert stalled.rank_count == 3
+    assert stalled.since_time_s == START_S
+    assert str(SECOND) in str(stalled)
     cluster.pass_time(120)
     cluster.send(cluster.ranks[SECOND].joined())
     stall = cluster.machine.view().stall
@@ -164,9 +172,9 @@ def test_a_lost_rank_is_missing_since_it_was_lost() -> None:
     lost_s = cluster.now_s
     cluster.send(RankLeft(LAST, "agent-1", RankLeftReason.TRAINER_GONE))
     cluster.pass_time(PATIENCE_S)
-    (stalled,) = cluster.told()
-    assert (stalled.attributes["reason"], stalled.attributes["rank"]) == ("RANK_MISSING", str(LAST))
-    assert float(stalled.attributes["since_time_s"]) == START_S + lost_s
+    ((_, stalled),) = cluster.told()
+    assert (stalled.reason, stalled.rank) == (StallReason.RANK_MISSING, LAST)
+    assert stalled.since_time_s == START_S + lost_s
     assert cluster.machine.summary().stall is not None
     assert str(cluster.machine.summary().stall) == f"{LAST} is missing"
     cluster.ranks[LAST].start_trainer()
@@ -178,11 +186,8 @@ def test_a_disconnected_rank_is_missing_while_its_lease_runs() -> None:
     cluster = joined()
     cluster.tell(AgentDisconnected("agent-1"))
     cluster.pass_time(PATIENCE_S)
-    (stalled,) = cluster.told()
-    assert (stalled.attributes["reason"], stalled.attributes["rank"]) == (
-        "RANK_MISSING",
-        str(Coordinates(1, 0, 0)),
-    )
+    ((_, stalled),) = cluster.told()
+    assert (stalled.reason, stalled.rank) == (StallReason.RANK_MISSING, Coordinates(1, 0, 0))
 
 
 # ---------------------------------------------------------------------- iterations
@@ -191,10 +196,10 @@ def test_a_disconnected_rank_is_missing_while_its_lease_runs() -> None:
 def test_ranks_without_iterations_are_told_and_so_is_that_they_begin() -> None:
     cluster = joined()
     cluster.pass_time(PATIENCE_S)
-    (stalled,) = cluster.told()
-    assert stalled.attributes["reason"] == "NO_ITERATIONS"
-    assert (stalled.attributes["rank"], stalled.attributes["rank_count"]) == ("", "4")
-    assert stalled.attributes["iteration"] == "-1"
+    ((_, stalled),) = cluster.told()
+    assert stalled.reason is StallReason.NO_ITERATIONS
+    assert (stalled.rank, stalled.rank_count) == (None, 4)
+    assert stalled.iteration == -1
     cluster.pass_time(100)
     assert len(cluster.told()) == 1
     cluster.run()
@@ -207,9 +212,9 @@ def test_the_one_rank_that_reports_nothing_is_named() -> None:
     cluster = joined()
     cluster.silent = {LAST}
     cluster.run(20)
-    (stalled,) = cluster.told()
-    assert (stalled.attributes["reason"], stalled.attributes["rank"]) == ("NO_ITERATIONS", str(LAST))
-    assert stalled.attributes["rank_count"] == "1"
+    ((_, stalled),) = cluster.told()
+    assert (stalled.reason, stalled.rank) == (StallReason.NO_ITERATIONS, LAST)
+    assert stalled.rank_count == 1
 
 
 @pytest.mark.parametrize("state", [JobState.BASELINE, JobState.PLANNED])
@@ -230,15 +235,15 @@ def test_irregular_iterations_are_told_with_the_rank() -> None:
     cluster.spoiling[SECOND] = irregular
     cluster.run(20)
     cluster.expect(JobState.BASELINE)
-    (stalled,) = cluster.told()
-    assert (stalled.attributes["reason"], stalled.attributes["rank"]) == ("IRREGULAR_ITERATIONS", str(SECOND))
+    ((_, stalled),) = cluster.told()
+    assert (stalled.reason, stalled.rank) == (StallReason.IRREGULAR_ITERATIONS, SECOND)
     cluster.spoiling.clear()
     cluster.run()
     assert cluster.reasons()[1:] == [("STALL_ENDED", "IRREGULAR_ITERATIONS")]
     cluster.spoiling = dict.fromkeys(cluster.ranks, irregular)
     cluster.run(20)
     assert cluster.reasons()[2:] == [("STALLED", "IRREGULAR_ITERATIONS")]
-    assert cluster.told()[-1].attributes["rank_count"] == "4"
+    assert cluster.told()[-1][1].rank_count == 4
 
 
 def test_a_few_irregular_iterations_are_nothing_to_tell() -> None:
@@ -257,8 +262,8 @@ def test_iterations_under_other_clocks_are_told_with_the_rank() -> None:
     cluster.run_until(JobState.PROFILING)
     cluster.spoiling[LAST] = of_another_version
     cluster.run(20)
-    (stalled,) = cluster.told()
-    assert (stalled.attributes["reason"], stalled.attributes["rank"]) == ("OTHER_CLOCKS", str(LAST))
+    ((_, stalled),) = cluster.told()
+    assert (stalled.reason, stalled.rank) == (StallReason.OTHER_CLOCKS, LAST)
     cluster.spoiling.clear()
     cluster.run(2)
     assert cluster.reasons() == [("STALLED", "OTHER_CLOCKS"), ("STALL_ENDED", "OTHER_CLOCKS")]
@@ -288,8 +293,8 @@ def test_repeated_iteration_numbers_are_told_until_the_rank_joins_again() -> Non
     cluster.run(2)
     cluster.spoiling[LAST] = of_iteration_0
     cluster.run(20)
-    (stalled,) = cluster.told()
-    assert (stalled.attributes["reason"], stalled.attributes["rank"]) == ("REPEATED_ITERATIONS", str(LAST))
+    ((_, stalled),) = cluster.told()
+    assert (stalled.reason, stalled.rank) == (StallReason.REPEATED_ITERATIONS, LAST)
     cluster.spoiling.clear()
     cluster.send(RankLeft(LAST, "agent-1", RankLeftReason.TRAINER_GONE))
     for rank in cluster.ranks.values():
@@ -330,19 +335,17 @@ def test_a_rank_without_energy_estimates_is_named_and_the_clocks_given_up_say_wh
     cluster = joined(Rules(1000.0, 2, ProfilingRules(iterations=3)))
     cluster.spoiling[SECOND] = spoil
     cluster.run_until(JobState.STOCK)
-    assert [(happening.type.name, happening.attributes["rank"]) for happening in cluster.told()] == [
-        ("STALLED", str(SECOND))
-    ]
+    assert [(kind, stall.rank) for kind, stall in cluster.told()] == [(EventType.STALLED, SECOND)]
     assert cluster.reasons() == [("STALLED", "NO_ENERGY_ESTIMATES")]
-    given_up = cluster.told(EventType.CLOCK_GIVEN_UP)
-    assert [happening.attributes["clock_mhz"] for happening in given_up] == ["1400", "1300"]
+    given_up = cluster.evidence(ClockGivenUp)
+    assert [clock.clock_mhz for clock in given_up] == [1400, 1300]
     expected = "NO_ESTIMATE" if spoil is without_estimate else "NO_ENERGY"
-    assert {happening.attributes["reason"] for happening in given_up} == {expected}
-    assert {happening.attributes["rank"] for happening in given_up} == {str(SECOND)}
-    (ended,) = cluster.told(EventType.PROFILING_ENDED)
-    assert (ended.attributes["is_enough"], ended.attributes["limit"]) == ("False", "")
-    assert int(ended.attributes["iteration_count"]) < 60
-    reason = cluster.told(EventType.STATE_CHANGED)[-1].attributes["reason"]
+    assert {clock.reason.name for clock in given_up} == {expected}
+    assert {clock.rank for clock in given_up} == {SECOND}
+    (ended,) = cluster.evidence(ProfilingEnded)
+    assert (ended.is_enough, ended.limit) == (False, None)
+    assert ended.cost.iteration_count < 60
+    reason = cluster.evidence(StateChanged)[-1].reason
     assert str(SECOND) in reason
     assert ("sent no energy estimate" if spoil is without_estimate else "cost no energy") in reason
     assert cluster.machine.summary().stall is None
@@ -383,11 +386,11 @@ def test_the_budget_ends_a_round_and_the_reason_says_whom_it_waited_for() -> Non
     cluster.spoiling[LAST] = without_estimate
     cluster.run_until(JobState.STOCK)
     assert cluster.machine.profiler.cost.iteration_count == 5
-    reason = cluster.told(EventType.STATE_CHANGED)[-1].attributes["reason"]
+    reason = cluster.evidence(StateChanged)[-1].reason
     assert "the budget of 5 iterations is used up" in reason
     assert f"{LAST} sent no energy estimate" in reason
-    (ended,) = cluster.told(EventType.PROFILING_ENDED)
-    assert (ended.attributes["is_enough"], ended.attributes["limit"]) == ("False", "ITERATION_COUNT")
+    (ended,) = cluster.evidence(ProfilingEnded)
+    assert (ended.is_enough, ended.limit) == (False, ProfilingLimit.ITERATION_COUNT)
 
 
 # ---------------------------------------------------------------------- restarts of the coordinator
@@ -406,8 +409,7 @@ def test_what_profiling_cost_and_gave_up_survives_a_restart() -> None:
     assert (after.cost, after.given_up) == (before.cost, before.given_up)
     cluster.join_all()
     cluster.run_until(JobState.STOCK)
-    clocks = [happening.attributes["clock_mhz"] for happening in cluster.told(EventType.CLOCK_GIVEN_UP)]
-    assert clocks == ["1400", "1300"]
+    assert [clock.clock_mhz for clock in cluster.evidence(ClockGivenUp)] == [1400, 1300]
 
 
 def test_a_stall_that_ends_after_a_restart_is_told_to_have_ended() -> None:
@@ -427,4 +429,4 @@ def test_telemetry_that_is_refused_says_nothing() -> None:
     stale = cluster.ranks[FIRST].end(ITERATION_S)
     cluster.tell(TelemetryArrived(FIRST, "another agent", stale.batch))
     cluster.pass_time(PATIENCE_S)
-    assert cluster.told()[0].attributes["rank_count"] == "4"
+    assert cluster.told()[0][1].rank_count == 4

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from perseus.v1 import agent_service_pb2, job_pb2, job_service_pb2
+from perseus.v1 import agent_service_pb2, event_pb2, job_pb2, job_service_pb2
 from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, FakeAgent, connected, make_settings
 from tests.service.service_fakes import FakeRank
 
@@ -37,8 +37,9 @@ async def test_a_job_without_energy_estimates_ends_at_stock_within_its_budget_an
         assert "pipeline 0, stage 0, tensor 0 sent no energy estimate" in job.state_reason
         cost = job.profiling_cost
         assert 0 < cost.iteration_count <= BUDGET_ITERATIONS
-        assert cost.max_iteration_count == BUDGET_ITERATIONS
-        assert (cost.max_extra_time_s, cost.max_time_s) == (360.0, 0.0)
+        assert job.profiling_budget.iteration_count == BUDGET_ITERATIONS
+        assert job.profiling_budget.extra_time_s == 360.0
+        assert not job.profiling_budget.HasField("time_s")
         report = await client.jobs.GetReport(
             job_service_pb2.GetReportRequest(job_id="job"), timeout=TIMEOUT_S
         )
@@ -48,9 +49,11 @@ async def test_a_job_without_energy_estimates_ends_at_stock_within_its_budget_an
         watch = client.jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id="job"))
         events = [update.event async for update in watch if update.HasField("event")]
         await agent.end()
-    given_up = [event for event in events if event.type == job_pb2.JOB_EVENT_TYPE_CLOCK_GIVEN_UP]
-    assert {event.attributes["reason"] for event in given_up} == {"NO_ESTIMATE"}
-    (ended,) = [event for event in events if event.type == job_pb2.JOB_EVENT_TYPE_PROFILING_ENDED]
-    assert ended.attributes["is_enough"] == "False"
-    (at_stock,) = [event for event in events if event.attributes.get("after") == "STOCK"]
-    assert "pipeline 0, stage 0, tensor 0 sent no energy estimate" in at_stock.attributes["reason"]
+    given_up = [event.clock_given_up for event in events if event.HasField("clock_given_up")]
+    assert {clock.reason for clock in given_up} == {event_pb2.CLOCK_GIVEN_UP_REASON_NO_ESTIMATE}
+    (ended,) = [event.profiling_ended for event in events if event.HasField("profiling_ended")]
+    assert not ended.is_enough
+    assert ended.cost == cost
+    changes = [event.state_changed for event in events if event.HasField("state_changed")]
+    (at_stock,) = [change for change in changes if change.after == job_pb2.JOB_STATE_STOCK]
+    assert "pipeline 0, stage 0, tensor 0 sent no energy estimate" in at_stock.reason

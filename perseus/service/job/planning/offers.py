@@ -22,12 +22,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from perseus.service.domain.commands import SendOffer
+from perseus.service.domain.evidence import PipelineClocks, PlannedIteration
 from perseus.service.domain.model import (
     FOREIGN_VERSION,
     NO_VERSION,
     STOCK,
     Clocks,
     EventType,
+    HoldClocks,
     Offer,
     PipelineOffer,
     PlannedClocks,
@@ -276,7 +278,7 @@ class OfferBoard:
                 EventType.PLAN_OFFERED,
                 f"pipeline {number} is offered {offer.clocks} as version {offer.version} "
                 f"from iteration {offer.start_iteration}",
-                **_evidence(number, offer),
+                _evidence(number, offer),
             )
 
     def _announce_in_force(self, number: int, pipeline: _Pipeline, ranks: Iterable[Rank]) -> None:
@@ -289,7 +291,7 @@ class OfferBoard:
             self._journal.announce(
                 EventType.PLAN_IN_FORCE,
                 f"version {offer.version} ({offer.clocks}) is in force on pipeline {number}",
-                **_evidence(number, offer),
+                _evidence(number, offer),
             )
 
 
@@ -298,16 +300,19 @@ def _planned_times_s(offer: PipelineOffer) -> list[float]:
     return [offer.clocks.plan.iteration_time_s] if isinstance(offer.clocks, PlannedClocks) else []
 
 
-def _evidence(number: int, offer: PipelineOffer) -> dict[str, object]:
-    version = offer.version
-    evidence: dict[str, object] = {
-        "pipeline": number,
-        "version": version,
-        "changed_stages": [stage for stage, own in enumerate(offer.stage_versions) if own == version],
-        "start_iteration": offer.start_iteration,
-        "clocks": offer.clocks,
-    }
-    if isinstance(offer.clocks, PlannedClocks):
-        evidence["iteration_time_s"] = offer.clocks.plan.iteration_time_s
-        evidence["energy_j"] = offer.clocks.plan.energy_j
-    return evidence
+def _evidence(number: int, offer: PipelineOffer) -> PipelineClocks:
+    version, clocks = offer.version, offer.clocks
+    held_clocks_mhz, plan = None, None
+    match clocks:
+        case HoldClocks():
+            held_clocks_mhz = clocks.clocks_mhz
+        case PlannedClocks():
+            plan = PlannedIteration(clocks.plan.iteration_time_s, clocks.plan.energy_j)
+    return PipelineClocks(
+        pipeline=number,
+        version=version,
+        changed_stages=tuple(stage for stage, own in enumerate(offer.stage_versions) if own == version),
+        start_iteration=offer.start_iteration,
+        held_clocks_mhz=held_clocks_mhz,
+        plan=plan,
+    )

@@ -5,8 +5,8 @@ that is being solved is solved in vain: its answer is ignored.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict
 
+from perseus.service.domain import evidence
 from perseus.service.domain.commands import SlowPlan, Solve
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import Clocks, EventType, PlannedClocks, Straggler
@@ -93,13 +93,15 @@ class Planner:
         self._journal.announce(
             EventType.SOLVED,
             f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s",
-            t_min_s=frontier.t_min_s,
-            t_star_s=frontier.t_star_s,
-            t_slow_s=frontier.t_slow_s,
-            baseline_energy_j=frontier.baseline.energy_j,
-            t_min_energy_j=frontier.points[0].energy_j,
-            point_count=len(frontier.points),
-            transfer_lag_s=self.lag_s,
+            evidence.Solved(
+                t_min_s=frontier.t_min_s,
+                t_star_s=frontier.t_star_s,
+                t_slow_s=frontier.t_slow_s,
+                baseline_energy_j=frontier.baseline.energy_j,
+                t_min_energy_j=frontier.points[0].energy_j,
+                point_count=len(frontier.points),
+                transfer_lag_s=self.lag_s,
+            ),
         )
 
     def drop_frontier(self, slow: SlowPlan | None = None) -> None:
@@ -125,7 +127,7 @@ class Planner:
         is_news = policy != self.policy
         if is_news:
             self.policy = policy
-            self._journal.announce(EventType.POLICY_SET, f"policy: {policy}", **asdict(policy))
+            self._journal.announce(EventType.POLICY_SET, f"policy: {policy}", evidence.PolicySet(policy))
         return is_news
 
     def announce_straggler(self, straggler: Straggler) -> None:
@@ -133,9 +135,12 @@ class Planner:
         self._journal.announce(
             EventType.STRAGGLER_REPORTED,
             f"pipeline {straggler.pipeline} is slow: {straggler}",
-            pipeline=straggler.pipeline,
-            reported=straggler,
-            iteration_time_s=self.straggler_times_s()[straggler.pipeline],
+            evidence.StragglerReported(
+                pipeline=straggler.pipeline,
+                iteration_time_s=straggler.iteration_time_s,
+                slowdown_factor=straggler.slowdown_factor,
+                target_time_s=self.straggler_times_s()[straggler.pipeline],
+            ),
         )
 
     def retarget(self) -> None:

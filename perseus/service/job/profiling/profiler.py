@@ -21,8 +21,15 @@ first rounds measured.
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
+from perseus.service.domain.evidence import (
+    ClockGivenUp,
+    ClockProfiled,
+    ProfileAdopted,
+    ProfilingEnded,
+    StagePower,
+)
 from perseus.service.domain.measured import JobIteration, StageProfile
 from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks, StockIteration
 from perseus.service.domain.profiling import (
@@ -111,8 +118,8 @@ class Profiler:
         self.given_up: tuple[GivenUpClock, ...] = ()
         # The stage and rank that the round was waiting for when the budget ended it.
         self._unmeasured: GivenUpClock | None = None
-        # The ranks that a round measures, and how many of them, from the first on, were when they were looked at:
-        # while the next one is not, none of the others needs one.
+        # The ranks that a round measures, and how many of them, from the first on, were when they were looked
+        # at: while the next one is not, none of the others needs a look.
         self._measured_ranks: list[Coordinates] = []
         self._measured_count = 0
 
@@ -365,26 +372,26 @@ class Profiler:
         self._journal.announce(
             EventType.CLOCK_GIVEN_UP,
             f"{clock}, in {self._held_count} iterations",
-            stage=stage,
-            clock_mhz=clock_mhz,
-            iteration_count=self._held_count,
-            disturbed_pipelines=sorted(self._disturbed),
-            reason=reason.name,
-            rank=rank or "",
+            ClockGivenUp(
+                stage=stage,
+                clock_mhz=clock_mhz,
+                iteration_count=self._held_count,
+                disturbed_pipelines=tuple(sorted(self._disturbed)),
+                reason=reason,
+                rank=rank,
+            ),
         )
 
     def _announce_round(self, held: HoldClocks, pipelines: Sequence[int]) -> None:
-        powers_w = {
-            f"blocking_power_w.{profile.stage}": profile.blocking_power_w
+        powers = (
+            StagePower(profile.stage, profile.blocking_power_w)
             for profile in self.profiles
-            if profile.clock_mhz == held.clocks_mhz[profile.stage]
-        }
+            if profile.clock_mhz == held.clocks_mhz[profile.stage] and profile.blocking_power_w
+        )
         self._journal.announce(
             EventType.CLOCK_PROFILED,
             f"{held} is measured on {len(pipelines)} pipelines",
-            clocks_mhz=list(held.clocks_mhz),
-            iteration_count=self._held_count,
-            **powers_w,
+            ClockProfiled(held.clocks_mhz, self._held_count, tuple(powers)),
         )
 
     def _announce_end(self, end: ProfileEnd) -> None:
@@ -392,9 +399,7 @@ class Profiler:
             EventType.PROFILING_ENDED,
             f"profiling has ended after {self.cost.iteration_count} iterations, "
             f"{self.cost.extra_time_s:.1f} s more than at stock: {end.why}",
-            is_enough=end.is_enough,
-            limit=end.limit.name if end.limit else "",
-            **asdict(self.cost),
+            ProfilingEnded(end.is_enough, end.limit, self.cost),
         )
 
     def _adopt_offered(self) -> None:
@@ -403,11 +408,12 @@ class Profiler:
         offered, self.offered = self.offered, ()
         if agree(self.profiles, offered, _SAME_TIME_SHARE, _SAME_ENERGY_SHARE):
             known = self._measured_places()
-            self.replace(p for p in offered if (p.stage, p.clock_mhz) not in known)
+            adopted = [p for p in offered if (p.stage, p.clock_mhz) not in known]
+            self.replace(adopted)
             self._journal.announce(
                 EventType.PROFILE_ADOPTED,
                 f"a profile from before agrees with what is measured: {self.clock_count} clocks",
-                clock_count=self.clock_count,
+                ProfileAdopted(tuple(sorted({p.stage for p in adopted})), self.clock_count),
             )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, replace
 
 from perseus.service.domain.errors import InvalidFieldError, RankAlreadyServedError
+from perseus.service.domain.evidence import RankChanged, RankGpuError
 from perseus.service.domain.inputs import GpuErrorReported, RankJoined
 from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankFilter, RankState, RefusalReason
 from perseus.service.domain.specification import Coordinates, JobSpec
@@ -222,10 +223,7 @@ class RankTable:
             self._journal.announce(
                 EventType.GPU_ERROR,
                 f"{event.rank}: {event.reason.value}: {event.message}",
-                **named(event.rank),
-                gpu_uuid=event.gpu_uuid,
-                reason=event.reason.name,
-                agent_message=event.message,
+                RankGpuError(event.rank, event.gpu_uuid, event.reason, event.message),
             )
 
     def change(self, rank: Rank, why: str | None = None) -> None:
@@ -246,12 +244,14 @@ class RankTable:
             self._journal.announce(
                 EventType.RANK_CHANGED,
                 f"{rank.coordinates} is {rank.state.value}{f': {why}' if why else ''}",
-                **named(rank.coordinates),
-                state=rank.state.name,
-                instance_id=rank.instance_id,
-                hostname=rank.hostname,
-                gpu_uuid=rank.gpu.uuid if rank.gpu else "",
-                reason=why,
+                RankChanged(
+                    rank=rank.coordinates,
+                    state=rank.state,
+                    instance_id=rank.instance_id,
+                    hostname=rank.hostname,
+                    gpu_uuid=rank.gpu.uuid if rank.gpu else "",
+                    reason=why,
+                ),
             )
 
     def _put(self, rank: Rank) -> None:
@@ -305,8 +305,3 @@ class RankTable:
                 assert not rank.instance_id
             else:
                 assert rank.in_force_version == NO_VERSION
-
-
-def named(place: Coordinates) -> dict[str, int]:
-    """Return a rank's place as attributes of an event."""
-    return {"pipeline": place.pipeline, "stage": place.stage, "tensor": place.tensor}

@@ -218,6 +218,7 @@ async def test_other_requests_that_do_not_fit_are_refused(client: Client) -> Non
         (jobs.GetTimeline(pb.GetTimelineRequest(job_id="job", pipeline=9)), INVALID, "PIPELINE_OUT_OF_RANGE"),
         (jobs.GetTimeline(pb.GetTimelineRequest(job_id="job")), precondition, "TIMELINE_NOT_READY"),
         (jobs.WatchJob(pb.WatchJobRequest(job_id="job", after_sequence=-1)).read(), INVALID, "INVALID_FIELD"),
+        (jobs.WatchJob(pb.WatchJobRequest(job_id="job", view=7)).read(), INVALID, "INVALID_FIELD"),  # type: ignore[arg-type]
         (
             frontiers.GetFrontier(frontier_service_pb2.GetFrontierRequest(job_id="job")),
             precondition,

@@ -65,6 +65,23 @@ async def test_watching_shows_the_job_then_every_event_once_and_in_order_until_i
     assert sequences(again) == events
 
 
+@pytest.mark.parametrize(
+    ("view", "is_full"),
+    [
+        (job_pb2.JOB_VIEW_UNSPECIFIED, False),
+        (job_pb2.JOB_VIEW_SUMMARY, False),
+        (job_pb2.JOB_VIEW_FULL, True),
+    ],
+)
+async def test_a_watch_tells_as_much_of_the_job_as_is_asked_for(
+    client: Client, view: job_pb2.JobView.ValueType, is_full: bool
+) -> None:
+    await client.register()
+    call = client.jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id="job", view=view), timeout=TIMEOUT_S)
+    first = await anext(aiter(call))
+    assert (first.job.job_id, first.job.HasField("spec")) == ("job", is_full)
+
+
 async def test_a_watcher_is_told_of_events_that_were_deleted(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with connected(settings) as client:

@@ -11,6 +11,7 @@ import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -36,6 +37,7 @@ from perseus.service.domain.errors import (
     RunNotFoundError,
     StreamReplacedError,
 )
+from perseus.service.domain.events import EventFilter, JobEvent
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -58,29 +60,25 @@ from perseus.service.domain.inputs import (
     Tick,
 )
 from perseus.service.domain.measured import Period, Saving, Timeline
-from perseus.service.domain.model import (
-    FIRST_RUN,
-    EventType,
-    IterationSummary,
-    JobEvent,
-    JobState,
-    JobView,
-    Offer,
-    Rank,
-    RankFilter,
-    Straggler,
-)
+from perseus.service.domain.model import FIRST_RUN, JobState, JobView, Offer, Rank, RankFilter, Straggler
 from perseus.service.domain.records import JobRecord, OfferRecord, record_key
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
 from perseus.service.job.rules import Rules
 from perseus.service.shell.solving import SolverPool
-from perseus.service.shell.watching import Watcher
+from perseus.service.shell.watch_state import WatchState
+from perseus.service.shell.watching import Update, Watcher
 from perseus.service.storage.store import Entry, JobEntry, JobStore, NewJob, TelemetrySequence
 from perseus.solver import Computation, Frontier, Pipeline, Plan, SolverError
 
 log = structlog.get_logger(__name__)
+
+GATHERING_S = 0.005
+"""How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
+
+TURN_S = 0.005
+"""How long actions keep the event loop at a time."""
 
 
 class AgentPort(Protocol):
@@ -143,7 +141,9 @@ class Coordinator:
         """Load what is stored, and go on with it."""
         self._epoch = await self._store.epoch()
         for stored in await self._store.load_jobs():
-            machine, commands = JobMachine.restore(stored, self.rules, self._epoch, time.monotonic())
+            machine, commands = JobMachine.restore(
+                stored, self.rules, self._epoch, time.monotonic(), time.time()
+            )
             self._jobs[stored.spec.job_id] = _Job(machine)
             self._perform(stored.spec.job_id, commands)
         log.info("jobs loaded", job_count=len(self._jobs), epoch=self._epoch)
@@ -156,14 +156,19 @@ class Coordinator:
         """
         while True:
             await self._has_work.wait()
+            await asyncio.sleep(GATHERING_S)
             self._has_work.clear()
             work, self._work = self._work, []
             entries = [entry for item in work for entry in item.entries]
             if entries:
                 await self._store.write(_latest(entries))
+            turn_ends_s = time.monotonic() + TURN_S
             for item in work:
                 for action in item.then:
                     action()
+                if time.monotonic() >= turn_ends_s:
+                    await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
+                    turn_ends_s = time.monotonic() + TURN_S
 
     def tick(self) -> None:
         """Let leases run out. To be called about every second."""
@@ -206,7 +211,7 @@ class Coordinator:
                 raise JobAlreadyExistsError(job_id=spec.job_id, field=name)
             return job.machine.view()
         create_time_s = time.time()
-        machine = JobMachine(spec, self.rules, self._epoch, create_time_s)
+        machine = JobMachine(spec, self.rules, self._epoch, create_time_s, time.monotonic())
         self._jobs[spec.job_id] = _Job(machine)
         await self._perform(spec.job_id, machine.register(), [NewJob(spec, create_time_s)])
         return machine.view()
@@ -307,36 +312,37 @@ class Coordinator:
         """Solve a problem without a job."""
         return await self._solver.solve(problem, point_count)
 
-    async def watch(
-        self, job_id: str, after_sequence: int
-    ) -> AsyncIterator[JobView | JobEvent | IterationSummary]:
+    async def events(
+        self, job_id: str, run_number: int, wanted: EventFilter, first_sequence: int, limit: int
+    ) -> list[JobEvent]:
+        """Return a run's first `limit` wanted events from a sequence on.
+
+        Raises:
+            JobNotFoundError, RunNotFoundError: there is none.
+        """
+        self._find(job_id, run_number)
+        return await self._store.events(job_id, first_sequence - 1, limit, wanted)
+
+    async def watch(self, job_id: str, after_sequence: int, *, has_details: bool) -> AsyncIterator[Update]:
         """Yield the job, its events above a sequence, and then what is new, until the job has ended.
 
-        The watcher is there before the stored events are read, and news is told only once it is stored:
-        nothing is missed, and what comes twice is known by its sequence.
+        The watcher is there before anything is read, and news is told only once it is stored: nothing is
+        missed, and what comes twice is known by its sequence.
+
+        Raises:
+            JobNotFoundError: there is no such job.
+            DrainingError: the coordinator is about to stop.
         """
         job = self._find(job_id)
-        watcher = Watcher()
+        watcher = Watcher(
+            WatchState(after_sequence, job.machine.last_event_sequence, job.machine.has_finished)
+        )
         job.watchers.add(watcher)
         try:
-            has_ended = job.machine.has_finished
             await self.flush()
-            yield job.machine.summary()
-            for event in await self._store.events(job_id, after_sequence):
-                after_sequence = event.happening.sequence
-                has_ended |= _is_end(event)
-                yield event
-            while not has_ended:
-                news, is_job_changed = await watcher.take()
-                for item in news:
-                    if isinstance(item, JobEvent):
-                        if item.happening.sequence <= after_sequence:
-                            continue
-                        after_sequence = item.happening.sequence
-                        has_ended |= _is_end(item)
-                    yield item
-                if is_job_changed:
-                    yield job.machine.summary()
+            fetch = partial(self._store.events, job_id)
+            async for update in watcher.follow(partial(_view, job.machine, has_details), fetch):
+                yield update
         finally:
             job.watchers.discard(watcher)
 
@@ -544,12 +550,6 @@ def _handle(machine: JobMachine, event: Input) -> list[Command]:
 
 def _view(machine: JobMachine, has_details: bool) -> JobView:
     return machine.view() if has_details else machine.summary()
-
-
-def _is_end(event: JobEvent) -> bool:
-    happening = event.happening
-    ended = JobState.FINISHED.name
-    return happening.type is EventType.STATE_CHANGED and happening.attributes["after"] == ended
 
 
 def _latest(entries: Sequence[Entry]) -> list[Entry]:

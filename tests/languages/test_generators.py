@@ -35,5 +35,9 @@ def test_stubs_are_named_as_their_languages_want(tmp_path: Path) -> None:
     for language, (opening, files) in NAMES.items():
         made = [path for path in (folder / language).rglob("*") if path.is_file()]
         assert {str(path.relative_to(folder / language)) for path in made} >= set(files)
-        unnamed = [path.name for path in made if not re.search(opening, path.read_text(), re.MULTILINE)]
+        unnamed = [
+            path.name
+            for path in made
+            if not re.search(opening, path.read_text(errors="replace"), re.MULTILINE)
+        ]
         assert unnamed == []

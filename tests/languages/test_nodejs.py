@@ -40,7 +40,7 @@ def test_the_whole_story(tmp_path: Path) -> None:
 
 def test_a_coordinator_that_is_killed_and_comes_back(tmp_path: Path) -> None:
     with CoordinatorProcess(tmp_path) as coordinator, start(coordinator.address, tmp_path) as client:
-        client.wait_for("planned: ")
+        client.wait_for("→ planned: ")  # the plans are offered, and not yet in force
         coordinator.kill()
         coordinator.start()
         printed = client.wait()

@@ -1,5 +1,6 @@
 """`perseus jobs`: look at the jobs of a running coordinator, and tell it what only the operator knows."""
 
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,6 @@ from rich.table import Table
 from perseus.cli.terminal import BAD_INPUT, FAILURE, console, fail
 
 if TYPE_CHECKING:
-    from perseus.v1 import rank_pb2
     from perseus.v1.clock_statistics_pb2 import ClockStatistics
     from perseus.v1.job_pb2 import Job
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
@@ -23,6 +23,7 @@ Coordinator = Annotated[
     str, typer.Option(envvar="PERSEUS_COORDINATOR", help="The coordinator's HOST:PORT.", show_envvar=True)
 ]
 JobId = Annotated[str, typer.Argument(help="The job's identifier.", show_default=False)]
+RunNumber = Annotated[int, typer.Option("--run", min=0, help="A run of the job; 0 for the latest.")]
 _DEFAULT_COORDINATOR = "127.0.0.1:50051"
 
 
@@ -47,22 +48,47 @@ def list_jobs(coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
 
 
 @app.command()
-def show(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+def runs(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+    """List all runs of a job, the latest first."""
+    from perseus.v1 import job_service_pb2
+
+    table = Table()
+    for column in ("run", "state", "registered", "pipelines × stages × tensor"):
+        table.add_column(column)
+    with _jobs(coordinator) as jobs:
+        token = ""
+        while True:
+            request = job_service_pb2.ListRunsRequest(job_id=job_id, page_token=token)
+            page = jobs.ListRuns(request, timeout=_TIMEOUT_S)
+            for run in page.runs:
+                _, state, layout, *_ = _summary(run)
+                at = run.create_time.ToDatetime().strftime("%Y-%m-%d %H:%M:%S UTC")
+                table.add_row(str(run.run_number), state, at, layout)
+            token = page.next_page_token
+            if not token:
+                break
+    console.print(table)
+
+
+@app.command()
+def show(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Show a job and its ranks."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(coordinator) as jobs:
-        _show(jobs.GetJob(job_service_pb2.GetJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job)
+        request = job_service_pb2.GetJobRequest(job_id=job_id, run_number=run_number)
+        _show(jobs.GetJob(request, timeout=_TIMEOUT_S).job)
 
 
 @app.command()
-def watch(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+def watch(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Print a job's events and iterations as they come, until it has ended or you press Ctrl-C."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(coordinator) as jobs:
         try:
-            for update in jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id=job_id)):
+            request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)
+            for update in jobs.WatchJob(request):
                 if update.HasField("event"):
                     at = update.event.create_time.ToDatetime().strftime("%H:%M:%S")
                     console.print(f"{at}  {update.event.message}", highlight=False, markup=False)
@@ -110,12 +136,13 @@ def straggler(
 
 
 @app.command()
-def report(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+def report(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Show what was measured: time and energy, period by period, against the stock baseline."""
     from perseus.v1 import job_pb2, job_service_pb2
 
     with _jobs(coordinator) as jobs:
-        periods = jobs.GetReport(job_service_pb2.GetReportRequest(job_id=job_id), timeout=_TIMEOUT_S).periods
+        request = job_service_pb2.GetReportRequest(job_id=job_id, run_number=run_number)
+        periods = jobs.GetReport(request, timeout=_TIMEOUT_S).periods
     stock = None
     table = Table(caption="mean ± standard error; against the latest stock baseline before")
     table.add_column("state")
@@ -148,7 +175,7 @@ def rebaseline(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -
     from perseus.v1 import job_service_pb2
 
     with _jobs(coordinator) as jobs:
-        request = job_service_pb2.MeasureBaselineRequest(job_id=job_id)
+        request = job_service_pb2.MeasureBaselineRequest(job_id=job_id, request_id=uuid.uuid4().hex)
         _show(jobs.MeasureBaseline(request, timeout=_TIMEOUT_S).job)
 
 
@@ -202,6 +229,24 @@ def finish(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> No
         _show(jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job)
 
 
+@app.command()
+def resume(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+    """Let a job that was put back to stock go on: the baseline is measured, then it is planned again."""
+    from perseus.v1 import job_service_pb2
+
+    with _jobs(coordinator) as jobs:
+        _show(jobs.ResumeJob(job_service_pb2.ResumeJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job)
+
+
+@app.command()
+def delete(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+    """Forget a finished job, with all its runs, events and reports."""
+    from perseus.v1 import job_service_pb2
+
+    with _jobs(coordinator) as jobs:
+        jobs.DeleteJob(job_service_pb2.DeleteJobRequest(job_id=job_id), timeout=_TIMEOUT_S)
+
+
 @contextmanager
 def _jobs(address: str) -> Iterator["JobServiceStub"]:
     """The coordinator's job service; its refusals become one line and an exit code."""
@@ -232,6 +277,7 @@ def _state_name(state: int) -> str:
 
 
 def _summary(job: "Job") -> list[str]:
+    from perseus.v1 import rank_pb2
 
     layout = job.spec.parallelism
     connected = sum(rank.state == rank_pb2.RANK_STATE_CONNECTED for rank in job.ranks)
@@ -259,6 +305,7 @@ def _on_clock(clocks: "ClockStatistics") -> str:
 
 
 def _show(job: "Job") -> None:
+    from perseus.v1 import rank_pb2
 
     titles = ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers")
     for title, value in zip(titles, _summary(job), strict=True):

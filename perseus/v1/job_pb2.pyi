@@ -41,7 +41,7 @@ class _JobStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     JOB_STATE_PLANNED: _JobState.ValueType  # 5
     """Plans are in force, or offered."""
     JOB_STATE_STOCK: _JobState.ValueType  # 6
-    """The job was put back to stock because something failed; the last event tells what."""
+    """The job was put back to stock because something failed; the last event tells what. ResumeJob leads on."""
     JOB_STATE_FINISHED: _JobState.ValueType  # 7
     """The job has ended."""
 
@@ -63,7 +63,7 @@ JOB_STATE_SOLVING: JobState.ValueType  # 4
 JOB_STATE_PLANNED: JobState.ValueType  # 5
 """Plans are in force, or offered."""
 JOB_STATE_STOCK: JobState.ValueType  # 6
-"""The job was put back to stock because something failed; the last event tells what."""
+"""The job was put back to stock because something failed; the last event tells what. ResumeJob leads on."""
 JOB_STATE_FINISHED: JobState.ValueType  # 7
 """The job has ended."""
 Global___JobState: typing_extensions.TypeAlias = JobState
@@ -121,6 +121,8 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Computations take other times than the plans were made with: the frontier is solved again."""
     JOB_EVENT_TYPE_BASELINE_REQUESTED: _JobEventType.ValueType  # 20
     """Somebody asked for the stock baseline to be measured again."""
+    JOB_EVENT_TYPE_RESUMED: _JobEventType.ValueType  # 24
+    """Somebody asked for the job to go on from stock, beginning at the baseline."""
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """What kind of thing happened to a job."""
@@ -172,6 +174,8 @@ JOB_EVENT_TYPE_PROFILE_CORRECTED: JobEventType.ValueType  # 19
 """Computations take other times than the plans were made with: the frontier is solved again."""
 JOB_EVENT_TYPE_BASELINE_REQUESTED: JobEventType.ValueType  # 20
 """Somebody asked for the stock baseline to be measured again."""
+JOB_EVENT_TYPE_RESUMED: JobEventType.ValueType  # 24
+"""Somebody asked for the job to go on from stock, beginning at the baseline."""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 @typing.final
@@ -286,6 +290,7 @@ class JobSpec(google.protobuf.message.Message):
     PARALLELISM_FIELD_NUMBER: builtins.int
     SCHEDULE_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    STAGE_WORK_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """Identifier: 1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit."""
     @property
@@ -298,7 +303,13 @@ class JobSpec(google.protobuf.message.Message):
 
     @property
     def policy(self) -> Global___OperatingPolicy:
-        """Operating policy; absent means no slowdown."""
+        """Operating policy to begin with; absent means no slowdown."""
+
+    @property
+    def stage_work(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageWork]:
+        """What each stage computes, stage 0 first; empty where it is not known. Another work is another
+        specification, so that no plan or profile is used for work that it was not made for.
+        """
 
     def __init__(
         self,
@@ -307,11 +318,32 @@ class JobSpec(google.protobuf.message.Message):
         parallelism: Global___Parallelism | None = ...,
         schedule: perseus.v1.computation_pb2.Schedule | None = ...,
         policy: Global___OperatingPolicy | None = ...,
+        stage_work: collections.abc.Iterable[Global___StageWork] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["parallelism", b"parallelism", "policy", b"policy", "schedule", b"schedule"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "parallelism", b"parallelism", "policy", b"policy", "schedule", b"schedule"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "parallelism", b"parallelism", "policy", b"policy", "schedule", b"schedule", "stage_work", b"stage_work"]) -> None: ...
 
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
+
+@typing.final
+class StageWork(google.protobuf.message.Message):
+    """What one stage computes, as far as its time and energy depend on it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    fingerprint: builtins.str
+    """Opaque text of at most 128 printable characters, the same wherever the computations are the same: made of
+    the layers or parameters of the stage, the microbatch's shape, the versions of the software.
+    """
+    def __init__(
+        self,
+        *,
+        fingerprint: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint"]) -> None: ...
+
+Global___StageWork: typing_extensions.TypeAlias = StageWork
 
 @typing.final
 class Straggler(google.protobuf.message.Message):
@@ -355,6 +387,7 @@ class Job(google.protobuf.message.Message):
     T_SLOW_S_FIELD_NUMBER: builtins.int
     PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
+    RUN_NUMBER_FIELD_NUMBER: builtins.int
     state: Global___JobState.ValueType
     """Its state."""
     epoch: builtins.str
@@ -365,6 +398,10 @@ class Job(google.protobuf.message.Message):
     """T_min of the frontier, seconds; 0 before the job is solved."""
     t_slow_s: builtins.float
     """T_slow of the frontier, seconds; 0 before the job is solved."""
+    run_number: builtins.int
+    """Number of the run, from 1: registered again after its end, or with another specification while no rank was
+    live, the same job has a new run.
+    """
     @property
     def spec(self) -> Global___JobSpec:
         """What was registered, with the policy now in force."""
@@ -398,9 +435,10 @@ class Job(google.protobuf.message.Message):
         t_slow_s: builtins.float = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        run_number: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "epoch", b"epoch", "planned_iteration_time_s", b"planned_iteration_time_s", "profiled_clock_count", b"profiled_clock_count", "ranks", b"ranks", "spec", b"spec", "state", b"state", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "epoch", b"epoch", "planned_iteration_time_s", b"planned_iteration_time_s", "profiled_clock_count", b"profiled_clock_count", "ranks", b"ranks", "run_number", b"run_number", "spec", b"spec", "state", b"state", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 
@@ -432,7 +470,7 @@ class JobEvent(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     ATTRIBUTES_FIELD_NUMBER: builtins.int
     sequence: builtins.int
-    """Number of the event within its job, from 1."""
+    """Number of the event within its run, from 1."""
     type: Global___JobEventType.ValueType
     """What kind of thing happened."""
     message: builtins.str

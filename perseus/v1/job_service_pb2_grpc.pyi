@@ -73,6 +73,22 @@ _JobServiceListJobsType = typing_extensions.TypeVar(
     ],
 )
 
+_JobServiceListRunsType = typing_extensions.TypeVar(
+    '_JobServiceListRunsType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRunsRequest,
+        perseus.v1.job_service_pb2.ListRunsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRunsRequest,
+        perseus.v1.job_service_pb2.ListRunsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRunsRequest,
+        perseus.v1.job_service_pb2.ListRunsResponse,
+    ],
+)
+
 _JobServiceFinishJobType = typing_extensions.TypeVar(
     '_JobServiceFinishJobType',
     grpc.UnaryUnaryMultiCallable[
@@ -86,6 +102,38 @@ _JobServiceFinishJobType = typing_extensions.TypeVar(
     default=grpc.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.FinishJobRequest,
         perseus.v1.job_service_pb2.FinishJobResponse,
+    ],
+)
+
+_JobServiceDeleteJobType = typing_extensions.TypeVar(
+    '_JobServiceDeleteJobType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.DeleteJobRequest,
+        perseus.v1.job_service_pb2.DeleteJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.DeleteJobRequest,
+        perseus.v1.job_service_pb2.DeleteJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.DeleteJobRequest,
+        perseus.v1.job_service_pb2.DeleteJobResponse,
+    ],
+)
+
+_JobServiceResumeJobType = typing_extensions.TypeVar(
+    '_JobServiceResumeJobType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ResumeJobRequest,
+        perseus.v1.job_service_pb2.ResumeJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ResumeJobRequest,
+        perseus.v1.job_service_pb2.ResumeJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ResumeJobRequest,
+        perseus.v1.job_service_pb2.ResumeJobResponse,
     ],
 )
 
@@ -201,8 +249,15 @@ _JobServiceWatchJobType = typing_extensions.TypeVar(
     ],
 )
 
-class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceFinishJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
-    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus"."""
+class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceListRunsType, _JobServiceFinishJobType, _JobServiceDeleteJobType, _JobServiceResumeJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
+    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+
+    Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
+    request is known. A request_id is any text of 1 to 64 printable ASCII characters that no other request has,
+    such as a random UUID.
+
+    Where a request names a run_number, 0 means the latest run of the job.
+    """
 
     @typing.overload
     def __init__(self: JobServiceStub[
@@ -219,8 +274,20 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
             perseus.v1.job_service_pb2.ListJobsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListRunsRequest,
+            perseus.v1.job_service_pb2.ListRunsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.FinishJobRequest,
             perseus.v1.job_service_pb2.FinishJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.DeleteJobRequest,
+            perseus.v1.job_service_pb2.DeleteJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ResumeJobRequest,
+            perseus.v1.job_service_pb2.ResumeJobResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ReportStragglerRequest,
@@ -267,8 +334,20 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
             perseus.v1.job_service_pb2.ListJobsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListRunsRequest,
+            perseus.v1.job_service_pb2.ListRunsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.FinishJobRequest,
             perseus.v1.job_service_pb2.FinishJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.DeleteJobRequest,
+            perseus.v1.job_service_pb2.DeleteJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ResumeJobRequest,
+            perseus.v1.job_service_pb2.ResumeJobResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ReportStragglerRequest,
@@ -301,18 +380,37 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     ], channel: grpc.aio.Channel) -> None: ...
 
     RegisterJob: _JobServiceRegisterJobType
-    """Registers a job. The same specification again is answered with the job as it is; another under the same
-    identifier is ALREADY_EXISTS.
+    """Registers a job, and returns once that is durable.
+
+    The same specification while its run has not finished is the same run (a crash, an elastic restart): the job
+    is returned as it is. Another one while any rank is live (connected, or disconnected with its lease running)
+    is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are refused;
+    while none is live, the old run ends as abandoned and a new one begins. After its end, a new request_id begins
+    a new run, and one that began or joined a run before returns that run. Of each run the latest 64 request_ids
+    are known.
     """
 
     GetJob: _JobServiceGetJobType
-    """A job by its identifier."""
+    """A run of a job."""
 
     ListJobs: _JobServiceListJobsType
-    """All jobs, by identifier, in pages."""
+    """The latest run of every job, by identifier, in pages."""
+
+    ListRuns: _JobServiceListRunsType
+    """The runs of a job, the latest first, in pages."""
 
     FinishJob: _JobServiceFinishJobType
     """Ends a job: every GPU goes back to stock."""
+
+    DeleteJob: _JobServiceDeleteJobType
+    """Forgets a finished job with all its runs, events and reports. FAILED_PRECONDITION before it has finished. A
+    training that still runs may register it anew.
+    """
+
+    ResumeJob: _JobServiceResumeJobType
+    """Lets a job that was put back to stock begin again at the baseline; what was profiled is kept where it still
+    fits. A job in another state is returned as it is.
+    """
 
     ReportStraggler: _JobServiceReportStragglerType
     """Says that a pipeline is slow; the others move along the frontier to match the slowest. A second report of
@@ -353,8 +451,20 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
         perseus.v1.job_service_pb2.ListJobsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRunsRequest,
+        perseus.v1.job_service_pb2.ListRunsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.FinishJobRequest,
         perseus.v1.job_service_pb2.FinishJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.DeleteJobRequest,
+        perseus.v1.job_service_pb2.DeleteJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ResumeJobRequest,
+        perseus.v1.job_service_pb2.ResumeJobResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.ReportStragglerRequest,
@@ -387,7 +497,14 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
 ]
 
 class JobServiceServicer(metaclass=abc.ABCMeta):
-    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus"."""
+    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+
+    Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
+    request is known. A request_id is any text of 1 to 64 printable ASCII characters that no other request has,
+    such as a random UUID.
+
+    Where a request names a run_number, 0 means the latest run of the job.
+    """
 
     @abc.abstractmethod
     def RegisterJob(
@@ -395,8 +512,14 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.RegisterJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.RegisterJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.RegisterJobResponse]]:
-        """Registers a job. The same specification again is answered with the job as it is; another under the same
-        identifier is ALREADY_EXISTS.
+        """Registers a job, and returns once that is durable.
+
+        The same specification while its run has not finished is the same run (a crash, an elastic restart): the job
+        is returned as it is. Another one while any rank is live (connected, or disconnected with its lease running)
+        is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are refused;
+        while none is live, the old run ends as abandoned and a new one begins. After its end, a new request_id begins
+        a new run, and one that began or joined a run before returns that run. Of each run the latest 64 request_ids
+        are known.
         """
 
     @abc.abstractmethod
@@ -405,7 +528,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.GetJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.GetJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.GetJobResponse]]:
-        """A job by its identifier."""
+        """A run of a job."""
 
     @abc.abstractmethod
     def ListJobs(
@@ -413,7 +536,15 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ListJobsResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListJobsResponse]]:
-        """All jobs, by identifier, in pages."""
+        """The latest run of every job, by identifier, in pages."""
+
+    @abc.abstractmethod
+    def ListRuns(
+        self,
+        request: perseus.v1.job_service_pb2.ListRunsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.job_service_pb2.ListRunsResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListRunsResponse]]:
+        """The runs of a job, the latest first, in pages."""
 
     @abc.abstractmethod
     def FinishJob(
@@ -422,6 +553,26 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.FinishJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.FinishJobResponse]]:
         """Ends a job: every GPU goes back to stock."""
+
+    @abc.abstractmethod
+    def DeleteJob(
+        self,
+        request: perseus.v1.job_service_pb2.DeleteJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.job_service_pb2.DeleteJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.DeleteJobResponse]]:
+        """Forgets a finished job with all its runs, events and reports. FAILED_PRECONDITION before it has finished. A
+        training that still runs may register it anew.
+        """
+
+    @abc.abstractmethod
+    def ResumeJob(
+        self,
+        request: perseus.v1.job_service_pb2.ResumeJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.job_service_pb2.ResumeJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ResumeJobResponse]]:
+        """Lets a job that was put back to stock begin again at the baseline; what was profiled is kept where it still
+        fits. A job in another state is returned as it is.
+        """
 
     @abc.abstractmethod
     def ReportStraggler(

@@ -36,7 +36,7 @@ def register(jobs: job_service_pb2_grpc.JobServiceStub, job_id: str) -> None:
             )
         ),
     )
-    jobs.RegisterJob(job_service_pb2.RegisterJobRequest(spec=spec), timeout=10)
+    jobs.RegisterJob(job_service_pb2.RegisterJobRequest(spec=spec, request_id=job_id), timeout=10)
 
 
 def run(address: str, *arguments: object) -> Result:

@@ -1,6 +1,7 @@
 """A scripted agent on a real stream, made from the stubs; and a coordinator to talk to."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -69,13 +70,21 @@ class Client:
         self.frontiers: FrontierServiceAsyncStub = FrontierServiceStub(channel)
         self.agents: AgentServiceAsyncStub = AgentServiceStub(channel)
 
-    async def job(self, job_id: str = "job") -> job_pb2.Job:
-        response = await self.jobs.GetJob(job_service_pb2.GetJobRequest(job_id=job_id), timeout=TIMEOUT_S)
+    async def job(self, job_id: str = "job", run_number: int = 0) -> job_pb2.Job:
+        request = job_service_pb2.GetJobRequest(job_id=job_id, run_number=run_number)
+        response = await self.jobs.GetJob(request, timeout=TIMEOUT_S)
         job: job_pb2.Job = response.job
         return job
 
-    async def register(self, **counts: Any) -> job_pb2.Job:
-        request = job_service_pb2.RegisterJobRequest(spec=spec_message(**counts))
+    async def register(
+        self, request_id: str | None = None, spec_fingerprint: str = "", **counts: Any
+    ) -> job_pb2.Job:
+        """Each registration is another request unless the test says otherwise."""
+        request = job_service_pb2.RegisterJobRequest(
+            spec=spec_message(**counts),
+            request_id=uuid.uuid4().hex if request_id is None else request_id,
+            spec_fingerprint=spec_fingerprint,
+        )
         job: job_pb2.Job = (await self.jobs.RegisterJob(request, timeout=TIMEOUT_S)).job
         return job
 
@@ -110,11 +119,17 @@ class FakeAgent:
     """An agent that serves some ranks of one job, iteration by iteration, as fast as it is acknowledged."""
 
     def __init__(
-        self, client: Client, instance_id: str, places: list[Coordinates], job_id: str = "job"
+        self,
+        client: Client,
+        instance_id: str,
+        places: list[Coordinates],
+        job_id: str = "job",
+        spec_fingerprint: str = "",
     ) -> None:
         schedule: Schedule = one_forward_one_backward(2, 3)
         self.instance_id = instance_id
         self.job_id = job_id
+        self.spec_fingerprint = spec_fingerprint
         self.ranks = {
             place: service_fakes.FakeRank(place, instance_id, schedule.orders[place.stage])
             for place in places
@@ -192,6 +207,8 @@ class FakeAgent:
             iteration=rank.iteration,
             in_force_epoch=self.epoch if rank.in_force.version else "",
             in_force_version=rank.in_force.version,
+            after_sequence=rank.after_sequence,
+            spec_fingerprint=self.spec_fingerprint,
         )
 
     @staticmethod

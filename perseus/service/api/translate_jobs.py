@@ -64,6 +64,7 @@ def spec_from_proto(message: job_pb2.JobSpec) -> JobSpec:
         parallelism=Parallelism(counts.pipeline_count, counts.stage_count, counts.tensor_count),
         schedule=schedule_spec_from_proto(message.schedule),
         policy=policy_from_proto(message.policy) if message.HasField("policy") else OperatingPolicy(),
+        stage_work=tuple(work.fingerprint for work in message.stage_work),
     )
 
 
@@ -140,7 +141,9 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
             ),
             schedule=schedule_spec_to_proto(spec.schedule),
             policy=policy_to_proto(view.policy),
+            stage_work=[job_pb2.StageWork(fingerprint=fingerprint) for fingerprint in spec.stage_work],
         ),
+        run_number=view.run_number,
         state=_JOB_STATE[view.state],
         epoch=view.epoch,
         ranks=[rank_to_proto(rank) for rank in view.ranks],

@@ -88,15 +88,17 @@ class EventType(enum.Enum):
     PROMISE_BROKEN = "promise broken"
     PROFILE_CORRECTED = "profile corrected"
     BASELINE_REQUESTED = "baseline requested"
+    RESUMED = "resumed"
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as its agent sees it; its clocks highest first."""
+    """A GPU as its agent sees it; its clocks highest first. The power limit is 0 where it is not known."""
 
     uuid: str
     model: str
     supported_clocks_mhz: tuple[int, ...]
+    power_limit_w: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something that happened to a job, with its evidence; numbered within the job from 1."""
+    """Something that happened to a job, with its evidence; numbered within the run from 1."""
 
     sequence: int
     type: EventType
@@ -242,9 +244,10 @@ class Happening:
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """Something happened to a job, at this time on the wall clock."""
+    """Something happened to a run of a job, at this time on the wall clock."""
 
     job_id: str
+    run_number: int
     create_time_s: float
     happening: Happening
 
@@ -265,6 +268,7 @@ class JobView:
     """A job as others may see it."""
 
     spec: JobSpec
+    run_number: int
     policy: OperatingPolicy
     state: JobState
     epoch: str

@@ -1,4 +1,4 @@
-"""A job's life, as a pure state machine: inputs and the time in, commands out.
+"""The life of a job's run, as a pure state machine: inputs and the time in, commands out.
 
 Theory of operation
 ===================
@@ -17,13 +17,19 @@ change. A rank whose agent was silent for the lease is LOST, as is one whose tra
 on a Tick only. The time is any clock that never goes back; only differences count.
 """
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
 
 from perseus.service.domain.commands import AcceptRank, Command, EndStream, FindProfile, ReportIteration
-from perseus.service.domain.errors import JobFinishedError, JobNotSolvedError, TimelineNotReadyError
+from perseus.service.domain.errors import (
+    JobFinishedError,
+    JobNotSolvedError,
+    SpecMismatchError,
+    TimelineNotReadyError,
+)
 from perseus.service.domain.inputs import (
+    Abandoned,
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
@@ -37,6 +43,8 @@ from perseus.service.domain.inputs import (
     ProfileFound,
     RankJoined,
     RankLeft,
+    RegisteredAgain,
+    ResumeRequested,
     Solved,
     SolveFailed,
     StragglerCleared,
@@ -44,12 +52,13 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.measured import JobIteration, Period, StageProfile, Timeline
+from perseus.service.domain.measured import JobIteration, Period, Timeline
 from perseus.service.domain.model import (
     FOREIGN_VERSION,
     NO_VERSION,
     STOCK,
     EventType,
+    Gpu,
     HoldClocks,
     JobState,
     JobView,
@@ -59,8 +68,16 @@ from perseus.service.domain.model import (
     RankState,
     StockClocks,
 )
-from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, StoredJob
-from perseus.service.domain.specification import JobSpec
+from perseus.service.domain.records import (
+    MOST_REQUEST_IDS,
+    ForgetIterations,
+    IterationRows,
+    JobRecord,
+    ProfiledWork,
+    Registrations,
+    StoredJob,
+)
+from perseus.service.domain.specification import JobSpec, Registration
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
@@ -70,6 +87,7 @@ from perseus.service.job.planning.operating_point import check_straggler
 from perseus.service.job.planning.planner import Planner
 from perseus.service.job.planning.refusals import Refusals
 from perseus.service.job.profiling.profiler import Profiler
+from perseus.service.job.profiling.work_keys import work_keys
 from perseus.service.job.ranks.rank_table import LIVE, RankTable
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, stages_at_stock
 from perseus.service.job.rules import Rules
@@ -79,10 +97,12 @@ from perseus.solver import Computation, Frontier, SolverError
 
 
 class JobMachine:
-    """One job. `handle` is the only way in; what it returns is the only way out.
+    """One run of a job. `handle` is the only way in; what it returns is the only way out.
 
     Attributes:
         spec: the job as registered.
+        run_number: which run of it this is, from 1.
+        registrations: who registered it.
         schedule: its order of computations.
         state: where the job stands.
         create_time_s: when it was registered, on the wall clock.
@@ -92,8 +112,12 @@ class JobMachine:
         is_profile_complete: whether that is enough to plan on.
     """
 
-    def __init__(self, spec: JobSpec, rules: Rules, epoch: str, create_time_s: float) -> None:
+    def __init__(
+        self, spec: JobSpec, run_number: int, rules: Rules, epoch: str, create_time_s: float
+    ) -> None:
         self.spec = spec
+        self.run_number = run_number
+        self.registrations = Registrations(())
         self.schedule = spec.check()
         self.state = JobState.WAITING
         self.log = IterationLog(list(spec.parallelism.all_coordinates()))
@@ -121,13 +145,16 @@ class JobMachine:
             self._stragglers,
             self._journal,
         )
+        self._baseline_request_ids: tuple[str, ...] = ()
         self._stored_record: JobRecord | None = None
 
     # ------------------------------------------------------------------ the way in and out
 
-    def register(self) -> list[Command]:
-        """Begin the job's life: what is to be stored and told of a new job."""
+    def register(self, registration: Registration, version: int) -> list[Command]:
+        """Begin the run's life: what is to be stored and told of it. Versions up to `version` are used up."""
         counts = self.spec.parallelism
+        self._offers.version = version
+        self._note_registration(registration)
         self._journal.announce(
             EventType.REGISTERED,
             f"registered with {counts.pipeline_count} pipelines × {counts.stage_count} stages × "
@@ -146,7 +173,8 @@ class JobMachine:
 
         A frontier is not stored: a complete profile is solved again, while plans in force stay as they are.
         """
-        machine = cls(stored.spec, rules, epoch, stored.create_time_s)
+        machine = cls(stored.spec, stored.run_number, rules, epoch, stored.create_time_s)
+        machine.registrations = stored.registrations
         version = NO_VERSION
         if (record := stored.record) is not None:
             machine._planner.policy, machine.state, version = record.policy, record.state, record.version
@@ -154,6 +182,7 @@ class JobMachine:
             machine._planner.lag_s = record.lag_s
             machine.is_profile_complete = record.is_profile_complete
             machine._stragglers.restore(record.stragglers)
+            machine._baseline_request_ids = record.baseline_request_ids
         machine._offers.restore(version, stored.offers)
         machine._ranks.restore(stored.ranks, now_s)
         machine.profiler.profiles = stored.profiles
@@ -165,6 +194,8 @@ class JobMachine:
             machine.log.add(rows.rank, rows.rows)
         if machine.is_profile_complete and machine.state not in (JobState.STOCK, JobState.FINISHED):
             machine._solve()
+        if machine.state is JobState.PROFILING:
+            machine._find_profile()
         return machine, machine._take_commands()
 
     def handle(self, event: Input, now_s: float) -> list[Command]:
@@ -192,6 +223,7 @@ class JobMachine:
         planned_s = tuple(some.plan.iteration_time_s for some in clocks if isinstance(some, PlannedClocks))
         return JobView(
             spec=self.spec,
+            run_number=self.run_number,
             policy=self._planner.policy,
             state=self.state,
             epoch=self._epoch,
@@ -212,14 +244,24 @@ class JobMachine:
         """Whether the job has ended."""
         return self.state is JobState.FINISHED
 
+    @property
+    def has_live_rank(self) -> bool:
+        """Whether a rank is connected, or may come back within its lease."""
+        return any(rank.state in LIVE for rank in self._ranks)
+
+    @property
+    def version(self) -> int:
+        """The highest version of clocks that was used so far."""
+        return self._offers.version
+
+    def takes(self, spec_fingerprint: str) -> bool:
+        """Tell whether ranks of this specification may join; what names none is not checked."""
+        known = (some.spec_fingerprint for some in self.registrations.registrations)
+        return not spec_fingerprint or spec_fingerprint in known
+
     def order(self, stage: int) -> tuple[Computation, ...]:
         """Return what the ranks of a stage compute, in order."""
         return self.schedule.orders[stage]
-
-    def difference(self, spec: JobSpec) -> str | None:
-        """Return the name of a part in which a specification differs from the registered one, if one does."""
-        parts = ("parallelism", "schedule", "policy")
-        return next((name for name in parts if getattr(self.spec, name) != getattr(spec, name)), None)
 
     def report(self) -> tuple[Period, ...]:
         """Return what was measured, period by period."""
@@ -237,16 +279,6 @@ class JobMachine:
         if timeline is None:
             raise TimelineNotReadyError(job_id=self.spec.job_id, pipeline=pipeline)
         return timeline
-
-    def complete_profiles(self) -> tuple[StageProfile, ...]:
-        """Return what is measured of the stages, if that is enough to plan on; nothing otherwise."""
-        return tuple(self.profiler.profiles) if self.is_profile_complete else ()
-
-    def profile_key(self) -> Hashable:
-        """Return what two jobs have in common that may share a profile."""
-        counts = self.spec.parallelism
-        models = tuple(sorted({rank.gpu.model for rank in self._ranks if rank.gpu}))
-        return models, counts.stage_count, counts.tensor_count, self.spec.schedule
 
     def solved_frontier(self) -> Frontier:
         """Return the frontier.
@@ -267,6 +299,7 @@ class JobMachine:
             is_profile_complete=self.is_profile_complete,
             stragglers=tuple(self._stragglers),
             lag_s=self._planner.lag_s,
+            baseline_request_ids=self._baseline_request_ids,
         )
         if record != self._stored_record:
             self._stored_record = record
@@ -280,9 +313,26 @@ class JobMachine:
         raise TypeError(f"unknown input {event!r}")
 
     @_on.register
+    def _on_registered_again(self, event: RegisteredAgain, _now_s: float) -> None:
+        self._note_registration(event.registration)
+
+    @_on.register
+    def _on_abandoned(self, event: Abandoned, _now_s: float) -> None:
+        self._enter(JobState.FINISHED, f"abandoned: {event.why}")
+
+    @_on.register
     def _on_rank_joined(self, event: RankJoined, now_s: float) -> None:
         self._check_running()
         self.spec.check_rank(event.rank)
+        if not self.takes(event.spec_fingerprint):
+            raise SpecMismatchError(
+                job_id=self.spec.job_id,
+                run_number=self.run_number,
+                pipeline=event.rank.pipeline,
+                stage=event.rank.stage,
+                tensor=event.rank.tensor,
+                spec_fingerprint=event.spec_fingerprint,
+            )
         rank = self._ranks[event.rank]
         if rank.instance_id == event.instance_id and rank.state in LIVE and event.iteration < rank.iteration:
             self._lose([rank], "its trainer is back at an earlier iteration")
@@ -397,7 +447,21 @@ class JobMachine:
             self._enter(JobState.FINISHED, "ended on request")
 
     @_on.register
-    def _on_baseline_requested(self, _event: BaselineRequested, _now_s: float) -> None:
+    def _on_resume_requested(self, _event: ResumeRequested, _now_s: float) -> None:
+        if self.state is not JobState.STOCK:
+            return
+        self._journal.announce(EventType.RESUMED, "the job goes on from stock, as it was asked to")
+        self._planner.drop_frontier()
+        self._planner.watch.forgive()
+        self.profiler.renew()
+        self._baseline.forget()
+        everybody = self._ranks.are_all(RankState.CONNECTED)
+        self._enter(JobState.BASELINE if everybody else JobState.WAITING, "it was asked to go on")
+
+    @_on.register
+    def _on_baseline_requested(self, event: BaselineRequested, _now_s: float) -> None:
+        if event.request_id in self._baseline_request_ids:
+            return
         self._check_running()
         if self.state is not JobState.PLANNED:
             raise JobNotSolvedError(job_id=self.spec.job_id, state=self.state.value)
@@ -406,12 +470,13 @@ class JobMachine:
             f"the stock iteration, {self._baseline.time_s:.6f} s so far, is measured again",
             baseline_time_s=self._baseline.time_s,
         )
+        self._baseline_request_ids = (*self._baseline_request_ids, event.request_id)[-MOST_REQUEST_IDS:]
         self._baseline.forget()
         self._enter(JobState.BASELINE, "the stock baseline is measured again")
 
     @_on.register
     def _on_profile_found(self, event: ProfileFound, _now_s: float) -> None:
-        self.profiler.offered = event.profiles
+        self.profiler.known = event.found
 
     @_on.register
     def _on_solved(self, event: Solved, _now_s: float) -> None:
@@ -468,6 +533,12 @@ class JobMachine:
         self.is_profile_complete = False
         if self.state in (JobState.PROFILING, JobState.SOLVING, JobState.PLANNED):
             self._enter(JobState.PROFILING, why)
+
+    def _note_registration(self, registration: Registration) -> None:
+        registrations = self.registrations.with_newest(registration)
+        if registrations != self.registrations:
+            self.registrations = registrations
+            self._journal.store(registrations)
 
     def _check_running(self) -> None:
         if self.state is JobState.FINISHED:
@@ -552,8 +623,7 @@ class JobMachine:
         self._planner.watch.restart()
         match state:
             case JobState.PROFILING:
-                if not self.profiler.profiles:
-                    self._journal.do(FindProfile())
+                self._find_profile()
                 self._profile(held=None)
             case JobState.PLANNED:
                 self._retarget()
@@ -578,9 +648,23 @@ class JobMachine:
             self._offers.wish(range(len(self._offers)), following)
         elif following.is_enough:
             self.is_profile_complete = True
+            for stage, key in enumerate(self._work_keys()):
+                self._journal.store(ProfiledWork(stage, key))
             self._enter(JobState.SOLVING, following.why)
         else:
             self._fall_back(following.why)
+
+    def _find_profile(self) -> None:
+        """Ask for what is known from before, as long as it can be held against the first measurements."""
+        if self.profiler.clock_count < LEAST_CLOCKS:
+            self._journal.do(FindProfile(self._work_keys()))
+
+    def _work_keys(self) -> tuple[str, ...]:
+        gpus: list[list[Gpu]] = [[] for _ in range(self.spec.parallelism.stage_count)]
+        for rank in self._ranks:
+            if rank.gpu is not None:
+                gpus[rank.coordinates.stage].append(rank.gpu)
+        return work_keys(self.spec, self.schedule, gpus)
 
     def _solve(self) -> None:
         try:

@@ -57,7 +57,7 @@ class Bench:
     """A session and its time; `do` checks the invariants after every event."""
 
     def __init__(self, order: tuple[Computation, ...] = ORDER, *, observe: bool = False) -> None:
-        self.session = Session(RANK, GPU, observe=observe)
+        self.session = Session(RANK, GPU, observe=observe, is_registered=True)
         self.order = order
         self.now_s = 100.0
 

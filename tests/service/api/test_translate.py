@@ -26,10 +26,11 @@ from tests.service.frontiers import FRONTIER
 
 def spec_through_the_wire(spec: JobSpec) -> JobSpec:
     view = model.JobView(
-        spec, spec.policy, model.JobState.WAITING, "epoch", (), {}, frozenset(), 0, 0.0, 0.0, (), 1.5
+        spec, 3, spec.policy, model.JobState.WAITING, "epoch", (), {}, frozenset(), 0, 0.0, 0.0, (), 1.5
     )
     message = job_pb2.Job.FromString(job_to_proto(view).SerializeToString())
     assert message.create_time.ToNanoseconds() == 1_500_000_000
+    assert message.run_number == 3
     return spec_from_proto(message.spec)
 
 
@@ -37,7 +38,8 @@ def spec_through_the_wire(spec: JobSpec) -> JobSpec:
 @pytest.mark.parametrize("percent", [0.0, 12.5])
 def test_a_named_specification_comes_back(name: specification.ScheduleName, percent: float) -> None:
     schedule = specification.NamedSchedule(name, 7)
-    spec = JobSpec("a.b-c_1", Parallelism(3, 4, 2), schedule, OperatingPolicy(percent))
+    work = ("embedding", "", "12 layers", "head")
+    spec = JobSpec("a.b-c_1", Parallelism(3, 4, 2), schedule, OperatingPolicy(percent), work)
     assert spec_through_the_wire(spec) == spec
 
 

@@ -109,7 +109,9 @@ async def test_specifications_that_cannot_be_are_refused(client: Client) -> None
     ]
     for spec, reason, metadata in cases:
         code, found, details = await refusal(
-            client.jobs.RegisterJob(job_service_pb2.RegisterJobRequest(spec=spec), timeout=TIMEOUT_S)
+            client.jobs.RegisterJob(
+                job_service_pb2.RegisterJobRequest(spec=spec, request_id="r"), timeout=TIMEOUT_S
+            )
         )
         assert (code, found) == (INVALID, reason), spec
         assert metadata.items() <= details.items(), spec
@@ -138,7 +140,9 @@ async def test_explicit_orders_that_cannot_be_are_refused(client: Client) -> Non
         spec = spec_message("new")
         spec.schedule.CopyFrom(schedule)
         code, found, details = await refusal(
-            client.jobs.RegisterJob(job_service_pb2.RegisterJobRequest(spec=spec), timeout=TIMEOUT_S)
+            client.jobs.RegisterJob(
+                job_service_pb2.RegisterJobRequest(spec=spec, request_id="r"), timeout=TIMEOUT_S
+            )
         )
         assert (code, found) == (INVALID, reason)
         assert metadata.items() <= details.items()

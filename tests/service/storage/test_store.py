@@ -34,7 +34,7 @@ from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.storage.sqlite_store import SqliteStore
-from perseus.service.storage.store import Entry, JobEntry, JobStore, NewJob, TelemetrySequence
+from perseus.service.storage.store import Entry, JobEntry, JobStore, NewRun, TelemetrySequence
 from perseus.solver import Computation, Kind
 from tests.service.service_fakes import EPOCH, Cluster, make_gpu, make_spec
 
@@ -84,12 +84,12 @@ async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> Non
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(3)
-    entries: list[Entry] = [NewJob(cluster.spec, 12.5)]
+    entries: list[Entry] = [NewRun(cluster.spec, 1, 12.5)]
     for command in cluster.history:
         if isinstance(command, Store):
-            entries.append(JobEntry("job", command.record))
+            entries.append(JobEntry("job", 1, command.record))
         elif isinstance(command, Announce):
-            entries.append(JobEvent("job", 13.5, command.happening))
+            entries.append(JobEvent("job", 1, 13.5, command.happening))
     store = await open_store()
     await store.write(entries)
     await store.close()
@@ -114,7 +114,7 @@ async def test_an_explicit_schedule_and_all_kinds_come_back(open_store: Open) ->
     )
     spec = JobSpec("job", Parallelism(1, 1, 1), ExplicitSchedule((order,)), OperatingPolicy(2.5))
     store = await open_store()
-    await store.write([NewJob(spec, 1.0)])
+    await store.write([NewRun(spec, 1, 1.0)])
     (stored,) = await store.load_jobs()
     assert stored.spec == spec
     assert stored.record is None
@@ -128,10 +128,10 @@ async def test_a_later_entry_replaces_one_of_the_same_key(open_store: Open) -> N
     )
     await store.write(
         [
-            NewJob(make_spec(), 1.0),
-            JobEntry("job", RECORD),
-            JobEntry("job", rank),
-            JobEntry("job", OfferRecord(1, PipelineOffer((3, 2), 20, HoldClocks((1200, 0))))),
+            NewRun(make_spec(), 1, 1.0),
+            JobEntry("job", 1, RECORD),
+            JobEntry("job", 1, rank),
+            JobEntry("job", 1, OfferRecord(1, PipelineOffer((3, 2), 20, HoldClocks((1200, 0))))),
         ]
     )
     newer = replace(
@@ -139,9 +139,9 @@ async def test_a_later_entry_replaces_one_of_the_same_key(open_store: Open) -> N
     )
     await store.write(
         [
-            JobEntry("job", replace(RECORD, version=10)),
-            JobEntry("job", newer),
-            JobEntry("job", OfferRecord(1, PipelineOffer((4, 3), 22, STOCK))),
+            JobEntry("job", 1, replace(RECORD, version=10)),
+            JobEntry("job", 1, newer),
+            JobEntry("job", 1, OfferRecord(1, PipelineOffer((4, 3), 22, STOCK))),
         ]
     )
     (stored,) = await store.load_jobs()
@@ -156,11 +156,11 @@ async def test_jobs_do_not_see_each_others_entries(open_store: Open) -> None:
     event = Happening(1, EventType.REGISTERED, "registered", {})
     await store.write(
         [
-            NewJob(make_spec("b"), 1.0),
-            NewJob(make_spec("a"), 2.0),
-            JobEntry("b", RECORD),
-            JobEntry("b", rows(Coordinates(0, 0, 0), [1], -1)),
-            JobEvent("b", 1.0, event),
+            NewRun(make_spec("b"), 1, 1.0),
+            NewRun(make_spec("a"), 1, 2.0),
+            JobEntry("b", 1, RECORD),
+            JobEntry("b", 1, rows(Coordinates(0, 0, 0), [1], -1)),
+            JobEvent("b", 1, 1.0, event),
         ]
     )
     first, second = await store.load_jobs()
@@ -177,14 +177,14 @@ async def test_rows_of_open_iterations_stay_until_they_are_closed_or_forgotten(o
         (stored,) = await store.load_jobs()
         return [(row.rank, int(row.rows.iteration[0])) for row in stored.open_rows]
 
-    await store.write([NewJob(make_spec(), 1.0), JobEntry("job", rows(first, [5, 6], -1))])
+    await store.write([NewRun(make_spec(), 1, 1.0), JobEntry("job", 1, rows(first, [5, 6], -1))])
     assert await open_iterations() == [(first, 5), (first, 6)]
-    await store.write([JobEntry("job", rows(second, [5], 5))])
+    await store.write([JobEntry("job", 1, rows(second, [5], 5))])
     assert await open_iterations() == [(first, 6)]
     (stored,) = await store.load_jobs()
     (row,) = stored.open_rows
     assert (row.rows.duration_s[0], row.rows.energy_j[0], row.rows.plan_version[0]) == (1 / 3, 2 / 3, 4)
-    await store.write([JobEntry("job", ForgetIterations())])
+    await store.write([JobEntry("job", 1, ForgetIterations())])
     assert await open_iterations() == []
     await store.close()
 
@@ -192,14 +192,14 @@ async def test_rows_of_open_iterations_stay_until_they_are_closed_or_forgotten(o
 async def test_events_come_back_in_order_above_a_sequence(open_store: Open) -> None:
     store = await open_store()
     events = [
-        JobEvent("job", 1.5 * n, Happening(n, EventType.PLAN_OFFERED, f"no. {n}", {"version": str(n)}))
+        JobEvent("job", 1, 1.5 * n, Happening(n, EventType.PLAN_OFFERED, f"no. {n}", {"version": str(n)}))
         for n in range(1, 6)
     ]
-    await store.write([NewJob(make_spec(), 1.0), *events])
-    assert await store.events("job", 0) == events
-    assert await store.events("job", 3) == events[3:]
-    assert await store.events("job", 5) == []
-    assert await store.events("another", 0) == []
+    await store.write([NewRun(make_spec(), 1, 1.0), *events])
+    assert await store.events("job", 1, 0) == events
+    assert await store.events("job", 1, 3) == events[3:]
+    assert await store.events("job", 1, 5) == []
+    assert await store.events("another", 1, 0) == []
     await store.close()
 
 
@@ -214,9 +214,9 @@ async def test_the_telemetry_sequence_is_kept_per_instance(open_store: Open) -> 
 
 async def test_a_write_that_fails_leaves_nothing_behind(open_store: Open) -> None:
     store = await open_store()
-    await store.write([NewJob(make_spec(), 1.0)])
+    await store.write([NewRun(make_spec(), 1, 1.0)])
     with pytest.raises(Exception, match=r"(?i)unique"):
-        await store.write([TelemetrySequence("a", 7), NewJob(make_spec(), 2.0)])
+        await store.write([TelemetrySequence("a", 7), NewRun(make_spec(), 1, 2.0)])
     assert await store.telemetry_sequence("a") == 0
     await store.write([TelemetrySequence("a", 1)])
     assert await store.telemetry_sequence("a") == 1

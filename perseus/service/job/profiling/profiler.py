@@ -9,15 +9,15 @@ left to measure goes on with a clock that it has.
 Profiling ends when the plan's energy can no longer change by more than the accuracy asked for, or when the
 budget is used up. Two clocks of each stage are the least; without them there is nothing to plan.
 
-A profile of the same GPUs and job shape may be there from before. It is taken over if it agrees with what the
-first rounds measured.
+A profile of the same work on the same GPUs may be known from before, stage by stage. It is adopted where it
+agrees with what the first rounds measured of the stage.
 """
 
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from perseus.service.domain.measured import JobIteration, StageProfile
+from perseus.service.domain.measured import JobIteration, KnownProfile, StageProfile
 from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
@@ -68,14 +68,14 @@ class Profiler:
 
     Attributes:
         profiles: what is measured so far.
-        offered: a profile of the same GPUs and job shape from before.
+        known: what is known of the stages' work from before, and not yet held against measurements.
     """
 
     def __init__(
         self, parallelism: Parallelism, schedule: Schedule, rules: ProfilingRules, journal: Journal
     ) -> None:
         self.profiles: tuple[StageProfile, ...] = ()
-        self.offered: tuple[StageProfile, ...] = ()
+        self.known: tuple[KnownProfile, ...] = ()
         self._parallelism = parallelism
         self._schedule = schedule
         self._rules = rules
@@ -94,6 +94,13 @@ class Profiler:
         """Clocks measured at the stage that has the most."""
         stages = [profile.stage for profile in self.profiles]
         return max((stages.count(stage) for stage in set(stages)), default=0)
+
+    def renew(self) -> None:
+        """Begin with a whole budget, and with every clock that is not measured; what is measured is kept."""
+        self._barred.clear()
+        self._round_count = self._iteration_count = 0
+        self._extra_j = 0.0
+        self._begun_s = None
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank's counter says of the clock that it holds."""
@@ -120,7 +127,7 @@ class Profiler:
             self._begun_s = now_s
         if held is not None and not self._end_round(held, clocks_mhz):
             return held
-        self._adopt_offered()
+        self._adopt_known()
         choice = choose_clocks(self.profiles, self._schedule, clocks_mhz, self._barred)
         why = self._why_to_end(choice, now_s)
         if why is None:
@@ -245,15 +252,25 @@ class Profiler:
             **powers_w,
         )
 
-    def _adopt_offered(self) -> None:
-        if not self.offered or self.clock_count < LEAST_CLOCKS:
+    def _adopt_known(self) -> None:
+        """Hold what is known from before against the first clocks, and adopt it where it agrees."""
+        if not self.known or self.clock_count < LEAST_CLOCKS:
             return
-        offered, self.offered = self.offered, ()
-        if agree(self.profiles, offered, _SAME_TIME_SHARE, _SAME_ENERGY_SHARE):
-            known = self._measured_places()
-            self.replace(p for p in offered if (p.stage, p.clock_mhz) not in known)
+        known, self.known = self.known, ()
+        by_source: dict[tuple[str, int], list[int]] = {}
+        measured = self._measured_places()
+        for stage in known:
+            own = [profile for profile in self.profiles if profile.stage == stage.stage]
+            if agree(own, stage.profiles, _SAME_TIME_SHARE, _SAME_ENERGY_SHARE):
+                self.replace(p for p in stage.profiles if (p.stage, p.clock_mhz) not in measured)
+                by_source.setdefault((stage.source_job_id, stage.source_run_number), []).append(stage.stage)
+        for (job_id, run_number), stages in by_source.items():
             self._journal.announce(
                 EventType.PROFILE_ADOPTED,
-                f"a profile from before agrees with what is measured: {self.clock_count} clocks",
+                f"what run {run_number} of job {job_id} measured agrees with what is measured of stages "
+                f"{', '.join(map(str, stages))}: {self.clock_count} clocks",
+                stages=stages,
                 clock_count=self.clock_count,
+                source_job_id=job_id,
+                source_run_number=run_number,
             )

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,12 @@ def make_settings(directory: Path, **changes: Any) -> CoordinatorSettings:
 
 
 def spec_message(
-    job_id: str = "job", pipelines: int = 2, stages: int = 2, microbatches: int = 3
+    job_id: str = "job",
+    pipelines: int = 2,
+    stages: int = 2,
+    microbatches: int = 3,
+    max_slowdown_percent: float = 0.0,
+    stage_work: Sequence[str] = (),
 ) -> job_pb2.JobSpec:
     return job_pb2.JobSpec(
         job_id=job_id,
@@ -58,6 +63,8 @@ def spec_message(
                 name=computation_pb2.SCHEDULE_NAME_ONE_FORWARD_ONE_BACKWARD, microbatch_count=microbatches
             )
         ),
+        policy=job_pb2.OperatingPolicy(max_slowdown_percent=max_slowdown_percent),
+        stage_work=[job_pb2.StageWork(fingerprint=fingerprint) for fingerprint in stage_work],
     )
 
 
@@ -74,6 +81,17 @@ class Client:
         request = job_service_pb2.GetJobRequest(job_id=job_id, run_number=run_number)
         response = await self.jobs.GetJob(request, timeout=TIMEOUT_S)
         job: job_pb2.Job = response.job
+        return job
+
+    async def events(self, job_id: str = "job", run_number: int = 0) -> list[job_pb2.JobEvent]:
+        """Return the events of a run that has ended."""
+        request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)
+        updates = self.jobs.WatchJob(request, timeout=TIMEOUT_S)
+        return [update.event async for update in updates if update.HasField("event")]
+
+    async def finish(self, job_id: str = "job") -> job_pb2.Job:
+        request = job_service_pb2.FinishJobRequest(job_id=job_id)
+        job: job_pb2.Job = (await self.jobs.FinishJob(request, timeout=TIMEOUT_S)).job
         return job
 
     async def register(

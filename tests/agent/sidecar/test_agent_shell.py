@@ -68,9 +68,11 @@ class Trainer:
 
 def connected_probe(socket: Path) -> Probe:
     """The next trainer's, once the agent is done with the one before."""
-    while not (probe := Probe.connect(socket, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID)).is_connected:
+    while True:
+        probe = Probe.connect(socket, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID, is_registered=True)
+        if probe.is_connected:
+            return probe
         time.sleep(0.02)
-    return probe
 
 
 @pytest.fixture

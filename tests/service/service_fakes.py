@@ -206,6 +206,7 @@ class FakeRank:
     def start_trainer(self, iteration: int = -1) -> None:
         """A new trainer begins after this iteration, at stock."""
         self.iteration, self.in_force, self.pending = iteration, Offer(0, 0, STOCK), None
+        self.in_force_since = iteration + 1
         self.after_sequence = self.sequence
 
     def answer(self, offer: Offer) -> OfferAnswered:

@@ -10,6 +10,7 @@ import pytest
 
 from perseus.service.domain.commands import Announce, Store
 from perseus.service.domain.errors import DatabaseUnavailableError
+from perseus.service.domain.measured import KnownProfile, Period, StageProfile
 from perseus.service.domain.model import (
     STOCK,
     EventType,
@@ -22,20 +23,29 @@ from perseus.service.domain.model import (
     RankState,
     Straggler,
 )
-from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, OfferRecord
+from perseus.service.domain.records import (
+    ForgetIterations,
+    IterationRows,
+    JobRecord,
+    OfferRecord,
+    ProfiledWork,
+    Record,
+    Registrations,
+)
 from perseus.service.domain.specification import (
     Coordinates,
     ExplicitSchedule,
     JobSpec,
     OperatingPolicy,
     Parallelism,
+    Registration,
 )
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.storage.sqlite_store import SqliteStore
-from perseus.service.storage.store import Entry, JobEntry, JobStore, NewRun, TelemetrySequence
-from perseus.solver import Computation, Kind
+from perseus.service.storage.store import Entry, JobDeleted, JobEntry, JobStore, NewRun, TelemetrySequence
+from perseus.solver import Computation, Kind, Measurement
 from tests.service.service_fakes import EPOCH, Cluster, make_gpu, make_spec
 
 Open = Callable[[], Awaitable[JobStore]]
@@ -54,6 +64,8 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 RECORD = JobRecord(
     OperatingPolicy(3.5), JobState.PLANNED, 9, 0.1 + 0.2, True, (Straggler(0, None, 1.3),), 0.7e-3
 )
+
+PERIOD = Period(0, JobState.BASELINE, False, (1, 1), 0, 2, 0.8, 0.0, 80.0, 0.0, (40.0, 40.0))
 
 
 def rows(rank: Coordinates, iterations: list[int], closed_through: int) -> IterationRows:
@@ -200,6 +212,118 @@ async def test_events_come_back_in_order_above_a_sequence(open_store: Open) -> N
     assert await store.events("job", 1, 3) == events[3:]
     assert await store.events("job", 1, 5) == []
     assert await store.events("another", 1, 0) == []
+    await store.close()
+
+
+async def test_runs_of_a_job_do_not_see_each_others_entries_and_the_latest_is_loaded(
+    open_store: Open,
+) -> None:
+    store = await open_store()
+    event = Happening(1, EventType.REGISTERED, "registered", {})
+    registrations = Registrations((Registration("first", "work"), Registration("second", "")))
+    entries: list[Entry] = []
+    for number in range(1, 11):  # by number, not as text
+        entries += [
+            NewRun(replace(make_spec(), stage_work=(f"run {number}", "")), number, float(number)),
+            JobEntry("job", number, replace(RECORD, version=number, baseline_request_ids=("a", "b"))),
+            JobEvent("job", number, float(number), event),
+        ]
+    entries.append(JobEntry("job", 3, registrations))
+    entries.append(JobEntry("job", 10, Registrations((Registration("third", "work"),))))
+    await store.write(entries)
+    await store.close()
+
+    store = await open_store()
+    (latest,) = await store.load_jobs()
+    third = await store.load_run("job", 3)
+    assert third is not None
+    assert (latest.run_number, third.run_number) == (10, 3)
+    assert (latest.spec.stage_work, third.spec.stage_work) == (("run 10", ""), ("run 3", ""))
+    assert (latest.create_time_s, third.create_time_s) == (10.0, 3.0)
+    assert latest.record == replace(RECORD, version=10, baseline_request_ids=("a", "b"))
+    assert third.registrations == registrations
+    assert latest.registrations.registrations == (Registration("third", "work"),)
+    assert await store.load_run("job", 11) is None
+    assert await store.load_run("another", 1) is None
+    assert await store.run_numbers("job") == list(range(10, 0, -1))
+    assert await store.run_numbers("another") == []
+    assert await store.events("job", 3, 0) == [JobEvent("job", 3, 3.0, event)]
+    assert await store.known_requests() == {"job": {"first": 3, "second": 3, "third": 10}}
+    await store.close()
+
+
+async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open_store: Open) -> None:
+    store = await open_store()
+    rank = Rank(Coordinates(0, 0, 0))
+    profile = StageProfile(0, 1200, {}, 60.0, 0.5)
+    for job_id in ("gone", "stays"):
+        entries: list[Entry] = []
+        for number in (1, 2):
+            records: list[Record] = [
+                RECORD,
+                Registrations((Registration(f"request {number}", ""),)),
+                rank,
+                OfferRecord(0, PipelineOffer((3, 2), 20, STOCK)),
+                profile,
+                ProfiledWork(0, f"work of {job_id}"),
+                PERIOD,
+                rows(rank.coordinates, [1], -1),
+            ]
+            entries.append(NewRun(make_spec(job_id), number, 1.0))
+            entries += [JobEntry(job_id, number, record) for record in records]
+            entries.append(JobEvent(job_id, number, 1.0, Happening(1, EventType.REGISTERED, "", {})))
+        await store.write(entries)
+    assert await store.deleted_version() == 0
+    await store.write([JobDeleted("gone", 17)])
+    await store.write([NewRun(make_spec("gone"), 1, 2.0), JobDeleted("gone", 5)])
+    await store.close()
+
+    store = await open_store()
+    assert await store.deleted_version() == 17
+    (stored,) = await store.load_jobs()
+    assert (stored.spec.job_id, stored.run_number, stored.record) == ("stays", 2, RECORD)
+    assert (stored.ranks, stored.profiles, stored.periods) == ((rank,), (profile,), (PERIOD,))
+    assert len(stored.offers) == len(stored.open_rows) == stored.last_sequence == 1
+    assert await store.known_requests() == {"stays": {"request 1": 1, "request 2": 2}}
+    assert await store.known_profiles(["work of gone"]) == []
+    assert await store.events("gone", 1, 0) == []
+    # What comes under its name finds nothing of it.
+    await store.write([NewRun(make_spec("gone"), 1, 3.0)])
+    again = await store.load_run("gone", 1)
+    assert again is not None
+    assert (again.ranks, again.offers, again.profiles, again.periods, again.open_rows) == ((),) * 5
+    assert (again.record, again.last_sequence) == (None, 0)
+    await store.close()
+
+
+async def test_profiles_are_found_by_the_work_of_each_stage_the_youngest_first(open_store: Open) -> None:
+    store = await open_store()
+
+    def profile(stage: int, clock_mhz: int, time_s: float) -> StageProfile:
+        measurement = Measurement(clock_mhz, time_s, 10.0)
+        return StageProfile(stage, clock_mhz, {(0, Kind.FORWARD): measurement}, 60.0, 0.5)
+
+    await store.write(
+        [
+            NewRun(make_spec("old"), 1, 1.0),
+            JobEntry("old", 1, profile(0, 1200, 0.1)),
+            JobEntry("old", 1, ProfiledWork(0, "light")),
+            NewRun(make_spec("young"), 1, 2.0),
+            NewRun(make_spec("young"), 2, 3.0),
+            *(JobEntry("young", 2, profile(1, clock_mhz, 0.2)) for clock_mhz in (1300, 900)),
+            JobEntry("young", 2, profile(0, 1300, 0.3)),
+            JobEntry("young", 2, ProfiledWork(1, "light")),
+            # Not known by any key: its run is not done with it.
+            NewRun(make_spec("younger"), 1, 4.0),
+            JobEntry("younger", 1, profile(0, 1200, 0.4)),
+        ]
+    )
+    expected = tuple(replace(profile(1, mhz, 0.2), stage=3) for mhz in (900, 1300))
+    assert await store.known_profiles(["heavy", "", "none", "light"]) == [
+        KnownProfile(3, expected, "young", 2)
+    ]
+    await store.write([JobDeleted("young", 0)])
+    assert await store.known_profiles(["light"]) == [KnownProfile(0, (profile(0, 1200, 0.1),), "old", 1)]
     await store.close()
 
 

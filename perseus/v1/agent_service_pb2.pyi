@@ -269,9 +269,9 @@ class RankJoined(google.protobuf.message.Message):
     however late it comes.
     """
     spec_fingerprint: builtins.str
-    """The specification that the trainer belongs to, as in RegisterJobRequest; empty where it says none. Where it
-    is not one that the job's latest run was registered with, the rank is refused (SPEC_MISMATCH), as its trainer
-    computes something else, or was not registered yet: announce it again later.
+    """The specification that the trainer belongs to, as in RegisterJobRequest; empty where it says none. Where the
+    job's latest run was not registered with it, the rank is refused (SPEC_MISMATCH): its trainer computes
+    something else, or was not registered yet. Announce it again later.
     """
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
@@ -784,9 +784,9 @@ class PlanOffer(google.protobuf.message.Message):
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     version: builtins.int
-    """Version, rising within the job over all its runs, so that an offer of an earlier run is never taken for one of
-    the present run. It belongs to the clocks and survives reconnects. A rank whose clocks a new
-    plan does not change keeps its version, and is offered nothing.
+    """Version, rising within the job over all its runs, so that an offer of an earlier run is never taken for one
+    of the present run. It belongs to the clocks and survives reconnects. A rank whose clocks a new plan does not
+    change keeps its version, and is offered nothing.
     """
     start_iteration: builtins.int
     """First iteration under these clocks. A rank that has already begun it refuses."""

@@ -126,12 +126,12 @@ class JobServiceServicer(object):
     def RegisterJob(self, request, context):
         """Registers a job, and returns once that is durable.
 
-        The same specification while its run has not finished is the same run (a crash, an elastic restart): the job
-        is returned as it is. Another one while any rank is live (connected, or disconnected with its lease running)
-        is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are refused;
-        while none is live, the old run ends as abandoned and a new one begins. After its end, a new request_id begins
-        a new run, and one that began or joined a run before returns that run. Of each run the latest 64 request_ids
-        are known.
+        The same specification while its run has not finished is the same run (a crash, an elastic restart): the
+        job is returned as it is. Another one while any rank is live (connected, or disconnected with its lease
+        running) is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are
+        refused; while none is live, the old run ends as abandoned and a new one begins. After its end, a new
+        request_id begins a new run, and one that began or joined a run before returns that run. Of each run the
+        latest 64 request_ids are known.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -382,12 +382,12 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     RegisterJob: _JobServiceRegisterJobType
     """Registers a job, and returns once that is durable.
 
-    The same specification while its run has not finished is the same run (a crash, an elastic restart): the job
-    is returned as it is. Another one while any rank is live (connected, or disconnected with its lease running)
-    is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are refused;
-    while none is live, the old run ends as abandoned and a new one begins. After its end, a new request_id begins
-    a new run, and one that began or joined a run before returns that run. Of each run the latest 64 request_ids
-    are known.
+    The same specification while its run has not finished is the same run (a crash, an elastic restart): the
+    job is returned as it is. Another one while any rank is live (connected, or disconnected with its lease
+    running) is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are
+    refused; while none is live, the old run ends as abandoned and a new one begins. After its end, a new
+    request_id begins a new run, and one that began or joined a run before returns that run. Of each run the
+    latest 64 request_ids are known.
     """
 
     GetJob: _JobServiceGetJobType
@@ -514,12 +514,12 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[perseus.v1.job_service_pb2.RegisterJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.RegisterJobResponse]]:
         """Registers a job, and returns once that is durable.
 
-        The same specification while its run has not finished is the same run (a crash, an elastic restart): the job
-        is returned as it is. Another one while any rank is live (connected, or disconnected with its lease running)
-        is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are refused;
-        while none is live, the old run ends as abandoned and a new one begins. After its end, a new request_id begins
-        a new run, and one that began or joined a run before returns that run. Of each run the latest 64 request_ids
-        are known.
+        The same specification while its run has not finished is the same run (a crash, an elastic restart): the
+        job is returned as it is. Another one while any rank is live (connected, or disconnected with its lease
+        running) is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are
+        refused; while none is live, the old run ends as abandoned and a new one begins. After its end, a new
+        request_id begins a new run, and one that began or joined a run before returns that run. Of each run the
+        latest 64 request_ids are known.
         """
 
     @abc.abstractmethod

@@ -110,7 +110,14 @@ class Client:
 @asynccontextmanager
 async def connected(settings: CoordinatorSettings) -> AsyncIterator[Client]:
     """Run a coordinator, and connect to it."""
-    async with running(settings) as (address, _), grpc.aio.insecure_channel(address) as channel:
+    async with running(settings) as (address, _), connected_to(address) as client:
+        yield client
+
+
+@asynccontextmanager
+async def connected_to(address: str) -> AsyncIterator[Client]:
+    """Connect to a coordinator that runs already."""
+    async with grpc.aio.insecure_channel(address) as channel:
         yield Client(channel)
 
 

@@ -144,6 +144,9 @@ def test_the_count_of_broken_promises_begins_anew() -> None:
     assert len(cluster.announced(EventType.PROMISE_BROKEN)) == MOST_BROKEN_PROMISES + 1
     cluster.send(ResumeRequested())
     cluster.run_until(JobState.PLANNED)
+    assert states(cluster)[-4:] == ["STOCK", "BASELINE", "SOLVING", "PLANNED"], (
+        "not on the frontier that failed"
+    )
     cluster.slowness = lambda stage, mhz: 1.3 if stage == 1 and mhz < CLOCKS_MHZ[0] else 1.0
     cluster.run(BLOCK)
     assert len(cluster.announced(EventType.PROMISE_BROKEN)) == MOST_BROKEN_PROMISES + 2

@@ -371,7 +371,10 @@ async def test_a_retried_baseline_is_measured_once_also_after_a_restart(service:
 # ---------------------------------------------------------------------- delete, resume
 
 
-async def test_a_job_is_deleted_once_it_has_finished_and_nothing_of_it_stays(service: Service) -> None:
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_job_is_deleted_once_it_has_finished_and_nothing_of_it_stays(
+    service: Service, is_restarted: bool
+) -> None:
     client, jobs = service.client, service.client.jobs
     await client.register("first", "work")
     agent = await planned(client, "work")
@@ -392,12 +395,14 @@ async def test_a_job_is_deleted_once_it_has_finished_and_nothing_of_it_stays(ser
     await jobs.DeleteJob(request, timeout=TIMEOUT_S)
     await agent.end()
 
-    client = await service.start()
+    if is_restarted:
+        client = await service.start()
     for number in (0, 1, 2):
         code, _, _ = await refusal(client.job(run_number=number))
         assert code is grpc.StatusCode.NOT_FOUND
     # What comes under its name is another job; but agents may remember versions of the one before.
     assert (await client.register("first", "work")).run_number == 1
+    assert (await client.register("second", "work")).run_number == 1
     agent = FakeAgent(client, "new", ALL_PLACES, spec_fingerprint="work")
     await agent.join()
     await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)

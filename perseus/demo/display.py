@@ -92,10 +92,10 @@ def _pipelines(observer: Observer) -> RenderableType:
     if job is None:
         return table
     slow = {straggler.pipeline for straggler in job.stragglers}
-    for pipeline in range(job.spec.parallelism.pipeline_count):
+    for pipeline in range(job.parallelism.pipeline_count):
         latest = observer.measurements.latest_of(pipeline)
         planned = list(job.planned_iteration_time_s)
-        versions = {rank.in_force_version for rank in job.ranks if rank.coordinates.pipeline == pipeline}
+        versions = {rank.in_force_version for rank in observer.ranks if rank.coordinates.pipeline == pipeline}
         table.add_row(
             f"{pipeline} [red]straggler[/]" if pipeline in slow else str(pipeline),
             str(latest.number) if latest else "",

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import grpc.aio
 
 from perseus.demo.summary import Iteration, Measurements
-from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc
+from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, rank_pb2
 
 _POLL_S = 0.25
 _RPC_TIMEOUT_S = 10.0
@@ -29,24 +30,40 @@ async def registered_job(channel: grpc.aio.Channel, timeout_s: float) -> str:
             while True:
                 found = await jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=_RPC_TIMEOUT_S)
                 if found.jobs:
-                    return found.jobs[0].spec.job_id
+                    return found.jobs[0].job_id
                 await asyncio.sleep(_POLL_S)
     raise ObservationError(f"expected a job to be registered within {timeout_s:.0f} s, found none")
 
 
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """A job, and its ranks at the same moment."""
+
+    job: job_pb2.Job
+    ranks: list[rank_pb2.Rank]
+
+
 class Observer:
-    """Follows one job. `job` is None until it is registered."""
+    """Follows one job: its events and iterations, and the job as it was after them.
+
+    Attributes:
+        job: None until it is registered.
+        ranks: in their order, as they were when the job was as it is here.
+    """
 
     def __init__(
         self, channel: grpc.aio.Channel, job_id: str, measurements: Measurements, notify: Callable[[], None]
     ) -> None:
         self.job: job_pb2.Job | None = None
+        self.ranks: list[rank_pb2.Rank] = []
         self.events: list[job_pb2.JobEvent] = []
         self.measurements = measurements
         self._jobs = job_service_pb2_grpc.JobServiceStub(channel)
         self.job_id = job_id
         self._notify = notify
         self._changed = asyncio.Event()
+        # Seen already, but what led there has not all been told yet.
+        self._ahead: _Snapshot | None = None
 
     @property
     def state(self) -> int:
@@ -78,6 +95,8 @@ class Observer:
                     raise
                 await asyncio.sleep(_POLL_S)
         async for update in self._jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id=self.job_id)):
+            if update.HasField("job"):
+                self._ahead = await self._snapshot()
             self._take(update)
 
     async def until(self, what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
@@ -115,9 +134,8 @@ class Observer:
 
     def is_in_force(self) -> bool:
         """Whether every rank runs under the plan that it was offered last."""
-        return self.job is not None and all(
-            rank.in_force_version == rank.offered_version and rank.offered_version > 0
-            for rank in self.job.ranks
+        return bool(self.ranks) and all(
+            rank.in_force_version == rank.offered_version and rank.offered_version > 0 for rank in self.ranks
         )
 
     def in_force_since(self) -> int:
@@ -128,10 +146,26 @@ class Observer:
             if event.type == job_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE
         )
 
+    async def _snapshot(self) -> "_Snapshot":
+        """Ask for the job and its ranks until nothing has happened between the two answers."""
+        whole = job_service_pb2.GetJobRequest(job_id=self.job_id, view=job_pb2.JOB_VIEW_FULL)
+        brief = job_service_pb2.GetJobRequest(job_id=self.job_id, view=job_pb2.JOB_VIEW_SUMMARY)
+        while True:
+            job = (await self._jobs.GetJob(whole, timeout=_RPC_TIMEOUT_S)).job
+            ranks: list[rank_pb2.Rank] = []
+            request = job_service_pb2.ListRanksRequest(job_id=self.job_id)
+            while True:
+                page = await self._jobs.ListRanks(request, timeout=_RPC_TIMEOUT_S)
+                ranks += page.ranks
+                request.page_token = page.next_page_token
+                if not request.page_token:
+                    break
+            after = (await self._jobs.GetJob(brief, timeout=_RPC_TIMEOUT_S)).job
+            if after.last_event_sequence == job.last_event_sequence:
+                return _Snapshot(job, ranks)
+
     def _take(self, update: job_service_pb2.WatchJobResponse) -> None:
         match update.WhichOneof("update"):
-            case "job":
-                self.job = update.job
             case "event":
                 self.events.append(update.event)
             case "iteration":
@@ -145,5 +179,9 @@ class Observer:
                         found.energy_j,
                     )
                 )
+        told_sequence = self.events[-1].sequence if self.events else 0
+        if self._ahead is not None and self._ahead.job.last_event_sequence <= told_sequence:
+            self.job, self.ranks = self._ahead.job, self._ahead.ranks
+            self._ahead = None
         self._changed.set()
         self._notify()

@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
 import perseus.v1.job_pb2
+import perseus.v1.rank_pb2
 import sys
 import typing
 
@@ -60,7 +61,7 @@ class RegisterJobResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job."""
+        """The run, FULL."""
 
     def __init__(
         self,
@@ -80,17 +81,21 @@ class GetJobRequest(google.protobuf.message.Message):
 
     JOB_ID_FIELD_NUMBER: builtins.int
     RUN_NUMBER_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     run_number: builtins.int
     """The run; 0 for the latest."""
+    view: perseus.v1.job_pb2.JobView.ValueType
+    """How much of it; FULL where unspecified."""
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
         run_number: builtins.int = ...,
+        view: perseus.v1.job_pb2.JobView.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "run_number", b"run_number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "run_number", b"run_number", "view", b"view"]) -> None: ...
 
 Global___GetJobRequest: typing_extensions.TypeAlias = GetJobRequest
 
@@ -103,7 +108,7 @@ class GetJobResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job."""
+        """The run."""
 
     def __init__(
         self,
@@ -123,17 +128,27 @@ class ListJobsRequest(google.protobuf.message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    STATES_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """Jobs on the page at most; 1 to 1000, or 0 for 100."""
     page_token: builtins.str
     """The next_page_token of the page before; empty for the first."""
+    view: perseus.v1.job_pb2.JobView.ValueType
+    """How much of each; SUMMARY where unspecified."""
+    @property
+    def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.job_pb2.JobState.ValueType]:
+        """Only jobs in one of these states; all if empty."""
+
     def __init__(
         self,
         *,
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
+        states: collections.abc.Iterable[perseus.v1.job_pb2.JobState.ValueType] | None = ...,
+        view: perseus.v1.job_pb2.JobView.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "states", b"states", "view", b"view"]) -> None: ...
 
 Global___ListJobsRequest: typing_extensions.TypeAlias = ListJobsRequest
 
@@ -199,7 +214,7 @@ class ListRunsResponse(google.protobuf.message.Message):
     """Token of the next page; empty on the last."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.Job]:
-        """The runs, the latest first."""
+        """The runs, SUMMARY, the latest first."""
 
     def __init__(
         self,
@@ -210,6 +225,75 @@ class ListRunsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "runs", b"runs"]) -> None: ...
 
 Global___ListRunsResponse: typing_extensions.TypeAlias = ListRunsResponse
+
+@typing.final
+class ListRanksRequest(google.protobuf.message.Message):
+    """Asks for a page of ranks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    STATES_FIELD_NUMBER: builtins.int
+    PIPELINE_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job."""
+    pipeline: builtins.int
+    """Only ranks of this pipeline."""
+    stage: builtins.int
+    """Only ranks of this stage."""
+    page_size: builtins.int
+    """Ranks on the page at most; 1 to 1000, or 0 for 100."""
+    page_token: builtins.str
+    """The next_page_token of the page before; empty for the first."""
+    @property
+    def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.rank_pb2.RankState.ValueType]:
+        """Only ranks in one of these states; all if empty."""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        states: collections.abc.Iterable[perseus.v1.rank_pb2.RankState.ValueType] | None = ...,
+        pipeline: builtins.int | None = ...,
+        stage: builtins.int | None = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_pipeline", b"_pipeline", "_stage", b"_stage", "pipeline", b"pipeline", "stage", b"stage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_pipeline", b"_pipeline", "_stage", b"_stage", "job_id", b"job_id", "page_size", b"page_size", "page_token", b"page_token", "pipeline", b"pipeline", "stage", b"stage", "states", b"states"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_pipeline", b"_pipeline"]) -> typing.Literal["pipeline"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_stage", b"_stage"]) -> typing.Literal["stage"] | None: ...
+
+Global___ListRanksRequest: typing_extensions.TypeAlias = ListRanksRequest
+
+@typing.final
+class ListRanksResponse(google.protobuf.message.Message):
+    """A page of ranks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Token of the next page; empty on the last."""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.rank_pb2.Rank]:
+        """The ranks, ordered by pipeline, stage and tensor."""
+
+    def __init__(
+        self,
+        *,
+        ranks: collections.abc.Iterable[perseus.v1.rank_pb2.Rank] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "ranks", b"ranks"]) -> None: ...
+
+Global___ListRanksResponse: typing_extensions.TypeAlias = ListRanksResponse
 
 @typing.final
 class FinishJobRequest(google.protobuf.message.Message):
@@ -238,7 +322,7 @@ class FinishJobResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job."""
+        """The job, FULL."""
 
     def __init__(
         self,
@@ -364,7 +448,7 @@ class ReportStragglerResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job, with its stragglers."""
+        """The job, FULL, with its stragglers."""
 
     def __init__(
         self,
@@ -407,7 +491,7 @@ class ClearStragglerResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job, with the stragglers left."""
+        """The job, FULL, with the stragglers left."""
 
     def __init__(
         self,
@@ -453,7 +537,7 @@ class SetPolicyResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job."""
+        """The job, FULL."""
 
     def __init__(
         self,
@@ -496,7 +580,7 @@ class MeasureBaselineResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job."""
+        """The job, FULL."""
 
     def __init__(
         self,
@@ -510,43 +594,62 @@ Global___MeasureBaselineResponse: typing_extensions.TypeAlias = MeasureBaselineR
 
 @typing.final
 class GetReportRequest(google.protobuf.message.Message):
-    """Asks what was measured."""
+    """Asks for a page of a report."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: builtins.int
     RUN_NUMBER_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     run_number: builtins.int
     """The run; 0 for the latest."""
+    page_size: builtins.int
+    """Periods on the page at most; 1 to 1000, or 0 for 100."""
+    page_token: builtins.str
+    """The next_page_token of the page before; empty for the first."""
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
         run_number: builtins.int = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "run_number", b"run_number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "page_size", b"page_size", "page_token", b"page_token", "run_number", b"run_number"]) -> None: ...
 
 Global___GetReportRequest: typing_extensions.TypeAlias = GetReportRequest
 
 @typing.final
 class GetReportResponse(google.protobuf.message.Message):
-    """What was measured."""
+    """A page of what was measured."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PERIODS_FIELD_NUMBER: builtins.int
+    PROFILING_COST_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Token of the next page; empty on the last."""
     @property
     def periods(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.ReportPeriod]:
         """The periods in the order in which they ran."""
+
+    @property
+    def profiling_cost(self) -> perseus.v1.job_pb2.ProfilingCost:
+        """What profiling has cost."""
 
     def __init__(
         self,
         *,
         periods: collections.abc.Iterable[perseus.v1.job_pb2.ReportPeriod] | None = ...,
+        profiling_cost: perseus.v1.job_pb2.ProfilingCost | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["periods", b"periods"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["profiling_cost", b"profiling_cost"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "periods", b"periods", "profiling_cost", b"profiling_cost"]) -> None: ...
 
 Global___GetReportResponse: typing_extensions.TypeAlias = GetReportResponse
 
@@ -637,7 +740,7 @@ class WatchJobResponse(google.protobuf.message.Message):
     ITERATION_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job: at the start, and whenever its state, ranks, stragglers or plans have changed."""
+        """The job, SUMMARY: at the start, and whenever its state, ranks, stragglers or plans have changed."""
 
     @property
     def event(self) -> perseus.v1.job_pb2.JobEvent:

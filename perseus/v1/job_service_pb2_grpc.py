@@ -33,6 +33,9 @@ class JobServiceStub(object):
     such as a random UUID.
 
     Where a request names a run_number, 0 means the latest run of the job.
+
+    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
+    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
     """
 
     def __init__(self, channel):
@@ -60,6 +63,11 @@ class JobServiceStub(object):
                 '/perseus.v1.JobService/ListRuns',
                 request_serializer=perseus_dot_v1_dot_job__service__pb2.ListRunsRequest.SerializeToString,
                 response_deserializer=perseus_dot_v1_dot_job__service__pb2.ListRunsResponse.FromString,
+                _registered_method=True)
+        self.ListRanks = channel.unary_unary(
+                '/perseus.v1.JobService/ListRanks',
+                request_serializer=perseus_dot_v1_dot_job__service__pb2.ListRanksRequest.SerializeToString,
+                response_deserializer=perseus_dot_v1_dot_job__service__pb2.ListRanksResponse.FromString,
                 _registered_method=True)
         self.FinishJob = channel.unary_unary(
                 '/perseus.v1.JobService/FinishJob',
@@ -121,6 +129,9 @@ class JobServiceServicer(object):
     such as a random UUID.
 
     Where a request names a run_number, 0 means the latest run of the job.
+
+    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
+    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
     """
 
     def RegisterJob(self, request, context):
@@ -153,6 +164,13 @@ class JobServiceServicer(object):
 
     def ListRuns(self, request, context):
         """The runs of a job, the latest first, in pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRanks(self, request, context):
+        """The ranks of a job's latest run, by pipeline, stage and tensor, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,7 +230,7 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetReport(self, request, context):
-        """What was measured: time and energy, period by period, the first stock baseline first.
+        """What was measured: time and energy, period by period, the first stock baseline first, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -254,6 +272,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.ListRuns,
                     request_deserializer=perseus_dot_v1_dot_job__service__pb2.ListRunsRequest.FromString,
                     response_serializer=perseus_dot_v1_dot_job__service__pb2.ListRunsResponse.SerializeToString,
+            ),
+            'ListRanks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRanks,
+                    request_deserializer=perseus_dot_v1_dot_job__service__pb2.ListRanksRequest.FromString,
+                    response_serializer=perseus_dot_v1_dot_job__service__pb2.ListRanksResponse.SerializeToString,
             ),
             'FinishJob': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishJob,
@@ -321,6 +344,9 @@ class JobService(object):
     such as a random UUID.
 
     Where a request names a run_number, 0 means the latest run of the job.
+
+    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
+    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
     """
 
     @staticmethod
@@ -421,6 +447,33 @@ class JobService(object):
             '/perseus.v1.JobService/ListRuns',
             perseus_dot_v1_dot_job__service__pb2.ListRunsRequest.SerializeToString,
             perseus_dot_v1_dot_job__service__pb2.ListRunsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/perseus.v1.JobService/ListRanks',
+            perseus_dot_v1_dot_job__service__pb2.ListRanksRequest.SerializeToString,
+            perseus_dot_v1_dot_job__service__pb2.ListRanksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,6 +89,22 @@ _JobServiceListRunsType = typing_extensions.TypeVar(
     ],
 )
 
+_JobServiceListRanksType = typing_extensions.TypeVar(
+    '_JobServiceListRanksType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRanksRequest,
+        perseus.v1.job_service_pb2.ListRanksResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRanksRequest,
+        perseus.v1.job_service_pb2.ListRanksResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRanksRequest,
+        perseus.v1.job_service_pb2.ListRanksResponse,
+    ],
+)
+
 _JobServiceFinishJobType = typing_extensions.TypeVar(
     '_JobServiceFinishJobType',
     grpc.UnaryUnaryMultiCallable[
@@ -249,7 +265,7 @@ _JobServiceWatchJobType = typing_extensions.TypeVar(
     ],
 )
 
-class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceListRunsType, _JobServiceFinishJobType, _JobServiceDeleteJobType, _JobServiceResumeJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
+class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceListRunsType, _JobServiceListRanksType, _JobServiceFinishJobType, _JobServiceDeleteJobType, _JobServiceResumeJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
     """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
 
     Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
@@ -257,6 +273,9 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     such as a random UUID.
 
     Where a request names a run_number, 0 means the latest run of the job.
+
+    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
+    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
     """
 
     @typing.overload
@@ -276,6 +295,10 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ListRunsRequest,
             perseus.v1.job_service_pb2.ListRunsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListRanksRequest,
+            perseus.v1.job_service_pb2.ListRanksResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.FinishJobRequest,
@@ -336,6 +359,10 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
         grpc.aio.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ListRunsRequest,
             perseus.v1.job_service_pb2.ListRunsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListRanksRequest,
+            perseus.v1.job_service_pb2.ListRanksResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.FinishJobRequest,
@@ -399,6 +426,9 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     ListRuns: _JobServiceListRunsType
     """The runs of a job, the latest first, in pages."""
 
+    ListRanks: _JobServiceListRanksType
+    """The ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
+
     FinishJob: _JobServiceFinishJobType
     """Ends a job: every GPU goes back to stock."""
 
@@ -429,7 +459,7 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     """
 
     GetReport: _JobServiceGetReportType
-    """What was measured: time and energy, period by period, the first stock baseline first."""
+    """What was measured: time and energy, period by period, the first stock baseline first, in pages."""
 
     GetTimeline: _JobServiceGetTimelineType
     """The latest whole iteration of a pipeline, computation by computation, as measured."""
@@ -453,6 +483,10 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.ListRunsRequest,
         perseus.v1.job_service_pb2.ListRunsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRanksRequest,
+        perseus.v1.job_service_pb2.ListRanksResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.FinishJobRequest,
@@ -504,6 +538,9 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
     such as a random UUID.
 
     Where a request names a run_number, 0 means the latest run of the job.
+
+    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
+    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
     """
 
     @abc.abstractmethod
@@ -545,6 +582,14 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ListRunsResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListRunsResponse]]:
         """The runs of a job, the latest first, in pages."""
+
+    @abc.abstractmethod
+    def ListRanks(
+        self,
+        request: perseus.v1.job_service_pb2.ListRanksRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.job_service_pb2.ListRanksResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListRanksResponse]]:
+        """The ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
 
     @abc.abstractmethod
     def FinishJob(
@@ -616,7 +661,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.GetReportRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.GetReportResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.GetReportResponse]]:
-        """What was measured: time and energy, period by period, the first stock baseline first."""
+        """What was measured: time and energy, period by period, the first stock baseline first, in pages."""
 
     @abc.abstractmethod
     def GetTimeline(

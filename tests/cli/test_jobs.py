@@ -58,10 +58,34 @@ def test_list_names_every_job(coordinator: str) -> None:
     assert "0 of 8" in result.output
 
 
-def test_show_lists_every_rank(coordinator: str) -> None:
+@pytest.mark.parametrize(("state", "is_listed"), [("waiting", True), ("planned", False)])
+def test_list_can_be_limited_to_states(coordinator: str, state: str, is_listed: bool) -> None:
+    result = run(coordinator, "list", "--state", state, "--state", "stock")
+    assert result.exit_code == 0
+    assert ("gpt3" in result.output) is is_listed
+
+
+def test_show_tells_why_a_job_is_where_it_is(coordinator: str) -> None:
     result = run(coordinator, "show", "gpt3")
     assert result.exit_code == 0
-    assert result.output.count("expected") == 8
+    assert "waiting: some ranks have not joined yet" in result.output
+    assert "8 expected" in result.output
+
+
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [
+        ([], 8),
+        (["--pipeline", 1], 4),
+        (["--stage", 2], 2),
+        (["--pipeline", 1, "--stage", 2, "--state", "expected"], 1),
+        (["--state", "lost", "--state", "connected"], 0),
+    ],
+)
+def test_ranks_lists_the_ranks_that_are_asked_for(coordinator: str, limits: list[object], count: int) -> None:
+    result = run(coordinator, "ranks", "gpt3", *limits)
+    assert result.exit_code == 0
+    assert result.output.count("expected") == count
 
 
 def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None:
@@ -96,6 +120,10 @@ def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None
         (["show", "gpt3", "--run", 7], "no run 7"),
         (["report", "gpt3", "--run", 7], "no run 7"),
         (["watch", "gpt3", "--run", 7], "no run 7"),
+        (["list", "--state", "lost"], "waiting, baseline"),
+        (["ranks", "gpt3", "--state", "planned"], "expected, connected"),
+        (["ranks", "gpt3", "--pipeline", 2], "0 to 1"),
+        (["ranks", "gpt3", "--stage", -1], "0 to 3"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(
@@ -124,7 +152,7 @@ def test_a_policy_is_set(coordinator: str, rule: list[object], expected: job_pb2
     with grpc.insecure_channel(coordinator) as channel:
         jobs = job_service_pb2_grpc.JobServiceStub(channel)
         job = jobs.GetJob(job_service_pb2.GetJobRequest(job_id="gpt3"), timeout=10).job
-    assert job.spec.policy == expected
+    assert job.policy == expected
 
 
 def test_watch_ends_with_its_job(coordinator: str) -> None:
@@ -148,9 +176,9 @@ def test_runs_are_listed_shown_and_deleted_together(coordinator: str) -> None:
     listed = run(coordinator, "runs", "again")
     assert listed.exit_code == 0
     assert [line.split()[1:4:2] for line in listed.output.splitlines() if "UTC" in line] == [
-        ["3", "waiting"],
-        ["2", "finished"],
-        ["1", "finished"],
+        ["3", "waiting:"],
+        ["2", "finished:"],
+        ["1", "finished:"],
     ]
     assert "finished" in run(coordinator, "show", "again", "--run", 1).output
     assert "waiting" in run(coordinator, "show", "again").output

@@ -83,6 +83,11 @@ class Client:
         job: job_pb2.Job = response.job
         return job
 
+    async def ranks(self, job_id: str = "job", **wanted: Any) -> list[rank_pb2.Rank]:
+        request = job_service_pb2.ListRanksRequest(job_id=job_id, page_size=1000, **wanted)
+        response = await self.jobs.ListRanks(request, timeout=TIMEOUT_S)
+        return list(response.ranks)
+
     async def events(self, job_id: str = "job", run_number: int = 0) -> list[job_pb2.JobEvent]:
         """Return the events of a run that has ended."""
         request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)

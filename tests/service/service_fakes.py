@@ -25,6 +25,8 @@ from perseus.service.domain.model import (
     Offer,
     PlannedClocks,
     Rank,
+    RankFilter,
+    RankState,
     RefusalReason,
     stage_clocks,
 )
@@ -63,6 +65,8 @@ EPOCH = "epoch-of-the-tests"
 REGISTRATION = Registration("request", "fingerprint")
 CLOCKS_MHZ = (1400, 1300, 1200, 1100, 1000, 900)
 BLOCKING_POWER_W = 60.0
+START_S = 1_000_000.0
+"""When a cluster's own clock was 0, on the wall clock."""
 
 
 def make_spec(
@@ -293,7 +297,7 @@ class Cluster:
 
     def tell(self, event: Input) -> list[Command]:
         """Give the machine one input, and return what it wants, records aside."""
-        commands = self.machine.handle(event, self.now_s)
+        commands = self.machine.handle(event, self.now_s, START_S + self.now_s)
         self.machine.validate()
         self.history.extend(commands)
         return [command for command in commands if not isinstance(command, Store)]
@@ -339,6 +343,10 @@ class Cluster:
                 return
             self.iterate()
         raise AssertionError(f"{self.machine.state} after {limit} iterations, expected {state}")
+
+    def rank_states(self) -> list[RankState]:
+        """The states of all ranks, in their order."""
+        return [rank.state for _, rank in self.machine.ranks(RankFilter())]
 
     def expect(self, state: JobState) -> None:
         assert self.machine.state is state

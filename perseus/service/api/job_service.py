@@ -2,19 +2,22 @@
 
 # ruff: noqa: N802 (the contract names the methods)
 
-import base64
-import binascii
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
+from perseus.service.api.paging import Page
 from perseus.service.api.statuses import mapped, mapped_stream
 from perseus.service.api.translate_jobs import (
     event_to_proto,
+    is_full,
+    job_states_from_proto,
     job_to_proto,
     period_to_proto,
     policy_from_proto,
+    rank_filter_from_proto,
+    rank_to_proto,
     spec_from_proto,
     straggler_from_proto,
     summary_to_proto,
@@ -28,9 +31,6 @@ from perseus.v1 import job_service_pb2 as pb
 from perseus.v1 import job_service_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-DEFAULT_PAGE_SIZE = 100
-MAX_PAGE_SIZE = 1000
 
 
 class JobService(job_service_pb2_grpc.JobServiceServicer):
@@ -49,31 +49,39 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.GetJobResponse:
         """See the contract."""
-        view = await self._coordinator.job(request.job_id, request.run_number)
+        view = await self._coordinator.job(
+            request.job_id, request.run_number, has_details=is_full(request.view, default=True)
+        )
         return pb.GetJobResponse(job=job_to_proto(view))
 
     @mapped
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
         """See the contract."""
-        size = _page_size(request.page_size)
-        views, has_more = self._coordinator.jobs(_decode_token(request.page_token), size)
-        return pb.ListJobsResponse(
-            jobs=[job_to_proto(view) for view in views],
-            next_page_token=_encode_token(views[-1].spec.job_id) if has_more else "",
+        page = Page.asked(request)
+        views = self._coordinator.jobs(
+            page.after,
+            job_states_from_proto(request.states),
+            has_details=is_full(request.view, default=False),
         )
+        jobs, next_page_token = page.fill((view.job_id, job_to_proto(view)) for view in views)
+        return pb.ListJobsResponse(jobs=jobs, next_page_token=next_page_token)
+
+    @mapped
+    async def ListRanks(self, request: pb.ListRanksRequest, context: Context) -> pb.ListRanksResponse:
+        """See the contract."""
+        page = Page.asked(request)
+        found = self._coordinator.ranks(request.job_id, rank_filter_from_proto(request), page.first_number)
+        ranks, next_page_token = page.fill((index, rank_to_proto(rank)) for index, rank in found)
+        return pb.ListRanksResponse(ranks=ranks, next_page_token=next_page_token)
 
     @mapped
     async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
         """See the contract."""
-        size = _page_size(request.page_size)
-        before = _decode_token(request.page_token) or str(LATEST)
-        if not before.isdecimal():
-            raise _no_token(request.page_token)
-        views, has_more = await self._coordinator.runs(request.job_id, int(before), size)
-        return pb.ListRunsResponse(
-            runs=[job_to_proto(view) for view in views],
-            next_page_token=_encode_token(str(views[-1].run_number)) if has_more else "",
-        )
+        page = Page.asked(request)
+        before = page.first_number - 1 if page.after else LATEST
+        views = await self._coordinator.runs(request.job_id, before, page.size + 1)
+        runs, next_page_token = page.fill((view.run_number, job_to_proto(view)) for view in views)
+        return pb.ListRunsResponse(runs=runs, next_page_token=next_page_token)
 
     @mapped
     async def DeleteJob(self, request: pb.DeleteJobRequest, context: Context) -> pb.DeleteJobResponse:
@@ -124,8 +132,12 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def GetReport(self, request: pb.GetReportRequest, context: Context) -> pb.GetReportResponse:
         """See the contract."""
-        periods = await self._coordinator.report(request.job_id, request.run_number)
-        return pb.GetReportResponse(periods=[period_to_proto(period) for period in periods])
+        page = Page.asked(request)
+        found = await self._coordinator.report(request.job_id, request.run_number, page.first_number)
+        periods, next_page_token = page.fill(
+            (period.number, period_to_proto(period, saving)) for period, saving in found
+        )
+        return pb.GetReportResponse(periods=periods, next_page_token=next_page_token)
 
     @mapped
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
@@ -150,25 +162,3 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                     yield pb.WatchJobResponse(event=event_to_proto(update))
                 case IterationSummary():
                     yield pb.WatchJobResponse(iteration=summary_to_proto(update))
-
-
-def _page_size(asked: int) -> int:
-    size = asked or DEFAULT_PAGE_SIZE
-    if not 1 <= size <= MAX_PAGE_SIZE:
-        raise InvalidFieldError(field="page_size", expected=f"0 to {MAX_PAGE_SIZE}", found=size)
-    return size
-
-
-def _encode_token(last: str) -> str:
-    return base64.urlsafe_b64encode(last.encode()).decode()
-
-
-def _decode_token(token: str) -> str:
-    try:
-        return base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode()
-    except (binascii.Error, UnicodeError):
-        raise _no_token(token) from None
-
-
-def _no_token(token: str) -> InvalidFieldError:
-    return InvalidFieldError(field="page_token", expected="a next_page_token", found=repr(token))

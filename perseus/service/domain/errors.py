@@ -11,7 +11,7 @@
     │   ├── HelloRepeatedError      it came twice
     │   └── EmptyMessageError       a message without content
     ├── JobNotFoundError
-    ├── RunNotFoundError            the job has no such run
+    ├── RunNotFoundError            the job has no run of that number
     ├── JobAlreadyExistsError       another specification has that identifier, and live ranks
     ├── JobFinishedError            the job has ended
     ├── JobNotFinishedError         the job has not ended yet
@@ -113,7 +113,7 @@ class JobNotFoundError(CoordinatorError):
 
 
 class RunNotFoundError(CoordinatorError):
-    """The job has no such run."""
+    """The job has no run of that number."""
 
     template = "job {job_id!r} has no run {run_number}"
 

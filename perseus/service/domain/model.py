@@ -7,7 +7,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
+from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Parallelism
 from perseus.service.domain.telemetry import ClockStatistics
 from perseus.solver import Plan
 
@@ -264,22 +264,64 @@ class IterationSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class JobView:
-    """A job as others may see it."""
+class StockIteration:
+    """An iteration at stock: time of the slowest pipeline, energy of all GPUs (0 where it is not known)."""
+
+    time_s: float
+    energy_j: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobDetails:
+    """What of a job grows with its size; its ranks are asked for by themselves."""
 
     spec: JobSpec
-    run_number: int
-    policy: OperatingPolicy
-    state: JobState
-    epoch: str
-    ranks: tuple[Rank, ...]
+    """As it was registered: with the policy to begin with."""
     straggler_times_s: Mapping[int, float]
     """T' by pipeline; 0 before the frontier is known."""
     detected_stragglers: frozenset[int]
     """The pipelines among them that nobody reported."""
-    profiled_clock_count: int
-    t_min_s: float
-    t_slow_s: float
     planned_iteration_time_s: tuple[float, ...]
+    """By pipeline; empty before the job is planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A run of a job as others may see it: what costs the same for every job, and the rest if it is wanted.
+
+    Times of the frontier and of plans are 0 before they are known.
+    """
+
+    job_id: str
+    run_number: int
+    state: JobState
+    state_reason: str
+    epoch: str
+    parallelism: Parallelism
+    rank_counts: Mapping[RankState, int]
+    policy: OperatingPolicy
+    """The one in force."""
+    baseline: StockIteration | None
+    profiled_clock_count: int
+    """Clocks measured of the stage with the fewest."""
+    t_min_s: float
+    t_star_s: float
+    t_slow_s: float
+    min_planned_time_s: float
+    max_planned_time_s: float
+    straggler_count: int
     create_time_s: float
     """When it was registered, on the wall clock."""
+    finish_time_s: float | None
+    """When it finished, on the wall clock."""
+    last_event_sequence: int
+    details: JobDetails | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankFilter:
+    """Which ranks are meant: in one of these states (all if empty), of this pipeline, of this stage."""
+
+    states: frozenset[RankState] = frozenset()
+    pipeline: int | None = None
+    stage: int | None = None

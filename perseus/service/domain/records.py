@@ -4,25 +4,28 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from perseus.service.domain.measured import Period, StageProfile
-from perseus.service.domain.model import JobState, PipelineOffer, Rank, Straggler
+from perseus.service.domain.model import JobState, PipelineOffer, Rank, StockIteration, Straggler
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Registration
 from perseus.service.domain.telemetry import IterationColumns
 
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A run's own figures. `baseline_time_s` is 0 before it was measured, `lag_s` before plans showed it.
+    """A run's own figures; `lag_s` is 0 before plans showed it.
 
-    `baseline_request_ids`: the latest requests to measure the baseline again.
+    `state_reason` is the sentence of the last change of state, `finish_time_s` on the wall clock,
+    `baseline_request_ids` the latest requests to measure the baseline again.
     """
 
     policy: OperatingPolicy
     state: JobState
+    state_reason: str
     version: int
-    baseline_time_s: float
+    baseline: StockIteration | None
     is_profile_complete: bool
     stragglers: tuple[Straggler, ...]
     lag_s: float
+    finish_time_s: float | None
     baseline_request_ids: tuple[str, ...] = ()
 
 

@@ -14,10 +14,11 @@ they run (`RankTable`). Every input ends with the same three steps:
 
 A rank whose stream ended is DISCONNECTED: it keeps its plan and may resume, and its job's state does not
 change. A rank whose agent was silent for the lease is LOST, as is one whose trainer is gone. Leases run out
-on a Tick only. The time is any clock that never goes back; only differences count.
+on a Tick only. The time is any clock that never goes back; only differences count. The wall clock's time is
+there to be told to people, and nothing is decided by it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
 
@@ -52,7 +53,7 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.measured import JobIteration, Period, Timeline
+from perseus.service.domain.measured import JobIteration, Period, Saving, Timeline
 from perseus.service.domain.model import (
     FOREIGN_VERSION,
     NO_VERSION,
@@ -60,10 +61,12 @@ from perseus.service.domain.model import (
     EventType,
     Gpu,
     HoldClocks,
+    JobDetails,
     JobState,
     JobView,
     PlannedClocks,
     Rank,
+    RankFilter,
     RankLeftReason,
     RankState,
     StockClocks,
@@ -105,6 +108,7 @@ class JobMachine:
         registrations: who registered it.
         schedule: its order of computations.
         state: where the job stands.
+        state_reason: why it is there; one sentence.
         create_time_s: when it was registered, on the wall clock.
         log: its iterations and the report.
         timelines: the latest iteration of each pipeline.
@@ -120,10 +124,12 @@ class JobMachine:
         self.registrations = Registrations(())
         self.schedule = spec.check()
         self.state = JobState.WAITING
+        self.state_reason = "some ranks have not joined yet"
         self.log = IterationLog(list(spec.parallelism.all_coordinates()))
         self.timelines = TimelineMemory(spec.parallelism)
         self._epoch = epoch
         self.create_time_s = create_time_s
+        self._finish_time_s: float | None = None
         self._journal = Journal()
         self._ranks = RankTable(spec, rules.lease_s, self._journal)
         self._offers = OfferBoard(spec.parallelism, self._ranks, self._journal)
@@ -132,6 +138,7 @@ class JobMachine:
         self.is_profile_complete = False
         self.profiler = Profiler(spec.parallelism, self.schedule, rules.profiling, self._journal)
         self._now_s = 0.0
+        self._wall_time_s = create_time_s
         self._stragglers = StragglerBook(self.schedule, spec.parallelism, self._journal)
         self._planner = Planner(
             spec.parallelism,
@@ -178,7 +185,8 @@ class JobMachine:
         version = NO_VERSION
         if (record := stored.record) is not None:
             machine._planner.policy, machine.state, version = record.policy, record.state, record.version
-            machine._baseline.time_s = record.baseline_time_s
+            machine.state_reason, machine._finish_time_s = record.state_reason, record.finish_time_s
+            machine._baseline.iteration = record.baseline
             machine._planner.lag_s = record.lag_s
             machine.is_profile_complete = record.is_profile_complete
             machine._stragglers.restore(record.stragglers)
@@ -191,21 +199,24 @@ class JobMachine:
         machine.log.mark_straggler(-1, bool(machine._stragglers))
         machine._label_versions()
         for rows in stored.open_rows:
-            machine.log.add(rows.rank, rows.rows)
+            # They complete nothing, or it would have been stored as complete: the time is of no matter.
+            machine.log.add(rows.rank, rows.rows, stored.create_time_s)
         if machine.is_profile_complete and machine.state not in (JobState.STOCK, JobState.FINISHED):
             machine._solve()
         if machine.state is JobState.PROFILING:
             machine._find_profile()
         return machine, machine._take_commands()
 
-    def handle(self, event: Input, now_s: float) -> list[Command]:
-        """Take one input. Returns what is to be done, records first.
+    def handle(self, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
+        """Take one input, at a time of a clock that never goes back and of the wall clock.
+
+        Returns what is to be done, records first.
 
         Raises:
             InvalidInputError: the input does not fit the job; nothing has changed.
             JobFinishedError, RankAlreadyServedError: it is refused; nothing has changed.
         """
-        self._now_s = now_s
+        self._now_s, self._wall_time_s = now_s, wall_time_s
         self._on(event, now_s)
         self._advance()
         self._offers.settle()
@@ -216,28 +227,54 @@ class JobMachine:
         """When the next lease runs out, if any runs: a Tick is due then."""
         return self._ranks.next_deadline_s()
 
-    def view(self) -> JobView:
-        """Return the job as others may see it."""
+    def summary(self) -> JobView:
+        """Return the job as others may see it, without details: no work over its ranks or pipelines."""
         frontier = self._planner.frontier
-        clocks = [offer.clocks for offer in self._offers]
-        planned_s = tuple(some.plan.iteration_time_s for some in clocks if isinstance(some, PlannedClocks))
+        min_planned_s, max_planned_s = self._offers.planned_range_s
         return JobView(
-            spec=self.spec,
+            job_id=self.spec.job_id,
             run_number=self.run_number,
-            policy=self._planner.policy,
             state=self.state,
+            state_reason=self.state_reason,
             epoch=self._epoch,
-            ranks=tuple(self._ranks),
+            parallelism=self.spec.parallelism,
+            rank_counts=self._ranks.counts.copy(),
+            policy=self._planner.policy,
+            baseline=self._baseline.iteration,
+            profiled_clock_count=self.profiler.least_clock_count,
+            t_min_s=frontier.t_min_s if frontier else 0.0,
+            t_star_s=frontier.t_star_s if frontier else 0.0,
+            t_slow_s=frontier.t_slow_s if frontier else 0.0,
+            min_planned_time_s=min_planned_s,
+            max_planned_time_s=max_planned_s,
+            straggler_count=len(self._stragglers),
+            create_time_s=self.create_time_s,
+            finish_time_s=self._finish_time_s,
+            last_event_sequence=self._journal.sequence,
+        )
+
+    def details(self) -> JobDetails:
+        """Return what of the job grows with its size."""
+        return JobDetails(
+            spec=self.spec,
             straggler_times_s=self._planner.straggler_times_s(),
             detected_stragglers=frozenset(
                 straggler.pipeline for straggler in self._stragglers if straggler.is_detected
             ),
-            profiled_clock_count=self.profiler.clock_count,
-            t_min_s=frontier.t_min_s if frontier else 0.0,
-            t_slow_s=frontier.t_slow_s if frontier else 0.0,
-            planned_iteration_time_s=planned_s if len(planned_s) == len(clocks) else (),
-            create_time_s=self.create_time_s,
+            planned_iteration_time_s=self._offers.planned_times_s,
         )
+
+    def view(self) -> JobView:
+        """Return the job as others may see it, with its details."""
+        return replace(self.summary(), details=self.details())
+
+    def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
+        """Yield the wanted ranks from an index on, each with its index in the order of all ranks.
+
+        Raises:
+            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
+        """
+        return self._ranks.select(wanted, first_index)
 
     @property
     def has_finished(self) -> bool:
@@ -263,9 +300,9 @@ class JobMachine:
         """Return what the ranks of a stage compute, in order."""
         return self.schedule.orders[stage]
 
-    def report(self) -> tuple[Period, ...]:
-        """Return what was measured, period by period."""
-        return tuple(self.log.periods)
+    def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
+        """Yield what was measured, from the period of a number on, and what it saved against stock."""
+        return self.log.report(first_number)
 
     def timeline(self, pipeline: int) -> Timeline:
         """Return the latest whole iteration of a pipeline.
@@ -294,11 +331,13 @@ class JobMachine:
         record = JobRecord(
             policy=self._planner.policy,
             state=self.state,
+            state_reason=self.state_reason,
             version=self._offers.version,
-            baseline_time_s=self._baseline.time_s,
+            baseline=self._baseline.iteration,
             is_profile_complete=self.is_profile_complete,
             stragglers=tuple(self._stragglers),
             lag_s=self._planner.lag_s,
+            finish_time_s=self._finish_time_s,
             baseline_request_ids=self._baseline_request_ids,
         )
         if record != self._stored_record:
@@ -549,7 +588,7 @@ class JobMachine:
     def _take_iterations(self, event: TelemetryArrived) -> None:
         count = len(self.log.periods)
         last = self.log.periods[-1] if self.log.periods else None
-        summaries, complete = self.log.add(event.rank, event.batch.iterations)
+        summaries, complete = self.log.add(event.rank, event.batch.iterations, self._wall_time_s)
         for summary in summaries:
             self.timelines.finish(summary)
             self._journal.do(ReportIteration(summary))
@@ -611,7 +650,9 @@ class JobMachine:
     def _enter(self, state: JobState, why: str) -> None:
         """Enter a state, and say what clocks the pipelines should have in it."""
         check_transition(self.state, state)
-        before, self.state = self.state, state
+        before, self.state, self.state_reason = self.state, state, why
+        if state is JobState.FINISHED:
+            self._finish_time_s = self._wall_time_s
         self._journal.announce(
             EventType.STATE_CHANGED,
             f"{before.value} → {state.value}: {why}",

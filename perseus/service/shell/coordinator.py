@@ -9,7 +9,16 @@ them.
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Hashable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,7 +71,7 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.measured import Period, Timeline
+from perseus.service.domain.measured import Period, Saving, Timeline
 from perseus.service.domain.model import (
     EventType,
     IterationSummary,
@@ -71,6 +80,7 @@ from perseus.service.domain.model import (
     JobView,
     Offer,
     Rank,
+    RankFilter,
     RankLeftReason,
     Straggler,
 )
@@ -200,7 +210,7 @@ class Coordinator:
         for run in self._runs.values():
             deadline_s = run.machine.next_deadline_s()
             if deadline_s is not None and deadline_s <= now_s:
-                self._perform(run, run.machine.handle(Tick(), now_s))
+                self._perform(run, _handle(run.machine, Tick()))
 
     def drain(self) -> None:
         """Tell all agents and watchers that the coordinator is about to stop."""
@@ -236,13 +246,13 @@ class Coordinator:
         match runs.way(_latest_run(run, spec), known_to):
             case runs.Return(number):
                 await self.flush()  # What it led to may be on its way to the store.
-                return await self.job(spec.job_id, number)
+                return await self.job(spec.job_id, number, has_details=True)
             case runs.Refuse(difference):
                 raise JobAlreadyExistsError(job_id=spec.job_id, field=difference)
             case runs.GoOn():
                 assert run is not None
                 event = RegisteredAgain(registration)
-                done = self._perform(run, run.machine.handle(event, time.monotonic()))
+                done = self._perform(run, _handle(run.machine, event))
                 self._note_requests(run)
                 await done
                 return run.machine.view()
@@ -258,7 +268,7 @@ class Coordinator:
             version = before.machine.version
             if abandons is not None:
                 why = f"another specification was registered: its {abandons} differs"
-                self._perform(before, before.machine.handle(Abandoned(why), time.monotonic()))
+                self._perform(before, _handle(before.machine, Abandoned(why)))
         self._runs[spec.job_id] = run = _Run(machine)
         commands = machine.register(registration, version)
         self._note_requests(run)
@@ -292,25 +302,29 @@ class Coordinator:
         self._deleted_version = max(self._deleted_version, run.machine.version)
         await self._later([JobDeleted(job_id, run.machine.version)])
 
-    async def job(self, job_id: str, run_number: int = LATEST) -> JobView:
+    async def job(self, job_id: str, run_number: int, *, has_details: bool) -> JobView:
         """Return a run of a job as it is.
 
         Raises:
             JobNotFoundError, RunNotFoundError: there is none.
         """
-        return (await self._machine(job_id, run_number)).view()
+        return _view(await self._machine(job_id, run_number), has_details)
 
-    def jobs(self, after_job_id: str, count: int) -> tuple[list[JobView], bool]:
-        """Return up to `count` jobs that follow an identifier in order, and whether there are more."""
+    def jobs(
+        self, after_job_id: str, states: Collection[JobState], *, has_details: bool
+    ) -> Iterator[JobView]:
+        """Yield the jobs that follow an identifier in order, those in one of these states (all if empty).
+
+        To be read before anything else may happen.
+        """
         job_ids = sorted(self._runs)
-        first = bisect_right(job_ids, after_job_id)
-        page = job_ids[first : first + count]
-        return [self._runs[job_id].machine.view() for job_id in page], first + count < len(job_ids)
+        for job_id in job_ids[bisect_right(job_ids, after_job_id) :]:
+            machine = self._runs[job_id].machine
+            if not states or machine.state in states:
+                yield _view(machine, has_details)
 
-    async def runs(self, job_id: str, before: int, count: int) -> tuple[list[JobView], bool]:
-        """Return up to `count` runs of a job, the latest first, and whether there are more.
-
-        Only those numbered below `before`, unless that is LATEST.
+    async def runs(self, job_id: str, before: int, count: int) -> list[JobView]:
+        """Return up to `count` runs of a job, the latest first; those numbered below `before`, or LATEST.
 
         Raises:
             JobNotFoundError: there is none.
@@ -320,7 +334,17 @@ class Coordinator:
         numbers = [
             number for number in await self._store.run_numbers(job_id) if before == LATEST or number < before
         ]
-        return [await self.job(job_id, number) for number in numbers[:count]], count < len(numbers)
+        return [await self.job(job_id, number, has_details=False) for number in numbers[:count]]
+
+    def ranks(self, job_id: str, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
+        """Yield the wanted ranks of a job's latest run from an index on, each with its index.
+
+        To be read before anything else may happen.
+
+        Raises:
+            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
+        """
+        return self._find(job_id).machine.ranks(wanted, first_index)
 
     async def resume(self, job_id: str) -> JobView:
         """Let a job go on from stock; nothing happens in another state."""
@@ -351,13 +375,17 @@ class Coordinator:
         check_request_id(request_id)
         return await self._change(job_id, BaselineRequested(request_id))
 
-    async def report(self, job_id: str, run_number: int = LATEST) -> tuple[Period, ...]:
-        """Return what was measured in a run, period by period.
+    async def report(
+        self, job_id: str, run_number: int, first_number: int
+    ) -> Iterator[tuple[Period, Saving | None]]:
+        """Return what was measured in a run, from the period of a number on, and what it saved against stock.
+
+        To be read before anything else may happen.
 
         Raises:
             JobNotFoundError, RunNotFoundError: there is none.
         """
-        return (await self._machine(job_id, run_number)).report()
+        return (await self._machine(job_id, run_number)).report(first_number)
 
     def timeline(self, job_id: str, pipeline: int) -> Timeline:
         """Return the latest whole iteration of a pipeline.
@@ -407,7 +435,7 @@ class Coordinator:
         try:
             has_ended = run.machine.has_finished
             await self.flush()
-            yield run.machine.view()
+            yield run.machine.summary()
             for event in await self._store.events(job_id, run.number, after_sequence):
                 after_sequence = event.happening.sequence
                 has_ended |= _is_end(event)
@@ -422,7 +450,7 @@ class Coordinator:
                         has_ended |= _is_end(item)
                     yield item
                 if is_job_changed:
-                    yield run.machine.view()
+                    yield run.machine.summary()
         finally:
             run.watchers.discard(watcher)
 
@@ -465,11 +493,11 @@ class Coordinator:
         run = self._find(job_id)
         self.tick()  # An older lease may have run out since the last one.
         try:
-            self._perform(run, run.machine.handle(event, time.monotonic()))
+            self._perform(run, _handle(run.machine, event))
         except SpecMismatchError:
             # It may be served here with what its trainer computed before.
             left = RankLeft(event.rank, event.instance_id, RankLeftReason.TRAINER_GONE)
-            self._perform(run, run.machine.handle(left, time.monotonic()))
+            self._perform(run, _handle(run.machine, left))
             raise
         agent = self._agents.get(event.instance_id)
         if agent is not None:
@@ -488,7 +516,7 @@ class Coordinator:
         if run is None:
             log.warning("message for an unknown job ignored", job_id=job_id, message=type(event).__name__)
             return
-        self._perform(run, run.machine.handle(event, time.monotonic()))
+        self._perform(run, _handle(run.machine, event))
 
     def note_gpu_error(self, job_id: str, event: GpuErrorReported) -> None:
         """Take what an agent says of a rank's GPU.
@@ -498,7 +526,7 @@ class Coordinator:
             RankOutOfRangeError: the job has no such rank.
         """
         run = self._find(job_id)
-        self._perform(run, run.machine.handle(event, time.monotonic()))
+        self._perform(run, _handle(run.machine, event))
 
     async def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
         """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.
@@ -517,7 +545,7 @@ class Coordinator:
             if run is None:
                 log.warning("telemetry of an unknown job dropped", job_id=job_id, instance_id=instance_id)
             else:
-                commands = run.machine.handle(event, time.monotonic())
+                commands = _handle(run.machine, event)
             agent.received_sequence = sequence
             entries = [TelemetrySequence(instance_id, sequence)]
         taken = agent.received_sequence
@@ -546,14 +574,13 @@ class Coordinator:
 
     async def _change(self, job_id: str, event: Input) -> JobView:
         run = self._find(job_id)
-        await self._perform(run, run.machine.handle(event, time.monotonic()))
+        await self._perform(run, _handle(run.machine, event))
         return run.machine.view()
 
     def _tell_jobs(self, agent: _Agent, event: Input) -> None:
-        now_s = time.monotonic()
         for job_id in agent.job_ids:
             if run := self._runs.get(job_id):
-                self._perform(run, run.machine.handle(event, now_s))
+                self._perform(run, _handle(run.machine, event))
 
     def _is_latest(self, run: _Run) -> bool:
         return self._runs.get(run.job_id) is run
@@ -630,7 +657,7 @@ class Coordinator:
         await self.flush()
         found = tuple(await self._store.known_profiles(keys))
         if found and self._is_latest(run):
-            self._perform(run, run.machine.handle(ProfileFound(found), time.monotonic()))
+            self._perform(run, _handle(run.machine, ProfileFound(found)))
 
     async def _solve(self, run: _Run, problem: Pipeline, slow: SlowPlan | None) -> None:
         answer: Solved | SolveFailed
@@ -639,7 +666,15 @@ class Coordinator:
         except (SolverError, CoordinatorError) as error:
             answer = SolveFailed(str(error))
         if self._is_latest(run):
-            self._perform(run, run.machine.handle(answer, time.monotonic()))
+            self._perform(run, _handle(run.machine, answer))
+
+
+def _handle(machine: JobMachine, event: Input) -> list[Command]:
+    return machine.handle(event, time.monotonic(), time.time())
+
+
+def _view(machine: JobMachine, has_details: bool) -> JobView:
+    return machine.view() if has_details else machine.summary()
 
 
 def _latest_run(run: _Run | None, spec: JobSpec) -> runs.LatestRun | None:

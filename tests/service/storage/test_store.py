@@ -21,6 +21,7 @@ from perseus.service.domain.model import (
     PipelineOffer,
     Rank,
     RankState,
+    StockIteration,
     Straggler,
 )
 from perseus.service.domain.records import (
@@ -62,10 +63,18 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 RECORD = JobRecord(
-    OperatingPolicy(3.5), JobState.PLANNED, 9, 0.1 + 0.2, True, (Straggler(0, None, 1.3),), 0.7e-3
+    OperatingPolicy(3.5),
+    JobState.PLANNED,
+    "the frontier is solved",
+    9,
+    StockIteration(0.1 + 0.2, 1 / 3),
+    True,
+    (Straggler(0, None, 1.3),),
+    0.7e-3,
+    1e9 / 7,
 )
 
-PERIOD = Period(0, JobState.BASELINE, False, (1, 1), 0, 2, 0.8, 0.0, 80.0, 0.0, (40.0, 40.0))
+PERIOD = Period(0, JobState.BASELINE, False, (1, 1), 0, 1, 1.5, 2.5, 2, 0.8, 0.0, 80.0, 0.0, (40.0, 40.0))
 
 
 def rows(rank: Coordinates, iterations: list[int], closed_through: int) -> IterationRows:

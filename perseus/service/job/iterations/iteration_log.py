@@ -6,14 +6,14 @@ over consecutive iterations under the same plans), so its size does not grow wit
 training; beside the periods only the few rows of iterations that are not yet complete need to be stored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus.service.domain.measured import JobIteration, Period
+from perseus.service.domain.measured import JobIteration, Period, Saving, saving
 from perseus.service.domain.model import NO_VERSION, IterationSummary, JobState, PipelineOffer
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
@@ -90,9 +90,12 @@ class IterationLog:
         self._straggler_since = [(-1, True)] if has_straggler else []
 
     def add(
-        self, rank: Coordinates, rows: IterationColumns
+        self, rank: Coordinates, rows: IterationColumns, wall_time_s: float
     ) -> tuple[list[IterationSummary], list[JobIteration]]:
-        """Take one rank's rows; return the iterations of pipelines, and of the job, that they complete."""
+        """Take one rank's rows, reported at this time.
+
+        Returns the iterations of pipelines, and of the job, that they complete.
+        """
         index = self._index[rank]
         first = rank.pipeline * self._ranks_per_pipeline
         own = slice(first, first + self._ranks_per_pipeline)
@@ -120,8 +123,18 @@ class IterationLog:
                     )
                 )
             if entry.is_seen.all():
-                complete.append(self._close(iteration, entry))
+                complete.append(self._close(iteration, entry, wall_time_s))
         return summaries, complete
+
+    def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
+        """Yield the periods from a number on, each against the latest stock baseline before it."""
+        stock = next(filter(_is_baseline, reversed(self.periods[:first_number])), None)
+        for period in islice(self.periods, first_number, None):
+            if _is_baseline(period):
+                stock = period
+                yield period, None
+            else:
+                yield period, saving(period, stock) if stock is not None else None
 
     def _open_entry(self, iteration: int) -> _Open:
         entry = self._open.get(iteration)
@@ -140,7 +153,7 @@ class IterationLog:
         for old in [number for number in self._open if number <= iteration]:
             del self._open[old]
 
-    def _close(self, iteration: int, entry: _Open) -> JobIteration:
+    def _close(self, iteration: int, entry: _Open, wall_time_s: float) -> JobIteration:
         self._close_through(iteration)
         complete = JobIteration(
             iteration=iteration,
@@ -150,7 +163,7 @@ class IterationLog:
             pipeline_energy_j=tuple(entry.energy_j.reshape(self._pipeline_count, -1).sum(axis=1).tolist()),
         )
         self.iteration_time_s = complete.iteration_time_s
-        self._count(complete)
+        self._count(complete, wall_time_s)
         return complete
 
     def _versions(self, entry: _Open) -> tuple[int, ...] | None:
@@ -164,7 +177,7 @@ class IterationLog:
         known = [version for version in versions if version is not None]
         return tuple(known) if len(known) == len(versions) else None
 
-    def _count(self, complete: JobIteration) -> None:
+    def _count(self, complete: JobIteration, wall_time_s: float) -> None:
         """Add an iteration to the report, unless it is irregular or the first one under its plans."""
         if complete.versions is None or not complete.is_regular:
             return
@@ -174,7 +187,7 @@ class IterationLog:
             return
         last = self.periods[-1] if self.periods else None
         if last is not None and (last.versions, last.has_straggler) == key:
-            self.periods[-1] = last.extended(complete)
+            self.periods[-1] = last.extended(complete, wall_time_s)
             return
         self.periods.append(
             Period(
@@ -183,6 +196,9 @@ class IterationLog:
                 has_straggler=key[1],
                 versions=complete.versions,
                 first_iteration=complete.iteration,
+                last_iteration=complete.iteration,
+                start_time_s=wall_time_s,
+                end_time_s=wall_time_s,
                 iteration_count=1,
                 iteration_time_s=complete.iteration_time_s,
                 iteration_time_m2=0.0,
@@ -206,3 +222,7 @@ class IterationLog:
         assert not any(entry.is_seen.all() for entry in self._open.values())
         assert all(period.number == number for number, period in enumerate(self.periods))
         assert all(earlier[0] < later[0] for earlier, later in pairwise(self._straggler_since))
+
+
+def _is_baseline(period: Period) -> bool:
+    return period.state is JobState.BASELINE

@@ -17,6 +17,7 @@ offer.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -72,6 +73,8 @@ class OfferBoard:
         self._stages = range(parallelism.stage_count)
         nothing = PipelineOffer((NO_VERSION,) * parallelism.stage_count, 0, STOCK)
         self._pipelines = [_Pipeline(nothing) for _ in range(parallelism.pipeline_count)]
+        # How many pipelines are planned with each iteration time.
+        self._planned_times_s: Counter[float] = Counter()
         self._by_pipeline: list[list[Coordinates]] = [[] for _ in self._pipelines]
         for rank in ranks:
             self._by_pipeline[rank.coordinates.pipeline].append(rank.coordinates)
@@ -94,12 +97,25 @@ class OfferBoard:
         """Each pipeline's version."""
         return tuple(offer.version for offer in self)
 
+    @property
+    def planned_times_s(self) -> tuple[float, ...]:
+        """Predicted iteration time of each pipeline's plan; empty unless all have one."""
+        times_s = tuple(time_s for offer in self for time_s in _planned_times_s(offer))
+        return times_s if len(times_s) == len(self) else ()
+
+    @property
+    def planned_range_s(self) -> tuple[float, float]:
+        """The shortest and the longest of them; 0 unless all have one."""
+        if self._planned_times_s.total() < len(self):
+            return 0.0, 0.0
+        return min(self._planned_times_s), max(self._planned_times_s)
+
     def restore(self, version: int, offers: Iterable[OfferRecord]) -> None:
         """Take what is stored."""
         self.version = version
         for record in offers:
             pipeline = self._pipelines[record.pipeline]
-            pipeline.offer = record.offer
+            self._put(pipeline, record.offer)
             pipeline.offered_version = pipeline.in_force_version = record.offer.version
 
     def of_rank(self, place: Coordinates) -> Offer:
@@ -162,6 +178,8 @@ class OfferBoard:
 
     def validate(self) -> None:
         """Check what must always hold between two inputs."""
+        times_s = self.planned_times_s
+        assert self.planned_range_s == ((min(times_s), max(times_s)) if times_s else (0.0, 0.0))
         for offer in self:
             assert len(offer.stage_versions) == len(self._stages)
             assert all(NO_VERSION <= version <= self.version for version in offer.stage_versions)
@@ -202,9 +220,15 @@ class OfferBoard:
         self._replace(number, replace(pipeline.offer, start_iteration=self._start_iteration(pipeline)))
 
     def _replace(self, number: int, offer: PipelineOffer) -> None:
-        self._pipelines[number].offer = offer
+        self._put(self._pipelines[number], offer)
         self._unsettled.add(number)
         self._journal.store(OfferRecord(number, offer))
+
+    def _put(self, pipeline: _Pipeline, offer: PipelineOffer) -> None:
+        self._planned_times_s.subtract(_planned_times_s(pipeline.offer))
+        self._planned_times_s.update(_planned_times_s(offer))
+        self._planned_times_s = +self._planned_times_s
+        pipeline.offer = offer
 
     def _start_iteration(self, pipeline: _Pipeline) -> int:
         margin = LEAST_MARGIN
@@ -245,6 +269,11 @@ class OfferBoard:
                 f"version {offer.version} ({offer.clocks}) is in force on pipeline {number}",
                 **_evidence(number, offer),
             )
+
+
+def _planned_times_s(offer: PipelineOffer) -> list[float]:
+    """Return what is predicted of the offer's iteration, if it is a plan."""
+    return [offer.clocks.plan.iteration_time_s] if isinstance(offer.clocks, PlannedClocks) else []
 
 
 def _evidence(number: int, offer: PipelineOffer) -> dict[str, object]:

@@ -14,6 +14,7 @@ agrees with what the first rounds measured of the stage.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -94,6 +95,12 @@ class Profiler:
         """Clocks measured at the stage that has the most."""
         stages = [profile.stage for profile in self.profiles]
         return max((stages.count(stage) for stage in set(stages)), default=0)
+
+    @property
+    def least_clock_count(self) -> int:
+        """Clocks measured at the stage that has the fewest."""
+        counts = Counter(profile.stage for profile in self.profiles)
+        return min(counts[stage] for stage in range(self._parallelism.stage_count))
 
     def renew(self) -> None:
         """Begin with a whole budget, and with every clock that is not measured; what is measured is kept."""

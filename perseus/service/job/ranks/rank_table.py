@@ -1,11 +1,12 @@
 """The ranks of one job: who serves them, whose lease runs, how far they are. Part of the state machine."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from perseus.service.domain.errors import RankAlreadyServedError
+from perseus.service.domain.errors import InvalidFieldError, RankAlreadyServedError
 from perseus.service.domain.inputs import GpuErrorReported, RankJoined
-from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankState, RefusalReason
+from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankFilter, RankState, RefusalReason
 from perseus.service.domain.specification import Coordinates, JobSpec
 from perseus.service.domain.telemetry import ClockStatistics
 from perseus.service.job.journal import Journal
@@ -15,13 +16,18 @@ LIVE = (RankState.CONNECTED, RankState.DISCONNECTED)
 
 
 class RankTable:
-    """All ranks of a job, connected or not. Changes are stored and announced through the journal."""
+    """All ranks of a job, connected or not. Changes are stored and announced through the journal.
+
+    Attributes:
+        counts: how many ranks are in each state.
+    """
 
     def __init__(self, spec: JobSpec, lease_s: float, journal: Journal) -> None:
         self._spec = spec
         self._lease_s = lease_s
         self._journal = journal
         self._ranks = {place: Rank(place) for place in spec.parallelism.all_coordinates()}
+        self.counts = Counter({RankState.EXPECTED: len(self._ranks)})
         # By agent instance: whatever it says renews the leases of all its ranks.
         self._heard_s: dict[str, float] = {}
         # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream says it anew.
@@ -43,12 +49,40 @@ class RankTable:
         """Take stored ranks; those that were connected have a whole lease to come back."""
         for rank in ranks:
             state = RankState.DISCONNECTED if rank.state in LIVE else rank.state
-            self._ranks[rank.coordinates] = replace(rank, state=state)
+            self._put(replace(rank, state=state))
             self._heard_s[rank.instance_id] = now_s
 
     def are_all(self, state: RankState) -> bool:
         """Tell whether every rank is in a state."""
-        return all(rank.state is state for rank in self)
+        return self.counts[state] == len(self)
+
+    def select(self, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
+        """Yield the wanted ranks from an index on, each with its index in the order of all ranks.
+
+        Raises:
+            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
+        """
+        counts = self._spec.parallelism
+        if wanted.pipeline is not None:
+            self._spec.check_pipeline(wanted.pipeline)
+        if wanted.stage is not None and not 0 <= wanted.stage < counts.stage_count:
+            expected = f"0 to {counts.stage_count - 1}"
+            raise InvalidFieldError(field="stage", expected=expected, found=wanted.stage)
+        return self._select(wanted, first_index)
+
+    def _select(self, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
+        counts = self._spec.parallelism
+        stages, tensors = counts.stage_count, counts.tensor_count
+        first_pipeline = first_index // (stages * tensors)
+        for pipeline in range(first_pipeline, counts.pipeline_count):
+            if wanted.pipeline not in (None, pipeline):
+                continue
+            for stage in range(stages) if wanted.stage is None else (wanted.stage,):
+                for tensor in range(tensors):
+                    index = (pipeline * stages + stage) * tensors + tensor
+                    rank = self._ranks[Coordinates(pipeline, stage, tensor)]
+                    if index >= first_index and (not wanted.states or rank.state in wanted.states):
+                        yield index, rank
 
     def of_instance(self, instance_id: str, *states: RankState) -> list[Rank]:
         """Return the ranks of an agent that are in one of these states."""
@@ -180,7 +214,7 @@ class RankTable:
         before = self._ranks[rank.coordinates]
         if rank == before:
             return
-        self._ranks[rank.coordinates] = rank
+        self._put(rank)
         if (rank.gpu, rank.refused_clocks_mhz, rank.is_stock_only) != (
             before.gpu,
             before.refused_clocks_mhz,
@@ -201,6 +235,11 @@ class RankTable:
                 reason=why,
             )
 
+    def _put(self, rank: Rank) -> None:
+        self.counts[self._ranks[rank.coordinates].state] -= 1
+        self.counts[rank.state] += 1
+        self._ranks[rank.coordinates] = rank
+
     def take_changed_pipelines(self) -> set[int]:
         """Return the pipelines of which a rank has changed since this was asked last."""
         changed, self._changed_pipelines = self._changed_pipelines, set()
@@ -208,6 +247,7 @@ class RankTable:
 
     def validate(self) -> None:
         """Check what must always hold."""
+        assert +self.counts == Counter(rank.state for rank in self)
         for place, rank in self._ranks.items():
             assert rank.coordinates == place
             if rank.state in LIVE:

@@ -21,9 +21,9 @@ def planned(pipelines: int = 2, seed: int = 0, **changes: float) -> TimedCluster
 
 def detected(cluster: TimedCluster) -> dict[int, float]:
     """T' over T_min of the stragglers that are known."""
-    view = cluster.machine.view()
-    assert view.detected_stragglers == frozenset(view.straggler_times_s)
-    return {pipeline: time_s / view.t_min_s for pipeline, time_s in view.straggler_times_s.items()}
+    details, t_min_s = cluster.machine.details(), cluster.machine.summary().t_min_s
+    assert details.detected_stragglers == frozenset(details.straggler_times_s)
+    return {pipeline: time_s / t_min_s for pipeline, time_s in details.straggler_times_s.items()}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -33,7 +33,7 @@ def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
 ) -> None:
     cluster = planned(pipelines, seed)
     others = set(range(pipelines)) - {slow}
-    t_min_s = cluster.machine.view().t_min_s
+    t_min_s = cluster.machine.summary().t_min_s
 
     cluster.slowdowns[slow] = 1.2
     count, offered = cluster.run_until_offered(limit=3)
@@ -132,17 +132,17 @@ def test_without_a_plan_peers_are_the_measure() -> None:
     assert cluster.machine.state in (JobState.BASELINE, JobState.PROFILING)
     assert [change.attributes["pipeline"] for change in found] == ["2"]
     assert "its peers" in found[0].message
-    assert cluster.machine.view().straggler_times_s == {2: 0.0}
+    assert cluster.machine.details().straggler_times_s == {2: 0.0}
 
 
 def test_a_report_overrides_what_is_found_until_it_is_cleared() -> None:
     cluster = planned()
-    t_min_s = cluster.machine.view().t_min_s
+    t_min_s = cluster.machine.summary().t_min_s
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.3)))
     found = cluster.run(6, {1: 1.2})
     assert [change.attributes["is_overridden"] for change in found] == ["True"]
-    view = cluster.machine.view()
-    assert (view.straggler_times_s, view.detected_stragglers) == ({1: 1.3 * t_min_s}, frozenset())
+    details = cluster.machine.details()
+    assert (details.straggler_times_s, details.detected_stragglers) == ({1: 1.3 * t_min_s}, frozenset())
 
     cluster.send(StragglerCleared(1))
     assert detected(cluster) == {1: pytest.approx(1.2, abs=0.02)}, "what was found meanwhile counts"
@@ -163,8 +163,8 @@ def test_a_straggler_scales_with_the_plan_that_it_has() -> None:
     cluster.send(PolicySet(OperatingPolicy(10.0)))
     cluster.run(6, {1: 1.1})
     own_s = cluster.planned_times_s()[1]
-    view = cluster.machine.view()
-    assert view.straggler_times_s == {1: pytest.approx(1.1 * own_s)}
+    details = cluster.machine.details()
+    assert details.straggler_times_s == {1: pytest.approx(1.1 * own_s)}
     cluster.send(PolicySet(OperatingPolicy(0.0)))
     cluster.run(6)
     assert detected(cluster) == {1: pytest.approx(1.1)}

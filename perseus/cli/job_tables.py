@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from perseus.v1 import job_pb2, rank_pb2
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
@@ -71,6 +71,9 @@ def job_facts(job: job_pb2.Job) -> Table:
         "policy": _policy(job.policy),
         "stock baseline": _baseline(job.baseline) if job.HasField("baseline") else "",
         "clocks measured": str(job.profiled_clock_count or ""),
+        "profiling took": profiling_cost(job.profiling_cost, job.profiling_budget)
+        if job.profiling_cost.iteration_count
+        else "",
         "frontier": frontier if job.t_min_s else "",
         "stragglers": "\n".join(
             f"pipeline {each.pipeline}, {'detected' if each.is_detected else 'reported'}"
@@ -87,6 +90,21 @@ def job_facts(job: job_pb2.Job) -> Table:
         if value:
             table.add_row(name, Text(value))
     return table
+
+
+def profiling_cost(cost: job_pb2.ProfilingCost, budget: job_pb2.ProfilingBudget) -> str:
+    """What profiling has taken, and what it may take."""
+    limits = [
+        *([f"{budget.iteration_count} iterations"] if budget.HasField("iteration_count") else []),
+        *([f"{budget.time_s:g} s"] if budget.HasField("time_s") else []),
+        *([f"{budget.extra_time_s:g} s more"] if budget.HasField("extra_time_s") else []),
+        *([f"{budget.extra_energy_j:g} J more"] if budget.HasField("extra_energy_j") else []),
+    ]
+    return (
+        f"{cost.iteration_count} iterations, {cost.time_s:.1f} s, {cost.energy_j:.0f} J: "
+        f"{cost.extra_time_s:.1f} s and {cost.extra_energy_j:+.0f} J more than at stock; "
+        f"at most {', '.join(limits) or 'any'}"
+    )
 
 
 def plan_table(job: job_pb2.Job) -> Table:
@@ -135,6 +153,28 @@ def rank_table(ranks: Iterable[rank_pb2.Rank]) -> Table:
             _on_clock(rank.clocks),
         )
     return table
+
+
+def event_table(events: Iterable[event_pb2.JobEvent]) -> Table:
+    """One line for each event."""
+    table = Table()
+    table.add_column("no.", justify="right")
+    for column in ("time (UTC)", "type", "what happened"):
+        table.add_column(column)
+    for event in events:
+        at = f"{event.create_time.ToDatetime():%Y-%m-%d %H:%M:%S}"
+        table.add_row(str(event.sequence), at, _event_type_name(event.type), Text(event.message))
+    return table
+
+
+def gap_text(gap: job_service_pb2.WatchGap) -> str:
+    """What a watch left out."""
+    parts = []
+    if gap.first_missed_sequence:
+        parts.append(f"events {gap.first_missed_sequence} to {gap.last_missed_sequence} are no longer stored")
+    if gap.missed_iteration_count:
+        parts.append(f"{gap.missed_iteration_count} iterations are left out: this reader was slow")
+    return "; ".join(parts)
 
 
 def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
@@ -189,6 +229,12 @@ def _figure(mean: float, se: float | None, form: str) -> str:
 
 def _state_name(state: job_pb2.JobState.ValueType) -> str:
     return job_pb2.JobState.Name(state).removeprefix("JOB_STATE_").lower()
+
+
+def _event_type_name(kind: event_pb2.JobEventType.ValueType) -> str:
+    if kind not in event_pb2.JobEventType.values():
+        return str(kind)  # A newer coordinator knows more types.
+    return event_pb2.JobEventType.Name(kind).removeprefix("JOB_EVENT_TYPE_").lower()
 
 
 def _layout(layout: job_pb2.Parallelism) -> str:

@@ -1,8 +1,10 @@
 """`perseus jobs`: look at the jobs of a running coordinator, and tell it what only the operator knows."""
 
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,11 +12,16 @@ import typer
 from perseus.cli.terminal import BAD_INPUT, FAILURE, console, fail
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from perseus.v1.job_pb2 import Job
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
 _TIMEOUT_S = 10.0
 _PAGE_SIZE = 1000
+
+_AGO = re.compile(r"(?P<count>[0-9]+)(?P<unit>[smhd])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 app = typer.Typer(help="Look at jobs, and steer them.", no_args_is_help=True)
 
@@ -100,6 +107,7 @@ def ranks(
 @app.command()
 def watch(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Print a job's events and iterations as they come, until it has ended or you press Ctrl-C."""
+    from perseus.cli.job_tables import gap_text
     from perseus.v1 import job_service_pb2
 
     with _jobs(coordinator) as jobs:
@@ -117,8 +125,54 @@ def watch(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _
                         highlight=False,
                         style="dim",
                     )
+                elif update.HasField("caught_up"):
+                    console.print("          so far; what follows is new", style="dim")
+                elif update.HasField("gap"):
+                    console.print(f"          {gap_text(update.gap)}", highlight=False, style="yellow")
         except KeyboardInterrupt:
             raise typer.Exit from None
+
+
+@app.command()
+def events(
+    job_id: JobId,
+    types: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--type",
+            help="Only events of this type, as plan_refused; may be given again.",
+            show_default=False,
+        ),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            help="Only events since this time (2026-01-31T12:00, in UTC), or so long ago (90s, 15m, 2h, 7d).",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many events, the earliest first.")] = 100,
+    run_number: RunNumber = 0,
+    coordinator: Coordinator = _DEFAULT_COORDINATOR,
+) -> None:
+    """List what has happened to a job."""
+    from perseus.cli.job_tables import event_table
+    from perseus.v1 import event_pb2, job_service_pb2
+
+    request = job_service_pb2.ListJobEventsRequest(
+        job_id=job_id,
+        run_number=run_number,
+        types=_numbers("--type", event_pb2.JobEventType, "JOB_EVENT_TYPE_", types or ()),
+        page_size=_PAGE_SIZE,
+    )
+    if since is not None:
+        request.start_time.FromDatetime(_time(since))
+    with _jobs(coordinator) as jobs:
+        listed = (event for page in _pages(jobs.ListJobEvents, request) for event in page.events)
+        found = list(islice(listed, limit + 1))
+    console.print(event_table(found[:limit]))
+    if len(found) > limit:
+        console.print(f"these are the first {limit}; there are more", style="dim", highlight=False)
 
 
 @app.command()
@@ -155,13 +209,17 @@ def straggler(
 @app.command()
 def report(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Show what was measured: time and energy, period by period, against the stock baseline."""
-    from perseus.cli.job_tables import report_table
+    from perseus.cli.job_tables import profiling_cost, report_table
     from perseus.v1 import job_service_pb2
 
     request = job_service_pb2.GetReportRequest(job_id=job_id, run_number=run_number, page_size=_PAGE_SIZE)
     with _jobs(coordinator) as jobs:
-        periods = [period for page in _pages(jobs.GetReport, request) for period in page.periods]
-    console.print(report_table(periods))
+        pages = list(_pages(jobs.GetReport, request))
+    console.print(report_table([period for page in pages for period in page.periods]))
+    console.print(
+        f"profiling took {profiling_cost(pages[-1].profiling_cost, pages[-1].profiling_budget)}",
+        highlight=False,
+    )
 
 
 @app.command()
@@ -282,6 +340,19 @@ def _numbers(flag: str, enum: Any, prefix: str, names: Iterable[str]) -> list[An
         if name not in known:
             fail(f"{flag}: expected one of {', '.join(known)}, found {name!r}")
     return [known[name] for name in names]
+
+
+def _time(text: str) -> "datetime":
+    """A time, or one so long ago."""
+    from datetime import UTC, datetime, timedelta
+
+    try:
+        if ago := _AGO.fullmatch(text):
+            return datetime.now(UTC) - timedelta(**{_UNITS[ago["unit"]]: int(ago["count"])})
+        given = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        fail(f"--since: expected a time such as 2026-01-31T12:00, or 90s, 15m, 2h or 7d, found {text!r}")
+    return given if given.tzinfo is not None else given.replace(tzinfo=UTC)
 
 
 def _show(job: "Job") -> None:

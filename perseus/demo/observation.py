@@ -3,12 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import grpc.aio
 
 from perseus.demo.summary import Iteration, Measurements
-from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, rank_pb2
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc
 
 _POLL_S = 0.25
 _RPC_TIMEOUT_S = 10.0
@@ -35,40 +34,27 @@ async def registered_job(channel: grpc.aio.Channel, timeout_s: float) -> str:
     raise ObservationError(f"expected a job to be registered within {timeout_s:.0f} s, found none")
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """A job, and its ranks at the same moment."""
-
-    job: job_pb2.Job
-    ranks: list[rank_pb2.Rank]
-
-
 class Observer:
-    """Follows one job: its events and iterations, and the job as it was after them.
-
-    Attributes:
-        job: None until it is registered.
-        ranks: in their order, as they were when the job was as it is here.
-    """
+    """Follows one job. `job` is None until it is registered."""
 
     def __init__(
         self, channel: grpc.aio.Channel, job_id: str, measurements: Measurements, notify: Callable[[], None]
     ) -> None:
         self.job: job_pb2.Job | None = None
-        self.ranks: list[rank_pb2.Rank] = []
-        self.events: list[job_pb2.JobEvent] = []
+        self.events: list[event_pb2.JobEvent] = []
         self.measurements = measurements
         self._jobs = job_service_pb2_grpc.JobServiceStub(channel)
+        self._state: int = job_pb2.JOB_STATE_UNSPECIFIED
+        self._offered: dict[int, int] = {}
+        self._in_force: dict[int, event_pb2.PipelineClocks] = {}
         self.job_id = job_id
         self._notify = notify
         self._changed = asyncio.Event()
-        # Seen already, but what led there has not all been told yet.
-        self._ahead: _Snapshot | None = None
 
     @property
     def state(self) -> int:
         """The job's state; UNSPECIFIED before it is registered."""
-        return self.job.state if self.job is not None else job_pb2.JOB_STATE_UNSPECIFIED
+        return self._state
 
     @property
     def stragglers(self) -> set[int]:
@@ -89,14 +75,13 @@ class Observer:
         request = job_service_pb2.GetJobRequest(job_id=self.job_id)
         while self.job is None:
             try:
-                self.job = (await self._jobs.GetJob(request, timeout=_RPC_TIMEOUT_S)).job
+                self._take_job((await self._jobs.GetJob(request, timeout=_RPC_TIMEOUT_S)).job)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
                 await asyncio.sleep(_POLL_S)
-        async for update in self._jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id=self.job_id)):
-            if update.HasField("job"):
-                self._ahead = await self._snapshot()
+        watch = job_service_pb2.WatchJobRequest(job_id=self.job_id, view=job_pb2.JOB_VIEW_FULL)
+        async for update in self._jobs.WatchJob(watch):
             self._take(update)
 
     async def until(self, what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
@@ -133,41 +118,45 @@ class Observer:
         return await self._jobs.GetTimeline(request, timeout=_RPC_TIMEOUT_S)
 
     def is_in_force(self) -> bool:
-        """Whether every rank runs under the plan that it was offered last."""
-        return bool(self.ranks) and all(
-            rank.in_force_version == rank.offered_version and rank.offered_version > 0 for rank in self.ranks
+        """Whether every pipeline runs under the clocks that it was offered last."""
+        if self.job is None or not self.events or self.events[-1].sequence < self.job.last_event_sequence:
+            return False
+        pipelines = range(self.job.parallelism.pipeline_count)
+        return all(
+            self._offered.get(pipeline, 0) == self.in_force_version(pipeline) > 0 for pipeline in pipelines
         )
+
+    def in_force_version(self, pipeline: int) -> int:
+        """The version of the clocks in force on all ranks of a pipeline, 0 before there was one."""
+        clocks = self._in_force.get(pipeline)
+        return clocks.version if clocks is not None else 0
 
     def in_force_since(self) -> int:
         """The first iteration under the plan that came into force last."""
-        return max(
-            int(event.attributes["start_iteration"])
-            for event in self.events
-            if event.type == job_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE
-        )
+        return max(clocks.start_iteration for clocks in self._in_force.values())
 
-    async def _snapshot(self) -> "_Snapshot":
-        """Ask for the job and its ranks until nothing has happened between the two answers."""
-        whole = job_service_pb2.GetJobRequest(job_id=self.job_id, view=job_pb2.JOB_VIEW_FULL)
-        brief = job_service_pb2.GetJobRequest(job_id=self.job_id, view=job_pb2.JOB_VIEW_SUMMARY)
-        while True:
-            job = (await self._jobs.GetJob(whole, timeout=_RPC_TIMEOUT_S)).job
-            ranks: list[rank_pb2.Rank] = []
-            request = job_service_pb2.ListRanksRequest(job_id=self.job_id)
-            while True:
-                page = await self._jobs.ListRanks(request, timeout=_RPC_TIMEOUT_S)
-                ranks += page.ranks
-                request.page_token = page.next_page_token
-                if not request.page_token:
-                    break
-            after = (await self._jobs.GetJob(brief, timeout=_RPC_TIMEOUT_S)).job
-            if after.last_event_sequence == job.last_event_sequence:
-                return _Snapshot(job, ranks)
+    def _take_job(self, job: job_pb2.Job) -> None:
+        self.job = job
+        self._state = job.state
+
+    def _take_event(self, event: event_pb2.JobEvent) -> None:
+        self.events.append(event)
+        match event.type:
+            case event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED:
+                self._offered[event.pipeline_clocks.pipeline] = event.pipeline_clocks.version
+            case event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE:
+                self._in_force[event.pipeline_clocks.pipeline] = event.pipeline_clocks
+            case event_pb2.JOB_EVENT_TYPE_STATE_CHANGED:
+                # Snapshots come seldom. What the latest one shows already is no news.
+                if self.job is None or event.sequence > self.job.last_event_sequence:
+                    self._state = event.state_changed.after
 
     def _take(self, update: job_service_pb2.WatchJobResponse) -> None:
         match update.WhichOneof("update"):
+            case "job":
+                self._take_job(update.job)
             case "event":
-                self.events.append(update.event)
+                self._take_event(update.event)
             case "iteration":
                 found = update.iteration
                 self.measurements.add(
@@ -179,9 +168,5 @@ class Observer:
                         found.energy_j,
                     )
                 )
-        told_sequence = self.events[-1].sequence if self.events else 0
-        if self._ahead is not None and self._ahead.job.last_event_sequence <= told_sequence:
-            self.job, self.ranks = self._ahead.job, self._ahead.ranks
-            self._ahead = None
         self._changed.set()
         self._notify()

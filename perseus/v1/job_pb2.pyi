@@ -91,116 +91,6 @@ JOB_VIEW_FULL: JobView.ValueType  # 2
 """Beside that what grows with the job: the specification, the stragglers, each pipeline's plan."""
 Global___JobView: typing_extensions.TypeAlias = JobView
 
-class _JobEventType:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_JobEventType.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    JOB_EVENT_TYPE_UNSPECIFIED: _JobEventType.ValueType  # 0
-    """Never valid on the wire."""
-    JOB_EVENT_TYPE_REGISTERED: _JobEventType.ValueType  # 1
-    """The job was registered."""
-    JOB_EVENT_TYPE_STATE_CHANGED: _JobEventType.ValueType  # 2
-    """The job's state changed."""
-    JOB_EVENT_TYPE_RANK_CHANGED: _JobEventType.ValueType  # 3
-    """A rank joined, was disconnected, lost or finished."""
-    JOB_EVENT_TYPE_CLOCK_PROFILED: _JobEventType.ValueType  # 4
-    """Every rank was measured at a clock."""
-    JOB_EVENT_TYPE_SOLVED: _JobEventType.ValueType  # 5
-    """The frontier was solved."""
-    JOB_EVENT_TYPE_SOLVE_FAILED: _JobEventType.ValueType  # 6
-    """Solving failed."""
-    JOB_EVENT_TYPE_PLAN_OFFERED: _JobEventType.ValueType  # 7
-    """A pipeline was offered another plan."""
-    JOB_EVENT_TYPE_PLAN_IN_FORCE: _JobEventType.ValueType  # 8
-    """A plan is in force on every rank of a pipeline."""
-    JOB_EVENT_TYPE_PLAN_REFUSED: _JobEventType.ValueType  # 9
-    """A rank refused a plan."""
-    JOB_EVENT_TYPE_STRAGGLER_REPORTED: _JobEventType.ValueType  # 10
-    """A straggler was reported."""
-    JOB_EVENT_TYPE_STRAGGLER_CLEARED: _JobEventType.ValueType  # 11
-    """A straggler was cleared."""
-    JOB_EVENT_TYPE_POLICY_SET: _JobEventType.ValueType  # 12
-    """The operating policy was set."""
-    JOB_EVENT_TYPE_STRAGGLER_DETECTED: _JobEventType.ValueType  # 13
-    """A straggler was detected in the telemetry, or one that was detected before has another pace now. Its
-    attributes are the evidence: measured and planned span of computation, the ratios that were judged, the
-    limits that they were held against.
-    """
-    JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN: _JobEventType.ValueType  # 14
-    """A straggler that was detected is itself again; the same evidence."""
-    JOB_EVENT_TYPE_GPU_ERROR: _JobEventType.ValueType  # 15
-    """A rank's GPU, or the way to it, refused or failed to do something."""
-    JOB_EVENT_TYPE_CLOCK_GIVEN_UP: _JobEventType.ValueType  # 16
-    """A stage could not be measured at a clock."""
-    JOB_EVENT_TYPE_PROFILE_ADOPTED: _JobEventType.ValueType  # 17
-    """A profile of the same GPUs and job shape agrees with what was measured so far, and is used."""
-    JOB_EVENT_TYPE_PROMISE_BROKEN: _JobEventType.ValueType  # 18
-    """Iterations took longer than the plans in force promised, and no straggler explains it: the job goes back
-    to stock.
-    """
-    JOB_EVENT_TYPE_PROFILE_CORRECTED: _JobEventType.ValueType  # 19
-    """Computations take other times than the plans were made with: the frontier is solved again."""
-    JOB_EVENT_TYPE_BASELINE_REQUESTED: _JobEventType.ValueType  # 20
-    """Somebody asked for the stock baseline to be measured again."""
-    JOB_EVENT_TYPE_RESUMED: _JobEventType.ValueType  # 24
-    """Somebody asked for the job to go on from stock, beginning at the baseline."""
-
-class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
-    """What kind of thing happened to a job."""
-
-JOB_EVENT_TYPE_UNSPECIFIED: JobEventType.ValueType  # 0
-"""Never valid on the wire."""
-JOB_EVENT_TYPE_REGISTERED: JobEventType.ValueType  # 1
-"""The job was registered."""
-JOB_EVENT_TYPE_STATE_CHANGED: JobEventType.ValueType  # 2
-"""The job's state changed."""
-JOB_EVENT_TYPE_RANK_CHANGED: JobEventType.ValueType  # 3
-"""A rank joined, was disconnected, lost or finished."""
-JOB_EVENT_TYPE_CLOCK_PROFILED: JobEventType.ValueType  # 4
-"""Every rank was measured at a clock."""
-JOB_EVENT_TYPE_SOLVED: JobEventType.ValueType  # 5
-"""The frontier was solved."""
-JOB_EVENT_TYPE_SOLVE_FAILED: JobEventType.ValueType  # 6
-"""Solving failed."""
-JOB_EVENT_TYPE_PLAN_OFFERED: JobEventType.ValueType  # 7
-"""A pipeline was offered another plan."""
-JOB_EVENT_TYPE_PLAN_IN_FORCE: JobEventType.ValueType  # 8
-"""A plan is in force on every rank of a pipeline."""
-JOB_EVENT_TYPE_PLAN_REFUSED: JobEventType.ValueType  # 9
-"""A rank refused a plan."""
-JOB_EVENT_TYPE_STRAGGLER_REPORTED: JobEventType.ValueType  # 10
-"""A straggler was reported."""
-JOB_EVENT_TYPE_STRAGGLER_CLEARED: JobEventType.ValueType  # 11
-"""A straggler was cleared."""
-JOB_EVENT_TYPE_POLICY_SET: JobEventType.ValueType  # 12
-"""The operating policy was set."""
-JOB_EVENT_TYPE_STRAGGLER_DETECTED: JobEventType.ValueType  # 13
-"""A straggler was detected in the telemetry, or one that was detected before has another pace now. Its
-attributes are the evidence: measured and planned span of computation, the ratios that were judged, the
-limits that they were held against.
-"""
-JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN: JobEventType.ValueType  # 14
-"""A straggler that was detected is itself again; the same evidence."""
-JOB_EVENT_TYPE_GPU_ERROR: JobEventType.ValueType  # 15
-"""A rank's GPU, or the way to it, refused or failed to do something."""
-JOB_EVENT_TYPE_CLOCK_GIVEN_UP: JobEventType.ValueType  # 16
-"""A stage could not be measured at a clock."""
-JOB_EVENT_TYPE_PROFILE_ADOPTED: JobEventType.ValueType  # 17
-"""A profile of the same GPUs and job shape agrees with what was measured so far, and is used."""
-JOB_EVENT_TYPE_PROMISE_BROKEN: JobEventType.ValueType  # 18
-"""Iterations took longer than the plans in force promised, and no straggler explains it: the job goes back
-to stock.
-"""
-JOB_EVENT_TYPE_PROFILE_CORRECTED: JobEventType.ValueType  # 19
-"""Computations take other times than the plans were made with: the frontier is solved again."""
-JOB_EVENT_TYPE_BASELINE_REQUESTED: JobEventType.ValueType  # 20
-"""Somebody asked for the stock baseline to be measured again."""
-JOB_EVENT_TYPE_RESUMED: JobEventType.ValueType  # 24
-"""Somebody asked for the job to go on from stock, beginning at the baseline."""
-Global___JobEventType: typing_extensions.TypeAlias = JobEventType
-
 @typing.final
 class Parallelism(google.protobuf.message.Message):
     """How a job's ranks are laid out."""
@@ -452,7 +342,43 @@ Global___Baseline: typing_extensions.TypeAlias = Baseline
 
 @typing.final
 class ProfilingCost(google.protobuf.message.Message):
-    """What profiling has taken so far, and what it may take. Where a budget is used up, profiling ends with what it
+    """What profiling has taken so far."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITERATION_COUNT_FIELD_NUMBER: builtins.int
+    TIME_S_FIELD_NUMBER: builtins.int
+    EXTRA_TIME_S_FIELD_NUMBER: builtins.int
+    ENERGY_J_FIELD_NUMBER: builtins.int
+    EXTRA_ENERGY_J_FIELD_NUMBER: builtins.int
+    iteration_count: builtins.int
+    """Iterations under held clocks, and those on the way to them."""
+    time_s: builtins.float
+    """Time of these iterations, seconds."""
+    extra_time_s: builtins.float
+    """Time of these iterations beyond the stock baseline, seconds: the sum over those that took longer, and what
+    the time in which held clocks may have been in force and no iteration was reported has beyond it.
+    """
+    energy_j: builtins.float
+    """Energy of these iterations, joules, over all GPUs of the job."""
+    extra_energy_j: builtins.float
+    """Energy of these iterations beyond that of as many at stock, joules; below 0 where it was less."""
+    def __init__(
+        self,
+        *,
+        iteration_count: builtins.int = ...,
+        time_s: builtins.float = ...,
+        extra_time_s: builtins.float = ...,
+        energy_j: builtins.float = ...,
+        extra_energy_j: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "extra_energy_j", b"extra_energy_j", "extra_time_s", b"extra_time_s", "iteration_count", b"iteration_count", "time_s", b"time_s"]) -> None: ...
+
+Global___ProfilingCost: typing_extensions.TypeAlias = ProfilingCost
+
+@typing.final
+class ProfilingBudget(google.protobuf.message.Message):
+    """What profiling may take; what is absent has no limit. Where a budget is used up, profiling ends with what it
     has; where that is not enough to plan on, the job goes back to stock.
     """
 
@@ -461,42 +387,35 @@ class ProfilingCost(google.protobuf.message.Message):
     ITERATION_COUNT_FIELD_NUMBER: builtins.int
     TIME_S_FIELD_NUMBER: builtins.int
     EXTRA_TIME_S_FIELD_NUMBER: builtins.int
-    ENERGY_J_FIELD_NUMBER: builtins.int
-    MAX_ITERATION_COUNT_FIELD_NUMBER: builtins.int
-    MAX_TIME_S_FIELD_NUMBER: builtins.int
-    MAX_EXTRA_TIME_S_FIELD_NUMBER: builtins.int
-    MAX_ENERGY_J_FIELD_NUMBER: builtins.int
+    EXTRA_ENERGY_J_FIELD_NUMBER: builtins.int
     iteration_count: builtins.int
-    """Iterations under held clocks."""
+    """The most iterations."""
     time_s: builtins.float
-    """Time of these iterations, seconds."""
+    """The most time, seconds."""
     extra_time_s: builtins.float
-    """Time of these iterations beyond that of as many at stock, seconds."""
-    energy_j: builtins.float
-    """Energy of these iterations, joules, over all GPUs of the job."""
-    max_iteration_count: builtins.int
-    """The most iterations; 0 for no limit."""
-    max_time_s: builtins.float
-    """The most time, seconds; 0 for no limit."""
-    max_extra_time_s: builtins.float
-    """The most extra time, seconds; 0 for no limit."""
-    max_energy_j: builtins.float
-    """The most energy, joules; 0 for no limit."""
+    """The most extra time, seconds."""
+    extra_energy_j: builtins.float
+    """The most extra energy, joules."""
     def __init__(
         self,
         *,
-        iteration_count: builtins.int = ...,
-        time_s: builtins.float = ...,
-        extra_time_s: builtins.float = ...,
-        energy_j: builtins.float = ...,
-        max_iteration_count: builtins.int = ...,
-        max_time_s: builtins.float = ...,
-        max_extra_time_s: builtins.float = ...,
-        max_energy_j: builtins.float = ...,
+        iteration_count: builtins.int | None = ...,
+        time_s: builtins.float | None = ...,
+        extra_time_s: builtins.float | None = ...,
+        extra_energy_j: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "extra_time_s", b"extra_time_s", "iteration_count", b"iteration_count", "max_energy_j", b"max_energy_j", "max_extra_time_s", b"max_extra_time_s", "max_iteration_count", b"max_iteration_count", "max_time_s", b"max_time_s", "time_s", b"time_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_extra_energy_j", b"_extra_energy_j", "_extra_time_s", b"_extra_time_s", "_iteration_count", b"_iteration_count", "_time_s", b"_time_s", "extra_energy_j", b"extra_energy_j", "extra_time_s", b"extra_time_s", "iteration_count", b"iteration_count", "time_s", b"time_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_extra_energy_j", b"_extra_energy_j", "_extra_time_s", b"_extra_time_s", "_iteration_count", b"_iteration_count", "_time_s", b"_time_s", "extra_energy_j", b"extra_energy_j", "extra_time_s", b"extra_time_s", "iteration_count", b"iteration_count", "time_s", b"time_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_extra_energy_j", b"_extra_energy_j"]) -> typing.Literal["extra_energy_j"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_extra_time_s", b"_extra_time_s"]) -> typing.Literal["extra_time_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_iteration_count", b"_iteration_count"]) -> typing.Literal["iteration_count"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_time_s", b"_time_s"]) -> typing.Literal["time_s"] | None: ...
 
-Global___ProfilingCost: typing_extensions.TypeAlias = ProfilingCost
+Global___ProfilingBudget: typing_extensions.TypeAlias = ProfilingBudget
 
 @typing.final
 class Job(google.protobuf.message.Message):
@@ -524,6 +443,7 @@ class Job(google.protobuf.message.Message):
     CREATE_TIME_FIELD_NUMBER: builtins.int
     FINISH_TIME_FIELD_NUMBER: builtins.int
     LAST_EVENT_SEQUENCE_FIELD_NUMBER: builtins.int
+    PROFILING_BUDGET_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
     PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
@@ -584,6 +504,10 @@ class Job(google.protobuf.message.Message):
         """When it finished; absent before."""
 
     @property
+    def profiling_budget(self) -> Global___ProfilingBudget:
+        """What profiling may take."""
+
+    @property
     def spec(self) -> Global___JobSpec:
         """FULL only: what was registered."""
 
@@ -618,69 +542,15 @@ class Job(google.protobuf.message.Message):
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         finish_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         last_event_sequence: builtins.int = ...,
+        profiling_budget: Global___ProfilingBudget | None = ...,
         spec: Global___JobSpec | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "finish_time", b"finish_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "epoch", b"epoch", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "run_number", b"run_number", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "finish_time", b"finish_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "epoch", b"epoch", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "run_number", b"run_number", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
-
-@typing.final
-class JobEvent(google.protobuf.message.Message):
-    """Something that happened to a job, with its evidence."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    @typing.final
-    class AttributesEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
-    SEQUENCE_FIELD_NUMBER: builtins.int
-    CREATE_TIME_FIELD_NUMBER: builtins.int
-    TYPE_FIELD_NUMBER: builtins.int
-    MESSAGE_FIELD_NUMBER: builtins.int
-    ATTRIBUTES_FIELD_NUMBER: builtins.int
-    sequence: builtins.int
-    """Number of the event within its run, from 1."""
-    type: Global___JobEventType.ValueType
-    """What kind of thing happened."""
-    message: builtins.str
-    """One sentence for people."""
-    @property
-    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When the coordinator saw it."""
-
-    @property
-    def attributes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """The evidence: every value in the sentence, and more, by name with its unit."""
-
-    def __init__(
-        self,
-        *,
-        sequence: builtins.int = ...,
-        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        type: Global___JobEventType.ValueType = ...,
-        message: builtins.str = ...,
-        attributes: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attributes", b"attributes", "create_time", b"create_time", "message", b"message", "sequence", b"sequence", "type", b"type"]) -> None: ...
-
-Global___JobEvent: typing_extensions.TypeAlias = JobEvent
 
 @typing.final
 class IterationSummary(google.protobuf.message.Message):

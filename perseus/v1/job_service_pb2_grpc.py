@@ -69,6 +69,11 @@ class JobServiceStub(object):
                 request_serializer=perseus_dot_v1_dot_job__service__pb2.ListRanksRequest.SerializeToString,
                 response_deserializer=perseus_dot_v1_dot_job__service__pb2.ListRanksResponse.FromString,
                 _registered_method=True)
+        self.ListJobEvents = channel.unary_unary(
+                '/perseus.v1.JobService/ListJobEvents',
+                request_serializer=perseus_dot_v1_dot_job__service__pb2.ListJobEventsRequest.SerializeToString,
+                response_deserializer=perseus_dot_v1_dot_job__service__pb2.ListJobEventsResponse.FromString,
+                _registered_method=True)
         self.FinishJob = channel.unary_unary(
                 '/perseus.v1.JobService/FinishJob',
                 request_serializer=perseus_dot_v1_dot_job__service__pb2.FinishJobRequest.SerializeToString,
@@ -176,6 +181,13 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListJobEvents(self, request, context):
+        """The events of a run, in their order, in pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FinishJob(self, request, context):
         """Ends a job: every GPU goes back to stock.
         """
@@ -244,7 +256,9 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """The job now, then its events and iterations as they come, until the job has ended.
+        """The job now, the events so far, a marker that says that this was all, and then what is new as it comes,
+        until the run has ended. A reader who is slow is sent fewer iterations and snapshots, and is told of the
+        gap; no event is left out but those that were forgotten before it came to them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -277,6 +291,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.ListRanks,
                     request_deserializer=perseus_dot_v1_dot_job__service__pb2.ListRanksRequest.FromString,
                     response_serializer=perseus_dot_v1_dot_job__service__pb2.ListRanksResponse.SerializeToString,
+            ),
+            'ListJobEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListJobEvents,
+                    request_deserializer=perseus_dot_v1_dot_job__service__pb2.ListJobEventsRequest.FromString,
+                    response_serializer=perseus_dot_v1_dot_job__service__pb2.ListJobEventsResponse.SerializeToString,
             ),
             'FinishJob': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishJob,
@@ -474,6 +493,33 @@ class JobService(object):
             '/perseus.v1.JobService/ListRanks',
             perseus_dot_v1_dot_job__service__pb2.ListRanksRequest.SerializeToString,
             perseus_dot_v1_dot_job__service__pb2.ListRanksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListJobEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/perseus.v1.JobService/ListJobEvents',
+            perseus_dot_v1_dot_job__service__pb2.ListJobEventsRequest.SerializeToString,
+            perseus_dot_v1_dot_job__service__pb2.ListJobEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

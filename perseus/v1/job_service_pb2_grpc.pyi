@@ -105,6 +105,22 @@ _JobServiceListRanksType = typing_extensions.TypeVar(
     ],
 )
 
+_JobServiceListJobEventsType = typing_extensions.TypeVar(
+    '_JobServiceListJobEventsType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListJobEventsRequest,
+        perseus.v1.job_service_pb2.ListJobEventsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListJobEventsRequest,
+        perseus.v1.job_service_pb2.ListJobEventsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListJobEventsRequest,
+        perseus.v1.job_service_pb2.ListJobEventsResponse,
+    ],
+)
+
 _JobServiceFinishJobType = typing_extensions.TypeVar(
     '_JobServiceFinishJobType',
     grpc.UnaryUnaryMultiCallable[
@@ -265,7 +281,7 @@ _JobServiceWatchJobType = typing_extensions.TypeVar(
     ],
 )
 
-class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceListRunsType, _JobServiceListRanksType, _JobServiceFinishJobType, _JobServiceDeleteJobType, _JobServiceResumeJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
+class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceListRunsType, _JobServiceListRanksType, _JobServiceListJobEventsType, _JobServiceFinishJobType, _JobServiceDeleteJobType, _JobServiceResumeJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
     """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
 
     Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
@@ -299,6 +315,10 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ListRanksRequest,
             perseus.v1.job_service_pb2.ListRanksResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListJobEventsRequest,
+            perseus.v1.job_service_pb2.ListJobEventsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.FinishJobRequest,
@@ -365,6 +385,10 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
             perseus.v1.job_service_pb2.ListRanksResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListJobEventsRequest,
+            perseus.v1.job_service_pb2.ListJobEventsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.FinishJobRequest,
             perseus.v1.job_service_pb2.FinishJobResponse,
         ],
@@ -429,6 +453,9 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     ListRanks: _JobServiceListRanksType
     """The ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
 
+    ListJobEvents: _JobServiceListJobEventsType
+    """The events of a run, in their order, in pages."""
+
     FinishJob: _JobServiceFinishJobType
     """Ends a job: every GPU goes back to stock."""
 
@@ -465,7 +492,10 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     """The latest whole iteration of a pipeline, computation by computation, as measured."""
 
     WatchJob: _JobServiceWatchJobType
-    """The job now, then its events and iterations as they come, until the job has ended."""
+    """The job now, the events so far, a marker that says that this was all, and then what is new as it comes,
+    until the run has ended. A reader who is slow is sent fewer iterations and snapshots, and is told of the
+    gap; no event is left out but those that were forgotten before it came to them.
+    """
 
 JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -487,6 +517,10 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.ListRanksRequest,
         perseus.v1.job_service_pb2.ListRanksResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListJobEventsRequest,
+        perseus.v1.job_service_pb2.ListJobEventsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.FinishJobRequest,
@@ -592,6 +626,14 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         """The ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
 
     @abc.abstractmethod
+    def ListJobEvents(
+        self,
+        request: perseus.v1.job_service_pb2.ListJobEventsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.job_service_pb2.ListJobEventsResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListJobEventsResponse]]:
+        """The events of a run, in their order, in pages."""
+
+    @abc.abstractmethod
     def FinishJob(
         self,
         request: perseus.v1.job_service_pb2.FinishJobRequest,
@@ -677,6 +719,9 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.WatchJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[perseus.v1.job_service_pb2.WatchJobResponse], collections.abc.AsyncIterator[perseus.v1.job_service_pb2.WatchJobResponse]]:
-        """The job now, then its events and iterations as they come, until the job has ended."""
+        """The job now, the events so far, a marker that says that this was all, and then what is new as it comes,
+        until the run has ended. A reader who is slow is sent fewer iterations and snapshots, and is told of the
+        gap; no event is left out but those that were forgotten before it came to them.
+        """
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

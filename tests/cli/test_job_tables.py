@@ -2,8 +2,16 @@
 
 from rich.console import Console, RenderableType
 
-from perseus.cli.job_tables import job_facts, job_table, plan_table, rank_table, report_table
-from perseus.v1 import job_pb2, rank_pb2
+from perseus.cli.job_tables import (
+    event_table,
+    gap_text,
+    job_facts,
+    job_table,
+    plan_table,
+    rank_table,
+    report_table,
+)
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
 
 JOB = job_pb2.Job(
     job_id="gpt3",
@@ -96,3 +104,19 @@ def test_a_period_shows_its_errors_only_where_they_are_known() -> None:
         "+0.0 ± 0.2 +22.0 ± 0.3" in found
     )
     assert "5 planned 9 48 1 05-07 00:00:07 – 00:00:07 1.000 0 +2.0" in found
+
+
+def test_an_event_is_one_line_even_of_a_type_that_is_not_known() -> None:
+    solved = event_pb2.JobEvent(sequence=7, type=event_pb2.JOB_EVENT_TYPE_SOLVED, message="from [1] to [/2]")
+    solved.create_time.FromSeconds(1_767_225_600)
+    newer = event_pb2.JobEvent(sequence=8, type=99, message="new")  # type: ignore[arg-type]
+    shown = lines(event_table([solved, newer]))
+    assert "7 2026-01-01 00:00:00 solved from [1] to [/2]" in shown
+    assert "8 1970-01-01 00:00:00 99 new" in shown
+
+
+def test_a_gap_is_said_plainly() -> None:
+    gap = job_service_pb2.WatchGap
+    deleted = gap_text(gap(first_missed_sequence=3, last_missed_sequence=9))
+    assert deleted == "events 3 to 9 are no longer stored"
+    assert gap_text(gap(missed_iteration_count=12)) == "12 iterations are left out: this reader was slow"

@@ -88,6 +88,17 @@ def test_ranks_lists_the_ranks_that_are_asked_for(coordinator: str, limits: list
     assert result.output.count("expected") == count
 
 
+def test_show_says_why_the_job_does_not_get_on(coordinator: str) -> None:
+    shown = " ".join(run(coordinator, "show", "gpt3").output.split())
+    assert "all 8 ranks are missing, since 2" in shown
+
+
+def test_report_tells_what_profiling_took_and_may_take(coordinator: str) -> None:
+    found = " ".join(run(coordinator, "report", "gpt3").output.split())
+    assert "profiling took 0 iterations" in found
+    assert "at most 1000 iterations, 360 s more" in found
+
+
 def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None:
     result = run(coordinator, "report", "gpt3")
     assert result.exit_code == 0
@@ -120,6 +131,12 @@ def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None
         (["show", "gpt3", "--run", 7], "no run 7"),
         (["report", "gpt3", "--run", 7], "no run 7"),
         (["watch", "gpt3", "--run", 7], "no run 7"),
+        (["events", "gpt3", "--run", 7], "no run 7"),
+        (["events", "nosuch"], "nosuch"),
+        (["events", "gpt3", "--type", "nosuch"], "plan_refused"),
+        (["events", "gpt3", "--since", "yesterday"], "2026-01-31T12:00"),
+        (["events", "gpt3", "--since", "99999999999d"], "found '99999999999d'"),
+        (["events", "gpt3", "--limit", 0], "--limit"),
         (["list", "--state", "lost"], "waiting, baseline"),
         (["ranks", "gpt3", "--state", "planned"], "expected, connected"),
         (["ranks", "gpt3", "--pipeline", 2], "0 to 1"),
@@ -164,6 +181,27 @@ def test_watch_ends_with_its_job(coordinator: str) -> None:
     watched = run(coordinator, "watch", "short")
     assert watched.exit_code == 0
     assert "registered" in watched.output
+    assert "what follows is new" in watched.output
+
+
+def test_events_are_listed_by_type_and_time(coordinator: str) -> None:
+    with grpc.insecure_channel(coordinator) as channel:
+        register(job_service_pb2_grpc.JobServiceStub(channel), "eventful")
+    for percent in (1, 2, 3):
+        assert run(coordinator, "policy", "eventful", "--max-slowdown-percent", percent).exit_code == 0
+    everything = run(coordinator, "events", "eventful")
+    assert everything.exit_code == 0
+    assert everything.output.count("policy_set") == 3
+    assert "registered with 2 pipelines" in everything.output
+    only = run(
+        coordinator, "events", "eventful", "--type", "registered", "--type", "policy_set", "--limit", 2
+    )
+    assert (only.output.count("policy_set"), only.output.count("registered with")) == (1, 1)
+    assert "these are the first 2; there are more" in only.output
+    for since in ("1h", "7d", "2020-01-31", "2020-01-31T12:00:00+01:00"):
+        assert run(coordinator, "events", "eventful", "--since", since).output == everything.output
+    later = run(coordinator, "events", "eventful", "--since", "2999-01-01T00:00")
+    assert (later.exit_code, later.output.count("policy_set")) == (0, 0)
 
 
 def test_runs_are_listed_shown_and_deleted_together(coordinator: str) -> None:
@@ -183,6 +221,8 @@ def test_runs_are_listed_shown_and_deleted_together(coordinator: str) -> None:
     assert "finished" in run(coordinator, "show", "again", "--run", 1).output
     assert "waiting" in run(coordinator, "show", "again").output
     assert "ended on request" in run(coordinator, "watch", "again", "--run", 2).output
+    assert "ended on request" in run(coordinator, "events", "again", "--run", 1).output
+    assert "ended on request" not in run(coordinator, "events", "again").output
     assert run(coordinator, "report", "again", "--run", 1).exit_code == 0
     resumed = run(coordinator, "resume", "again")
     assert resumed.exit_code == 0

@@ -18,7 +18,7 @@ from perseus.service.domain.telemetry import KINDS
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
 from perseus.solver import Plan, PlannedComputation, Schedule, one_forward_one_backward
-from perseus.v1 import agent_service_pb2, computation_pb2, job_pb2, job_service_pb2, rank_pb2
+from perseus.v1 import agent_service_pb2, computation_pb2, event_pb2, job_pb2, job_service_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
 from perseus.v1.frontier_service_pb2_grpc import FrontierServiceStub
@@ -88,7 +88,7 @@ class Client:
         response = await self.jobs.ListRanks(request, timeout=TIMEOUT_S)
         return list(response.ranks)
 
-    async def events(self, job_id: str = "job", run_number: int = 0) -> list[job_pb2.JobEvent]:
+    async def events(self, job_id: str = "job", run_number: int = 0) -> list[event_pb2.JobEvent]:
         """Return the events of a run that has ended."""
         request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)
         updates = self.jobs.WatchJob(request, timeout=TIMEOUT_S)

@@ -1,8 +1,9 @@
 """A small emulated cluster for the coordinator's tests: physics, and ranks that follow offers."""
 
+import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 
 import numpy as np
 
@@ -167,6 +168,18 @@ def batch(
     )
 
 
+def check_plain(value: object) -> None:
+    """Evidence is of plain values: what comes out of an array would not get into the store."""
+    if is_dataclass(value):
+        for each in fields(value):
+            check_plain(getattr(value, each.name))
+    elif isinstance(value, tuple):
+        for each in value:
+            check_plain(each)
+    else:
+        assert value is None or isinstance(value, enum.Enum) or type(value) in (int, float, bool, str), value
+
+
 def solved(command: Solve) -> Solved | SolveFailed:
     """What comes back of a problem."""
     try:
@@ -283,7 +296,7 @@ class Cluster:
     def __init__(self, spec: JobSpec, rules: Rules | None = None) -> None:
         self.spec = spec
         self.rules = rules or Rules(30.0, 2, ProfilingRules(iterations=2))
-        self.machine = JobMachine(spec, 1, self.rules, EPOCH, create_time_s=0.0)
+        self.machine = JobMachine(spec, 1, self.rules, EPOCH, START_S, created_s=0.0)
         self.schedule: Schedule = self.machine.schedule
         self.now_s = 0.0
         self.history: list[Command] = []
@@ -300,6 +313,9 @@ class Cluster:
         commands = self.machine.handle(event, self.now_s, START_S + self.now_s)
         self.machine.validate()
         self.history.extend(commands)
+        for command in commands:
+            if isinstance(command, Announce):
+                check_plain(command.happening.evidence)
         return [command for command in commands if not isinstance(command, Store)]
 
     def carry_out(self, commands: Iterable[Command]) -> None:
@@ -401,7 +417,7 @@ class Cluster:
                 case ForgetIterations():
                     rows = []
         return StoredJob(
-            self.spec, 1, 0.0, registrations, record, tuple(ranks.values()), tuple(offers.values()),
+            self.spec, 1, START_S, registrations, record, tuple(ranks.values()), tuple(offers.values()),
             tuple(profiles[place] for place in sorted(profiles)), tuple(periods.values()),
             tuple(rows), sequence,
         )  # fmt: skip
@@ -412,7 +428,9 @@ class Cluster:
 
     def restart_with(self, take: Callable[[list[Command]], None]) -> None:
         """Kill the coordinator and start it again; what it wants first goes to `take`."""
-        self.machine, commands = JobMachine.restore(self.stored(), self.rules, EPOCH, self.now_s)
+        self.machine, commands = JobMachine.restore(
+            self.stored(), self.rules, EPOCH, self.now_s, START_S + self.now_s
+        )
         self.machine.validate()
         self.history.extend(commands)
         take(commands)

@@ -9,8 +9,10 @@ import grpc
 
 from perseus.service.api.paging import Page
 from perseus.service.api.statuses import mapped, mapped_stream
+from perseus.service.api.translate_events import event_to_proto, filter_from_proto
 from perseus.service.api.translate_jobs import (
-    event_to_proto,
+    budget_to_proto,
+    cost_to_proto,
     is_full,
     job_states_from_proto,
     job_to_proto,
@@ -24,7 +26,8 @@ from perseus.service.api.translate_jobs import (
     timeline_to_proto,
 )
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.model import IterationSummary, JobEvent, JobView
+from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
+from perseus.service.domain.model import IterationSummary, JobView
 from perseus.service.domain.specification import Registration
 from perseus.service.shell.coordinator import LATEST, Coordinator
 from perseus.v1 import job_service_pb2 as pb
@@ -84,6 +87,20 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         return pb.ListRunsResponse(runs=runs, next_page_token=next_page_token)
 
     @mapped
+    async def ListJobEvents(
+        self, request: pb.ListJobEventsRequest, context: Context
+    ) -> pb.ListJobEventsResponse:
+        """See the contract."""
+        page = Page.asked(request)
+        found = await self._coordinator.events(
+            request.job_id, request.run_number, filter_from_proto(request), page.first_number, page.size + 1
+        )
+        events, next_page_token = page.fill(
+            (event.happening.sequence, event_to_proto(event)) for event in found
+        )
+        return pb.ListJobEventsResponse(events=events, next_page_token=next_page_token)
+
+    @mapped
     async def DeleteJob(self, request: pb.DeleteJobRequest, context: Context) -> pb.DeleteJobResponse:
         """See the contract."""
         await self._coordinator.delete(request.job_id, allow_missing=request.allow_missing)
@@ -137,7 +154,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         periods, next_page_token = page.fill(
             (period.number, period_to_proto(period, saving)) for period, saving in found
         )
-        return pb.GetReportResponse(periods=periods, next_page_token=next_page_token)
+        view = await self._coordinator.job(request.job_id, request.run_number, has_details=False)
+        return pb.GetReportResponse(
+            periods=periods,
+            profiling_cost=cost_to_proto(view.profiling_cost),
+            profiling_budget=budget_to_proto(view.profiling_budget),
+            next_page_token=next_page_token,
+        )
 
     @mapped
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
@@ -153,8 +176,12 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             raise InvalidFieldError(
                 field="after_sequence", expected="0 or more", found=request.after_sequence
             )
-        updates = self._coordinator.watch(request.job_id, request.after_sequence, request.run_number)
-        async for update in updates:
+        async for update in self._coordinator.watch(
+            request.job_id,
+            request.run_number,
+            request.after_sequence,
+            has_details=is_full(request.view, default=False),
+        ):
             match update:
                 case JobView():
                     yield pb.WatchJobResponse(job=job_to_proto(update))
@@ -162,3 +189,15 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                     yield pb.WatchJobResponse(event=event_to_proto(update))
                 case IterationSummary():
                     yield pb.WatchJobResponse(iteration=summary_to_proto(update))
+                case CaughtUp():
+                    yield pb.WatchJobResponse(
+                        caught_up=pb.CaughtUp(last_event_sequence=update.last_event_sequence)
+                    )
+                case WatchGap():
+                    yield pb.WatchJobResponse(
+                        gap=pb.WatchGap(
+                            first_missed_sequence=update.first_missed_sequence,
+                            last_missed_sequence=update.last_missed_sequence,
+                            missed_iteration_count=update.missed_iteration_count,
+                        )
+                    )

@@ -1,27 +1,26 @@
-"""Between the wire's jobs, events and reports, and the coordinator's values.
+"""Between the wire's jobs and reports, and the coordinator's values.
 
 `…_from_proto` checks what the types can't say (a missing message, an unknown enum) and raises
 InvalidFieldError with the field's name.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import numpy as np
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from perseus.service.api.translate_problems import (
     computation_to_proto,
     schedule_spec_from_proto,
     schedule_spec_to_proto,
 )
+from perseus.service.api.translate_time import time_to_proto
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.measured import Period, Saving, Timeline
 from perseus.service.domain.model import (
-    EventType,
     IterationSummary,
     JobDetails,
-    JobEvent,
     JobState,
     JobView,
     Rank,
@@ -29,6 +28,7 @@ from perseus.service.domain.model import (
     RankState,
     Straggler,
 )
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
 from perseus.service.domain.specification import (
     Coordinates,
     Deadline,
@@ -49,7 +49,6 @@ State = TypeVar("State", JobState, RankState)
 
 _JOB_STATE = {state: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
 _RANK_STATE = {state: rank_pb2.RankState.Value(f"RANK_STATE_{state.name}") for state in RankState}
-_EVENT_TYPE = {kind: job_pb2.JobEventType.Value(f"JOB_EVENT_TYPE_{kind.name}") for kind in EventType}
 
 
 def spec_from_proto(message: job_pb2.JobSpec) -> JobSpec:
@@ -174,7 +173,7 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         job_id=view.job_id,
         run_number=view.run_number,
         state=_JOB_STATE[view.state],
-        state_reason=view.state_reason,
+        state_reason=_state_reason(view),
         epoch=view.epoch,
         parallelism=_parallelism_to_proto(view.parallelism),
         rank_counts=job_pb2.RankCounts(
@@ -192,29 +191,53 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         min_planned_iteration_time_s=view.min_planned_time_s,
         max_planned_iteration_time_s=view.max_planned_time_s,
         straggler_count=view.straggler_count,
-        create_time=_timestamp(view.create_time_s),
+        create_time=time_to_proto(view.create_time_s),
+        profiling_cost=cost_to_proto(view.profiling_cost),
+        profiling_budget=budget_to_proto(view.profiling_budget),
         last_event_sequence=view.last_event_sequence,
     )
     if (baseline := view.baseline) is not None:
         job.baseline.iteration_time_s = baseline.time_s
         job.baseline.energy_j = baseline.energy_j
     if view.finish_time_s is not None:
-        job.finish_time.CopyFrom(_timestamp(view.finish_time_s))
+        job.finish_time.CopyFrom(time_to_proto(view.finish_time_s))
     if view.details is not None:
         _add_details(job, view.details)
     return job
 
 
-def event_to_proto(event: JobEvent) -> job_pb2.JobEvent:
-    """Return an event."""
-    happening = event.happening
-    return job_pb2.JobEvent(
-        sequence=happening.sequence,
-        create_time=_timestamp(event.create_time_s),
-        type=_EVENT_TYPE[happening.type],
-        message=happening.message,
-        attributes=happening.attributes,
+def cost_to_proto(cost: ProfilingCost) -> job_pb2.ProfilingCost:
+    """Return what profiling has taken."""
+    return job_pb2.ProfilingCost(
+        iteration_count=cost.iteration_count,
+        time_s=cost.time_s,
+        extra_time_s=cost.extra_time_s,
+        energy_j=cost.energy_j,
+        extra_energy_j=cost.extra_energy_j,
     )
+
+
+def budget_to_proto(budget: ProfilingBudget) -> job_pb2.ProfilingBudget:
+    """Return what profiling may take."""
+
+    def limit(figure: float) -> float | None:
+        return None if math.isinf(figure) else figure
+
+    count = limit(budget.iteration_count)
+    return job_pb2.ProfilingBudget(
+        iteration_count=None if count is None else int(count),
+        time_s=limit(budget.time_s),
+        extra_time_s=limit(budget.extra_time_s),
+        extra_energy_j=limit(budget.extra_energy_j),
+    )
+
+
+def _state_reason(view: JobView) -> str:
+    """Return why a job is in its state, and why it does not get on in it, if it does not."""
+    if view.stall is None:
+        return view.state_reason
+    since = time_to_proto(math.floor(view.stall.since_time_s)).ToJsonString()
+    return f"{view.state_reason}; {view.stall}, since {since}"
 
 
 def summary_to_proto(summary: IterationSummary) -> job_pb2.IterationSummary:
@@ -238,8 +261,8 @@ def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeri
         plan_versions=period.versions[:1] if are_same else period.versions,
         first_iteration=period.first_iteration,
         last_iteration=period.last_iteration,
-        start_time=_timestamp(period.start_time_s),
-        end_time=_timestamp(period.end_time_s),
+        start_time=time_to_proto(period.start_time_s),
+        end_time=time_to_proto(period.end_time_s),
         iteration_count=period.iteration_count,
         iteration_time_s=period.iteration_time_s,
         iteration_time_se_s=period.iteration_time_se_s,
@@ -323,9 +346,3 @@ def _clocks_to_proto(clocks: ClockStatistics) -> clock_statistics_pb2.ClockStati
         margin_s=clocks.margin_s,
         prediction_error_s=clocks.prediction_error_s,
     )
-
-
-def _timestamp(time_s: float) -> Timestamp:
-    timestamp = Timestamp()
-    timestamp.FromNanoseconds(round(time_s * 1e9))
-    return timestamp

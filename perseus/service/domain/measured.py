@@ -38,13 +38,17 @@ class KnownProfile:
 
 @dataclass(frozen=True, slots=True)
 class JobIteration:
-    """One iteration of the whole job. `versions` is None if some pipeline's stages were not of one plan."""
+    """One iteration of the whole job. `versions` is None if some pipeline's stages were not of one plan.
+
+    `skipped_count`: iterations between the one before and this that some rank never reported.
+    """
 
     iteration: int
     versions: tuple[int, ...] | None
     is_regular: bool
     iteration_time_s: float
     pipeline_energy_j: tuple[float, ...]
+    skipped_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The words of a job's life: states, ranks, offers and events, as plain values.
+"""The words of a job's life: states, ranks, offers and types of events, as plain values.
 
 They are what the state machine keeps, what the store writes down and what the adapters translate.
 """
@@ -7,7 +7,9 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Parallelism
+from perseus.service.domain.stall import Stall
 from perseus.service.domain.telemetry import ClockStatistics
 from perseus.solver import Plan
 
@@ -89,6 +91,9 @@ class EventType(enum.Enum):
     PROFILE_CORRECTED = "profile corrected"
     BASELINE_REQUESTED = "baseline requested"
     RESUMED = "resumed"
+    STALLED = "stalled"
+    STALL_ENDED = "stall ended"
+    PROFILING_ENDED = "profiling ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,26 +238,6 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
-    """Something that happened to a job, with its evidence; numbered within the run from 1."""
-
-    sequence: int
-    type: EventType
-    message: str
-    attributes: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class JobEvent:
-    """Something happened to a run of a job, at this time on the wall clock."""
-
-    job_id: str
-    run_number: int
-    create_time_s: float
-    happening: Happening
-
-
-@dataclass(frozen=True, slots=True)
 class IterationSummary:
     """One iteration of one pipeline: the time of its slowest rank, the energy of all of them."""
 
@@ -296,6 +281,8 @@ class JobView:
     run_number: int
     state: JobState
     state_reason: str
+    stall: Stall | None
+    """Why it does not get on, if it does not."""
     epoch: str
     parallelism: Parallelism
     rank_counts: Mapping[RankState, int]
@@ -304,6 +291,8 @@ class JobView:
     baseline: StockIteration | None
     profiled_clock_count: int
     """Clocks measured of the stage with the fewest."""
+    profiling_cost: ProfilingCost
+    profiling_budget: ProfilingBudget
     t_min_s: float
     t_star_s: float
     t_slow_s: float
@@ -315,6 +304,7 @@ class JobView:
     finish_time_s: float | None
     """When it finished, on the wall clock."""
     last_event_sequence: int
+    """Number of the last event that this shows."""
     details: JobDetails | None = None
 
 

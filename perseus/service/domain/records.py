@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import JobState, PipelineOffer, Rank, StockIteration, Straggler
+from perseus.service.domain.profiling import GivenUpClock, ProfilingCost
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Registration
+from perseus.service.domain.stall import Stall
 from perseus.service.domain.telemetry import IterationColumns
 
 
@@ -13,8 +15,10 @@ from perseus.service.domain.telemetry import IterationColumns
 class JobRecord:
     """A run's own figures; `lag_s` is 0 before plans showed it.
 
-    `state_reason` is the sentence of the last change of state, `finish_time_s` on the wall clock,
-    `baseline_request_ids` the latest requests to measure the baseline again.
+    `state_reason` is the sentence of the last change of state, `finish_time_s` on the wall clock.
+    `profiling_cost` and `given_up_clocks` are those of profiling so far; `stall` is what was told last of why
+    the job does not get on, None once it does. `baseline_request_ids`: the latest requests to measure the
+    baseline again.
     """
 
     policy: OperatingPolicy
@@ -25,6 +29,9 @@ class JobRecord:
     is_profile_complete: bool
     stragglers: tuple[Straggler, ...]
     lag_s: float
+    profiling_cost: ProfilingCost
+    given_up_clocks: tuple[GivenUpClock, ...]
+    stall: Stall | None
     finish_time_s: float | None
     baseline_request_ids: tuple[str, ...] = ()
 

@@ -81,9 +81,19 @@ class ComputationColumns:
             column = getattr(self, name)
             _check_column(f"computations.{name}", column, _is_amount(column), "a number of 0 or more")
 
+    def iterations(self) -> list[int]:
+        """Return the iterations that there are rows of, in order."""
+        if not len(self.iteration):
+            return []
+        first = int(self.iteration[0])
+        # Nearly every batch is of a single one, and looking for others costs more than all else here.
+        return [first] if (self.iteration == first).all() else np.unique(self.iteration).tolist()
+
     def of_iteration(self, iteration: int) -> "ComputationColumns":
         """Return the rows of one iteration."""
         rows = self.iteration == iteration
+        if rows.all():
+            return self
         return ComputationColumns(*(getattr(self, column.name)[rows] for column in fields(self)))
 
 
@@ -207,11 +217,10 @@ class TelemetryBatch:
         Raises:
             InvalidFieldError: quotes the clock.
         """
-        known = np.array([0, *supported_clocks_mhz], dtype=np.int64)
         clocks_mhz = self.computations.clock_mhz
-        _check_column(
-            "computations.clock_mhz", clocks_mhz, np.isin(clocks_mhz, known), "a clock of the rank's GPU"
-        )
+        if not {0, *supported_clocks_mhz}.issuperset(clocks_mhz.tolist()):
+            known = np.isin(clocks_mhz, [0, *supported_clocks_mhz])
+            _check_column("computations.clock_mhz", clocks_mhz, known, "a clock of the rank's GPU")
         for sample in self.energy.samples if self.energy else ():
             is_known = sample.clock_mhz == 0 or sample.clock_mhz in supported_clocks_mhz
             _check_number("energy.samples.clock_mhz", sample.clock_mhz, is_known, "a clock of the rank's GPU")

@@ -20,6 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -47,6 +48,7 @@ from perseus.service.domain.errors import (
     SpecMismatchError,
     StreamReplacedError,
 )
+from perseus.service.domain.events import EventFilter, JobEvent
 from perseus.service.domain.inputs import (
     Abandoned,
     AgentDisconnected,
@@ -73,9 +75,6 @@ from perseus.service.domain.inputs import (
 )
 from perseus.service.domain.measured import Period, Saving, Timeline
 from perseus.service.domain.model import (
-    EventType,
-    IterationSummary,
-    JobEvent,
     JobState,
     JobView,
     Offer,
@@ -97,7 +96,8 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
 from perseus.service.job.rules import Rules
 from perseus.service.shell.solving import SolverPool
-from perseus.service.shell.watching import Watcher
+from perseus.service.shell.watch_state import WatchState
+from perseus.service.shell.watching import Update, Watcher
 from perseus.service.storage.store import Entry, JobDeleted, JobEntry, JobStore, NewRun, TelemetrySequence
 from perseus.solver import Computation, Frontier, Pipeline, Plan, SolverError
 
@@ -105,6 +105,12 @@ log = structlog.get_logger(__name__)
 
 LATEST = 0
 """Stands for the number of a job's latest run."""
+
+GATHERING_S = 0.005
+"""How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
+
+TURN_S = 0.005
+"""How long actions keep the event loop at a time."""
 
 
 class AgentPort(Protocol):
@@ -182,7 +188,9 @@ class Coordinator:
         self._deleted_version = await self._store.deleted_version()
         self._requests = {job_id: dict(some) for job_id, some in (await self._store.known_requests()).items()}
         for stored in await self._store.load_jobs():
-            machine, commands = JobMachine.restore(stored, self.rules, self._epoch, time.monotonic())
+            machine, commands = JobMachine.restore(
+                stored, self.rules, self._epoch, time.monotonic(), time.time()
+            )
             self._runs[stored.spec.job_id] = run = _Run(machine)
             self._perform(run, commands)
         log.info("jobs loaded", job_count=len(self._runs), epoch=self._epoch)
@@ -195,14 +203,19 @@ class Coordinator:
         """
         while True:
             await self._has_work.wait()
+            await asyncio.sleep(GATHERING_S)
             self._has_work.clear()
             work, self._work = self._work, []
             entries = [entry for item in work for entry in item.entries]
             if entries:
                 await self._store.write(_latest(entries))
+            turn_ends_s = time.monotonic() + TURN_S
             for item in work:
                 for action in item.then:
                     action()
+                if time.monotonic() >= turn_ends_s:
+                    await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
+                    turn_ends_s = time.monotonic() + TURN_S
 
     def tick(self) -> None:
         """Let leases run out. To be called about every second."""
@@ -263,7 +276,7 @@ class Coordinator:
         self, spec: JobSpec, number: int, registration: Registration, abandons: str | None
     ) -> JobView:
         create_time_s, version = time.time(), self._deleted_version
-        machine = JobMachine(spec, number, self.rules, self._epoch, create_time_s)
+        machine = JobMachine(spec, number, self.rules, self._epoch, create_time_s, time.monotonic())
         if (before := self._runs.get(spec.job_id)) is not None:
             version = before.machine.version
             if abandons is not None:
@@ -419,38 +432,43 @@ class Coordinator:
         """Solve a problem without a job."""
         return await self._solver.solve(problem, point_count)
 
+    async def events(
+        self, job_id: str, run_number: int, wanted: EventFilter, first_sequence: int, limit: int
+    ) -> list[JobEvent]:
+        """Return a run's first `limit` wanted events from a sequence on.
+
+        Raises:
+            JobNotFoundError, RunNotFoundError: there is none.
+        """
+        run = self._find(job_id)
+        number = run_number or run.number
+        if number != run.number and number not in await self._store.run_numbers(job_id):
+            raise RunNotFoundError(job_id=job_id, run_number=number)
+        return await self._store.events(job_id, number, first_sequence - 1, limit, wanted)
+
     async def watch(
-        self, job_id: str, after_sequence: int, run_number: int = LATEST
-    ) -> AsyncIterator[JobView | JobEvent | IterationSummary]:
+        self, job_id: str, run_number: int, after_sequence: int, *, has_details: bool
+    ) -> AsyncIterator[Update]:
         """Yield a run, its events above a sequence, and then what is new, until the run has ended.
 
-        The watcher is there before the stored events are read, and news is told only once it is stored:
-        nothing is missed, and what comes twice is known by its sequence.
+        The watcher is there before anything is read, and news is told only once it is stored: nothing is
+        missed, and what comes twice is known by its sequence.
+
+        Raises:
+            JobNotFoundError, RunNotFoundError: there is none.
+            DrainingError: the coordinator is about to stop.
         """
         run = self._find(job_id)
         if run_number not in (LATEST, run.number):
             run = _Run(await self._machine(job_id, run_number))
-        watcher = Watcher()
+        machine = run.machine
+        watcher = Watcher(WatchState(after_sequence, machine.last_event_sequence, machine.has_finished))
         run.watchers.add(watcher)
         try:
-            has_ended = run.machine.has_finished
             await self.flush()
-            yield run.machine.summary()
-            for event in await self._store.events(job_id, run.number, after_sequence):
-                after_sequence = event.happening.sequence
-                has_ended |= _is_end(event)
-                yield event
-            while not has_ended:
-                news, is_job_changed = await watcher.take()
-                for item in news:
-                    if isinstance(item, JobEvent):
-                        if item.happening.sequence <= after_sequence:
-                            continue
-                        after_sequence = item.happening.sequence
-                        has_ended |= _is_end(item)
-                    yield item
-                if is_job_changed:
-                    yield run.machine.summary()
+            fetch = partial(self._store.events, job_id, run.number)
+            async for update in watcher.follow(partial(_view, machine, has_details), fetch):
+                yield update
         finally:
             run.watchers.discard(watcher)
 
@@ -569,7 +587,7 @@ class Coordinator:
         stored = await self._store.load_run(job_id, run_number)
         if stored is None:
             raise RunNotFoundError(job_id=job_id, run_number=run_number)
-        machine, _ = JobMachine.restore(stored, self.rules, self._epoch, time.monotonic())
+        machine, _ = JobMachine.restore(stored, self.rules, self._epoch, time.monotonic(), time.time())
         return machine
 
     async def _change(self, job_id: str, event: Input) -> JobView:
@@ -685,12 +703,6 @@ def _latest_run(run: _Run | None, spec: JobSpec) -> runs.LatestRun | None:
     return runs.LatestRun(
         machine.run_number, machine.has_finished, machine.has_live_rank, machine.spec.difference(spec)
     )
-
-
-def _is_end(event: JobEvent) -> bool:
-    happening = event.happening
-    ended = JobState.FINISHED.name
-    return happening.type is EventType.STATE_CHANGED and happening.attributes["after"] == ended
 
 
 def _latest(entries: Sequence[Entry]) -> list[Entry]:

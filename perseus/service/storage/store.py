@@ -1,17 +1,17 @@
 """What outlives the coordinator, behind one interface that any database can implement.
 
 Everything is written as a list of entries in one transaction, and read back only at the start (the jobs'
-latest runs), when an agent introduces itself (its last sequence), when somebody watches a job (events) or
-asks for an earlier run, and when a stage may have been profiled before. An entry of a key that is already
-there replaces the older one.
+latest runs), when an agent introduces itself (its last sequence), when somebody asks for events or for an
+earlier run, and when a stage may have been profiled before. An entry of a key that is already there replaces
+the older one.
 """
 
 import abc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
 from perseus.service.domain.measured import KnownProfile
-from perseus.service.domain.model import JobEvent
 from perseus.service.domain.records import Record, StoredJob
 from perseus.service.domain.specification import JobSpec
 
@@ -89,8 +89,15 @@ class JobStore(abc.ABC):
         """Return what is profiled of the work under each stage's key, stage 0 first, by the youngest run."""
 
     @abc.abstractmethod
-    async def events(self, job_id: str, run_number: int, after_sequence: int) -> list[JobEvent]:
-        """Return a run's events above a sequence, in their order."""
+    async def events(
+        self,
+        job_id: str,
+        run_number: int,
+        after_sequence: int,
+        limit: int,
+        wanted: EventFilter = ALL_EVENTS,
+    ) -> list[JobEvent]:
+        """Return a run's first `limit` events above a sequence that are wanted, in their order."""
 
     @abc.abstractmethod
     async def telemetry_sequence(self, instance_id: str) -> int:

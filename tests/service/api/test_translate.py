@@ -29,7 +29,7 @@ from tests.service.service_fakes import make_spec
 
 
 def spec_through_the_wire(spec: JobSpec) -> JobSpec:
-    machine = JobMachine(make_spec(), 3, Rules(), "epoch", create_time_s=1.5)
+    machine = JobMachine(make_spec(), 3, Rules(), "epoch", create_time_s=1.5, created_s=0.0)
     view = replace(machine.summary(), details=replace(machine.details(), spec=spec))
     message = job_pb2.Job.FromString(job_to_proto(view).SerializeToString())
     assert message.create_time.ToNanoseconds() == 1_500_000_000
@@ -67,7 +67,6 @@ def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
     pairs = [
         (model.JobState, job_pb2.JobState),
         (model.RankState, rank_pb2.RankState),
-        (model.EventType, job_pb2.JobEventType),
         (model.RankLeftReason, rank_pb2.RankLeftReason),
         (model.RefusalReason, rank_pb2.PlanRefusalReason),
         (Kind, computation_pb2.ComputationKind),

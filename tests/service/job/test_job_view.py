@@ -212,4 +212,4 @@ def test_ranks_are_selected_by_state_pipeline_and_stage_from_any_place(
 )
 def test_a_place_that_the_job_does_not_have_is_refused(wanted: RankFilter, error: type[Exception]) -> None:
     with pytest.raises(error):
-        JobMachine(make_spec(), 1, Rules(), EPOCH, 0.0).ranks(wanted)
+        JobMachine(make_spec(), 1, Rules(), EPOCH, 0.0, 0.0).ranks(wanted)

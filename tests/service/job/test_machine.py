@@ -14,6 +14,7 @@ from perseus.service.domain.errors import (
     RankAlreadyServedError,
     RankOutOfRangeError,
 )
+from perseus.service.domain.evidence import ClockProfiled
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -456,8 +457,7 @@ def test_another_instance_is_refused_until_the_lease_has_run_out() -> None:
     cluster = planned()
     cluster.tell(AgentDisconnected("agent-0"))
     other = replace(cluster.ranks[FIRST].joined(), instance_id="other")
-    deadline_s = cluster.machine.next_deadline_s()
-    assert deadline_s == cluster.now_s + cluster.rules.lease_s
+    deadline_s = cluster.now_s + cluster.rules.lease_s
     cluster.now_s = deadline_s - 0.001
     cluster.tell(Tick())
     with pytest.raises(RankAlreadyServedError) as caught:
@@ -507,11 +507,11 @@ def test_a_rank_lost_while_profiling_keeps_the_clocks_measured_so_far() -> None:
 
 def test_a_silent_agent_is_lost_and_its_stream_ended() -> None:
     cluster = planned()
-    deadline_s = cluster.machine.next_deadline_s()
-    assert deadline_s is not None
-    cluster.now_s = deadline_s - 1
+    lease_end_s = cluster.now_s + cluster.rules.lease_s
+    cluster.now_s = lease_end_s - 1
     cluster.tell(AgentHeard("agent-1"))
-    cluster.now_s = deadline_s
+    assert cluster.machine.next_deadline_s() == lease_end_s
+    cluster.now_s = lease_end_s
     commands = cluster.tell(Tick())
     assert EndStream("agent-0") in commands
     assert EndStream("agent-1") not in commands
@@ -626,9 +626,9 @@ def test_a_coordinator_restarted_while_profiling_keeps_what_was_measured() -> No
     assert measured_clocks_mhz(cluster) == measured
     cluster.iterate_until(JobState.PLANNED)
     profiled = [
-        command.happening.attributes["clocks_mhz"]
+        command.happening.evidence.clocks_mhz
         for command in cluster.history
-        if isinstance(command, Announce) and command.happening.type is EventType.CLOCK_PROFILED
+        if isinstance(command, Announce) and isinstance(command.happening.evidence, ClockProfiled)
     ]
     assert len(profiled) == len(set(profiled)) == len(measured_clocks_mhz(cluster))
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from perseus.service.domain import evidence
 from perseus.service.domain.commands import Announce, Command, FindProfile, Solve, Store
 from perseus.service.domain.errors import SpecMismatchError
 from perseus.service.domain.inputs import (
@@ -16,7 +17,7 @@ from perseus.service.domain.inputs import (
     ResumeRequested,
     SolveFailed,
 )
-from perseus.service.domain.model import EventType, Gpu, JobState, RankLeftReason
+from perseus.service.domain.model import Gpu, JobState, RankLeftReason
 from perseus.service.domain.records import MOST_REQUEST_IDS, ProfiledWork
 from perseus.service.domain.specification import Registration
 from perseus.service.job.machine import JobMachine
@@ -35,8 +36,12 @@ def joined_as(cluster: Cluster, rank: FakeRank, spec_fingerprint: str) -> None:
 
 def states(cluster: Cluster) -> list[str]:
     """The states that were entered, in order."""
-    happenings = [c.happening for c in cluster.history if isinstance(c, Announce)]
-    return [h.attributes["after"] for h in happenings if h.type is EventType.STATE_CHANGED]
+    return [change.after.name for change in changes(cluster)]
+
+
+def changes(cluster: Cluster) -> list[evidence.StateChanged]:
+    told = (command.happening.evidence for command in cluster.history if isinstance(command, Announce))
+    return [some for some in told if isinstance(some, evidence.StateChanged)]
 
 
 def test_ranks_of_another_specification_are_refused_and_nothing_changes() -> None:
@@ -71,7 +76,7 @@ def test_versions_of_a_new_run_follow_those_of_the_run_before() -> None:
     first.join_all()
     first.iterate_until(JobState.PLANNED)
     second = Cluster(make_spec())
-    second.machine = JobMachine(second.spec, 2, second.rules, EPOCH, create_time_s=1.0)
+    second.machine = JobMachine(second.spec, 2, second.rules, EPOCH, create_time_s=1.0, created_s=0.0)
     second.history = second.machine.register(REGISTRATION, first.machine.version)
     second.restart()  # also of a run in which nothing has happened yet
     second.join_all()
@@ -83,8 +88,8 @@ def test_an_abandoned_run_has_ended_and_says_why() -> None:
     cluster = Cluster(make_spec())
     cluster.send(Abandoned("its schedule differs"))
     cluster.expect(JobState.FINISHED)
-    (last,) = [c.happening for c in cluster.history if isinstance(c, Announce)][-1:]
-    assert last.attributes["reason"] == "abandoned: its schedule differs"
+    assert changes(cluster)[-1].reason == "abandoned: its schedule differs"
+    assert cluster.machine.summary().state_reason == "abandoned: its schedule differs"
 
 
 def test_the_same_request_for_a_baseline_is_carried_out_once() -> None:
@@ -95,7 +100,7 @@ def test_the_same_request_for_a_baseline_is_carried_out_once() -> None:
     cluster.expect(JobState.PLANNED)
     cluster.restart()
     cluster.send(BaselineRequested("request"))
-    assert len(cluster.announced(EventType.BASELINE_REQUESTED)) == 1
+    assert len(cluster.announced(evidence.BaselineRequested)) == 1
     cluster.send(BaselineRequested("another"))
     cluster.expect(JobState.BASELINE)
     cluster.send(FinishRequested())
@@ -141,7 +146,7 @@ def test_the_count_of_broken_promises_begins_anew() -> None:
         cluster.lag_s = lag_s
         cluster.run(BLOCK)
     cluster.expect(JobState.STOCK)
-    assert len(cluster.announced(EventType.PROMISE_BROKEN)) == MOST_BROKEN_PROMISES + 1
+    assert len(cluster.announced(evidence.PromiseBroken)) == MOST_BROKEN_PROMISES + 1
     cluster.send(ResumeRequested())
     cluster.run_until(JobState.PLANNED)
     assert states(cluster)[-4:] == ["STOCK", "BASELINE", "SOLVING", "PLANNED"], (
@@ -149,7 +154,7 @@ def test_the_count_of_broken_promises_begins_anew() -> None:
     )
     cluster.slowness = lambda stage, mhz: 1.3 if stage == 1 and mhz < CLOCKS_MHZ[0] else 1.0
     cluster.run(BLOCK)
-    assert len(cluster.announced(EventType.PROMISE_BROKEN)) == MOST_BROKEN_PROMISES + 2
+    assert len(cluster.announced(evidence.PromiseBroken)) == MOST_BROKEN_PROMISES + 2
     cluster.expect(JobState.PLANNED)
 
 

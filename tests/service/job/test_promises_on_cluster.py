@@ -4,12 +4,14 @@ from collections.abc import Iterable
 
 import pytest
 
+from perseus.service.domain import evidence
 from perseus.service.domain.commands import Announce, FindProfile
 from perseus.service.domain.errors import JobNotSolvedError
 from perseus.service.domain.inputs import BaselineRequested, PolicySet, ProfileFound, StragglerReported
 from perseus.service.domain.measured import KnownProfile, StageProfile
-from perseus.service.domain.model import EventType, JobState, Straggler
-from perseus.service.domain.specification import Deadline, OperatingPolicy
+from perseus.service.domain.model import JobState, Straggler
+from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingBudget
+from perseus.service.domain.specification import Coordinates, Deadline, OperatingPolicy
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
 from perseus.service.job.profiling.stage_profiles import corrected
@@ -27,7 +29,7 @@ def test_a_plan_that_keeps_its_promise_stays() -> None:
     version = cluster.machine._offers.version
     cluster.run(3 * BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert cluster.announced(EventType.PROMISE_BROKEN) == []
+    assert cluster.announced(evidence.PromiseBroken) == []
     assert cluster.machine._offers.version == version
 
 
@@ -36,27 +38,27 @@ def test_a_plan_that_breaks_its_promise_is_withdrawn_within_six_iterations_and_t
 ):
     cluster = TruthfulCluster(low_clocks_of_stage_1_are_slower).plan()
     begun = max(rank.in_force_since for rank in cluster.ranks.values())
-    while not cluster.announced(EventType.PROMISE_BROKEN):
+    while not cluster.announced(evidence.PromiseBroken):
         cluster.run(1)
     assert cluster.ranks[next(iter(cluster.ranks))].iteration - begun < 6
-    (broken,) = cluster.announced(EventType.PROMISE_BROKEN)
-    assert float(broken["median_time_s"]) > 1.01 * float(broken["promised_time_s"])
-    (correction,) = cluster.announced(EventType.PROFILE_CORRECTED)
-    assert correction["stage"] == "1"
-    assert float(correction["ratio"]) == pytest.approx(1.3)
+    (broken,) = cluster.announced(evidence.PromiseBroken)
+    assert broken.median_time_s > 1.01 * broken.promised_time_s
+    (correction,) = cluster.announced(evidence.ProfileCorrected)
+    assert correction.stage == 1
+    assert correction.ratio == pytest.approx(1.3)
     cluster.run_until(JobState.PLANNED)
     cluster.run(BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert len(cluster.announced(EventType.PROMISE_BROKEN)) <= 2
+    assert len(cluster.announced(evidence.PromiseBroken)) <= 2
 
 
 def test_a_promise_that_is_broken_for_no_reason_that_computations_show_ends_at_stock() -> None:
     cluster = TruthfulCluster().plan()
     cluster.iterate(8, duration_s=5.0)
     cluster.expect(JobState.STOCK)
-    assert cluster.announced(EventType.PROFILE_CORRECTED) == []
-    (failed,) = cluster.announced(EventType.SOLVE_FAILED)
-    assert failed["cause"].startswith("no lag between stages explains iterations of 5.000000 s")
+    assert cluster.announced(evidence.ProfileCorrected) == []
+    (failed,) = cluster.announced(evidence.SolveFailed)
+    assert failed.cause.startswith("no lag between stages explains iterations of 5.000000 s")
 
 
 def test_a_straggler_explains_slow_iterations() -> None:
@@ -72,8 +74,8 @@ def test_drift_is_followed_without_going_back_to_stock() -> None:
     cluster.slowness = lambda _stage, _mhz: 0.9
     cluster.run(2 * BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert cluster.announced(EventType.PROFILE_CORRECTED)
-    assert cluster.announced(EventType.PROMISE_BROKEN) == []
+    assert cluster.announced(evidence.ProfileCorrected)
+    assert cluster.announced(evidence.PromiseBroken) == []
     # All clocks are as much faster: the same ones are right, so no rank is told; but more is promised.
     assert cluster.machine._offers.version == version
     assert cluster.planned_times_s() == pytest.approx([0.9 * before_s] * 2, rel=0.01)
@@ -124,14 +126,9 @@ def test_a_profile_from_before_is_verified_and_used() -> None:
     assert any(isinstance(command, FindProfile) for command in cluster.history)
     cluster.send(ProfileFound(known(before, 0, 1)))
     cluster.run_until(JobState.PLANNED)
-    assert len(cluster.announced(EventType.CLOCK_PROFILED)) == 2
-    (adopted,) = cluster.announced(EventType.PROFILE_ADOPTED)
-    assert adopted == {
-        "stages": "[0, 1]",
-        "clock_count": str(len(CLOCKS_MHZ)),
-        "source_job_id": "before",
-        "source_run_number": "3",
-    }
+    assert len(cluster.announced(evidence.ClockProfiled)) == 2
+    (adopted,) = cluster.announced(evidence.ProfileAdopted)
+    assert adopted == evidence.ProfileAdopted((0, 1), len(CLOCKS_MHZ), "before", 3)
     assert cluster.machine.profiler.profiles == before
 
 
@@ -152,8 +149,8 @@ def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees() -> None:
     cluster.run_until(JobState.PROFILING)
     cluster.send(ProfileFound(known(slower, 0, 1)))
     cluster.run_until(JobState.PLANNED)
-    (adopted,) = cluster.announced(EventType.PROFILE_ADOPTED)
-    assert adopted["stages"] == "[0]"
+    (adopted,) = cluster.announced(evidence.ProfileAdopted)
+    assert adopted.stages == (0,)
     measured = [profile for profile in cluster.machine.profiler.profiles if profile.stage == 1]
     assert measured == [profile for profile in before if profile.stage == 1]
 
@@ -170,9 +167,9 @@ def known(profiles: Iterable[StageProfile], *stages: int) -> tuple[KnownProfile,
     "budget",
     [
         ProfilingRules(2, 1e-9, most_clocks=3),
-        ProfilingRules(2, 1e-9, budget_iterations=9),
-        ProfilingRules(2, 1e-9, budget_s=7.0),
-        ProfilingRules(2, 1e-9, budget_j=1.0),
+        ProfilingRules(2, 1e-9, budget=ProfilingBudget(iteration_count=13)),
+        ProfilingRules(2, 1e-9, budget=ProfilingBudget(time_s=12.0)),
+        ProfilingRules(2, 1e-9, budget=ProfilingBudget(extra_energy_j=400.0)),
     ],
 )
 def test_profiling_keeps_its_budget(budget: ProfilingRules) -> None:
@@ -186,14 +183,16 @@ def test_a_stage_that_is_never_determined_is_given_up_and_without_two_clocks_the
     for rank in cluster.ranks.values():
         if rank.place.stage == 1:
             rank.order = rank.order[:0]  # Its agent never determines anything.
-    cluster.iterate_until(JobState.STOCK, limit=len(CLOCKS_MHZ) * (HOLD_LIMIT + 4))
+    cluster.iterate_until(JobState.STOCK, limit=2 * (HOLD_LIMIT + 4) + 4)
     given_up = [
-        c.happening
-        for c in cluster.history
-        if isinstance(c, Announce) and c.happening.type is EventType.CLOCK_GIVEN_UP
+        command.happening.evidence
+        for command in cluster.history
+        if isinstance(command, Announce) and isinstance(command.happening.evidence, evidence.ClockGivenUp)
     ]
-    assert {happening.attributes["stage"] for happening in given_up} == {"1"}
-    assert len(given_up) == len(CLOCKS_MHZ)
+    assert {found.stage for found in given_up} == {1}
+    assert [found.clock_mhz for found in given_up] == [1400, 1300]
+    assert given_up[0].reason is ClockGivenUpReason.INCOMPLETE_ESTIMATE
+    assert given_up[0].rank == Coordinates(0, 1, 0)
 
 
 def test_a_straggler_does_not_count_in_a_round() -> None:

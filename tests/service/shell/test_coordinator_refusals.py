@@ -30,6 +30,7 @@ from tests.service.grpc_fakes import (
 )
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
+NOT_FOUND = grpc.StatusCode.NOT_FOUND
 
 
 @pytest.fixture
@@ -164,6 +165,7 @@ async def test_an_unknown_job_is_not_found_by_any_method(client: Client) -> None
         jobs.ReportStraggler(pb.ReportStragglerRequest(job_id="no", slowdown_factor=2), timeout=TIMEOUT_S),
         jobs.ClearStraggler(pb.ClearStragglerRequest(job_id="no"), timeout=TIMEOUT_S),
         jobs.SetPolicy(pb.SetPolicyRequest(job_id="no"), timeout=TIMEOUT_S),
+        jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="no"), timeout=TIMEOUT_S),
         jobs.GetReport(pb.GetReportRequest(job_id="no"), timeout=TIMEOUT_S),
         jobs.GetTimeline(pb.GetTimelineRequest(job_id="no"), timeout=TIMEOUT_S),
         frontiers.GetFrontier(frontier_service_pb2.GetFrontierRequest(job_id="no"), timeout=TIMEOUT_S),
@@ -171,7 +173,7 @@ async def test_an_unknown_job_is_not_found_by_any_method(client: Client) -> None
         jobs.WatchJob(pb.WatchJobRequest(job_id="no"), timeout=TIMEOUT_S).read(),
     ]
     for call in calls:
-        assert await refusal(call) == (grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", {"job_id": "no"})
+        assert await refusal(call) == (NOT_FOUND, "JOB_NOT_FOUND", {"job_id": "no"})
 
 
 @pytest.mark.parametrize(
@@ -205,9 +207,23 @@ async def test_other_requests_that_do_not_fit_are_refused(client: Client) -> Non
         (jobs.ListJobs(pb.ListJobsRequest(page_size=-1)), INVALID, "INVALID_FIELD"),
         (jobs.ListJobs(pb.ListJobsRequest(page_size=1001)), INVALID, "INVALID_FIELD"),
         (jobs.ListJobs(pb.ListJobsRequest(page_token="%%%")), INVALID, "INVALID_FIELD"),
+        (jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="job", page_size=-1)), INVALID, "INVALID_FIELD"),
+        (jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="job", page_size=1001)), INVALID, "INVALID_FIELD"),
+        (
+            jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="job", page_token="%%%")),
+            INVALID,
+            "INVALID_FIELD",
+        ),
+        (jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="job", run_number=2)), NOT_FOUND, "RUN_NOT_FOUND"),
+        (
+            jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="job", run_number=-1)),
+            NOT_FOUND,
+            "RUN_NOT_FOUND",
+        ),
         (jobs.GetTimeline(pb.GetTimelineRequest(job_id="job", pipeline=9)), INVALID, "PIPELINE_OUT_OF_RANGE"),
         (jobs.GetTimeline(pb.GetTimelineRequest(job_id="job")), precondition, "TIMELINE_NOT_READY"),
         (jobs.WatchJob(pb.WatchJobRequest(job_id="job", after_sequence=-1)).read(), INVALID, "INVALID_FIELD"),
+        (jobs.WatchJob(pb.WatchJobRequest(job_id="job", view=7)).read(), INVALID, "INVALID_FIELD"),  # type: ignore[arg-type]
         (
             frontiers.GetFrontier(frontier_service_pb2.GetFrontierRequest(job_id="job")),
             precondition,

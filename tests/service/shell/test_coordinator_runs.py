@@ -10,7 +10,7 @@ import pytest
 
 from perseus.service.storage.sqlite_store import SqliteStore
 from perseus.service.storage.store import Entry
-from perseus.v1 import agent_service_pb2, job_pb2, job_service_pb2, rank_pb2
+from perseus.v1 import agent_service_pb2, event_pb2, job_pb2, job_service_pb2, rank_pb2
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -84,7 +84,7 @@ async def all_lost(client: Client) -> None:
 async def reasons(client: Client, run_number: int) -> list[str]:
     """Why the states of a run that has ended were entered."""
     events = await client.events(run_number=run_number)
-    changes = [event for event in events if event.type == job_pb2.JOB_EVENT_TYPE_STATE_CHANGED]
+    changes = [event for event in events if event.type == event_pb2.JOB_EVENT_TYPE_STATE_CHANGED]
     return [change.message.partition(": ")[2] for change in changes]
 
 
@@ -229,6 +229,11 @@ async def test_another_specification_with_no_live_rank_begins_a_new_run_and_the_
         assert (await client.jobs.GetReport(request, timeout=TIMEOUT_S)).periods == report
         ended = "abandoned: another specification was registered: its policy differs"
         assert (await reasons(client, 1))[-1] == ended
+        assert first.state_reason == ended
+        events = await client.events(run_number=1)
+        request_events = job_service_pb2.ListJobEventsRequest(job_id="job", run_number=1, page_size=1000)
+        listed = (await client.jobs.ListJobEvents(request_events, timeout=TIMEOUT_S)).events
+        assert list(listed) == events
         assert (await client.job()).run_number == 2
         assert (await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"))).periods == []
         # A late retry of the first training changes nothing.
@@ -323,6 +328,7 @@ async def test_a_run_that_is_not_there_is_not_found(service: Service) -> None:
         client.job(run_number=-1),
         client.jobs.GetReport(pb.GetReportRequest(job_id="job", run_number=2), timeout=TIMEOUT_S),
         client.events(run_number=2),
+        client.jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="job", run_number=2), timeout=TIMEOUT_S),
     ]
     for call in calls:
         code, reason, metadata = await refusal(call)
@@ -433,18 +439,18 @@ async def test_a_job_at_stock_resumes_at_the_baseline(tmp_path: Path) -> None:
         await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
         await client.finish()
         types = [event.type for event in await client.events()]
-        assert types.count(job_pb2.JOB_EVENT_TYPE_RESUMED) == 1
+        assert types.count(event_pb2.JOB_EVENT_TYPE_RESUMED) == 1
         await agent.end()
 
 
 # ---------------------------------------------------------------------- profiles
 
 
-async def adopted(client: Client, job_id: str) -> list[dict[str, str]]:
+async def adopted(client: Client, job_id: str) -> list[event_pb2.ProfileAdopted]:
     """Evidence of adopted profiles of a job that has ended."""
     events = await client.events(job_id)
-    kind = job_pb2.JOB_EVENT_TYPE_PROFILE_ADOPTED
-    return [dict(event.attributes) for event in events if event.type == kind]
+    kind = event_pb2.JOB_EVENT_TYPE_PROFILE_ADOPTED
+    return [event.profile_adopted for event in events if event.type == kind]
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
@@ -463,12 +469,9 @@ async def test_a_new_run_adopts_the_profile_of_the_one_before(service: Service, 
     await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
     await client.finish()
     (evidence,) = await adopted(client, "job")
-    assert evidence == {
-        "stages": "[0, 1]",
-        "clock_count": str(clock_count),
-        "source_job_id": "job",
-        "source_run_number": "1",
-    }
+    assert evidence == event_pb2.ProfileAdopted(
+        stages=[0, 1], clock_count=clock_count, source_job_id="job", source_run_number=1
+    )
     await agent.end()
 
 
@@ -482,7 +485,7 @@ async def test_a_stage_is_known_by_its_work_in_another_job(service: Service) -> 
     await agent.end()
     # The second stage computes something else; a job without a word of its work is not like either.
     for job_id, stage_work, stages in (
-        ("changed", ["12 layers", "10 layers"], ["[0]"]),
+        ("changed", ["12 layers", "10 layers"], [[0]]),
         ("unknown", [], []),
     ):
         await client.register(job_id=job_id, stage_work=stage_work)
@@ -491,8 +494,8 @@ async def test_a_stage_is_known_by_its_work_in_another_job(service: Service) -> 
         await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
         await client.finish(job_id)
         evidence = await adopted(client, job_id)
-        assert [found["stages"] for found in evidence] == stages
-        assert all(found["source_job_id"] == "before" for found in evidence)
+        assert [list(found.stages) for found in evidence] == stages
+        assert all(found.source_job_id == "before" for found in evidence)
         await agent.end()
 
 

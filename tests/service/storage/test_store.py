@@ -10,13 +10,13 @@ import pytest
 
 from perseus.service.domain.commands import Announce, Store
 from perseus.service.domain.errors import DatabaseUnavailableError
+from perseus.service.domain.events import Happening, JobEvent
+from perseus.service.domain.evidence import Registered
 from perseus.service.domain.measured import KnownProfile, Period, StageProfile
 from perseus.service.domain.model import (
     STOCK,
     EventType,
-    Happening,
     HoldClocks,
-    JobEvent,
     JobState,
     PipelineOffer,
     Rank,
@@ -24,6 +24,7 @@ from perseus.service.domain.model import (
     StockIteration,
     Straggler,
 )
+from perseus.service.domain.profiling import ClockGivenUpReason, GivenUpClock, ProfilingCost
 from perseus.service.domain.records import (
     ForgetIterations,
     IterationRows,
@@ -41,6 +42,7 @@ from perseus.service.domain.specification import (
     Parallelism,
     Registration,
 )
+from perseus.service.domain.stall import Stall, StallReason
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
@@ -71,6 +73,12 @@ RECORD = JobRecord(
     True,
     (Straggler(0, None, 1.3),),
     0.7e-3,
+    ProfilingCost(17, 13.5, 1 / 3, 1e6, -0.5),
+    (
+        GivenUpClock(1, 1200, ClockGivenUpReason.NO_ENERGY, Coordinates(0, 1, 0)),
+        GivenUpClock(0, 1300, ClockGivenUpReason.DISTURBED, None),
+    ),
+    Stall(StallReason.RANK_MISSING, Coordinates(1, 0, 0), 2, 1.7e9, 12),
     1e9 / 7,
 )
 
@@ -120,7 +128,10 @@ async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> Non
     expected = replace(cluster.stored(), create_time_s=12.5)
     assert replace(stored, open_rows=()) == replace(expected, open_rows=())
     assert stored.open_rows == ()
-    machine, commands = JobMachine.restore(stored, Rules(), EPOCH, now_s=0.0)
+    assert await store.events("job", 1, 0, 10_000) == [
+        entry for entry in entries if isinstance(entry, JobEvent)
+    ]
+    machine, commands = JobMachine.restore(stored, Rules(), EPOCH, now_s=0.0, wall_time_s=14.5)
     machine.validate()
     assert len(commands) == 2  # The record as it is, and the problem to solve.
     await store.close()
@@ -174,7 +185,7 @@ async def test_a_later_entry_replaces_one_of_the_same_key(open_store: Open) -> N
 
 async def test_jobs_do_not_see_each_others_entries(open_store: Open) -> None:
     store = await open_store()
-    event = Happening(1, EventType.REGISTERED, "registered", {})
+    event = Happening(1, EventType.REGISTERED, "registered", Registered(Parallelism(1, 1, 1)))
     await store.write(
         [
             NewRun(make_spec("b"), 1, 1.0),
@@ -210,25 +221,11 @@ async def test_rows_of_open_iterations_stay_until_they_are_closed_or_forgotten(o
     await store.close()
 
 
-async def test_events_come_back_in_order_above_a_sequence(open_store: Open) -> None:
-    store = await open_store()
-    events = [
-        JobEvent("job", 1, 1.5 * n, Happening(n, EventType.PLAN_OFFERED, f"no. {n}", {"version": str(n)}))
-        for n in range(1, 6)
-    ]
-    await store.write([NewRun(make_spec(), 1, 1.0), *events])
-    assert await store.events("job", 1, 0) == events
-    assert await store.events("job", 1, 3) == events[3:]
-    assert await store.events("job", 1, 5) == []
-    assert await store.events("another", 1, 0) == []
-    await store.close()
-
-
 async def test_runs_of_a_job_do_not_see_each_others_entries_and_the_latest_is_loaded(
     open_store: Open,
 ) -> None:
     store = await open_store()
-    event = Happening(1, EventType.REGISTERED, "registered", {})
+    event = Happening(1, EventType.REGISTERED, "registered", Registered(Parallelism(1, 1, 1)))
     registrations = Registrations((Registration("first", "work"), Registration("second", "")))
     entries: list[Entry] = []
     for number in range(1, 11):  # by number, not as text
@@ -256,7 +253,7 @@ async def test_runs_of_a_job_do_not_see_each_others_entries_and_the_latest_is_lo
     assert await store.load_run("another", 1) is None
     assert await store.run_numbers("job") == list(range(10, 0, -1))
     assert await store.run_numbers("another") == []
-    assert await store.events("job", 3, 0) == [JobEvent("job", 3, 3.0, event)]
+    assert await store.events("job", 3, 0, 10) == [JobEvent("job", 3, 3.0, event)]
     assert await store.known_requests() == {"job": {"first": 3, "second": 3, "third": 10}}
     await store.close()
 
@@ -265,6 +262,7 @@ async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open
     store = await open_store()
     rank = Rank(Coordinates(0, 0, 0))
     profile = StageProfile(0, 1200, {}, 60.0, 0.5)
+    event = Happening(1, EventType.REGISTERED, "registered", Registered(Parallelism(1, 1, 1)))
     for job_id in ("gone", "stays"):
         entries: list[Entry] = []
         for number in (1, 2):
@@ -280,7 +278,7 @@ async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open
             ]
             entries.append(NewRun(make_spec(job_id), number, 1.0))
             entries += [JobEntry(job_id, number, record) for record in records]
-            entries.append(JobEvent(job_id, number, 1.0, Happening(1, EventType.REGISTERED, "", {})))
+            entries.append(JobEvent(job_id, number, 1.0, event))
         await store.write(entries)
     assert await store.deleted_version() == 0
     await store.write([JobDeleted("gone", 17)])
@@ -295,7 +293,7 @@ async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open
     assert len(stored.offers) == len(stored.open_rows) == stored.last_sequence == 1
     assert await store.known_requests() == {"stays": {"request 1": 1, "request 2": 2}}
     assert await store.known_profiles(["work of gone"]) == []
-    assert await store.events("gone", 1, 0) == []
+    assert await store.events("gone", 1, 0, 10) == []
     # What comes under its name finds nothing of it.
     await store.write([NewRun(make_spec("gone"), 1, 3.0)])
     again = await store.load_run("gone", 1)

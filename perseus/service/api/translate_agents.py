@@ -34,7 +34,9 @@ from perseus.service.domain.model import (
     stage_clocks,
 )
 from perseus.service.domain.specification import (
+    MAX_FINGERPRINT_LENGTH,
     Coordinates,
+    check_text,
 )
 from perseus.service.domain.telemetry import (
     KINDS,
@@ -67,6 +69,7 @@ for _number, _kind in KIND_FROM_PROTO.items():
     _KIND_INDEX[_number] = KINDS.index(_kind)
 
 MAX_TEXT_LENGTH = 256
+MAX_POWER_LIMIT_W = 1e5
 
 
 def text_from_proto(text: str, field: str) -> str:
@@ -93,6 +96,11 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
             expected="at least one clock above 0, each once, highest first",
             found=list(clocks_mhz),
         )
+    if not 0 <= message.gpu.power_limit_w <= MAX_POWER_LIMIT_W:
+        raise InvalidFieldError(
+            field="gpu.power_limit_w", expected=f"0 to {MAX_POWER_LIMIT_W:g}", found=message.gpu.power_limit_w
+        )
+    check_text("spec_fingerprint", message.spec_fingerprint, 0, MAX_FINGERPRINT_LENGTH)
     _check_at_least(message.iteration, -1, "iteration")
     _check_at_least(message.in_force_version, 0, "in_force_version")
     _check_at_least(message.after_sequence, 0, "after_sequence")
@@ -100,11 +108,17 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
         rank=coordinates_from_proto(message.rank),
         instance_id=instance_id,
         hostname=hostname,
-        gpu=Gpu(text_from_proto(message.gpu.uuid, "gpu.uuid"), message.gpu.model, clocks_mhz),
+        gpu=Gpu(
+            text_from_proto(message.gpu.uuid, "gpu.uuid"),
+            message.gpu.model,
+            clocks_mhz,
+            message.gpu.power_limit_w,
+        ),
         iteration=message.iteration,
         in_force_epoch=message.in_force_epoch,
         in_force_version=message.in_force_version,
         after_sequence=message.after_sequence,
+        spec_fingerprint=message.spec_fingerprint,
     )
 
 

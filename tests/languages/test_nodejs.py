@@ -62,3 +62,16 @@ async def test_unknown_fields_and_messages_of_both_do_not_matter(tmp_path: Path)
 
 def test_the_rules_of_offers() -> None:
     subprocess.run(["node", "--test"], cwd=EXAMPLE, check=True)
+
+
+def test_the_stable_reason_of_an_error_is_read(tmp_path: Path) -> None:
+    script = """
+        import { Coordinator, reasonOf } from './coordinator.js';
+        const coordinator = new Coordinator(process.argv[1]);
+        await coordinator.call('getJob', { jobId: 'none' }).catch((error) => console.log(reasonOf(error)));
+        coordinator.close();
+    """
+    with CoordinatorProcess(tmp_path) as coordinator:
+        command = ["node", "--input-type=module", "--eval", script, coordinator.address]
+        with ClientProcess(command, EXAMPLE, tmp_path / "client.log") as client:
+            assert client.wait().split() == ["JOB_NOT_FOUND"]

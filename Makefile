@@ -18,7 +18,7 @@ NVML ?=
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-frameworks torture check bench protos clean
+.PHONY: demo test test-frameworks test-languages torture check bench protos clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -30,6 +30,11 @@ test: check
 # Real training through every framework's hook, on CPUs, with the frameworks in an environment of their own.
 test-frameworks: $(FRAMEWORKS_STAMP)
 	$(FRAMEWORKS_VENV)/bin/pytest tests/frameworks
+
+# Agents that are not ours: Node.js and Java, under a real coordinator. Installs what is missing, if root runs it.
+test-languages: $(STAMP)
+	tests/languages/install
+	$(BIN)/pytest tests/languages
 
 # The kill tests of `make test`, many more times; leaves its figures in docs/torture.md.
 KILLS ?= 50
@@ -73,4 +78,4 @@ $(FRAMEWORKS_STAMP): pyproject.toml tests/frameworks/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS_VENV) demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) examples/nodejs/node_modules demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

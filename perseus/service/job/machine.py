@@ -223,8 +223,8 @@ class JobMachine:
             machine._stragglers.restore(record.stragglers)
             machine._baseline_request_ids = record.baseline_request_ids
             machine.profiler.cost, machine.profiler.given_up = record.profiling_cost, record.given_up_clocks
-        machine._offers.restore(version, stored.offers)
         machine._ranks.restore(stored.ranks, now_s)
+        machine._offers.restore(version, stored.offers)
         machine.profiler.profiles = stored.profiles
         machine._now_s, machine._wall_time_s = now_s, wall_time_s
         machine._progress.restore(machine.state, record.stall if record else None, now_s)

@@ -14,7 +14,7 @@ from perseus.service.domain.errors import (
     RankAlreadyServedError,
     RankOutOfRangeError,
 )
-from perseus.service.domain.evidence import ClockProfiled
+from perseus.service.domain.evidence import ClockProfiled, PipelineClocks
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -631,6 +631,33 @@ def test_a_coordinator_restarted_while_profiling_keeps_what_was_measured() -> No
         if isinstance(command, Announce) and isinstance(command.happening.evidence, ClockProfiled)
     ]
     assert len(profiled) == len(set(profiled)) == len(measured_clocks_mhz(cluster))
+
+
+def told_in_force(cluster: Cluster) -> list[int]:
+    """The versions of which was said that they are in force on a pipeline."""
+    return [
+        command.happening.evidence.version
+        for command in cluster.history
+        if isinstance(command, Announce)
+        and command.happening.type is EventType.PLAN_IN_FORCE
+        and isinstance(command.happening.evidence, PipelineClocks)
+    ]
+
+
+def test_clocks_offered_before_a_restart_and_in_force_after_it_are_told_of_once() -> None:
+    cluster = Cluster(make_spec())
+    cluster.join_all()
+    cluster.iterate_until(JobState.PLANNED)
+    version = max(cluster.offered_versions)
+    assert version not in told_in_force(cluster)
+    cluster.restart()
+    cluster.join_all()
+    cluster.iterate(4)
+    cluster.restart()
+    cluster.join_all()
+    cluster.iterate(2)
+    cluster.expect_in_force()
+    assert told_in_force(cluster).count(version) == cluster.spec.parallelism.pipeline_count
 
 
 def test_events_are_numbered_without_gaps_across_restarts() -> None:

@@ -40,7 +40,7 @@ from perseus.service.domain.model import (
 from perseus.service.domain.records import OfferRecord
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.job.journal import Journal
-from perseus.service.job.ranks.rank_table import RankTable
+from perseus.service.job.ranks.rank_table import LIVE, RankTable
 
 TRANSIT_S = 0.5
 """Time that a report needs to get here, and an offer to get back, with room to spare."""
@@ -125,12 +125,22 @@ class OfferBoard:
         return any(iteration < each.offer.start_iteration and not each.late_count for each in self._pipelines)
 
     def restore(self, version: int, offers: Iterable[OfferRecord]) -> None:
-        """Take what is stored."""
+        """Take what is stored, once the ranks are restored.
+
+        What not all live ranks have in force is still to be announced.
+        """
         self.version = version
         for record in offers:
-            pipeline = self._pipelines[record.pipeline]
+            pipeline, versions = self._pipelines[record.pipeline], record.offer.stage_versions
             self._put(pipeline, record.offer)
-            pipeline.offered_version = pipeline.in_force_version = record.offer.version
+            pipeline.offered_version = record.offer.version
+            ranks = (self._ranks[place] for place in self._by_pipeline[record.pipeline])
+            if all(
+                rank.in_force_version == versions[rank.coordinates.stage]
+                for rank in ranks
+                if rank.state in LIVE
+            ):
+                pipeline.in_force_version = record.offer.version
 
     def of_rank(self, place: Coordinates) -> Offer:
         """What a rank is offered, or was."""

@@ -1,0 +1,242 @@
+// The agent: one stream to the coordinator, kept open, and what its ranks have to say on it.
+
+import { randomUUID } from 'node:crypto';
+import { hostname } from 'node:os';
+import { setTimeout as sleep } from 'node:timers/promises';
+import { reasonOf } from './coordinator.js';
+
+const PROTOCOL_VERSION = 1;
+const FIRST_DELAY_S = 0.25;
+const LONGEST_DELAY_S = 15;
+const JOIN_AGAIN_S = 1;
+const TICK_S = 0.25;
+const KEPT_BATCHES = 4096;
+const WINDOW = 64; // batches under way, not yet acknowledged
+
+export class Agent {
+  #instanceId = randomUUID();
+  #ranks = new Map();
+  #call = null; // the stream that is open, or being opened
+  #stream = null; // the same once it is welcome
+  #openedAtS = 0;
+  #heardAtS = 0;
+  #saidAtS = 0;
+  #leaseS = 30; // until the coordinator says its own
+  #telemetry = new TelemetryRing();
+  #isClosing = false;
+
+  /** @param onJobUnknown called with a job's identifier if the coordinator does not know it (any more) */
+  constructor(coordinator, { onJobUnknown, log = console.log }) {
+    this.coordinator = coordinator;
+    this.onJobUnknown = onJobUnknown;
+    this.log = log;
+  }
+
+  /** Keep a stream open until `close`. */
+  async run() {
+    const ticking = setInterval(() => this.#tick(), 1000 * TICK_S);
+    let ceilingS = FIRST_DELAY_S;
+    while (!this.#isClosing) {
+      const { wasWelcome, end } = await this.#connect();
+      if (this.#isClosing) break;
+      this.log(`stream ended: ${end}`);
+      if (wasWelcome) ceilingS = FIRST_DELAY_S;
+      await sleep(1000 * Math.random() * ceilingS); // full jitter: agents must not come back all at once
+      ceilingS = Math.min(2 * ceilingS, LONGEST_DELAY_S);
+    }
+    clearInterval(ticking);
+  }
+
+  /** Serve a rank from now on. */
+  serve(rank) {
+    rank.afterSequence = this.#telemetry.sequence;
+    this.#ranks.set(keyOf(rank.jobId, rank.place), rank);
+    this.#send({ rankJoined: rank.joined() });
+  }
+
+  /** A rank's training process is done with an iteration. */
+  report(batch) {
+    this.#telemetry.append(batch);
+    this.#pump();
+  }
+
+  /** A rank has something in force that it had not before. */
+  tellInForce(planInForce) {
+    if (planInForce) this.#send({ planInForce });
+  }
+
+  get areAllAccepted() {
+    return [...this.#ranks.values()].every((rank) => rank.isAccepted);
+  }
+
+  /** Once everything is acknowledged, every rank leaves and the stream ends. */
+  async close() {
+    while (this.#telemetry.isWaiting) await sleep(10);
+    this.#isClosing = true;
+    for (const { jobId, place } of this.#ranks.values()) {
+      this.#send({ rankLeft: { jobId, rank: place, reason: 'RANK_LEFT_REASON_FINISHED' } });
+    }
+    this.#send({ goodbye: { reason: 'training is done' } });
+    this.#stream?.end();
+  }
+
+  /** Open a stream and serve it to its end. */
+  #connect() {
+    return new Promise((resolve) => {
+      const call = this.coordinator.agents.connect(); // no deadline
+      this.#call = call;
+      this.#openedAtS = nowS();
+      call.on('data', (response) => {
+        this.#heardAtS = nowS();
+        if (response.message === 'welcome') this.#welcome(call, response.welcome);
+        else this.#receive(response);
+      });
+      call.on('error', () => {}); // 'status' tells of every end
+      call.on('status', (status) => {
+        const wasWelcome = this.#stream !== null;
+        this.#call = this.#stream = null;
+        for (const rank of this.#ranks.values()) rank.disconnect();
+        resolve({ wasWelcome, end: `${status.code} ${reasonOf(status) || status.details}` });
+      });
+      const hello = { instanceId: this.#instanceId, agentVersion: 'nodejs', hostname: hostname() };
+      call.write({ hello: { ...hello, protocolVersion: PROTOCOL_VERSION } });
+    });
+  }
+
+  #welcome(call, { epoch, leaseS, acknowledgedSequence, protocolVersion }) {
+    this.log(`connected: epoch ${epoch}, protocol version ${protocolVersion || 1}`);
+    this.#stream = call;
+    this.#leaseS = leaseS;
+    for (const rank of this.#ranks.values()) this.#send({ rankJoined: rank.joined() });
+    this.#telemetry.rewind(acknowledgedSequence);
+    this.#pump();
+  }
+
+  /** What the coordinator says. Its rules are those of docs/protocol.md. */
+  #receive(response) {
+    const body = response[response.message];
+    const rank = body?.rank && this.#ranks.get(keyOf(body.jobId, body.rank));
+    switch (response.message) {
+      case 'rankAccepted':
+        rank?.accept(body.order.computations);
+        break;
+      case 'rankRefused':
+        this.#onRankRefused(rank, body);
+        break;
+      case 'planOffer':
+        if (rank) this.#send({ planAnswer: this.#answer(rank, body) });
+        break;
+      case 'telemetryAck':
+        this.#telemetry.acknowledge(body.sequence);
+        this.#pump();
+        break;
+      case 'telemetryRefused':
+        this.log(`batch ${body.sequence} refused: ${said(body)}`);
+        this.#telemetry.refuse(body.sequence);
+        break;
+      case 'messageRefused':
+        this.log(`message refused: ${said(body)}`);
+        break;
+      case 'drain':
+        this.log(`the coordinator stops: ${body.reason}`);
+        break;
+      case 'heartbeat':
+        break;
+      default: // a message of a newer protocol
+        this.log('a message that is not known here was refused');
+        this.#send({ messageRefused: { reason: 'UNKNOWN_MESSAGE', expected: 'a known message' } });
+    }
+  }
+
+  #answer(rank, offer) {
+    const answer = rank.consider(offer);
+    if (!answer.accepted) this.log(`version ${offer.version} refused: ${answer.refusalReason}`);
+    return answer;
+  }
+
+  /** A rank that is refused has no plan, and may be taken later. */
+  #onRankRefused(rank, { jobId, reason, message }) {
+    this.log(`rank refused: ${reason}: ${message}`);
+    if (!rank) return;
+    this.tellInForce(rank.dropPlans());
+    if (reason === 'JOB_NOT_FOUND') this.onJobUnknown(jobId);
+    setTimeout(() => this.#send({ rankJoined: rank.joined() }), 1000 * JOIN_AGAIN_S).unref();
+  }
+
+  /** A sign of life every third of the lease; and without one from the other side for all of it, stock. */
+  #tick() {
+    const now = nowS();
+    if (now - this.#saidAtS > this.#leaseS / 3) {
+      this.#saidAtS = now;
+      this.#send({ heartbeat: {} });
+    }
+    if (now - this.#heardAtS > this.#leaseS) {
+      for (const rank of this.#ranks.values()) this.tellInForce(rank.dropPlans());
+      if (now - this.#openedAtS > this.#leaseS) this.#call?.cancel(); // dead, whatever TCP says
+    }
+  }
+
+  #pump() {
+    if (!this.#stream) return;
+    for (const telemetry of this.#telemetry.sendable()) this.#send({ telemetry });
+  }
+
+  /** What can't be said now need not be: a new stream begins with how things stand. */
+  #send(request) {
+    this.#stream?.write(request);
+  }
+}
+
+/** Batches of telemetry until they are acknowledged: numbered from 1, sent in order, sent again if need be. */
+class TelemetryRing {
+  sequence = 0;
+  #batches = [];
+  #sentSequence = 0;
+  #droppedCount = 0;
+
+  get isWaiting() {
+    return this.#batches.length > 0;
+  }
+
+  append(batch) {
+    this.sequence += 1;
+    if (this.#batches.length === KEPT_BATCHES) {
+      this.#batches.shift();
+      this.#droppedCount += 1;
+    }
+    this.#batches.push({ ...batch, sequence: this.sequence });
+  }
+
+  sendable() {
+    const waiting = this.#batches.slice(0, WINDOW).filter(({ sequence }) => sequence > this.#sentSequence);
+    this.#sentSequence = waiting.at(-1)?.sequence ?? this.#sentSequence;
+    return waiting.map((batch) => ({ ...batch, droppedBatchCount: this.#droppedCount }));
+  }
+
+  acknowledge(upTo) {
+    this.#batches = this.#batches.filter(({ sequence }) => sequence > upTo);
+  }
+
+  refuse(refused) {
+    this.#batches = this.#batches.filter(({ sequence }) => sequence !== refused);
+    this.#droppedCount += 1;
+  }
+
+  rewind(acknowledged) {
+    this.acknowledge(acknowledged);
+    this.#sentSequence = 0;
+  }
+}
+
+/** A clock that never goes back. */
+function nowS() {
+  return performance.now() / 1000;
+}
+
+function keyOf(jobId, { pipeline, stage, tensor }) {
+  return `${jobId} ${pipeline} ${stage} ${tensor}`;
+}
+
+function said({ reason, field, expected, found }) {
+  return `${reason} ${field}: expected ${expected}, found ${found}`;
+}

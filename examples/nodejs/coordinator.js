@@ -1,0 +1,72 @@
+// The coordinator's services, as the contract has them, and its errors.
+
+import { fileURLToPath } from 'node:url';
+import { setTimeout as sleep } from 'node:timers/promises';
+import grpc from '@grpc/grpc-js';
+import protoLoader from '@grpc/proto-loader';
+import protobuf from 'protobufjs';
+
+const PROTOS = process.env.PERSEUS_PROTOS ?? fileURLToPath(new URL('../../protos', import.meta.url));
+const DEADLINE_S = 5;
+const RETRY_S = 0.5;
+// Nothing is known of what the call would have answered: the coordinator is absent, restarting or busy.
+const RETRIED = new Set([grpc.status.UNAVAILABLE, grpc.status.DEADLINE_EXCEEDED]);
+
+const { perseus } = grpc.loadPackageDefinition(
+  protoLoader.loadSync(['agent_service', 'job_service'].map((name) => `perseus/v1/${name}.proto`), {
+    includeDirs: [PROTOS],
+    longs: Number, // iterations, versions and sequences stay below 2^53
+    enums: String,
+    defaults: true,
+    oneofs: true, // a field named like the oneof says which one is set
+  }),
+);
+
+/** Clients of the services at `target` (host:port). */
+export class Coordinator {
+  constructor(target) {
+    const credentials = grpc.credentials.createInsecure();
+    this.agents = new perseus.v1.AgentService(target, credentials);
+    this.jobs = new perseus.v1.JobService(target, credentials);
+  }
+
+  /** Answer of one of JobService's methods. Every one of them may be called again: no answer is no harm. */
+  async call(method, request, attempts = 20) {
+    for (let attempt = 1; ; attempt += 1) {
+      try {
+        return await this.#callOnce(method, request);
+      } catch (error) {
+        if (attempt === attempts || !RETRIED.has(error.code)) throw error;
+        await sleep(1000 * RETRY_S);
+      }
+    }
+  }
+
+  #callOnce(method, request) {
+    return new Promise((resolve, reject) => {
+      const deadline = Date.now() + 1000 * DEADLINE_S;
+      this.jobs[method](request, { deadline }, (error, answer) => (error ? reject(error) : resolve(answer)));
+    });
+  }
+
+  close() {
+    this.agents.close();
+    this.jobs.close();
+  }
+}
+
+// The part of google.rpc that the status details need: field numbers and types are those of the standard.
+const rpc = protobuf.parse(`
+  syntax = "proto3";
+  message Any { string type_url = 1; bytes value = 2; }
+  message Status { int32 code = 1; string message = 2; repeated Any details = 3; }
+  message ErrorInfo { string reason = 1; string domain = 2; map<string, string> metadata = 3; }
+`).root;
+
+/** The stable reason of an error, such as JOB_NOT_FOUND; empty if the coordinator gave none. */
+export function reasonOf(error) {
+  const [bytes] = error.metadata?.get('grpc-status-details-bin') ?? [];
+  const details = bytes ? rpc.lookupType('Status').decode(bytes).details : [];
+  const info = details.find((detail) => detail.typeUrl.endsWith('/google.rpc.ErrorInfo'));
+  return info ? rpc.lookupType('ErrorInfo').decode(info.value).reason : '';
+}

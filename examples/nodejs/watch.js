@@ -1,0 +1,62 @@
+// Follows a job: the events so far, what comes, and what can be waited for.
+
+import { setTimeout as sleep } from 'node:timers/promises';
+
+const RETRY_S = 0.5;
+
+export class Watch {
+  #events = [];
+  #waiting = new Set();
+  #call = null;
+  job = null; // as the coordinator told it last
+
+  constructor(coordinator, jobId, onEvent) {
+    this.coordinator = coordinator;
+    this.jobId = jobId;
+    this.onEvent = onEvent;
+  }
+
+  /** Follow the job until its run has ended. A watch that breaks goes on after the last event seen. */
+  async run() {
+    while (this.job?.state !== 'JOB_STATE_FINISHED') {
+      const afterSequence = this.#events.at(-1)?.sequence ?? 0;
+      await this.#follow({ jobId: this.jobId, afterSequence });
+      if (this.job?.state !== 'JOB_STATE_FINISHED') await sleep(1000 * RETRY_S);
+    }
+  }
+
+  #follow(request) {
+    return new Promise((resolve) => {
+      this.#call = this.coordinator.jobs.watchJob(request);
+      this.#call.on('data', (response) => this.#take(response));
+      this.#call.on('error', () => {}); // 'status' tells of every end
+      this.#call.on('status', resolve);
+    });
+  }
+
+  #take(response) {
+    if (response.update === 'job') this.job = response.job;
+    if (response.update === 'event') {
+      this.#events.push(response.event);
+      this.onEvent(response.event);
+      for (const check of this.#waiting) check(response.event);
+    }
+  }
+
+  /** The first event, after the one of `afterSequence`, that a condition holds for. */
+  until(condition, afterSequence = 0) {
+    return new Promise((resolve) => {
+      const check = (event) => {
+        if (event.sequence <= afterSequence || !condition(event)) return;
+        this.#waiting.delete(check);
+        resolve(event);
+      };
+      this.#waiting.add(check);
+      this.#events.forEach(check);
+    });
+  }
+
+  get lastSequence() {
+    return this.#events.at(-1)?.sequence ?? 0;
+  }
+}

@@ -1,0 +1,150 @@
+"""A real coordinator, and clients in other languages, as processes."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2
+from perseus.v1.job_service_pb2_grpc import JobServiceStub
+
+PATIENCE_S = 60.0
+
+
+class CoordinatorProcess:
+    """A coordinator on a port of its own, which it keeps when it is killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "CoordinatorProcess":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(PATIENCE_S)
+
+    def start(self) -> None:
+        """Start it on what is stored, and wait until it listens."""
+        database = self._folder / "perseus.db"
+        with (self._folder / "coordinator.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    *[sys.executable, "-m", "perseus.cli", "coordinator", "--log-format=json"],
+                    *[f"--listen={self.address}", f"--database={database}"],
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        wait_until(lambda: "listening" in self._logged(), "a coordinator that listens")
+
+    def kill(self) -> None:
+        """End it without any warning."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(PATIENCE_S)
+
+    @contextmanager
+    def jobs(self) -> Iterator[JobServiceStub]:
+        """What it says of jobs."""
+        with grpc.insecure_channel(self.address) as channel:
+            yield JobServiceStub(channel)
+
+    def _logged(self) -> set[str]:
+        lines = (self._folder / "coordinator.log").read_text().splitlines()
+        return {json.loads(line)["event"] for line in lines if line.startswith("{") and line.endswith("}")}
+
+
+class ClientProcess:
+    """A client; what it prints goes to a file, and can be read while it runs."""
+
+    def __init__(self, command: Sequence[str], folder: Path, log: Path, **environment: str) -> None:
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+            )
+
+    def __enter__(self) -> "ClientProcess":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(PATIENCE_S)
+
+    @property
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self._log.read_text()
+
+    def wait_for(self, text: str) -> None:
+        """Wait until it has printed this; an error if it ends before."""
+        wait_until(
+            lambda: text in self.text or self._process.poll() is not None,
+            f"{text!r} in\n{self.text}",
+        )
+        assert text in self.text, self.text
+
+    def wait(self) -> str:
+        """Wait until it ends well, and return what it printed."""
+        assert self._process.wait(PATIENCE_S) == 0, self.text
+        return self.text
+
+    async def wait_async(self) -> str:
+        """The same beside what else runs on the event loop."""
+        return await asyncio.to_thread(self.wait)
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait for something that happens in another process."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"expected {what}"
+        time.sleep(0.02)
+
+
+def check_story(coordinator: CoordinatorProcess, job_id: str) -> list[event_pb2.JobEvent]:
+    """Check what the coordinator says afterwards of the job that a client has told the whole story with.
+
+    Returns its events.
+    """
+    with coordinator.jobs() as jobs:
+        job = jobs.GetJob(job_service_pb2.GetJobRequest(job_id=job_id)).job
+        request = job_service_pb2.ListJobEventsRequest(job_id=job_id, page_size=1000)
+        events = list(jobs.ListJobEvents(request).events)
+    assert job.state == job_pb2.JOB_STATE_FINISHED
+    assert job.run_number == 1
+    assert job.rank_counts.finished_count == 4
+    clocks = [event.pipeline_clocks for event in events if event.HasField("pipeline_clocks")]
+    planned = {each.pipeline for each in clocks if each.HasField("plan")}
+    assert planned == {0, 1}
+    assert any(each.HasField("hold") for each in clocks)
+    reported = [event.straggler_reported for event in events if event.HasField("straggler_reported")]
+    assert [(each.pipeline, each.slowdown_factor) for each in reported] == [(1, 1.25)]
+    assert sum(event.HasField("straggler_cleared") for event in events) == 1
+    return events

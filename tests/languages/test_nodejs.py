@@ -1,0 +1,64 @@
+"""The example agent in Node.js, under a real coordinator."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.languages.newer import newer_ends
+from tests.languages.processes import ClientProcess, CoordinatorProcess, check_story
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "nodejs"
+SPEED = "5"
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(
+        shutil.which("node") is None or not (EXAMPLE / "node_modules").exists(),
+        reason="Node.js or the example's packages are not installed here; `make test-languages` has them",
+    ),
+]
+
+
+def start(target: str, folder: Path) -> ClientProcess:
+    return ClientProcess(
+        ["node", "main.js", target], EXAMPLE, folder / "client.log", PERSEUS_JOB="story", PERSEUS_SPEED=SPEED
+    )
+
+
+def test_the_whole_story(tmp_path: Path) -> None:
+    with CoordinatorProcess(tmp_path) as coordinator, start(coordinator.address, tmp_path) as client:
+        printed = client.wait()
+        check_story(coordinator, "story")
+    assert "serving: SERVING" in printed
+    assert "perseus.v1.AgentService" in printed.split("services: ")[1].splitlines()[0]
+    assert "event STRAGGLER_REPORTED [stragglerReported]" in printed
+    assert "event PLAN_IN_FORCE [pipelineClocks]" in printed
+    assert "report PLANNED" in printed
+
+
+def test_a_coordinator_that_is_killed_and_comes_back(tmp_path: Path) -> None:
+    with CoordinatorProcess(tmp_path) as coordinator, start(coordinator.address, tmp_path) as client:
+        client.wait_for("→ planned: ")  # the plans are offered, and not yet in force
+        coordinator.kill()
+        coordinator.start()
+        printed = client.wait()
+        check_story(coordinator, "story")
+    assert "stream ended: 14" in printed
+    assert printed.count("connected: ") == 2
+
+
+async def test_unknown_fields_and_messages_of_both_do_not_matter(tmp_path: Path) -> None:
+    with CoordinatorProcess(tmp_path) as coordinator:
+        async with newer_ends(coordinator.address) as address:
+            with start(address, tmp_path) as client:
+                printed = await client.wait_async()
+        check_story(coordinator, "story")
+    assert printed.count("a message that is not known here was refused") == 1
+    assert printed.count("message refused: UNKNOWN_MESSAGE") == 1
+    assert "stream ended" not in printed
+
+
+def test_the_rules_of_offers() -> None:
+    subprocess.run(["node", "--test"], cwd=EXAMPLE, check=True)

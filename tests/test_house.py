@@ -102,7 +102,7 @@ HOUSE: Mapping[str, Room] = {
         "service.shell",
         "solver",
         "v1",
-        needs=["google", "grpc", "grpc_status", "numpy", "structlog"],
+        needs=["google", "grpc", "grpc_reflection", "grpc_status", "numpy", "structlog"],
     ),
     "service.settings": room("logs", needs=["pydantic", "pydantic_settings"]),
     "service.server": room(
@@ -115,7 +115,7 @@ HOUSE: Mapping[str, Room] = {
         "service.shell",
         "service.storage",
         "v1",
-        needs=["grpc", "grpc_health", "grpc_reflection", "structlog"],
+        needs=["grpc", "grpc_health", "structlog"],
     ),
     # Both processes on a GPU node meet in the link only.
     "agent.link": pure(),

@@ -87,9 +87,11 @@ HOUSE: Mapping[str, Room] = {
         "service.job.stragglers",
         "solver",
     ),
+    "service.fleet": pure("service.domain"),
     "service.storage": room("service.domain", "solver", needs=["numpy", "pydantic"]),
     "service.shell": room(
         "service.domain",
+        "service.fleet",
         "service.job.machine",
         "service.job.planning",
         "service.job.rules",

@@ -69,6 +69,7 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.records import JobRecord, OfferRecord, record_key
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
+from perseus.service.fleet.gpus import GpuIndex
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
 from perseus.service.job.rules import Rules
@@ -130,6 +131,7 @@ class Coordinator:
         self._epoch = ""
         self._jobs: dict[str, _Job] = {}
         self._agents: dict[str, _Agent] = {}
+        self._gpus = GpuIndex(self._is_on_gpu)
         self._work: list[_Work] = []
         self._has_work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -143,6 +145,9 @@ class Coordinator:
             machine, commands = JobMachine.restore(stored, self.rules, self._epoch, time.monotonic())
             self._jobs[stored.spec.job_id] = _Job(machine)
             self._perform(stored.spec.job_id, commands)
+            for place, gpu_uuid in machine.gpus().items():
+                if machine.is_on_gpu(place, gpu_uuid):
+                    self._gpus.put(stored.spec.job_id, place, gpu_uuid)
         log.info("jobs loaded", job_count=len(self._jobs), epoch=self._epoch)
 
     async def run(self) -> None:
@@ -349,11 +354,14 @@ class Coordinator:
         """Take a rank that an agent serves.
 
         Raises:
-            JobNotFoundError, JobFinishedError, RankOutOfRangeError, RankAlreadyServedError: it is refused.
+            JobNotFoundError, JobFinishedError, RankOutOfRangeError, RankAlreadyServedError,
+            GpuAlreadyServedError: it is refused.
         """
         machine = self._find(job_id).machine
         self.tick()  # An older lease may have run out since the last one.
+        self._gpus.check(job_id, event.rank, event.gpu.uuid)
         self._perform(job_id, machine.handle(event, time.monotonic()))
+        self._gpus.put(job_id, event.rank, event.gpu.uuid)
         agent = self._agents.get(event.instance_id)
         if agent is not None:
             agent.job_ids.add(job_id)
@@ -361,17 +369,12 @@ class Coordinator:
     def tell(self, job_id: str, event: RankLeft | OfferAnswered | PlanInForce) -> None:
         """Take what an agent says of a rank.
 
-        A job that is not known is no error: the agent may have served it under a coordinator that lost its
-        state.
-
         Raises:
+            JobNotFoundError: the agent may have served the job under a coordinator that lost its state.
             RankOutOfRangeError: the job has no such rank.
         """
-        job = self._jobs.get(job_id)
-        if job is None:
-            log.warning("message for an unknown job ignored", job_id=job_id, message=type(event).__name__)
-            return
-        self._perform(job_id, job.machine.handle(event, time.monotonic()))
+        machine = self._find(job_id).machine
+        self._perform(job_id, machine.handle(event, time.monotonic()))
 
     def note_gpu_error(self, job_id: str, event: GpuErrorReported) -> None:
         """Take what an agent says of a rank's GPU.
@@ -387,7 +390,9 @@ class Coordinator:
         """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.
 
         Raises:
-            InvalidInputError: the batch can't be of that rank; it is neither taken nor acknowledged.
+            JobNotFoundError: the job is not registered.
+            InvalidInputError: the batch can't be of that rank. It is neither taken nor acknowledged yet:
+                `pass_telemetry` is to follow.
         """
         instance_id, sequence = event.instance_id, event.batch.sequence
         agent = self._agents.get(instance_id)
@@ -396,18 +401,31 @@ class Coordinator:
         commands: list[Command] = []
         entries: list[Entry] = []
         if sequence > agent.received_sequence:
-            job = self._jobs.get(job_id)
-            if job is None:
-                log.warning("telemetry of an unknown job dropped", job_id=job_id, instance_id=instance_id)
-            else:
-                commands = job.machine.handle(event, time.monotonic())
+            commands = self._find(job_id).machine.handle(event, time.monotonic())
             agent.received_sequence = sequence
             entries = [TelemetrySequence(instance_id, sequence)]
         taken = agent.received_sequence
         await self._perform(job_id, commands, entries)
         agent.port.acknowledge(taken)
 
+    async def pass_telemetry(self, instance_id: str, sequence: int) -> None:
+        """Acknowledge a batch that was refused, so that the agent goes on, and doesn't send it again."""
+        agent = self._agents.get(instance_id)
+        if agent is None:
+            return
+        entries: list[Entry] = []
+        if sequence > agent.received_sequence:
+            agent.received_sequence = sequence
+            entries = [TelemetrySequence(instance_id, sequence)]
+        taken = agent.received_sequence
+        await self._later(entries)
+        agent.port.acknowledge(taken)
+
     # ------------------------------------------------------------------ carrying out
+
+    def _is_on_gpu(self, job_id: str, rank: Coordinates, gpu_uuid: str) -> bool:
+        job = self._jobs.get(job_id)
+        return job is not None and job.machine.is_on_gpu(rank, gpu_uuid)
 
     def _find(self, job_id: str) -> _Job:
         try:

@@ -45,7 +45,7 @@ from perseus.solver import Measurement
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 _SCHEMA = """
 CREATE TABLE coordinator (epoch TEXT NOT NULL);
@@ -59,7 +59,7 @@ CREATE TABLE offers (
     PRIMARY KEY (job_id, pipeline)) WITHOUT ROWID;
 CREATE TABLE profiles (
     job_id TEXT, stage INTEGER, clock_mhz INTEGER, measurements TEXT NOT NULL,
-    blocking_power_w REAL NOT NULL, blocking_power_se_w REAL NOT NULL,
+    blocking_power_w REAL, blocking_power_se_w REAL NOT NULL,
     PRIMARY KEY (job_id, stage, clock_mhz)) WITHOUT ROWID;
 CREATE TABLE periods (
     job_id TEXT, number INTEGER, period TEXT NOT NULL, PRIMARY KEY (job_id, number)) WITHOUT ROWID;

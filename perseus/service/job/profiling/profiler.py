@@ -23,7 +23,7 @@ from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.clock_choice import ClockChoice, choose_clocks
-from perseus.service.job.profiling.stage_profiles import agree, is_measured, merge
+from perseus.service.job.profiling.stage_profiles import agree, is_measured, is_power_known, merge
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks, stages_at_stock
 from perseus.solver import Schedule
 
@@ -133,6 +133,8 @@ class Profiler:
                     for stage, clock_mhz in enumerate(choice.clocks_mhz)
                 )
             )
+        if not is_power_known(self.profiles):
+            why += "; no rank has told what it draws while it waits: that is assumed"
         return ProfileEnd(not math.isinf(choice.doubt), why)
 
     def replace(self, profiles: Iterable[StageProfile]) -> None:
@@ -235,7 +237,7 @@ class Profiler:
         powers_w = {
             f"blocking_power_w.{profile.stage}": profile.blocking_power_w
             for profile in self.profiles
-            if profile.clock_mhz == held.clocks_mhz[profile.stage]
+            if profile.clock_mhz == held.clocks_mhz[profile.stage] and profile.blocking_power_w is not None
         }
         self._journal.announce(
             EventType.CLOCK_PROFILED,

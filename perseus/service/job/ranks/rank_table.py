@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from perseus.service.domain.errors import RankAlreadyServedError
+from perseus.service.domain.errors import RankAlreadyServedError, TelemetryOutdatedError
 from perseus.service.domain.inputs import GpuErrorReported, RankJoined
 from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankState, RefusalReason
 from perseus.service.domain.specification import Coordinates, JobSpec
@@ -32,6 +32,9 @@ class RankTable:
 
     def __getitem__(self, place: Coordinates) -> Rank:
         return self._ranks[place]
+
+    def __contains__(self, place: Coordinates) -> bool:
+        return place in self._ranks
 
     def __iter__(self) -> Iterator[Rank]:
         return iter(self._ranks.values())
@@ -133,9 +136,15 @@ class RankTable:
         self._heard_s[instance_id] = now_s
         return True
 
-    def is_of_trainer(self, place: Coordinates, sequence: int) -> bool:
-        """Tell whether a rank's telemetry is of the trainer that it has now, not of an earlier one."""
-        return sequence > self._after_sequence[place]
+    def check_trainer(self, place: Coordinates, sequence: int) -> None:
+        """Refuse telemetry of a connected rank that is of an earlier trainer than the one that it has now.
+
+        Raises:
+            TelemetryOutdatedError: quotes where the present one begins.
+        """
+        after_sequence = self._after_sequence[place]
+        if sequence <= after_sequence:
+            raise TelemetryOutdatedError(sequence=sequence, after_sequence=after_sequence)
 
     def hear_agent(self, instance_id: str, now_s: float) -> None:
         """Renew the leases of an agent, if it serves any of the ranks."""

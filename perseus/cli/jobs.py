@@ -1,21 +1,26 @@
 """`perseus jobs`: look at the jobs of a running coordinator, and tell it what only the operator knows."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from perseus.cli.terminal import BAD_INPUT, FAILURE, console, fail
 
 if TYPE_CHECKING:
-    from perseus.v1 import rank_pb2
-    from perseus.v1.clock_statistics_pb2 import ClockStatistics
+    from datetime import datetime
+
     from perseus.v1.job_pb2 import Job
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
 _TIMEOUT_S = 10.0
+_PAGE_SIZE = 1000
+
+_AGO = re.compile(r"(?P<count>[0-9]+)(?P<unit>[smhd])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 app = typer.Typer(help="Look at jobs, and steer them.", no_args_is_help=True)
 
@@ -27,28 +32,28 @@ _DEFAULT_COORDINATOR = "127.0.0.1:50051"
 
 
 @app.command("list")
-def list_jobs(coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+def list_jobs(
+    state: Annotated[
+        list[str] | None,
+        typer.Option(help="Only jobs in this state; may be given again.", show_default=False),
+    ] = None,
+    coordinator: Coordinator = _DEFAULT_COORDINATOR,
+) -> None:
     """List all jobs."""
-    from perseus.v1 import job_service_pb2
+    from perseus.cli.job_tables import job_table
+    from perseus.v1 import job_pb2, job_service_pb2
 
-    table = Table()
-    for column in ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers"):
-        table.add_column(column)
+    request = job_service_pb2.ListJobsRequest(
+        states=_numbers("--state", job_pb2.JobState, "JOB_STATE_", state or ()), page_size=_PAGE_SIZE
+    )
     with _jobs(coordinator) as jobs:
-        token = ""
-        while True:
-            page = jobs.ListJobs(job_service_pb2.ListJobsRequest(page_token=token), timeout=_TIMEOUT_S)
-            for job in page.jobs:
-                table.add_row(*_summary(job))
-            token = page.next_page_token
-            if not token:
-                break
-    console.print(table)
+        listed = [job for page in _pages(jobs.ListJobs, request) for job in page.jobs]
+    console.print(job_table(listed))
 
 
 @app.command()
 def show(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
-    """Show a job and its ranks."""
+    """Show a job: its state and why, its stragglers, its plans."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(coordinator) as jobs:
@@ -56,8 +61,38 @@ def show(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None
 
 
 @app.command()
+def ranks(
+    job_id: JobId,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(help="Only ranks in this state; may be given again.", show_default=False),
+    ] = None,
+    pipeline: Annotated[
+        int | None, typer.Option(help="Only ranks of this pipeline.", show_default=False)
+    ] = None,
+    stage: Annotated[int | None, typer.Option(help="Only ranks of this stage.", show_default=False)] = None,
+    coordinator: Coordinator = _DEFAULT_COORDINATOR,
+) -> None:
+    """List a job's ranks: who serves them, how far they are, which plan is in force."""
+    from perseus.cli.job_tables import rank_table
+    from perseus.v1 import job_service_pb2, rank_pb2
+
+    request = job_service_pb2.ListRanksRequest(
+        job_id=job_id,
+        states=_numbers("--state", rank_pb2.RankState, "RANK_STATE_", state or ()),
+        pipeline=pipeline,
+        stage=stage,
+        page_size=_PAGE_SIZE,
+    )
+    with _jobs(coordinator) as jobs:
+        listed = [rank for page in _pages(jobs.ListRanks, request) for rank in page.ranks]
+    console.print(rank_table(listed))
+
+
+@app.command()
 def watch(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Print a job's events and iterations as they come, until it has ended or you press Ctrl-C."""
+    from perseus.cli.job_tables import gap_text
     from perseus.v1 import job_service_pb2
 
     with _jobs(coordinator) as jobs:
@@ -74,8 +109,52 @@ def watch(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> Non
                         highlight=False,
                         style="dim",
                     )
+                elif update.HasField("caught_up"):
+                    console.print("          so far; what follows is new", style="dim")
+                elif update.HasField("gap"):
+                    console.print(f"          {gap_text(update.gap)}", highlight=False, style="yellow")
         except KeyboardInterrupt:
             raise typer.Exit from None
+
+
+@app.command()
+def events(
+    job_id: JobId,
+    types: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--type",
+            help="Only events of this type, as plan_refused; may be given again.",
+            show_default=False,
+        ),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            help="Only events since this time (2026-01-31T12:00, in UTC), or so long ago (90s, 15m, 2h, 7d).",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many events, the earliest first.")] = 100,
+    coordinator: Coordinator = _DEFAULT_COORDINATOR,
+) -> None:
+    """List what has happened to a job."""
+    from perseus.cli.job_tables import event_table
+    from perseus.v1 import event_pb2, job_service_pb2
+
+    request = job_service_pb2.ListJobEventsRequest(
+        job_id=job_id,
+        types=_numbers("--type", event_pb2.JobEventType, "JOB_EVENT_TYPE_", types or ()),
+        page_size=_PAGE_SIZE,
+    )
+    if since is not None:
+        request.start_time.FromDatetime(_time(since))
+    with _jobs(coordinator) as jobs:
+        listed = (event for page in _pages(jobs.ListJobEvents, request) for event in page.events)
+        found = list(islice(listed, limit + 1))
+    console.print(event_table(found[:limit]))
+    if len(found) > limit:
+        console.print(f"these are the first {limit}; there are more", style="dim", highlight=False)
 
 
 @app.command()
@@ -112,34 +191,17 @@ def straggler(
 @app.command()
 def report(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Show what was measured: time and energy, period by period, against the stock baseline."""
-    from perseus.v1 import job_pb2, job_service_pb2
+    from perseus.cli.job_tables import profiling_cost, report_table
+    from perseus.v1 import job_service_pb2
 
+    request = job_service_pb2.GetReportRequest(job_id=job_id, page_size=_PAGE_SIZE)
     with _jobs(coordinator) as jobs:
-        periods = jobs.GetReport(job_service_pb2.GetReportRequest(job_id=job_id), timeout=_TIMEOUT_S).periods
-    stock = None
-    table = Table(caption="mean ± standard error; against the latest stock baseline before")
-    table.add_column("state")
-    for column in ("first iteration", "iterations", "iteration time", "energy", "slowdown", "saving"):
-        table.add_column(column, justify="right")
-    for period in periods:
-        state = _state_name(period.state) + (" with straggler" if period.has_straggler else "")
-        compared = ["", ""]
-        if period.state == job_pb2.JOB_STATE_BASELINE:
-            stock = period
-        elif stock is not None:
-            compared = [
-                f"{100 * (period.iteration_time_s / stock.iteration_time_s - 1):+.1f} %",
-                f"{100 * (1 - period.energy_j / stock.energy_j):+.1f} %",
-            ]
-        table.add_row(
-            state,
-            str(period.first_iteration),
-            str(period.iteration_count),
-            f"{period.iteration_time_s:.3f} ± {period.iteration_time_se_s:.3f} s",
-            f"{period.energy_j:.0f} ± {period.energy_se_j:.0f} J",
-            *compared,
-        )
-    console.print(table)
+        pages = list(_pages(jobs.GetReport, request))
+    console.print(report_table([period for page in pages for period in page.periods]))
+    console.print(
+        f"profiling took {profiling_cost(pages[-1].profiling_cost, pages[-1].profiling_budget)}",
+        highlight=False,
+    )
 
 
 @app.command()
@@ -225,70 +287,41 @@ def _jobs(address: str) -> Iterator["JobServiceStub"]:
             fail(error.details() or error.code().name, BAD_INPUT if error.code() in their_fault else FAILURE)
 
 
-def _state_name(state: int) -> str:
-    from perseus.v1 import job_pb2
-
-    return job_pb2.JobState.Name(state).removeprefix("JOB_STATE_").lower()  # type: ignore[arg-type]
-
-
-def _summary(job: "Job") -> list[str]:
-
-    layout = job.spec.parallelism
-    connected = sum(rank.state == rank_pb2.RANK_STATE_CONNECTED for rank in job.ranks)
-    return [
-        job.spec.job_id,
-        _state_name(job.state),
-        f"{layout.pipeline_count} × {layout.stage_count} × {layout.tensor_count}",
-        f"{connected} of {len(job.ranks)}",
-        f"{job.t_min_s:.3f} s" if job.t_min_s else "",
-        ", ".join(f"pipeline {s.pipeline} ({s.iteration_time_s:.3f} s)" for s in job.stragglers),
-    ]
+def _pages(method: Callable[..., Any], request: Any) -> Iterator[Any]:
+    """Ask for one page after another."""
+    while True:
+        page = method(request, timeout=_TIMEOUT_S)
+        yield page
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
 
 
-def _on_clock(clocks: "ClockStatistics") -> str:
-    """How well a rank's clocks follow its plan, in a table's cell."""
-    if not clocks.computation_time_s:
-        return ""
-    share = clocks.on_clock_time_s / clocks.computation_time_s
-    figures = f"{share:.0%}, {clocks.late_raise_count} of {clocks.computation_count} late"
-    if clocks.HasField("prediction_error_s"):
-        figures += (
-            f"; latency {1e3 * clocks.set_latency_s:.0f} ms, ends ± {1e3 * clocks.prediction_error_s:.1f} ms"
-        )
-    return figures
+def _numbers(flag: str, enum: Any, prefix: str, names: Iterable[str]) -> list[Any]:
+    """The numbers that an enum of the contract has for names as people write them."""
+    known = {name.removeprefix(prefix).lower(): number for name, number in enum.items() if number}
+    for name in names:
+        if name not in known:
+            fail(f"{flag}: expected one of {', '.join(known)}, found {name!r}")
+    return [known[name] for name in names]
+
+
+def _time(text: str) -> "datetime":
+    """A time, or one so long ago."""
+    from datetime import UTC, datetime, timedelta
+
+    try:
+        if ago := _AGO.fullmatch(text):
+            return datetime.now(UTC) - timedelta(**{_UNITS[ago["unit"]]: int(ago["count"])})
+        given = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        fail(f"--since: expected a time such as 2026-01-31T12:00, or 90s, 15m, 2h or 7d, found {text!r}")
+    return given if given.tzinfo is not None else given.replace(tzinfo=UTC)
 
 
 def _show(job: "Job") -> None:
+    from perseus.cli.job_tables import job_facts, plan_table
 
-    titles = ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers")
-    for title, value in zip(titles, _summary(job), strict=True):
-        console.print(f"[dim]{title:>28}[/]  {value}", highlight=False)
-    table = Table()
-    for column in (
-        "pipeline",
-        "stage",
-        "tensor",
-        "state",
-        "host",
-        "GPU",
-        "iteration",
-        "offered",
-        "in force",
-        "on clock",
-    ):
-        table.add_column(column)
-    for rank in job.ranks:
-        place = rank.coordinates
-        table.add_row(
-            str(place.pipeline),
-            str(place.stage),
-            str(place.tensor),
-            rank_pb2.RankState.Name(rank.state).removeprefix("RANK_STATE_").lower(),
-            rank.hostname,
-            f"{rank.gpu_model} {rank.gpu_uuid}",
-            str(rank.iteration) if rank.iteration >= 0 else "",
-            str(rank.offered_version or "stock"),
-            str(rank.in_force_version or "stock"),
-            _on_clock(rank.clocks),
-        )
-    console.print(table)
+    console.print(job_facts(job), highlight=False)
+    if job.planned_iteration_time_s:
+        console.print(plan_table(job))

@@ -92,17 +92,16 @@ def _pipelines(observer: Observer) -> RenderableType:
     if job is None:
         return table
     slow = {straggler.pipeline for straggler in job.stragglers}
-    for pipeline in range(job.spec.parallelism.pipeline_count):
+    for pipeline in range(job.parallelism.pipeline_count):
         latest = observer.measurements.latest_of(pipeline)
         planned = list(job.planned_iteration_time_s)
-        versions = {rank.in_force_version for rank in job.ranks if rank.coordinates.pipeline == pipeline}
         table.add_row(
             f"{pipeline} [red]straggler[/]" if pipeline in slow else str(pipeline),
             str(latest.number) if latest else "",
             f"{latest.time_s:.3f} s" if latest else "",
             f"{latest.energy_j:.0f} J" if latest else "",
             f"{planned[pipeline]:.3f} s" if planned else "",
-            ", ".join(str(version) if version else "stock" for version in sorted(versions)),
+            str(observer.in_force_version(pipeline) or "stock"),
         )
     return table
 

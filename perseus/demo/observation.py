@@ -7,7 +7,7 @@ from contextlib import suppress
 import grpc.aio
 
 from perseus.demo.summary import Iteration, Measurements
-from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc
 
 _POLL_S = 0.25
 _RPC_TIMEOUT_S = 10.0
@@ -29,7 +29,7 @@ async def registered_job(channel: grpc.aio.Channel, timeout_s: float) -> str:
             while True:
                 found = await jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=_RPC_TIMEOUT_S)
                 if found.jobs:
-                    return found.jobs[0].spec.job_id
+                    return found.jobs[0].job_id
                 await asyncio.sleep(_POLL_S)
     raise ObservationError(f"expected a job to be registered within {timeout_s:.0f} s, found none")
 
@@ -41,9 +41,12 @@ class Observer:
         self, channel: grpc.aio.Channel, job_id: str, measurements: Measurements, notify: Callable[[], None]
     ) -> None:
         self.job: job_pb2.Job | None = None
-        self.events: list[job_pb2.JobEvent] = []
+        self.events: list[event_pb2.JobEvent] = []
         self.measurements = measurements
         self._jobs = job_service_pb2_grpc.JobServiceStub(channel)
+        self._state: int = job_pb2.JOB_STATE_UNSPECIFIED
+        self._offered: dict[int, int] = {}
+        self._in_force: dict[int, event_pb2.PipelineClocks] = {}
         self.job_id = job_id
         self._notify = notify
         self._changed = asyncio.Event()
@@ -51,7 +54,7 @@ class Observer:
     @property
     def state(self) -> int:
         """The job's state; UNSPECIFIED before it is registered."""
-        return self.job.state if self.job is not None else job_pb2.JOB_STATE_UNSPECIFIED
+        return self._state
 
     @property
     def stragglers(self) -> set[int]:
@@ -72,12 +75,13 @@ class Observer:
         request = job_service_pb2.GetJobRequest(job_id=self.job_id)
         while self.job is None:
             try:
-                self.job = (await self._jobs.GetJob(request, timeout=_RPC_TIMEOUT_S)).job
+                self._take_job((await self._jobs.GetJob(request, timeout=_RPC_TIMEOUT_S)).job)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
                 await asyncio.sleep(_POLL_S)
-        async for update in self._jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id=self.job_id)):
+        watch = job_service_pb2.WatchJobRequest(job_id=self.job_id, view=job_pb2.JOB_VIEW_FULL)
+        async for update in self._jobs.WatchJob(watch):
             self._take(update)
 
     async def until(self, what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
@@ -114,26 +118,45 @@ class Observer:
         return await self._jobs.GetTimeline(request, timeout=_RPC_TIMEOUT_S)
 
     def is_in_force(self) -> bool:
-        """Whether every rank runs under the plan that it was offered last."""
-        return self.job is not None and all(
-            rank.in_force_version == rank.offered_version and rank.offered_version > 0
-            for rank in self.job.ranks
+        """Whether every pipeline runs under the clocks that it was offered last."""
+        if self.job is None or not self.events or self.events[-1].sequence < self.job.last_event_sequence:
+            return False
+        pipelines = range(self.job.parallelism.pipeline_count)
+        return all(
+            self._offered.get(pipeline, 0) == self.in_force_version(pipeline) > 0 for pipeline in pipelines
         )
+
+    def in_force_version(self, pipeline: int) -> int:
+        """The version of the clocks in force on all ranks of a pipeline, 0 before there was one."""
+        clocks = self._in_force.get(pipeline)
+        return clocks.version if clocks is not None else 0
 
     def in_force_since(self) -> int:
         """The first iteration under the plan that came into force last."""
-        return max(
-            int(event.attributes["start_iteration"])
-            for event in self.events
-            if event.type == job_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE
-        )
+        return max(clocks.start_iteration for clocks in self._in_force.values())
+
+    def _take_job(self, job: job_pb2.Job) -> None:
+        self.job = job
+        self._state = job.state
+
+    def _take_event(self, event: event_pb2.JobEvent) -> None:
+        self.events.append(event)
+        match event.type:
+            case event_pb2.JOB_EVENT_TYPE_PLAN_OFFERED:
+                self._offered[event.pipeline_clocks.pipeline] = event.pipeline_clocks.version
+            case event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE:
+                self._in_force[event.pipeline_clocks.pipeline] = event.pipeline_clocks
+            case event_pb2.JOB_EVENT_TYPE_STATE_CHANGED:
+                # Snapshots come seldom. What the latest one shows already is no news.
+                if self.job is None or event.sequence > self.job.last_event_sequence:
+                    self._state = event.state_changed.after
 
     def _take(self, update: job_service_pb2.WatchJobResponse) -> None:
         match update.WhichOneof("update"):
             case "job":
-                self.job = update.job
+                self._take_job(update.job)
             case "event":
-                self.events.append(update.event)
+                self._take_event(update.event)
             case "iteration":
                 found = update.iteration
                 self.measurements.add(

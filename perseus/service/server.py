@@ -15,6 +15,7 @@ from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
 from perseus.service.api.reflection import enable_reflection
 from perseus.service.domain.errors import AddressUnavailableError
+from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.job.planning.guard import GuardRules
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
@@ -97,9 +98,12 @@ async def running(
             settings.profile_iterations,
             settings.profile_accuracy_percent / 100,
             settings.profile_clocks,
-            settings.profile_budget_iterations,
-            settings.profile_budget_s,
-            settings.profile_budget_j,
+            ProfilingBudget(
+                settings.profile_budget_iterations,
+                settings.profile_budget_s,
+                settings.profile_budget_extra_s,
+                settings.profile_budget_j,
+            ),
         ),
         GuardRules(settings.guard_tolerance_percent / 100, settings.guard_iterations),
     )

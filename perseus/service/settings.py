@@ -36,6 +36,9 @@ class CoordinatorSettings(BaseSettings):
         default=1000, ge=1, description="Iterations that profiling may take."
     )
     profile_budget_s: float = Field(default=math.inf, gt=0, description="Seconds that profiling may take.")
+    profile_budget_extra_s: float = Field(
+        default=360.0, gt=0, description="Seconds that profiling may take beyond stock."
+    )
     profile_budget_j: float = Field(
         default=math.inf, gt=0, description="Joules that profiling may take beyond stock."
     )

@@ -24,10 +24,9 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from perseus.v1 import computation_pb2 as perseus_dot_v1_dot_computation__pb2
-from perseus.v1 import rank_pb2 as perseus_dot_v1_dot_rank__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14perseus/v1/job.proto\x12\nperseus.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cperseus/v1/computation.proto\x1a\x15perseus/v1/rank.proto\"P\n\x0bParallelism\x12\x16\n\x0epipeline_count\x18\x01 \x01(\x05\x12\x13\n\x0bstage_count\x18\x02 \x01(\x05\x12\x14\n\x0ctensor_count\x18\x03 \x01(\x05\"\xb1\x01\n\x0fOperatingPolicy\x12-\n\x0bno_slowdown\x18\x01 \x01(\x0b\x32\x16.perseus.v1.NoSlowdownH\x00\x12\x1e\n\x14max_slowdown_percent\x18\x02 \x01(\x01H\x00\x12(\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x0b\x32\x14.perseus.v1.DeadlineH\x00\x12\x1d\n\x13max_average_power_w\x18\x04 \x01(\x01H\x00\x42\x06\n\x04rule\"3\n\x08\x44\x65\x61\x64line\x12\x17\n\x0fiteration_count\x18\x01 \x01(\x03\x12\x0e\n\x06time_s\x18\x02 \x01(\x01\"\x0c\n\nNoSlowdown\"\x9c\x01\n\x07JobSpec\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12,\n\x0bparallelism\x18\x02 \x01(\x0b\x32\x17.perseus.v1.Parallelism\x12&\n\x08schedule\x18\x03 \x01(\x0b\x32\x14.perseus.v1.Schedule\x12+\n\x06policy\x18\x04 \x01(\x0b\x32\x1b.perseus.v1.OperatingPolicy\"L\n\tStraggler\x12\x10\n\x08pipeline\x18\x01 \x01(\x05\x12\x18\n\x10iteration_time_s\x18\x02 \x01(\x01\x12\x13\n\x0bis_detected\x18\x03 \x01(\x08\"\xbc\x02\n\x03Job\x12!\n\x04spec\x18\x01 \x01(\x0b\x32\x13.perseus.v1.JobSpec\x12#\n\x05state\x18\x02 \x01(\x0e\x32\x14.perseus.v1.JobState\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\x1f\n\x05ranks\x18\x04 \x03(\x0b\x32\x10.perseus.v1.Rank\x12)\n\nstragglers\x18\x05 \x03(\x0b\x32\x15.perseus.v1.Straggler\x12\x1c\n\x14profiled_clock_count\x18\x06 \x01(\x05\x12\x0f\n\x07t_min_s\x18\x07 \x01(\x01\x12\x10\n\x08t_slow_s\x18\x08 \x01(\x01\x12 \n\x18planned_iteration_time_s\x18\t \x03(\x01\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xf3\x01\n\x08JobEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12/\n\x0b\x63reate_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x04type\x18\x03 \x01(\x0e\x32\x18.perseus.v1.JobEventType\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x38\n\nattributes\x18\x05 \x03(\x0b\x32$.perseus.v1.JobEvent.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"y\n\x10IterationSummary\x12\x10\n\x08pipeline\x18\x01 \x01(\x05\x12\x11\n\titeration\x18\x02 \x01(\x03\x12\x14\n\x0cplan_version\x18\x03 \x01(\x03\x12\x18\n\x10iteration_time_s\x18\x04 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x05 \x01(\x01\"\xf5\x01\n\x0cReportPeriod\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.perseus.v1.JobState\x12\x15\n\rhas_straggler\x18\x02 \x01(\x08\x12\x17\n\x0f\x66irst_iteration\x18\x03 \x01(\x03\x12\x17\n\x0fiteration_count\x18\x04 \x01(\x05\x12\x18\n\x10iteration_time_s\x18\x05 \x01(\x01\x12\x1b\n\x13iteration_time_se_s\x18\x06 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x07 \x01(\x01\x12\x13\n\x0b\x65nergy_se_j\x18\x08 \x01(\x01\x12\x19\n\x11pipeline_energy_j\x18\t \x03(\x01\"\x84\x01\n\rTimelineEntry\x12\r\n\x05stage\x18\x01 \x01(\x05\x12,\n\x0b\x63omputation\x18\x02 \x01(\x0b\x32\x17.perseus.v1.Computation\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\x12\x11\n\tclock_mhz\x18\x05 \x01(\x05*\xc8\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOB_STATE_WAITING\x10\x01\x12\x16\n\x12JOB_STATE_BASELINE\x10\x02\x12\x17\n\x13JOB_STATE_PROFILING\x10\x03\x12\x15\n\x11JOB_STATE_SOLVING\x10\x04\x12\x15\n\x11JOB_STATE_PLANNED\x10\x05\x12\x13\n\x0fJOB_STATE_STOCK\x10\x06\x12\x16\n\x12JOB_STATE_FINISHED\x10\x07*\xe3\x05\n\x0cJobEventType\x12\x1e\n\x1aJOB_EVENT_TYPE_UNSPECIFIED\x10\x00\x12\x1d\n\x19JOB_EVENT_TYPE_REGISTERED\x10\x01\x12 \n\x1cJOB_EVENT_TYPE_STATE_CHANGED\x10\x02\x12\x1f\n\x1bJOB_EVENT_TYPE_RANK_CHANGED\x10\x03\x12!\n\x1dJOB_EVENT_TYPE_CLOCK_PROFILED\x10\x04\x12\x19\n\x15JOB_EVENT_TYPE_SOLVED\x10\x05\x12\x1f\n\x1bJOB_EVENT_TYPE_SOLVE_FAILED\x10\x06\x12\x1f\n\x1bJOB_EVENT_TYPE_PLAN_OFFERED\x10\x07\x12 \n\x1cJOB_EVENT_TYPE_PLAN_IN_FORCE\x10\x08\x12\x1f\n\x1bJOB_EVENT_TYPE_PLAN_REFUSED\x10\t\x12%\n!JOB_EVENT_TYPE_STRAGGLER_REPORTED\x10\n\x12$\n JOB_EVENT_TYPE_STRAGGLER_CLEARED\x10\x0b\x12\x1d\n\x19JOB_EVENT_TYPE_POLICY_SET\x10\x0c\x12%\n!JOB_EVENT_TYPE_STRAGGLER_DETECTED\x10\r\x12&\n\"JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN\x10\x0e\x12\x1c\n\x18JOB_EVENT_TYPE_GPU_ERROR\x10\x0f\x12!\n\x1dJOB_EVENT_TYPE_CLOCK_GIVEN_UP\x10\x10\x12\"\n\x1eJOB_EVENT_TYPE_PROFILE_ADOPTED\x10\x11\x12!\n\x1dJOB_EVENT_TYPE_PROMISE_BROKEN\x10\x12\x12$\n JOB_EVENT_TYPE_PROFILE_CORRECTED\x10\x13\x12%\n!JOB_EVENT_TYPE_BASELINE_REQUESTED\x10\x14\x42\x31\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14perseus/v1/job.proto\x12\nperseus.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cperseus/v1/computation.proto\"P\n\x0bParallelism\x12\x16\n\x0epipeline_count\x18\x01 \x01(\x05\x12\x13\n\x0bstage_count\x18\x02 \x01(\x05\x12\x14\n\x0ctensor_count\x18\x03 \x01(\x05\"\xb1\x01\n\x0fOperatingPolicy\x12-\n\x0bno_slowdown\x18\x01 \x01(\x0b\x32\x16.perseus.v1.NoSlowdownH\x00\x12\x1e\n\x14max_slowdown_percent\x18\x02 \x01(\x01H\x00\x12(\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x0b\x32\x14.perseus.v1.DeadlineH\x00\x12\x1d\n\x13max_average_power_w\x18\x04 \x01(\x01H\x00\x42\x06\n\x04rule\"3\n\x08\x44\x65\x61\x64line\x12\x17\n\x0fiteration_count\x18\x01 \x01(\x03\x12\x0e\n\x06time_s\x18\x02 \x01(\x01\"\x0c\n\nNoSlowdown\"\x9c\x01\n\x07JobSpec\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12,\n\x0bparallelism\x18\x02 \x01(\x0b\x32\x17.perseus.v1.Parallelism\x12&\n\x08schedule\x18\x03 \x01(\x0b\x32\x14.perseus.v1.Schedule\x12+\n\x06policy\x18\x04 \x01(\x0b\x32\x1b.perseus.v1.OperatingPolicy\"L\n\tStraggler\x12\x10\n\x08pipeline\x18\x01 \x01(\x05\x12\x18\n\x10iteration_time_s\x18\x02 \x01(\x01\x12\x13\n\x0bis_detected\x18\x03 \x01(\x08\"\x85\x01\n\nRankCounts\x12\x16\n\x0e\x65xpected_count\x18\x01 \x01(\x05\x12\x17\n\x0f\x63onnected_count\x18\x02 \x01(\x05\x12\x1a\n\x12\x64isconnected_count\x18\x03 \x01(\x05\x12\x12\n\nlost_count\x18\x04 \x01(\x05\x12\x16\n\x0e\x66inished_count\x18\x05 \x01(\x05\"6\n\x08\x42\x61seline\x12\x18\n\x10iteration_time_s\x18\x01 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x02 \x01(\x01\"x\n\rProfilingCost\x12\x17\n\x0fiteration_count\x18\x01 \x01(\x03\x12\x0e\n\x06time_s\x18\x02 \x01(\x01\x12\x14\n\x0c\x65xtra_time_s\x18\x03 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x04 \x01(\x01\x12\x16\n\x0e\x65xtra_energy_j\x18\x05 \x01(\x01\"\xbf\x01\n\x0fProfilingBudget\x12\x1c\n\x0fiteration_count\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x06time_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x19\n\x0c\x65xtra_time_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1b\n\x0e\x65xtra_energy_j\x18\x04 \x01(\x01H\x03\x88\x01\x01\x42\x12\n\x10_iteration_countB\t\n\x07_time_sB\x0f\n\r_extra_time_sB\x11\n\x0f_extra_energy_j\"\xb4\x06\n\x03Job\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\nrun_number\x18\x02 \x01(\x05\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.perseus.v1.JobState\x12\x14\n\x0cstate_reason\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\t\x12,\n\x0bparallelism\x18\x06 \x01(\x0b\x32\x17.perseus.v1.Parallelism\x12+\n\x0brank_counts\x18\x07 \x01(\x0b\x32\x16.perseus.v1.RankCounts\x12+\n\x06policy\x18\x08 \x01(\x0b\x32\x1b.perseus.v1.OperatingPolicy\x12&\n\x08\x62\x61seline\x18\t \x01(\x0b\x32\x14.perseus.v1.Baseline\x12\x1c\n\x14profiled_clock_count\x18\n \x01(\x05\x12\x31\n\x0eprofiling_cost\x18\x0b \x01(\x0b\x32\x19.perseus.v1.ProfilingCost\x12\x0f\n\x07t_min_s\x18\x0c \x01(\x01\x12\x10\n\x08t_star_s\x18\r \x01(\x01\x12\x10\n\x08t_slow_s\x18\x0e \x01(\x01\x12$\n\x1cmin_planned_iteration_time_s\x18\x0f \x01(\x01\x12$\n\x1cmax_planned_iteration_time_s\x18\x10 \x01(\x01\x12\x17\n\x0fstraggler_count\x18\x11 \x01(\x05\x12/\n\x0b\x63reate_time\x18\x12 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inish_time\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1b\n\x13last_event_sequence\x18\x14 \x01(\x03\x12\x35\n\x10profiling_budget\x18\x18 \x01(\x0b\x32\x1b.perseus.v1.ProfilingBudget\x12!\n\x04spec\x18\x15 \x01(\x0b\x32\x13.perseus.v1.JobSpec\x12)\n\nstragglers\x18\x16 \x03(\x0b\x32\x15.perseus.v1.Straggler\x12 \n\x18planned_iteration_time_s\x18\x17 \x03(\x01\"y\n\x10IterationSummary\x12\x10\n\x08pipeline\x18\x01 \x01(\x05\x12\x11\n\titeration\x18\x02 \x01(\x03\x12\x14\n\x0cplan_version\x18\x03 \x01(\x03\x12\x18\n\x10iteration_time_s\x18\x04 \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x05 \x01(\x01\"\xb6\x03\n\x0cReportPeriod\x12\x0e\n\x06number\x18\x01 \x01(\x05\x12#\n\x05state\x18\x02 \x01(\x0e\x32\x14.perseus.v1.JobState\x12\x15\n\rhas_straggler\x18\x03 \x01(\x08\x12\x15\n\rplan_versions\x18\x04 \x03(\x03\x12\x17\n\x0f\x66irst_iteration\x18\x05 \x01(\x03\x12\x16\n\x0elast_iteration\x18\x06 \x01(\x03\x12.\n\nstart_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x17\n\x0fiteration_count\x18\t \x01(\x05\x12\x18\n\x10iteration_time_s\x18\n \x01(\x01\x12\x1b\n\x13iteration_time_se_s\x18\x0b \x01(\x01\x12\x10\n\x08\x65nergy_j\x18\x0c \x01(\x01\x12\x13\n\x0b\x65nergy_se_j\x18\r \x01(\x01\x12\x19\n\x11pipeline_energy_j\x18\x0e \x03(\x01\x12\"\n\x06saving\x18\x0f \x01(\x0b\x32\x12.perseus.v1.Saving\"\xe2\x01\n\x06Saving\x12\x1e\n\x16\x62\x61seline_period_number\x18\x01 \x01(\x05\x12\x1b\n\x0e\x65nergy_percent\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1e\n\x11\x65nergy_se_percent\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10slowdown_percent\x18\x04 \x01(\x01\x12 \n\x13slowdown_se_percent\x18\x05 \x01(\x01H\x02\x88\x01\x01\x42\x11\n\x0f_energy_percentB\x14\n\x12_energy_se_percentB\x16\n\x14_slowdown_se_percent\"\x84\x01\n\rTimelineEntry\x12\r\n\x05stage\x18\x01 \x01(\x05\x12,\n\x0b\x63omputation\x18\x02 \x01(\x0b\x32\x17.perseus.v1.Computation\x12\x0f\n\x07start_s\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\x12\x11\n\tclock_mhz\x18\x05 \x01(\x05*\xc8\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOB_STATE_WAITING\x10\x01\x12\x16\n\x12JOB_STATE_BASELINE\x10\x02\x12\x17\n\x13JOB_STATE_PROFILING\x10\x03\x12\x15\n\x11JOB_STATE_SOLVING\x10\x04\x12\x15\n\x11JOB_STATE_PLANNED\x10\x05\x12\x13\n\x0fJOB_STATE_STOCK\x10\x06\x12\x16\n\x12JOB_STATE_FINISHED\x10\x07*L\n\x07JobView\x12\x18\n\x14JOB_VIEW_UNSPECIFIED\x10\x00\x12\x14\n\x10JOB_VIEW_SUMMARY\x10\x01\x12\x11\n\rJOB_VIEW_FULL\x10\x02\x42\x31\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,34 +34,38 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'perseus.v1.job_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\nperseus.v1P\001Z\024perseus/v1;perseusv1\252\002\nPerseus.V1'
-  _globals['_JOBEVENT_ATTRIBUTESENTRY']._loaded_options = None
-  _globals['_JOBEVENT_ATTRIBUTESENTRY']._serialized_options = b'8\001'
-  _globals['_JOBSTATE']._serialized_start=1760
-  _globals['_JOBSTATE']._serialized_end=1960
-  _globals['_JOBEVENTTYPE']._serialized_start=1963
-  _globals['_JOBEVENTTYPE']._serialized_end=2702
-  _globals['_PARALLELISM']._serialized_start=122
-  _globals['_PARALLELISM']._serialized_end=202
-  _globals['_OPERATINGPOLICY']._serialized_start=205
-  _globals['_OPERATINGPOLICY']._serialized_end=382
-  _globals['_DEADLINE']._serialized_start=384
-  _globals['_DEADLINE']._serialized_end=435
-  _globals['_NOSLOWDOWN']._serialized_start=437
-  _globals['_NOSLOWDOWN']._serialized_end=449
-  _globals['_JOBSPEC']._serialized_start=452
-  _globals['_JOBSPEC']._serialized_end=608
-  _globals['_STRAGGLER']._serialized_start=610
-  _globals['_STRAGGLER']._serialized_end=686
-  _globals['_JOB']._serialized_start=689
-  _globals['_JOB']._serialized_end=1005
-  _globals['_JOBEVENT']._serialized_start=1008
-  _globals['_JOBEVENT']._serialized_end=1251
-  _globals['_JOBEVENT_ATTRIBUTESENTRY']._serialized_start=1202
-  _globals['_JOBEVENT_ATTRIBUTESENTRY']._serialized_end=1251
-  _globals['_ITERATIONSUMMARY']._serialized_start=1253
-  _globals['_ITERATIONSUMMARY']._serialized_end=1374
-  _globals['_REPORTPERIOD']._serialized_start=1377
-  _globals['_REPORTPERIOD']._serialized_end=1622
-  _globals['_TIMELINEENTRY']._serialized_start=1625
-  _globals['_TIMELINEENTRY']._serialized_end=1757
+  _globals['_JOBSTATE']._serialized_start=2925
+  _globals['_JOBSTATE']._serialized_end=3125
+  _globals['_JOBVIEW']._serialized_start=3127
+  _globals['_JOBVIEW']._serialized_end=3203
+  _globals['_PARALLELISM']._serialized_start=99
+  _globals['_PARALLELISM']._serialized_end=179
+  _globals['_OPERATINGPOLICY']._serialized_start=182
+  _globals['_OPERATINGPOLICY']._serialized_end=359
+  _globals['_DEADLINE']._serialized_start=361
+  _globals['_DEADLINE']._serialized_end=412
+  _globals['_NOSLOWDOWN']._serialized_start=414
+  _globals['_NOSLOWDOWN']._serialized_end=426
+  _globals['_JOBSPEC']._serialized_start=429
+  _globals['_JOBSPEC']._serialized_end=585
+  _globals['_STRAGGLER']._serialized_start=587
+  _globals['_STRAGGLER']._serialized_end=663
+  _globals['_RANKCOUNTS']._serialized_start=666
+  _globals['_RANKCOUNTS']._serialized_end=799
+  _globals['_BASELINE']._serialized_start=801
+  _globals['_BASELINE']._serialized_end=855
+  _globals['_PROFILINGCOST']._serialized_start=857
+  _globals['_PROFILINGCOST']._serialized_end=977
+  _globals['_PROFILINGBUDGET']._serialized_start=980
+  _globals['_PROFILINGBUDGET']._serialized_end=1171
+  _globals['_JOB']._serialized_start=1174
+  _globals['_JOB']._serialized_end=1994
+  _globals['_ITERATIONSUMMARY']._serialized_start=1996
+  _globals['_ITERATIONSUMMARY']._serialized_end=2117
+  _globals['_REPORTPERIOD']._serialized_start=2120
+  _globals['_REPORTPERIOD']._serialized_end=2558
+  _globals['_SAVING']._serialized_start=2561
+  _globals['_SAVING']._serialized_end=2787
+  _globals['_TIMELINEENTRY']._serialized_start=2790
+  _globals['_TIMELINEENTRY']._serialized_end=2922
 # @@protoc_insertion_point(module_scope)

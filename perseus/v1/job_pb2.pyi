@@ -11,7 +11,6 @@ import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
 import perseus.v1.computation_pb2
-import perseus.v1.rank_pb2
 import sys
 import typing
 
@@ -41,13 +40,13 @@ class _JobStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     JOB_STATE_PLANNED: _JobState.ValueType  # 5
     """Plans are in force, or offered."""
     JOB_STATE_STOCK: _JobState.ValueType  # 6
-    """The job was put back to stock because something failed; the last event tells what."""
+    """The job was put back to stock because something failed; its state_reason tells what."""
     JOB_STATE_FINISHED: _JobState.ValueType  # 7
     """The job has ended."""
 
 class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
-    """The state of a job. A job moves down this list, back to WAITING when a rank is lost before the profile is
-    complete, and from PLANNED to STOCK when it can not be kept on a plan.
+    """The state of a job. A job moves down this list, back to WAITING when a rank is lost, and to STOCK when it can
+    not be kept on a plan.
     """
 
 JOB_STATE_UNSPECIFIED: JobState.ValueType  # 0
@@ -63,116 +62,34 @@ JOB_STATE_SOLVING: JobState.ValueType  # 4
 JOB_STATE_PLANNED: JobState.ValueType  # 5
 """Plans are in force, or offered."""
 JOB_STATE_STOCK: JobState.ValueType  # 6
-"""The job was put back to stock because something failed; the last event tells what."""
+"""The job was put back to stock because something failed; its state_reason tells what."""
 JOB_STATE_FINISHED: JobState.ValueType  # 7
 """The job has ended."""
 Global___JobState: typing_extensions.TypeAlias = JobState
 
-class _JobEventType:
+class _JobView:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
 
-class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_JobEventType.ValueType], builtins.type):
+class _JobViewEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_JobView.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    JOB_EVENT_TYPE_UNSPECIFIED: _JobEventType.ValueType  # 0
-    """Never valid on the wire."""
-    JOB_EVENT_TYPE_REGISTERED: _JobEventType.ValueType  # 1
-    """The job was registered."""
-    JOB_EVENT_TYPE_STATE_CHANGED: _JobEventType.ValueType  # 2
-    """The job's state changed."""
-    JOB_EVENT_TYPE_RANK_CHANGED: _JobEventType.ValueType  # 3
-    """A rank joined, was disconnected, lost or finished."""
-    JOB_EVENT_TYPE_CLOCK_PROFILED: _JobEventType.ValueType  # 4
-    """Every rank was measured at a clock."""
-    JOB_EVENT_TYPE_SOLVED: _JobEventType.ValueType  # 5
-    """The frontier was solved."""
-    JOB_EVENT_TYPE_SOLVE_FAILED: _JobEventType.ValueType  # 6
-    """Solving failed."""
-    JOB_EVENT_TYPE_PLAN_OFFERED: _JobEventType.ValueType  # 7
-    """A pipeline was offered another plan."""
-    JOB_EVENT_TYPE_PLAN_IN_FORCE: _JobEventType.ValueType  # 8
-    """A plan is in force on every rank of a pipeline."""
-    JOB_EVENT_TYPE_PLAN_REFUSED: _JobEventType.ValueType  # 9
-    """A rank refused a plan."""
-    JOB_EVENT_TYPE_STRAGGLER_REPORTED: _JobEventType.ValueType  # 10
-    """A straggler was reported."""
-    JOB_EVENT_TYPE_STRAGGLER_CLEARED: _JobEventType.ValueType  # 11
-    """A straggler was cleared."""
-    JOB_EVENT_TYPE_POLICY_SET: _JobEventType.ValueType  # 12
-    """The operating policy was set."""
-    JOB_EVENT_TYPE_STRAGGLER_DETECTED: _JobEventType.ValueType  # 13
-    """A straggler was detected in the telemetry, or one that was detected before has another pace now. Its
-    attributes are the evidence: measured and planned span of computation, the ratios that were judged, the
-    limits that they were held against.
-    """
-    JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN: _JobEventType.ValueType  # 14
-    """A straggler that was detected is itself again; the same evidence."""
-    JOB_EVENT_TYPE_GPU_ERROR: _JobEventType.ValueType  # 15
-    """A rank's GPU, or the way to it, refused or failed to do something."""
-    JOB_EVENT_TYPE_CLOCK_GIVEN_UP: _JobEventType.ValueType  # 16
-    """A stage could not be measured at a clock."""
-    JOB_EVENT_TYPE_PROFILE_ADOPTED: _JobEventType.ValueType  # 17
-    """A profile of the same GPUs and job shape agrees with what was measured so far, and is used."""
-    JOB_EVENT_TYPE_PROMISE_BROKEN: _JobEventType.ValueType  # 18
-    """Iterations took longer than the plans in force promised, and no straggler explains it: the job goes back
-    to stock.
-    """
-    JOB_EVENT_TYPE_PROFILE_CORRECTED: _JobEventType.ValueType  # 19
-    """Computations take other times than the plans were made with: the frontier is solved again."""
-    JOB_EVENT_TYPE_BASELINE_REQUESTED: _JobEventType.ValueType  # 20
-    """Somebody asked for the stock baseline to be measured again."""
+    JOB_VIEW_UNSPECIFIED: _JobView.ValueType  # 0
+    """SUMMARY in lists and watches, FULL where one job is asked for."""
+    JOB_VIEW_SUMMARY: _JobView.ValueType  # 1
+    """A few hundred bytes, however large the job is."""
+    JOB_VIEW_FULL: _JobView.ValueType  # 2
+    """Beside that what grows with the job: the specification, the stragglers, each pipeline's plan."""
 
-class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
-    """What kind of thing happened to a job."""
+class JobView(_JobView, metaclass=_JobViewEnumTypeWrapper):
+    """How much of a job is told."""
 
-JOB_EVENT_TYPE_UNSPECIFIED: JobEventType.ValueType  # 0
-"""Never valid on the wire."""
-JOB_EVENT_TYPE_REGISTERED: JobEventType.ValueType  # 1
-"""The job was registered."""
-JOB_EVENT_TYPE_STATE_CHANGED: JobEventType.ValueType  # 2
-"""The job's state changed."""
-JOB_EVENT_TYPE_RANK_CHANGED: JobEventType.ValueType  # 3
-"""A rank joined, was disconnected, lost or finished."""
-JOB_EVENT_TYPE_CLOCK_PROFILED: JobEventType.ValueType  # 4
-"""Every rank was measured at a clock."""
-JOB_EVENT_TYPE_SOLVED: JobEventType.ValueType  # 5
-"""The frontier was solved."""
-JOB_EVENT_TYPE_SOLVE_FAILED: JobEventType.ValueType  # 6
-"""Solving failed."""
-JOB_EVENT_TYPE_PLAN_OFFERED: JobEventType.ValueType  # 7
-"""A pipeline was offered another plan."""
-JOB_EVENT_TYPE_PLAN_IN_FORCE: JobEventType.ValueType  # 8
-"""A plan is in force on every rank of a pipeline."""
-JOB_EVENT_TYPE_PLAN_REFUSED: JobEventType.ValueType  # 9
-"""A rank refused a plan."""
-JOB_EVENT_TYPE_STRAGGLER_REPORTED: JobEventType.ValueType  # 10
-"""A straggler was reported."""
-JOB_EVENT_TYPE_STRAGGLER_CLEARED: JobEventType.ValueType  # 11
-"""A straggler was cleared."""
-JOB_EVENT_TYPE_POLICY_SET: JobEventType.ValueType  # 12
-"""The operating policy was set."""
-JOB_EVENT_TYPE_STRAGGLER_DETECTED: JobEventType.ValueType  # 13
-"""A straggler was detected in the telemetry, or one that was detected before has another pace now. Its
-attributes are the evidence: measured and planned span of computation, the ratios that were judged, the
-limits that they were held against.
-"""
-JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN: JobEventType.ValueType  # 14
-"""A straggler that was detected is itself again; the same evidence."""
-JOB_EVENT_TYPE_GPU_ERROR: JobEventType.ValueType  # 15
-"""A rank's GPU, or the way to it, refused or failed to do something."""
-JOB_EVENT_TYPE_CLOCK_GIVEN_UP: JobEventType.ValueType  # 16
-"""A stage could not be measured at a clock."""
-JOB_EVENT_TYPE_PROFILE_ADOPTED: JobEventType.ValueType  # 17
-"""A profile of the same GPUs and job shape agrees with what was measured so far, and is used."""
-JOB_EVENT_TYPE_PROMISE_BROKEN: JobEventType.ValueType  # 18
-"""Iterations took longer than the plans in force promised, and no straggler explains it: the job goes back
-to stock.
-"""
-JOB_EVENT_TYPE_PROFILE_CORRECTED: JobEventType.ValueType  # 19
-"""Computations take other times than the plans were made with: the frontier is solved again."""
-JOB_EVENT_TYPE_BASELINE_REQUESTED: JobEventType.ValueType  # 20
-"""Somebody asked for the stock baseline to be measured again."""
-Global___JobEventType: typing_extensions.TypeAlias = JobEventType
+JOB_VIEW_UNSPECIFIED: JobView.ValueType  # 0
+"""SUMMARY in lists and watches, FULL where one job is asked for."""
+JOB_VIEW_SUMMARY: JobView.ValueType  # 1
+"""A few hundred bytes, however large the job is."""
+JOB_VIEW_FULL: JobView.ValueType  # 2
+"""Beside that what grows with the job: the specification, the stragglers, each pipeline's plan."""
+Global___JobView: typing_extensions.TypeAlias = JobView
 
 @typing.final
 class Parallelism(google.protobuf.message.Message):
@@ -298,7 +215,7 @@ class JobSpec(google.protobuf.message.Message):
 
     @property
     def policy(self) -> Global___OperatingPolicy:
-        """Operating policy; absent means no slowdown."""
+        """Operating policy to begin with; absent means no slowdown."""
 
     def __init__(
         self,
@@ -340,124 +257,272 @@ class Straggler(google.protobuf.message.Message):
 Global___Straggler: typing_extensions.TypeAlias = Straggler
 
 @typing.final
-class Job(google.protobuf.message.Message):
-    """A job as the coordinator sees it."""
+class RankCounts(google.protobuf.message.Message):
+    """How many ranks of a job are in each state."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SPEC_FIELD_NUMBER: builtins.int
+    EXPECTED_COUNT_FIELD_NUMBER: builtins.int
+    CONNECTED_COUNT_FIELD_NUMBER: builtins.int
+    DISCONNECTED_COUNT_FIELD_NUMBER: builtins.int
+    LOST_COUNT_FIELD_NUMBER: builtins.int
+    FINISHED_COUNT_FIELD_NUMBER: builtins.int
+    expected_count: builtins.int
+    """No agent has announced them yet."""
+    connected_count: builtins.int
+    """An agent serves them."""
+    disconnected_count: builtins.int
+    """Their agents' streams ended without a goodbye; the lease runs."""
+    lost_count: builtins.int
+    """Their trainers are gone, or their lease has run out."""
+    finished_count: builtins.int
+    """Their trainers have said that they are done."""
+    def __init__(
+        self,
+        *,
+        expected_count: builtins.int = ...,
+        connected_count: builtins.int = ...,
+        disconnected_count: builtins.int = ...,
+        lost_count: builtins.int = ...,
+        finished_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["connected_count", b"connected_count", "disconnected_count", b"disconnected_count", "expected_count", b"expected_count", "finished_count", b"finished_count", "lost_count", b"lost_count"]) -> None: ...
+
+Global___RankCounts: typing_extensions.TypeAlias = RankCounts
+
+@typing.final
+class Baseline(google.protobuf.message.Message):
+    """An iteration of the whole job at stock, without Perseus."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    ENERGY_J_FIELD_NUMBER: builtins.int
+    iteration_time_s: builtins.float
+    """Iteration time, seconds, of the slowest pipeline."""
+    energy_j: builtins.float
+    """Energy of an iteration, joules, over all GPUs of the job; 0 while it is not known."""
+    def __init__(
+        self,
+        *,
+        iteration_time_s: builtins.float = ...,
+        energy_j: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s"]) -> None: ...
+
+Global___Baseline: typing_extensions.TypeAlias = Baseline
+
+@typing.final
+class ProfilingCost(google.protobuf.message.Message):
+    """What profiling has taken so far."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITERATION_COUNT_FIELD_NUMBER: builtins.int
+    TIME_S_FIELD_NUMBER: builtins.int
+    EXTRA_TIME_S_FIELD_NUMBER: builtins.int
+    ENERGY_J_FIELD_NUMBER: builtins.int
+    EXTRA_ENERGY_J_FIELD_NUMBER: builtins.int
+    iteration_count: builtins.int
+    """Iterations under held clocks, and those on the way to them."""
+    time_s: builtins.float
+    """Time of these iterations, seconds."""
+    extra_time_s: builtins.float
+    """Time of these iterations beyond the stock baseline, seconds: the sum over those that took longer, and what
+    the time in which held clocks may have been in force and no iteration was reported has beyond it.
+    """
+    energy_j: builtins.float
+    """Energy of these iterations, joules, over all GPUs of the job."""
+    extra_energy_j: builtins.float
+    """Energy of these iterations beyond that of as many at stock, joules; below 0 where it was less."""
+    def __init__(
+        self,
+        *,
+        iteration_count: builtins.int = ...,
+        time_s: builtins.float = ...,
+        extra_time_s: builtins.float = ...,
+        energy_j: builtins.float = ...,
+        extra_energy_j: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "extra_energy_j", b"extra_energy_j", "extra_time_s", b"extra_time_s", "iteration_count", b"iteration_count", "time_s", b"time_s"]) -> None: ...
+
+Global___ProfilingCost: typing_extensions.TypeAlias = ProfilingCost
+
+@typing.final
+class ProfilingBudget(google.protobuf.message.Message):
+    """What profiling may take; what is absent has no limit. Where a budget is used up, profiling ends with what it
+    has; where that is not enough to plan on, the job goes back to stock.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITERATION_COUNT_FIELD_NUMBER: builtins.int
+    TIME_S_FIELD_NUMBER: builtins.int
+    EXTRA_TIME_S_FIELD_NUMBER: builtins.int
+    EXTRA_ENERGY_J_FIELD_NUMBER: builtins.int
+    iteration_count: builtins.int
+    """The most iterations."""
+    time_s: builtins.float
+    """The most time, seconds."""
+    extra_time_s: builtins.float
+    """The most extra time, seconds."""
+    extra_energy_j: builtins.float
+    """The most extra energy, joules."""
+    def __init__(
+        self,
+        *,
+        iteration_count: builtins.int | None = ...,
+        time_s: builtins.float | None = ...,
+        extra_time_s: builtins.float | None = ...,
+        extra_energy_j: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_extra_energy_j", b"_extra_energy_j", "_extra_time_s", b"_extra_time_s", "_iteration_count", b"_iteration_count", "_time_s", b"_time_s", "extra_energy_j", b"extra_energy_j", "extra_time_s", b"extra_time_s", "iteration_count", b"iteration_count", "time_s", b"time_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_extra_energy_j", b"_extra_energy_j", "_extra_time_s", b"_extra_time_s", "_iteration_count", b"_iteration_count", "_time_s", b"_time_s", "extra_energy_j", b"extra_energy_j", "extra_time_s", b"extra_time_s", "iteration_count", b"iteration_count", "time_s", b"time_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_extra_energy_j", b"_extra_energy_j"]) -> typing.Literal["extra_energy_j"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_extra_time_s", b"_extra_time_s"]) -> typing.Literal["extra_time_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_iteration_count", b"_iteration_count"]) -> typing.Literal["iteration_count"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_time_s", b"_time_s"]) -> typing.Literal["time_s"] | None: ...
+
+Global___ProfilingBudget: typing_extensions.TypeAlias = ProfilingBudget
+
+@typing.final
+class Job(google.protobuf.message.Message):
+    """One run of a job, as the coordinator sees it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    RUN_NUMBER_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
+    STATE_REASON_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
-    RANKS_FIELD_NUMBER: builtins.int
-    STRAGGLERS_FIELD_NUMBER: builtins.int
+    PARALLELISM_FIELD_NUMBER: builtins.int
+    RANK_COUNTS_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    BASELINE_FIELD_NUMBER: builtins.int
     PROFILED_CLOCK_COUNT_FIELD_NUMBER: builtins.int
+    PROFILING_COST_FIELD_NUMBER: builtins.int
     T_MIN_S_FIELD_NUMBER: builtins.int
+    T_STAR_S_FIELD_NUMBER: builtins.int
     T_SLOW_S_FIELD_NUMBER: builtins.int
-    PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    MIN_PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    MAX_PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    STRAGGLER_COUNT_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
+    FINISH_TIME_FIELD_NUMBER: builtins.int
+    LAST_EVENT_SEQUENCE_FIELD_NUMBER: builtins.int
+    PROFILING_BUDGET_FIELD_NUMBER: builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    STRAGGLERS_FIELD_NUMBER: builtins.int
+    PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """Its identifier."""
+    run_number: builtins.int
+    """Number of the run, from 1: registered again after its end, or with another specification while no rank was
+    live, the same job has a new run.
+    """
     state: Global___JobState.ValueType
     """Its state."""
+    state_reason: builtins.str
+    """Why it is in that state, or does not get on in it; one sentence for people."""
     epoch: builtins.str
     """Epoch of the coordinator's state: changes only if the coordinator lost what it knew."""
     profiled_clock_count: builtins.int
-    """Clocks measured so far while profiling."""
+    """Clocks measured so far while profiling, those of the stage with the fewest."""
     t_min_s: builtins.float
     """T_min of the frontier, seconds; 0 before the job is solved."""
+    t_star_s: builtins.float
+    """T* of the frontier, seconds; 0 before the job is solved."""
     t_slow_s: builtins.float
     """T_slow of the frontier, seconds; 0 before the job is solved."""
+    min_planned_iteration_time_s: builtins.float
+    """Predicted iteration time of the fastest plan that is offered, seconds; 0 before the job is planned."""
+    max_planned_iteration_time_s: builtins.float
+    """Predicted iteration time of the slowest plan that is offered, seconds; 0 before the job is planned."""
+    straggler_count: builtins.int
+    """Stragglers now known."""
+    last_event_sequence: builtins.int
+    """Sequence of the last event that this snapshot holds; later ones may change it."""
     @property
-    def spec(self) -> Global___JobSpec:
-        """What was registered, with the policy now in force."""
+    def parallelism(self) -> Global___Parallelism:
+        """Layout of its ranks."""
 
     @property
-    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.rank_pb2.Rank]:
-        """All ranks, ordered by pipeline, stage and tensor."""
+    def rank_counts(self) -> Global___RankCounts:
+        """How many ranks are in each state; ListRanks tells them one by one."""
+
+    @property
+    def policy(self) -> Global___OperatingPolicy:
+        """The policy in force."""
+
+    @property
+    def baseline(self) -> Global___Baseline:
+        """The stock baseline; absent before it was measured, and while it is measured again."""
+
+    @property
+    def profiling_cost(self) -> Global___ProfilingCost:
+        """What profiling has cost."""
+
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the run was registered."""
+
+    @property
+    def finish_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it finished; absent before."""
+
+    @property
+    def profiling_budget(self) -> Global___ProfilingBudget:
+        """What profiling may take."""
+
+    @property
+    def spec(self) -> Global___JobSpec:
+        """FULL only: what was registered."""
 
     @property
     def stragglers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Straggler]:
-        """Stragglers now known."""
+        """FULL only: the stragglers now known."""
 
     @property
     def planned_iteration_time_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Predicted iteration time of each pipeline's plan, seconds; empty before the job is planned."""
-
-    @property
-    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When it was registered."""
+        """FULL only: predicted iteration time of each pipeline's plan, seconds; empty before the job is planned."""
 
     def __init__(
         self,
         *,
-        spec: Global___JobSpec | None = ...,
+        job_id: builtins.str = ...,
+        run_number: builtins.int = ...,
         state: Global___JobState.ValueType = ...,
+        state_reason: builtins.str = ...,
         epoch: builtins.str = ...,
-        ranks: collections.abc.Iterable[perseus.v1.rank_pb2.Rank] | None = ...,
-        stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
+        parallelism: Global___Parallelism | None = ...,
+        rank_counts: Global___RankCounts | None = ...,
+        policy: Global___OperatingPolicy | None = ...,
+        baseline: Global___Baseline | None = ...,
         profiled_clock_count: builtins.int = ...,
+        profiling_cost: Global___ProfilingCost | None = ...,
         t_min_s: builtins.float = ...,
+        t_star_s: builtins.float = ...,
         t_slow_s: builtins.float = ...,
-        planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
+        min_planned_iteration_time_s: builtins.float = ...,
+        max_planned_iteration_time_s: builtins.float = ...,
+        straggler_count: builtins.int = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        finish_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        last_event_sequence: builtins.int = ...,
+        profiling_budget: Global___ProfilingBudget | None = ...,
+        spec: Global___JobSpec | None = ...,
+        stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
+        planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["create_time", b"create_time", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "epoch", b"epoch", "planned_iteration_time_s", b"planned_iteration_time_s", "profiled_clock_count", b"profiled_clock_count", "ranks", b"ranks", "spec", b"spec", "state", b"state", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "finish_time", b"finish_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "epoch", b"epoch", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "run_number", b"run_number", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
-
-@typing.final
-class JobEvent(google.protobuf.message.Message):
-    """Something that happened to a job, with its evidence."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    @typing.final
-    class AttributesEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
-    SEQUENCE_FIELD_NUMBER: builtins.int
-    CREATE_TIME_FIELD_NUMBER: builtins.int
-    TYPE_FIELD_NUMBER: builtins.int
-    MESSAGE_FIELD_NUMBER: builtins.int
-    ATTRIBUTES_FIELD_NUMBER: builtins.int
-    sequence: builtins.int
-    """Number of the event within its job, from 1."""
-    type: Global___JobEventType.ValueType
-    """What kind of thing happened."""
-    message: builtins.str
-    """One sentence for people."""
-    @property
-    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When the coordinator saw it."""
-
-    @property
-    def attributes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """The evidence: every value in the sentence, and more, by name with its unit."""
-
-    def __init__(
-        self,
-        *,
-        sequence: builtins.int = ...,
-        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        type: Global___JobEventType.ValueType = ...,
-        message: builtins.str = ...,
-        attributes: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attributes", b"attributes", "create_time", b"create_time", "message", b"message", "sequence", b"sequence", "type", b"type"]) -> None: ...
-
-Global___JobEvent: typing_extensions.TypeAlias = JobEvent
 
 @typing.final
 class IterationSummary(google.protobuf.message.Message):
@@ -499,21 +564,31 @@ class ReportPeriod(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    NUMBER_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     HAS_STRAGGLER_FIELD_NUMBER: builtins.int
+    PLAN_VERSIONS_FIELD_NUMBER: builtins.int
     FIRST_ITERATION_FIELD_NUMBER: builtins.int
+    LAST_ITERATION_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    END_TIME_FIELD_NUMBER: builtins.int
     ITERATION_COUNT_FIELD_NUMBER: builtins.int
     ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     ITERATION_TIME_SE_S_FIELD_NUMBER: builtins.int
     ENERGY_J_FIELD_NUMBER: builtins.int
     ENERGY_SE_J_FIELD_NUMBER: builtins.int
     PIPELINE_ENERGY_J_FIELD_NUMBER: builtins.int
+    SAVING_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Number of the period within its run, from 0."""
     state: Global___JobState.ValueType
     """The job's state in this period."""
     has_straggler: builtins.bool
     """Whether a straggler was known in this period."""
     first_iteration: builtins.int
-    """First iteration of the period."""
+    """First iteration of the period; the lowest, where trainers went on from a checkpoint."""
+    last_iteration: builtins.int
+    """Last iteration of the period so far; the highest."""
     iteration_count: builtins.int
     """Iterations measured on all ranks."""
     iteration_time_s: builtins.float
@@ -525,25 +600,89 @@ class ReportPeriod(google.protobuf.message.Message):
     energy_se_j: builtins.float
     """Standard error of energy_j."""
     @property
+    def plan_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Version of each pipeline's plan, pipeline 0 first; a single one where all have the same."""
+
+    @property
+    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When all ranks had reported the iteration that came first."""
+
+    @property
+    def end_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When all ranks had reported the iteration that came last."""
+
+    @property
     def pipeline_energy_j(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Mean energy of an iteration, joules, of each pipeline's GPUs."""
+
+    @property
+    def saving(self) -> Global___Saving:
+        """How this compares with the latest stock baseline before it; absent where there is none, and for a baseline."""
 
     def __init__(
         self,
         *,
+        number: builtins.int = ...,
         state: Global___JobState.ValueType = ...,
         has_straggler: builtins.bool = ...,
+        plan_versions: collections.abc.Iterable[builtins.int] | None = ...,
         first_iteration: builtins.int = ...,
+        last_iteration: builtins.int = ...,
+        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         iteration_count: builtins.int = ...,
         iteration_time_s: builtins.float = ...,
         iteration_time_se_s: builtins.float = ...,
         energy_j: builtins.float = ...,
         energy_se_j: builtins.float = ...,
         pipeline_energy_j: collections.abc.Iterable[builtins.float] | None = ...,
+        saving: Global___Saving | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "energy_se_j", b"energy_se_j", "first_iteration", b"first_iteration", "has_straggler", b"has_straggler", "iteration_count", b"iteration_count", "iteration_time_s", b"iteration_time_s", "iteration_time_se_s", b"iteration_time_se_s", "pipeline_energy_j", b"pipeline_energy_j", "state", b"state"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["end_time", b"end_time", "saving", b"saving", "start_time", b"start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "energy_j", b"energy_j", "energy_se_j", b"energy_se_j", "first_iteration", b"first_iteration", "has_straggler", b"has_straggler", "iteration_count", b"iteration_count", "iteration_time_s", b"iteration_time_s", "iteration_time_se_s", b"iteration_time_se_s", "last_iteration", b"last_iteration", "number", b"number", "pipeline_energy_j", b"pipeline_energy_j", "plan_versions", b"plan_versions", "saving", b"saving", "start_time", b"start_time", "state", b"state"]) -> None: ...
 
 Global___ReportPeriod: typing_extensions.TypeAlias = ReportPeriod
+
+@typing.final
+class Saving(google.protobuf.message.Message):
+    """Iterations against the stock baseline."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BASELINE_PERIOD_NUMBER_FIELD_NUMBER: builtins.int
+    ENERGY_PERCENT_FIELD_NUMBER: builtins.int
+    ENERGY_SE_PERCENT_FIELD_NUMBER: builtins.int
+    SLOWDOWN_PERCENT_FIELD_NUMBER: builtins.int
+    SLOWDOWN_SE_PERCENT_FIELD_NUMBER: builtins.int
+    baseline_period_number: builtins.int
+    """Number of the period that is the baseline."""
+    energy_percent: builtins.float
+    """Energy saved, percent of the baseline's; absent where no energy was measured in either."""
+    energy_se_percent: builtins.float
+    """Standard error of energy_percent; absent where that is, or where either period has a single iteration."""
+    slowdown_percent: builtins.float
+    """Time lost, percent of the baseline's; below 0 where time was gained."""
+    slowdown_se_percent: builtins.float
+    """Standard error of slowdown_percent; absent where either period has a single iteration."""
+    def __init__(
+        self,
+        *,
+        baseline_period_number: builtins.int = ...,
+        energy_percent: builtins.float | None = ...,
+        energy_se_percent: builtins.float | None = ...,
+        slowdown_percent: builtins.float = ...,
+        slowdown_se_percent: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_energy_percent", b"_energy_percent", "_energy_se_percent", b"_energy_se_percent", "_slowdown_se_percent", b"_slowdown_se_percent", "energy_percent", b"energy_percent", "energy_se_percent", b"energy_se_percent", "slowdown_se_percent", b"slowdown_se_percent"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_energy_percent", b"_energy_percent", "_energy_se_percent", b"_energy_se_percent", "_slowdown_se_percent", b"_slowdown_se_percent", "baseline_period_number", b"baseline_period_number", "energy_percent", b"energy_percent", "energy_se_percent", b"energy_se_percent", "slowdown_percent", b"slowdown_percent", "slowdown_se_percent", b"slowdown_se_percent"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_energy_percent", b"_energy_percent"]) -> typing.Literal["energy_percent"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_energy_se_percent", b"_energy_se_percent"]) -> typing.Literal["energy_se_percent"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_slowdown_se_percent", b"_slowdown_se_percent"]) -> typing.Literal["slowdown_se_percent"] | None: ...
+
+Global___Saving: typing_extensions.TypeAlias = Saving
 
 @typing.final
 class TimelineEntry(google.protobuf.message.Message):

@@ -22,10 +22,13 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from perseus.v1 import event_pb2 as perseus_dot_v1_dot_event__pb2
 from perseus.v1 import job_pb2 as perseus_dot_v1_dot_job__pb2
+from perseus.v1 import rank_pb2 as perseus_dot_v1_dot_rank__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cperseus/v1/job_service.proto\x12\nperseus.v1\x1a\x14perseus/v1/job.proto\"7\n\x12RegisterJobRequest\x12!\n\x04spec\x18\x01 \x01(\x0b\x32\x13.perseus.v1.JobSpec\"3\n\x13RegisterJobResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"\x1f\n\rGetJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\".\n\x0eGetJobResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"8\n\x0fListJobsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"J\n\x10ListJobsResponse\x12\x1d\n\x04jobs\x18\x01 \x03(\x0b\x32\x0f.perseus.v1.Job\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\"\n\x10\x46inishJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"1\n\x11\x46inishJobResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"}\n\x16ReportStragglerRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08pipeline\x18\x02 \x01(\x05\x12\x1a\n\x10iteration_time_s\x18\x03 \x01(\x01H\x00\x12\x19\n\x0fslowdown_factor\x18\x04 \x01(\x01H\x00\x42\n\n\x08slowness\"7\n\x17ReportStragglerResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"9\n\x15\x43learStragglerRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08pipeline\x18\x02 \x01(\x05\"6\n\x16\x43learStragglerResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"O\n\x10SetPolicyRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12+\n\x06policy\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.OperatingPolicy\"1\n\x11SetPolicyResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"(\n\x16MeasureBaselineRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"7\n\x17MeasureBaselineResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"\"\n\x10GetReportRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\">\n\x11GetReportResponse\x12)\n\x07periods\x18\x01 \x03(\x0b\x32\x18.perseus.v1.ReportPeriod\"6\n\x12GetTimelineRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08pipeline\x18\x02 \x01(\x05\"n\n\x13GetTimelineResponse\x12\x11\n\titeration\x18\x01 \x01(\x03\x12\x18\n\x10iteration_time_s\x18\x02 \x01(\x01\x12*\n\x07\x65ntries\x18\x03 \x03(\x0b\x32\x19.perseus.v1.TimelineEntry\"9\n\x0fWatchJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x03\"\x96\x01\n\x10WatchJobResponse\x12\x1e\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.JobH\x00\x12%\n\x05\x65vent\x18\x02 \x01(\x0b\x32\x14.perseus.v1.JobEventH\x00\x12\x31\n\titeration\x18\x03 \x01(\x0b\x32\x1c.perseus.v1.IterationSummaryH\x00\x42\x08\n\x06update2\xec\x06\n\nJobService\x12N\n\x0bRegisterJob\x12\x1e.perseus.v1.RegisterJobRequest\x1a\x1f.perseus.v1.RegisterJobResponse\x12?\n\x06GetJob\x12\x19.perseus.v1.GetJobRequest\x1a\x1a.perseus.v1.GetJobResponse\x12\x45\n\x08ListJobs\x12\x1b.perseus.v1.ListJobsRequest\x1a\x1c.perseus.v1.ListJobsResponse\x12H\n\tFinishJob\x12\x1c.perseus.v1.FinishJobRequest\x1a\x1d.perseus.v1.FinishJobResponse\x12Z\n\x0fReportStraggler\x12\".perseus.v1.ReportStragglerRequest\x1a#.perseus.v1.ReportStragglerResponse\x12W\n\x0e\x43learStraggler\x12!.perseus.v1.ClearStragglerRequest\x1a\".perseus.v1.ClearStragglerResponse\x12H\n\tSetPolicy\x12\x1c.perseus.v1.SetPolicyRequest\x1a\x1d.perseus.v1.SetPolicyResponse\x12Z\n\x0fMeasureBaseline\x12\".perseus.v1.MeasureBaselineRequest\x1a#.perseus.v1.MeasureBaselineResponse\x12H\n\tGetReport\x12\x1c.perseus.v1.GetReportRequest\x1a\x1d.perseus.v1.GetReportResponse\x12N\n\x0bGetTimeline\x12\x1e.perseus.v1.GetTimelineRequest\x1a\x1f.perseus.v1.GetTimelineResponse\x12G\n\x08WatchJob\x12\x1b.perseus.v1.WatchJobRequest\x1a\x1c.perseus.v1.WatchJobResponse0\x01\x42\x31\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cperseus/v1/job_service.proto\x12\nperseus.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16perseus/v1/event.proto\x1a\x14perseus/v1/job.proto\x1a\x15perseus/v1/rank.proto\"7\n\x12RegisterJobRequest\x12!\n\x04spec\x18\x01 \x01(\x0b\x32\x13.perseus.v1.JobSpec\"3\n\x13RegisterJobResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"V\n\rGetJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\nrun_number\x18\x02 \x01(\x05\x12!\n\x04view\x18\x03 \x01(\x0e\x32\x13.perseus.v1.JobView\".\n\x0eGetJobResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"\x81\x01\n\x0fListJobsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12$\n\x06states\x18\x03 \x03(\x0e\x32\x14.perseus.v1.JobState\x12!\n\x04view\x18\x04 \x01(\x0e\x32\x13.perseus.v1.JobView\"J\n\x10ListJobsResponse\x12\x1d\n\x04jobs\x18\x01 \x03(\x0b\x32\x0f.perseus.v1.Job\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xb2\x01\n\x10ListRanksRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12%\n\x06states\x18\x02 \x03(\x0e\x32\x15.perseus.v1.RankState\x12\x15\n\x08pipeline\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\x05stage\x18\x04 \x01(\x05H\x01\x88\x01\x01\x12\x11\n\tpage_size\x18\x05 \x01(\x05\x12\x12\n\npage_token\x18\x06 \x01(\tB\x0b\n\t_pipelineB\x08\n\x06_stage\"M\n\x11ListRanksResponse\x12\x1f\n\x05ranks\x18\x01 \x03(\x0b\x32\x10.perseus.v1.Rank\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xe8\x01\n\x14ListJobEventsRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\nrun_number\x18\x02 \x01(\x05\x12\'\n\x05types\x18\x03 \x03(\x0e\x32\x18.perseus.v1.JobEventType\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tpage_size\x18\x06 \x01(\x05\x12\x12\n\npage_token\x18\x07 \x01(\t\"V\n\x15ListJobEventsResponse\x12$\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x14.perseus.v1.JobEvent\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\"\n\x10\x46inishJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"1\n\x11\x46inishJobResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"}\n\x16ReportStragglerRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08pipeline\x18\x02 \x01(\x05\x12\x1a\n\x10iteration_time_s\x18\x03 \x01(\x01H\x00\x12\x19\n\x0fslowdown_factor\x18\x04 \x01(\x01H\x00\x42\n\n\x08slowness\"7\n\x17ReportStragglerResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"9\n\x15\x43learStragglerRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08pipeline\x18\x02 \x01(\x05\"6\n\x16\x43learStragglerResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"O\n\x10SetPolicyRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12+\n\x06policy\x18\x02 \x01(\x0b\x32\x1b.perseus.v1.OperatingPolicy\"1\n\x11SetPolicyResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"(\n\x16MeasureBaselineRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"7\n\x17MeasureBaselineResponse\x12\x1c\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.Job\"]\n\x10GetReportRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\nrun_number\x18\x02 \x01(\x05\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"\xc1\x01\n\x11GetReportResponse\x12)\n\x07periods\x18\x01 \x03(\x0b\x32\x18.perseus.v1.ReportPeriod\x12\x31\n\x0eprofiling_cost\x18\x02 \x01(\x0b\x32\x19.perseus.v1.ProfilingCost\x12\x35\n\x10profiling_budget\x18\x04 \x01(\x0b\x32\x1b.perseus.v1.ProfilingBudget\x12\x17\n\x0fnext_page_token\x18\x03 \x01(\t\"6\n\x12GetTimelineRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08pipeline\x18\x02 \x01(\x05\"n\n\x13GetTimelineResponse\x12\x11\n\titeration\x18\x01 \x01(\x03\x12\x18\n\x10iteration_time_s\x18\x02 \x01(\x01\x12*\n\x07\x65ntries\x18\x03 \x03(\x0b\x32\x19.perseus.v1.TimelineEntry\"\\\n\x0fWatchJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x03\x12!\n\x04view\x18\x04 \x01(\x0e\x32\x13.perseus.v1.JobView\"\xe6\x01\n\x10WatchJobResponse\x12\x1e\n\x03job\x18\x01 \x01(\x0b\x32\x0f.perseus.v1.JobH\x00\x12%\n\x05\x65vent\x18\x02 \x01(\x0b\x32\x14.perseus.v1.JobEventH\x00\x12\x31\n\titeration\x18\x03 \x01(\x0b\x32\x1c.perseus.v1.IterationSummaryH\x00\x12)\n\tcaught_up\x18\x04 \x01(\x0b\x32\x14.perseus.v1.CaughtUpH\x00\x12#\n\x03gap\x18\x05 \x01(\x0b\x32\x14.perseus.v1.WatchGapH\x00\x42\x08\n\x06update\"\'\n\x08\x43\x61ughtUp\x12\x1b\n\x13last_event_sequence\x18\x01 \x01(\x03\"g\n\x08WatchGap\x12\x1d\n\x15\x66irst_missed_sequence\x18\x01 \x01(\x03\x12\x1c\n\x14last_missed_sequence\x18\x02 \x01(\x03\x12\x1e\n\x16missed_iteration_count\x18\x03 \x01(\x03\x32\x8c\x08\n\nJobService\x12N\n\x0bRegisterJob\x12\x1e.perseus.v1.RegisterJobRequest\x1a\x1f.perseus.v1.RegisterJobResponse\x12?\n\x06GetJob\x12\x19.perseus.v1.GetJobRequest\x1a\x1a.perseus.v1.GetJobResponse\x12\x45\n\x08ListJobs\x12\x1b.perseus.v1.ListJobsRequest\x1a\x1c.perseus.v1.ListJobsResponse\x12H\n\tListRanks\x12\x1c.perseus.v1.ListRanksRequest\x1a\x1d.perseus.v1.ListRanksResponse\x12T\n\rListJobEvents\x12 .perseus.v1.ListJobEventsRequest\x1a!.perseus.v1.ListJobEventsResponse\x12H\n\tFinishJob\x12\x1c.perseus.v1.FinishJobRequest\x1a\x1d.perseus.v1.FinishJobResponse\x12Z\n\x0fReportStraggler\x12\".perseus.v1.ReportStragglerRequest\x1a#.perseus.v1.ReportStragglerResponse\x12W\n\x0e\x43learStraggler\x12!.perseus.v1.ClearStragglerRequest\x1a\".perseus.v1.ClearStragglerResponse\x12H\n\tSetPolicy\x12\x1c.perseus.v1.SetPolicyRequest\x1a\x1d.perseus.v1.SetPolicyResponse\x12Z\n\x0fMeasureBaseline\x12\".perseus.v1.MeasureBaselineRequest\x1a#.perseus.v1.MeasureBaselineResponse\x12H\n\tGetReport\x12\x1c.perseus.v1.GetReportRequest\x1a\x1d.perseus.v1.GetReportResponse\x12N\n\x0bGetTimeline\x12\x1e.perseus.v1.GetTimelineRequest\x1a\x1f.perseus.v1.GetTimelineResponse\x12G\n\x08WatchJob\x12\x1b.perseus.v1.WatchJobRequest\x1a\x1c.perseus.v1.WatchJobResponse0\x01\x42\x31\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,50 +36,62 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'perseus.v1.job_service_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\nperseus.v1P\001Z\024perseus/v1;perseusv1\252\002\nPerseus.V1'
-  _globals['_REGISTERJOBREQUEST']._serialized_start=66
-  _globals['_REGISTERJOBREQUEST']._serialized_end=121
-  _globals['_REGISTERJOBRESPONSE']._serialized_start=123
-  _globals['_REGISTERJOBRESPONSE']._serialized_end=174
-  _globals['_GETJOBREQUEST']._serialized_start=176
-  _globals['_GETJOBREQUEST']._serialized_end=207
-  _globals['_GETJOBRESPONSE']._serialized_start=209
-  _globals['_GETJOBRESPONSE']._serialized_end=255
-  _globals['_LISTJOBSREQUEST']._serialized_start=257
-  _globals['_LISTJOBSREQUEST']._serialized_end=313
-  _globals['_LISTJOBSRESPONSE']._serialized_start=315
-  _globals['_LISTJOBSRESPONSE']._serialized_end=389
-  _globals['_FINISHJOBREQUEST']._serialized_start=391
-  _globals['_FINISHJOBREQUEST']._serialized_end=425
-  _globals['_FINISHJOBRESPONSE']._serialized_start=427
-  _globals['_FINISHJOBRESPONSE']._serialized_end=476
-  _globals['_REPORTSTRAGGLERREQUEST']._serialized_start=478
-  _globals['_REPORTSTRAGGLERREQUEST']._serialized_end=603
-  _globals['_REPORTSTRAGGLERRESPONSE']._serialized_start=605
-  _globals['_REPORTSTRAGGLERRESPONSE']._serialized_end=660
-  _globals['_CLEARSTRAGGLERREQUEST']._serialized_start=662
-  _globals['_CLEARSTRAGGLERREQUEST']._serialized_end=719
-  _globals['_CLEARSTRAGGLERRESPONSE']._serialized_start=721
-  _globals['_CLEARSTRAGGLERRESPONSE']._serialized_end=775
-  _globals['_SETPOLICYREQUEST']._serialized_start=777
-  _globals['_SETPOLICYREQUEST']._serialized_end=856
-  _globals['_SETPOLICYRESPONSE']._serialized_start=858
-  _globals['_SETPOLICYRESPONSE']._serialized_end=907
-  _globals['_MEASUREBASELINEREQUEST']._serialized_start=909
-  _globals['_MEASUREBASELINEREQUEST']._serialized_end=949
-  _globals['_MEASUREBASELINERESPONSE']._serialized_start=951
-  _globals['_MEASUREBASELINERESPONSE']._serialized_end=1006
-  _globals['_GETREPORTREQUEST']._serialized_start=1008
-  _globals['_GETREPORTREQUEST']._serialized_end=1042
-  _globals['_GETREPORTRESPONSE']._serialized_start=1044
-  _globals['_GETREPORTRESPONSE']._serialized_end=1106
-  _globals['_GETTIMELINEREQUEST']._serialized_start=1108
-  _globals['_GETTIMELINEREQUEST']._serialized_end=1162
-  _globals['_GETTIMELINERESPONSE']._serialized_start=1164
-  _globals['_GETTIMELINERESPONSE']._serialized_end=1274
-  _globals['_WATCHJOBREQUEST']._serialized_start=1276
-  _globals['_WATCHJOBREQUEST']._serialized_end=1333
-  _globals['_WATCHJOBRESPONSE']._serialized_start=1336
-  _globals['_WATCHJOBRESPONSE']._serialized_end=1486
-  _globals['_JOBSERVICE']._serialized_start=1489
-  _globals['_JOBSERVICE']._serialized_end=2365
+  _globals['_REGISTERJOBREQUEST']._serialized_start=146
+  _globals['_REGISTERJOBREQUEST']._serialized_end=201
+  _globals['_REGISTERJOBRESPONSE']._serialized_start=203
+  _globals['_REGISTERJOBRESPONSE']._serialized_end=254
+  _globals['_GETJOBREQUEST']._serialized_start=256
+  _globals['_GETJOBREQUEST']._serialized_end=342
+  _globals['_GETJOBRESPONSE']._serialized_start=344
+  _globals['_GETJOBRESPONSE']._serialized_end=390
+  _globals['_LISTJOBSREQUEST']._serialized_start=393
+  _globals['_LISTJOBSREQUEST']._serialized_end=522
+  _globals['_LISTJOBSRESPONSE']._serialized_start=524
+  _globals['_LISTJOBSRESPONSE']._serialized_end=598
+  _globals['_LISTRANKSREQUEST']._serialized_start=601
+  _globals['_LISTRANKSREQUEST']._serialized_end=779
+  _globals['_LISTRANKSRESPONSE']._serialized_start=781
+  _globals['_LISTRANKSRESPONSE']._serialized_end=858
+  _globals['_LISTJOBEVENTSREQUEST']._serialized_start=861
+  _globals['_LISTJOBEVENTSREQUEST']._serialized_end=1093
+  _globals['_LISTJOBEVENTSRESPONSE']._serialized_start=1095
+  _globals['_LISTJOBEVENTSRESPONSE']._serialized_end=1181
+  _globals['_FINISHJOBREQUEST']._serialized_start=1183
+  _globals['_FINISHJOBREQUEST']._serialized_end=1217
+  _globals['_FINISHJOBRESPONSE']._serialized_start=1219
+  _globals['_FINISHJOBRESPONSE']._serialized_end=1268
+  _globals['_REPORTSTRAGGLERREQUEST']._serialized_start=1270
+  _globals['_REPORTSTRAGGLERREQUEST']._serialized_end=1395
+  _globals['_REPORTSTRAGGLERRESPONSE']._serialized_start=1397
+  _globals['_REPORTSTRAGGLERRESPONSE']._serialized_end=1452
+  _globals['_CLEARSTRAGGLERREQUEST']._serialized_start=1454
+  _globals['_CLEARSTRAGGLERREQUEST']._serialized_end=1511
+  _globals['_CLEARSTRAGGLERRESPONSE']._serialized_start=1513
+  _globals['_CLEARSTRAGGLERRESPONSE']._serialized_end=1567
+  _globals['_SETPOLICYREQUEST']._serialized_start=1569
+  _globals['_SETPOLICYREQUEST']._serialized_end=1648
+  _globals['_SETPOLICYRESPONSE']._serialized_start=1650
+  _globals['_SETPOLICYRESPONSE']._serialized_end=1699
+  _globals['_MEASUREBASELINEREQUEST']._serialized_start=1701
+  _globals['_MEASUREBASELINEREQUEST']._serialized_end=1741
+  _globals['_MEASUREBASELINERESPONSE']._serialized_start=1743
+  _globals['_MEASUREBASELINERESPONSE']._serialized_end=1798
+  _globals['_GETREPORTREQUEST']._serialized_start=1800
+  _globals['_GETREPORTREQUEST']._serialized_end=1893
+  _globals['_GETREPORTRESPONSE']._serialized_start=1896
+  _globals['_GETREPORTRESPONSE']._serialized_end=2089
+  _globals['_GETTIMELINEREQUEST']._serialized_start=2091
+  _globals['_GETTIMELINEREQUEST']._serialized_end=2145
+  _globals['_GETTIMELINERESPONSE']._serialized_start=2147
+  _globals['_GETTIMELINERESPONSE']._serialized_end=2257
+  _globals['_WATCHJOBREQUEST']._serialized_start=2259
+  _globals['_WATCHJOBREQUEST']._serialized_end=2351
+  _globals['_WATCHJOBRESPONSE']._serialized_start=2354
+  _globals['_WATCHJOBRESPONSE']._serialized_end=2584
+  _globals['_CAUGHTUP']._serialized_start=2586
+  _globals['_CAUGHTUP']._serialized_end=2625
+  _globals['_WATCHGAP']._serialized_start=2627
+  _globals['_WATCHGAP']._serialized_end=2730
+  _globals['_JOBSERVICE']._serialized_start=2733
+  _globals['_JOBSERVICE']._serialized_end=3769
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,10 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
+import perseus.v1.event_pb2
 import perseus.v1.job_pb2
+import perseus.v1.rank_pb2
 import sys
 import typing
 
@@ -49,7 +52,7 @@ class RegisterJobResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job."""
+        """The run, FULL."""
 
     def __init__(
         self,
@@ -68,14 +71,22 @@ class GetJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: builtins.int
+    RUN_NUMBER_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
+    run_number: builtins.int
+    """The run; 0 for the latest."""
+    view: perseus.v1.job_pb2.JobView.ValueType
+    """How much of it; FULL where unspecified."""
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
+        run_number: builtins.int = ...,
+        view: perseus.v1.job_pb2.JobView.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "run_number", b"run_number", "view", b"view"]) -> None: ...
 
 Global___GetJobRequest: typing_extensions.TypeAlias = GetJobRequest
 
@@ -88,7 +99,7 @@ class GetJobResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job."""
+        """The run."""
 
     def __init__(
         self,
@@ -108,17 +119,27 @@ class ListJobsRequest(google.protobuf.message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    STATES_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """Jobs on the page at most; 1 to 1000, or 0 for 100."""
     page_token: builtins.str
     """The next_page_token of the page before; empty for the first."""
+    view: perseus.v1.job_pb2.JobView.ValueType
+    """How much of each; SUMMARY where unspecified."""
+    @property
+    def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.job_pb2.JobState.ValueType]:
+        """Only jobs in one of these states; all if empty."""
+
     def __init__(
         self,
         *,
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
+        states: collections.abc.Iterable[perseus.v1.job_pb2.JobState.ValueType] | None = ...,
+        view: perseus.v1.job_pb2.JobView.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "states", b"states", "view", b"view"]) -> None: ...
 
 Global___ListJobsRequest: typing_extensions.TypeAlias = ListJobsRequest
 
@@ -147,6 +168,148 @@ class ListJobsResponse(google.protobuf.message.Message):
 Global___ListJobsResponse: typing_extensions.TypeAlias = ListJobsResponse
 
 @typing.final
+class ListRanksRequest(google.protobuf.message.Message):
+    """Asks for a page of ranks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    STATES_FIELD_NUMBER: builtins.int
+    PIPELINE_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job."""
+    pipeline: builtins.int
+    """Only ranks of this pipeline."""
+    stage: builtins.int
+    """Only ranks of this stage."""
+    page_size: builtins.int
+    """Ranks on the page at most; 1 to 1000, or 0 for 100."""
+    page_token: builtins.str
+    """The next_page_token of the page before; empty for the first."""
+    @property
+    def states(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.rank_pb2.RankState.ValueType]:
+        """Only ranks in one of these states; all if empty."""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        states: collections.abc.Iterable[perseus.v1.rank_pb2.RankState.ValueType] | None = ...,
+        pipeline: builtins.int | None = ...,
+        stage: builtins.int | None = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_pipeline", b"_pipeline", "_stage", b"_stage", "pipeline", b"pipeline", "stage", b"stage"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_pipeline", b"_pipeline", "_stage", b"_stage", "job_id", b"job_id", "page_size", b"page_size", "page_token", b"page_token", "pipeline", b"pipeline", "stage", b"stage", "states", b"states"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_pipeline", b"_pipeline"]) -> typing.Literal["pipeline"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_stage", b"_stage"]) -> typing.Literal["stage"] | None: ...
+
+Global___ListRanksRequest: typing_extensions.TypeAlias = ListRanksRequest
+
+@typing.final
+class ListRanksResponse(google.protobuf.message.Message):
+    """A page of ranks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Token of the next page; empty on the last."""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.rank_pb2.Rank]:
+        """The ranks, ordered by pipeline, stage and tensor."""
+
+    def __init__(
+        self,
+        *,
+        ranks: collections.abc.Iterable[perseus.v1.rank_pb2.Rank] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "ranks", b"ranks"]) -> None: ...
+
+Global___ListRanksResponse: typing_extensions.TypeAlias = ListRanksResponse
+
+@typing.final
+class ListJobEventsRequest(google.protobuf.message.Message):
+    """Asks for a page of events."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    RUN_NUMBER_FIELD_NUMBER: builtins.int
+    TYPES_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    END_TIME_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job."""
+    run_number: builtins.int
+    """The run; 0 for the latest."""
+    page_size: builtins.int
+    """Events on the page at most; 1 to 1000, or 0 for 100."""
+    page_token: builtins.str
+    """The next_page_token of the page before; empty for the first."""
+    @property
+    def types(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.event_pb2.JobEventType.ValueType]:
+        """Only events of one of these types; all if empty."""
+
+    @property
+    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Only events at or after this time."""
+
+    @property
+    def end_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Only events before this time."""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        run_number: builtins.int = ...,
+        types: collections.abc.Iterable[perseus.v1.event_pb2.JobEventType.ValueType] | None = ...,
+        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["end_time", b"end_time", "start_time", b"start_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "job_id", b"job_id", "page_size", b"page_size", "page_token", b"page_token", "run_number", b"run_number", "start_time", b"start_time", "types", b"types"]) -> None: ...
+
+Global___ListJobEventsRequest: typing_extensions.TypeAlias = ListJobEventsRequest
+
+@typing.final
+class ListJobEventsResponse(google.protobuf.message.Message):
+    """A page of events."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Token of the next page; empty on the last."""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.event_pb2.JobEvent]:
+        """The events in their order."""
+
+    def __init__(
+        self,
+        *,
+        events: collections.abc.Iterable[perseus.v1.event_pb2.JobEvent] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "next_page_token", b"next_page_token"]) -> None: ...
+
+Global___ListJobEventsResponse: typing_extensions.TypeAlias = ListJobEventsResponse
+
+@typing.final
 class FinishJobRequest(google.protobuf.message.Message):
     """Asks to end a job."""
 
@@ -173,7 +336,7 @@ class FinishJobResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job."""
+        """The job, FULL."""
 
     def __init__(
         self,
@@ -226,7 +389,7 @@ class ReportStragglerResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job, with its stragglers."""
+        """The job, FULL, with its stragglers."""
 
     def __init__(
         self,
@@ -269,7 +432,7 @@ class ClearStragglerResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job, with the stragglers left."""
+        """The job, FULL, with the stragglers left."""
 
     def __init__(
         self,
@@ -315,7 +478,7 @@ class SetPolicyResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job."""
+        """The job, FULL."""
 
     def __init__(
         self,
@@ -354,7 +517,7 @@ class MeasureBaselineResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job."""
+        """The job, FULL."""
 
     def __init__(
         self,
@@ -368,39 +531,68 @@ Global___MeasureBaselineResponse: typing_extensions.TypeAlias = MeasureBaselineR
 
 @typing.final
 class GetReportRequest(google.protobuf.message.Message):
-    """Asks what was measured."""
+    """Asks for a page of a report."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: builtins.int
+    RUN_NUMBER_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
+    run_number: builtins.int
+    """The run; 0 for the latest."""
+    page_size: builtins.int
+    """Periods on the page at most; 1 to 1000, or 0 for 100."""
+    page_token: builtins.str
+    """The next_page_token of the page before; empty for the first."""
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
+        run_number: builtins.int = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "page_size", b"page_size", "page_token", b"page_token", "run_number", b"run_number"]) -> None: ...
 
 Global___GetReportRequest: typing_extensions.TypeAlias = GetReportRequest
 
 @typing.final
 class GetReportResponse(google.protobuf.message.Message):
-    """What was measured."""
+    """A page of what was measured."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PERIODS_FIELD_NUMBER: builtins.int
+    PROFILING_COST_FIELD_NUMBER: builtins.int
+    PROFILING_BUDGET_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Token of the next page; empty on the last."""
     @property
     def periods(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.ReportPeriod]:
         """The periods in the order in which they ran."""
+
+    @property
+    def profiling_cost(self) -> perseus.v1.job_pb2.ProfilingCost:
+        """What profiling has cost."""
+
+    @property
+    def profiling_budget(self) -> perseus.v1.job_pb2.ProfilingBudget:
+        """What it may cost."""
 
     def __init__(
         self,
         *,
         periods: collections.abc.Iterable[perseus.v1.job_pb2.ReportPeriod] | None = ...,
+        profiling_cost: perseus.v1.job_pb2.ProfilingCost | None = ...,
+        profiling_budget: perseus.v1.job_pb2.ProfilingBudget | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["periods", b"periods"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "periods", b"periods", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost"]) -> None: ...
 
 Global___GetReportResponse: typing_extensions.TypeAlias = GetReportResponse
 
@@ -462,17 +654,21 @@ class WatchJobRequest(google.protobuf.message.Message):
 
     JOB_ID_FIELD_NUMBER: builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     after_sequence: builtins.int
     """Events up to this sequence are left out; 0 begins with the first."""
+    view: perseus.v1.job_pb2.JobView.ValueType
+    """How much of the job its snapshots tell; SUMMARY where unspecified."""
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
         after_sequence: builtins.int = ...,
+        view: perseus.v1.job_pb2.JobView.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["after_sequence", b"after_sequence", "job_id", b"job_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_sequence", b"after_sequence", "job_id", b"job_id", "view", b"view"]) -> None: ...
 
 Global___WatchJobRequest: typing_extensions.TypeAlias = WatchJobRequest
 
@@ -485,27 +681,85 @@ class WatchJobResponse(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     EVENT_FIELD_NUMBER: builtins.int
     ITERATION_FIELD_NUMBER: builtins.int
+    CAUGHT_UP_FIELD_NUMBER: builtins.int
+    GAP_FIELD_NUMBER: builtins.int
     @property
     def job(self) -> perseus.v1.job_pb2.Job:
-        """The job: at the start, and whenever its state, ranks, stragglers or plans have changed."""
+        """The job: at the start, and when it has changed, at most once a second. An event with a sequence up to its
+        last_event_sequence is in it already.
+        """
 
     @property
-    def event(self) -> perseus.v1.job_pb2.JobEvent:
+    def event(self) -> perseus.v1.event_pb2.JobEvent:
         """An event."""
 
     @property
     def iteration(self) -> perseus.v1.job_pb2.IterationSummary:
         """An iteration of a pipeline."""
 
+    @property
+    def caught_up(self) -> Global___CaughtUp:
+        """All that was there when the watch began has been told; what follows is new."""
+
+    @property
+    def gap(self) -> Global___WatchGap:
+        """Something is missing here."""
+
     def __init__(
         self,
         *,
         job: perseus.v1.job_pb2.Job | None = ...,
-        event: perseus.v1.job_pb2.JobEvent | None = ...,
+        event: perseus.v1.event_pb2.JobEvent | None = ...,
         iteration: perseus.v1.job_pb2.IterationSummary | None = ...,
+        caught_up: Global___CaughtUp | None = ...,
+        gap: Global___WatchGap | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["event", b"event", "iteration", b"iteration", "job", b"job", "update", b"update"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["event", b"event", "iteration", b"iteration", "job", b"job", "update", b"update"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["update", b"update"]) -> typing.Literal["job", "event", "iteration"] | None: ...
+    def HasField(self, field_name: typing.Literal["caught_up", b"caught_up", "event", b"event", "gap", b"gap", "iteration", b"iteration", "job", b"job", "update", b"update"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caught_up", b"caught_up", "event", b"event", "gap", b"gap", "iteration", b"iteration", "job", b"job", "update", b"update"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["update", b"update"]) -> typing.Literal["job", "event", "iteration", "caught_up", "gap"] | None: ...
 
 Global___WatchJobResponse: typing_extensions.TypeAlias = WatchJobResponse
+
+@typing.final
+class CaughtUp(google.protobuf.message.Message):
+    """All that was there when the watch began has been told."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAST_EVENT_SEQUENCE_FIELD_NUMBER: builtins.int
+    last_event_sequence: builtins.int
+    """Sequence of the last event that was there; 0 if there was none."""
+    def __init__(
+        self,
+        *,
+        last_event_sequence: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["last_event_sequence", b"last_event_sequence"]) -> None: ...
+
+Global___CaughtUp: typing_extensions.TypeAlias = CaughtUp
+
+@typing.final
+class WatchGap(google.protobuf.message.Message):
+    """What was left out of a watch."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_MISSED_SEQUENCE_FIELD_NUMBER: builtins.int
+    LAST_MISSED_SEQUENCE_FIELD_NUMBER: builtins.int
+    MISSED_ITERATION_COUNT_FIELD_NUMBER: builtins.int
+    first_missed_sequence: builtins.int
+    """Sequence of the first event that was forgotten before the reader came to it; 0 if none was."""
+    last_missed_sequence: builtins.int
+    """Sequence of the last such event."""
+    missed_iteration_count: builtins.int
+    """Iterations of pipelines that were left out because the reader was slow."""
+    def __init__(
+        self,
+        *,
+        first_missed_sequence: builtins.int = ...,
+        last_missed_sequence: builtins.int = ...,
+        missed_iteration_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_missed_sequence", b"first_missed_sequence", "last_missed_sequence", b"last_missed_sequence", "missed_iteration_count", b"missed_iteration_count"]) -> None: ...
+
+Global___WatchGap: typing_extensions.TypeAlias = WatchGap

@@ -27,6 +27,11 @@ if _version_not_supported:
 
 class JobServiceStub(object):
     """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+
+    Where a request names a run_number, 0 means the latest run of the job.
+
+    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
+    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
     """
 
     def __init__(self, channel):
@@ -49,6 +54,16 @@ class JobServiceStub(object):
                 '/perseus.v1.JobService/ListJobs',
                 request_serializer=perseus_dot_v1_dot_job__service__pb2.ListJobsRequest.SerializeToString,
                 response_deserializer=perseus_dot_v1_dot_job__service__pb2.ListJobsResponse.FromString,
+                _registered_method=True)
+        self.ListRanks = channel.unary_unary(
+                '/perseus.v1.JobService/ListRanks',
+                request_serializer=perseus_dot_v1_dot_job__service__pb2.ListRanksRequest.SerializeToString,
+                response_deserializer=perseus_dot_v1_dot_job__service__pb2.ListRanksResponse.FromString,
+                _registered_method=True)
+        self.ListJobEvents = channel.unary_unary(
+                '/perseus.v1.JobService/ListJobEvents',
+                request_serializer=perseus_dot_v1_dot_job__service__pb2.ListJobEventsRequest.SerializeToString,
+                response_deserializer=perseus_dot_v1_dot_job__service__pb2.ListJobEventsResponse.FromString,
                 _registered_method=True)
         self.FinishJob = channel.unary_unary(
                 '/perseus.v1.JobService/FinishJob',
@@ -94,6 +109,11 @@ class JobServiceStub(object):
 
 class JobServiceServicer(object):
     """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+
+    Where a request names a run_number, 0 means the latest run of the job.
+
+    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
+    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
     """
 
     def RegisterJob(self, request, context):
@@ -105,14 +125,28 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """A job by its identifier.
+        """A run of a job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """All jobs, by identifier, in pages.
+        """The latest run of every job, by identifier, in pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRanks(self, request, context):
+        """The ranks of a job's latest run, by pipeline, stage and tensor, in pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListJobEvents(self, request, context):
+        """The events of a run, in their order, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +190,7 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetReport(self, request, context):
-        """What was measured: time and energy, period by period, the first stock baseline first.
+        """What was measured: time and energy, period by period, the first stock baseline first, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -170,7 +204,9 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """The job now, then its events and iterations as they come, until the job has ended.
+        """The job now, the events so far, a marker that says that this was all, and then what is new as it comes,
+        until the run has ended. A reader who is slow is sent fewer iterations and snapshots, and is told of the
+        gap; no event is left out but those that were forgotten before it came to them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,6 +229,16 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.ListJobs,
                     request_deserializer=perseus_dot_v1_dot_job__service__pb2.ListJobsRequest.FromString,
                     response_serializer=perseus_dot_v1_dot_job__service__pb2.ListJobsResponse.SerializeToString,
+            ),
+            'ListRanks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRanks,
+                    request_deserializer=perseus_dot_v1_dot_job__service__pb2.ListRanksRequest.FromString,
+                    response_serializer=perseus_dot_v1_dot_job__service__pb2.ListRanksResponse.SerializeToString,
+            ),
+            'ListJobEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListJobEvents,
+                    request_deserializer=perseus_dot_v1_dot_job__service__pb2.ListJobEventsRequest.FromString,
+                    response_serializer=perseus_dot_v1_dot_job__service__pb2.ListJobEventsResponse.SerializeToString,
             ),
             'FinishJob': grpc.unary_unary_rpc_method_handler(
                     servicer.FinishJob,
@@ -244,6 +290,11 @@ def add_JobServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class JobService(object):
     """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+
+    Where a request names a run_number, 0 means the latest run of the job.
+
+    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
+    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
     """
 
     @staticmethod
@@ -317,6 +368,60 @@ class JobService(object):
             '/perseus.v1.JobService/ListJobs',
             perseus_dot_v1_dot_job__service__pb2.ListJobsRequest.SerializeToString,
             perseus_dot_v1_dot_job__service__pb2.ListJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/perseus.v1.JobService/ListRanks',
+            perseus_dot_v1_dot_job__service__pb2.ListRanksRequest.SerializeToString,
+            perseus_dot_v1_dot_job__service__pb2.ListRanksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListJobEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/perseus.v1.JobService/ListJobEvents',
+            perseus_dot_v1_dot_job__service__pb2.ListJobEventsRequest.SerializeToString,
+            perseus_dot_v1_dot_job__service__pb2.ListJobEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

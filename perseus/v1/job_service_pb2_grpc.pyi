@@ -73,6 +73,38 @@ _JobServiceListJobsType = typing_extensions.TypeVar(
     ],
 )
 
+_JobServiceListRanksType = typing_extensions.TypeVar(
+    '_JobServiceListRanksType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRanksRequest,
+        perseus.v1.job_service_pb2.ListRanksResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRanksRequest,
+        perseus.v1.job_service_pb2.ListRanksResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRanksRequest,
+        perseus.v1.job_service_pb2.ListRanksResponse,
+    ],
+)
+
+_JobServiceListJobEventsType = typing_extensions.TypeVar(
+    '_JobServiceListJobEventsType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListJobEventsRequest,
+        perseus.v1.job_service_pb2.ListJobEventsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListJobEventsRequest,
+        perseus.v1.job_service_pb2.ListJobEventsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListJobEventsRequest,
+        perseus.v1.job_service_pb2.ListJobEventsResponse,
+    ],
+)
+
 _JobServiceFinishJobType = typing_extensions.TypeVar(
     '_JobServiceFinishJobType',
     grpc.UnaryUnaryMultiCallable[
@@ -201,8 +233,14 @@ _JobServiceWatchJobType = typing_extensions.TypeVar(
     ],
 )
 
-class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceFinishJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
-    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus"."""
+class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceListRanksType, _JobServiceListJobEventsType, _JobServiceFinishJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
+    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+
+    Where a request names a run_number, 0 means the latest run of the job.
+
+    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
+    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
+    """
 
     @typing.overload
     def __init__(self: JobServiceStub[
@@ -217,6 +255,14 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ListJobsRequest,
             perseus.v1.job_service_pb2.ListJobsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListRanksRequest,
+            perseus.v1.job_service_pb2.ListRanksResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListJobEventsRequest,
+            perseus.v1.job_service_pb2.ListJobEventsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.FinishJobRequest,
@@ -267,6 +313,14 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
             perseus.v1.job_service_pb2.ListJobsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListRanksRequest,
+            perseus.v1.job_service_pb2.ListRanksResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListJobEventsRequest,
+            perseus.v1.job_service_pb2.ListJobEventsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.FinishJobRequest,
             perseus.v1.job_service_pb2.FinishJobResponse,
         ],
@@ -306,10 +360,16 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     """
 
     GetJob: _JobServiceGetJobType
-    """A job by its identifier."""
+    """A run of a job."""
 
     ListJobs: _JobServiceListJobsType
-    """All jobs, by identifier, in pages."""
+    """The latest run of every job, by identifier, in pages."""
+
+    ListRanks: _JobServiceListRanksType
+    """The ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
+
+    ListJobEvents: _JobServiceListJobEventsType
+    """The events of a run, in their order, in pages."""
 
     FinishJob: _JobServiceFinishJobType
     """Ends a job: every GPU goes back to stock."""
@@ -331,13 +391,16 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     """
 
     GetReport: _JobServiceGetReportType
-    """What was measured: time and energy, period by period, the first stock baseline first."""
+    """What was measured: time and energy, period by period, the first stock baseline first, in pages."""
 
     GetTimeline: _JobServiceGetTimelineType
     """The latest whole iteration of a pipeline, computation by computation, as measured."""
 
     WatchJob: _JobServiceWatchJobType
-    """The job now, then its events and iterations as they come, until the job has ended."""
+    """The job now, the events so far, a marker that says that this was all, and then what is new as it comes,
+    until the run has ended. A reader who is slow is sent fewer iterations and snapshots, and is told of the
+    gap; no event is left out but those that were forgotten before it came to them.
+    """
 
 JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -351,6 +414,14 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.ListJobsRequest,
         perseus.v1.job_service_pb2.ListJobsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRanksRequest,
+        perseus.v1.job_service_pb2.ListRanksResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListJobEventsRequest,
+        perseus.v1.job_service_pb2.ListJobEventsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.FinishJobRequest,
@@ -387,7 +458,13 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
 ]
 
 class JobServiceServicer(metaclass=abc.ABCMeta):
-    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus"."""
+    """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+
+    Where a request names a run_number, 0 means the latest run of the job.
+
+    A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
+    if it has no next_page_token. A token fits only the request that it came from, with another page_size at most.
+    """
 
     @abc.abstractmethod
     def RegisterJob(
@@ -405,7 +482,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.GetJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.GetJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.GetJobResponse]]:
-        """A job by its identifier."""
+        """A run of a job."""
 
     @abc.abstractmethod
     def ListJobs(
@@ -413,7 +490,23 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ListJobsResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListJobsResponse]]:
-        """All jobs, by identifier, in pages."""
+        """The latest run of every job, by identifier, in pages."""
+
+    @abc.abstractmethod
+    def ListRanks(
+        self,
+        request: perseus.v1.job_service_pb2.ListRanksRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.job_service_pb2.ListRanksResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListRanksResponse]]:
+        """The ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
+
+    @abc.abstractmethod
+    def ListJobEvents(
+        self,
+        request: perseus.v1.job_service_pb2.ListJobEventsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.job_service_pb2.ListJobEventsResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListJobEventsResponse]]:
+        """The events of a run, in their order, in pages."""
 
     @abc.abstractmethod
     def FinishJob(
@@ -465,7 +558,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.GetReportRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.GetReportResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.GetReportResponse]]:
-        """What was measured: time and energy, period by period, the first stock baseline first."""
+        """What was measured: time and energy, period by period, the first stock baseline first, in pages."""
 
     @abc.abstractmethod
     def GetTimeline(
@@ -481,6 +574,9 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.WatchJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[perseus.v1.job_service_pb2.WatchJobResponse], collections.abc.AsyncIterator[perseus.v1.job_service_pb2.WatchJobResponse]]:
-        """The job now, then its events and iterations as they come, until the job has ended."""
+        """The job now, the events so far, a marker that says that this was all, and then what is new as it comes,
+        until the run has ended. A reader who is slow is sent fewer iterations and snapshots, and is told of the
+        gap; no event is left out but those that were forgotten before it came to them.
+        """
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

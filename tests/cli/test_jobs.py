@@ -56,10 +56,45 @@ def test_list_names_every_job(coordinator: str) -> None:
     assert "0 of 8" in result.output
 
 
-def test_show_lists_every_rank(coordinator: str) -> None:
+@pytest.mark.parametrize(("state", "is_listed"), [("waiting", True), ("planned", False)])
+def test_list_can_be_limited_to_states(coordinator: str, state: str, is_listed: bool) -> None:
+    result = run(coordinator, "list", "--state", state, "--state", "stock")
+    assert result.exit_code == 0
+    assert ("gpt3" in result.output) is is_listed
+
+
+def test_show_tells_why_a_job_is_where_it_is(coordinator: str) -> None:
     result = run(coordinator, "show", "gpt3")
     assert result.exit_code == 0
-    assert result.output.count("expected") == 8
+    assert "waiting: some ranks have not joined yet" in result.output
+    assert "8 expected" in result.output
+
+
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [
+        ([], 8),
+        (["--pipeline", 1], 4),
+        (["--stage", 2], 2),
+        (["--pipeline", 1, "--stage", 2, "--state", "expected"], 1),
+        (["--state", "lost", "--state", "connected"], 0),
+    ],
+)
+def test_ranks_lists_the_ranks_that_are_asked_for(coordinator: str, limits: list[object], count: int) -> None:
+    result = run(coordinator, "ranks", "gpt3", *limits)
+    assert result.exit_code == 0
+    assert result.output.count("expected") == count
+
+
+def test_show_says_why_the_job_does_not_get_on(coordinator: str) -> None:
+    shown = " ".join(run(coordinator, "show", "gpt3").output.split())
+    assert "all 8 ranks are missing, since 2" in shown
+
+
+def test_report_tells_what_profiling_took_and_may_take(coordinator: str) -> None:
+    found = " ".join(run(coordinator, "report", "gpt3").output.split())
+    assert "profiling took 0 iterations" in found
+    assert "at most 1000 iterations, 360 s more" in found
 
 
 def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None:
@@ -87,6 +122,15 @@ def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None
         (["policy", "gpt3", "--deadline-s", 60, "--iterations", 0], "iteration_count"),
         (["policy", "gpt3", "--max-average-power-w", "nan"], "max_average_power_w"),
         (["rebaseline", "gpt3"], "frontier"),
+        (["events", "nosuch"], "nosuch"),
+        (["events", "gpt3", "--type", "nosuch"], "plan_refused"),
+        (["events", "gpt3", "--since", "yesterday"], "2026-01-31T12:00"),
+        (["events", "gpt3", "--since", "99999999999d"], "found '99999999999d'"),
+        (["events", "gpt3", "--limit", 0], "--limit"),
+        (["list", "--state", "lost"], "waiting, baseline"),
+        (["ranks", "gpt3", "--state", "planned"], "expected, connected"),
+        (["ranks", "gpt3", "--pipeline", 2], "0 to 1"),
+        (["ranks", "gpt3", "--stage", -1], "0 to 3"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(
@@ -115,7 +159,7 @@ def test_a_policy_is_set(coordinator: str, rule: list[object], expected: job_pb2
     with grpc.insecure_channel(coordinator) as channel:
         jobs = job_service_pb2_grpc.JobServiceStub(channel)
         job = jobs.GetJob(job_service_pb2.GetJobRequest(job_id="gpt3"), timeout=10).job
-    assert job.spec.policy == expected
+    assert job.policy == expected
 
 
 def test_watch_ends_with_its_job(coordinator: str) -> None:
@@ -127,6 +171,27 @@ def test_watch_ends_with_its_job(coordinator: str) -> None:
     watched = run(coordinator, "watch", "short")
     assert watched.exit_code == 0
     assert "registered" in watched.output
+    assert "what follows is new" in watched.output
+
+
+def test_events_are_listed_by_type_and_time(coordinator: str) -> None:
+    with grpc.insecure_channel(coordinator) as channel:
+        register(job_service_pb2_grpc.JobServiceStub(channel), "eventful")
+    for percent in (1, 2, 3):
+        assert run(coordinator, "policy", "eventful", "--max-slowdown-percent", percent).exit_code == 0
+    everything = run(coordinator, "events", "eventful")
+    assert everything.exit_code == 0
+    assert everything.output.count("policy_set") == 3
+    assert "registered with 2 pipelines" in everything.output
+    only = run(
+        coordinator, "events", "eventful", "--type", "registered", "--type", "policy_set", "--limit", 2
+    )
+    assert (only.output.count("policy_set"), only.output.count("registered with")) == (1, 1)
+    assert "these are the first 2; there are more" in only.output
+    for since in ("1h", "7d", "2020-01-31", "2020-01-31T12:00:00+01:00"):
+        assert run(coordinator, "events", "eventful", "--since", since).output == everything.output
+    later = run(coordinator, "events", "eventful", "--since", "2999-01-01T00:00")
+    assert (later.exit_code, later.output.count("policy_set")) == (0, 0)
 
 
 def test_no_coordinator_is_said_plainly() -> None:

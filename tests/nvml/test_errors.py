@@ -26,7 +26,7 @@ from perseus.configuration import load
 from perseus.demo.nvml_stub import NO_LOCKS, Locks, instruct
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
-from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1 import event_pb2, job_service_pb2, rank_pb2
 from perseus.v1.job_service_pb2_grpc import JobServiceStub
 from tests.nvml.stub_gpus import MODEL, UUIDS
 
@@ -164,17 +164,18 @@ class Site:
         instruct(self.stub, [MEMORY_CHOICE, instruction])
         trainer = Trainer(self.folder / "agent.sock", self.gpu_file, job_id)
         is_at_end = "nvmlShutdown" in instruction or "Reset" in instruction
-        seen: list[job_pb2.JobEvent] = []
+        seen: list[event_pb2.JobEvent] = []
         watching = asyncio.create_task(self._watch(job_id, seen))
 
         def named() -> bool:
             return any(
-                event.type == job_pb2.JOB_EVENT_TYPE_GPU_ERROR and event.attributes["reason"] == reason
+                event.HasField("gpu_error")
+                and rank_pb2.GpuErrorReason.Name(event.gpu_error.reason) == f"GPU_ERROR_REASON_{reason}"
                 for event in seen
             )
 
         def planned() -> bool:
-            return any(event.type == job_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE for event in seen)
+            return any(event.type == event_pb2.JOB_EVENT_TYPE_PLAN_IN_FORCE for event in seen)
 
         try:
             if reason is None or is_at_end:
@@ -184,7 +185,7 @@ class Site:
             if reason is not None:
                 await until(named, f"{instruction}: a GPU error {reason} among {seen}")
             else:
-                assert not any(event.type == job_pb2.JOB_EVENT_TYPE_GPU_ERROR for event in seen)
+                assert not any(event.type == event_pb2.JOB_EVENT_TYPE_GPU_ERROR for event in seen)
             if not is_at_end:
                 trained = trainer.iteration_count
                 await until(lambda: trainer.iteration_count > trained + 2, f"{instruction}: training")
@@ -200,7 +201,7 @@ class Site:
         records = list((self.folder / "restore").glob("*.json"))
         return Locks.read(self.gpu_file) == NO_LOCKS and not records
 
-    async def _watch(self, job_id: str, seen: list[job_pb2.JobEvent]) -> None:
+    async def _watch(self, job_id: str, seen: list[event_pb2.JobEvent]) -> None:
         request = job_service_pb2.WatchJobRequest(job_id=job_id)
         while True:
             try:

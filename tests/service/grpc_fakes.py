@@ -74,6 +74,11 @@ class Client:
         job: job_pb2.Job = response.job
         return job
 
+    async def ranks(self, job_id: str = "job", **wanted: Any) -> list[rank_pb2.Rank]:
+        request = job_service_pb2.ListRanksRequest(job_id=job_id, page_size=1000, **wanted)
+        response = await self.jobs.ListRanks(request, timeout=TIMEOUT_S)
+        return list(response.ranks)
+
     async def register(self, **counts: Any) -> job_pb2.Job:
         request = job_service_pb2.RegisterJobRequest(spec=spec_message(**counts))
         job: job_pb2.Job = (await self.jobs.RegisterJob(request, timeout=TIMEOUT_S)).job

@@ -1,9 +1,10 @@
 """A small emulated cluster for the coordinator's tests: physics, and ranks that follow offers."""
 
+import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from perseus.service.domain.model import (
     Offer,
     PlannedClocks,
     Rank,
+    RankFilter,
+    RankState,
     RefusalReason,
     stage_clocks,
 )
@@ -56,6 +59,8 @@ from perseus.solver import Computation, Kind, Schedule, SolverError
 EPOCH = "epoch-of-the-tests"
 CLOCKS_MHZ = (1400, 1300, 1200, 1100, 1000, 900)
 BLOCKING_POWER_W = 60.0
+START_S = 1_000_000.0
+"""When a cluster's own clock was 0, on the wall clock."""
 
 
 def make_spec(
@@ -156,6 +161,18 @@ def batch(
     )
 
 
+def check_plain(value: object) -> None:
+    """Evidence is of plain values: what comes out of an array would not get into the store."""
+    if is_dataclass(value):
+        for each in fields(value):
+            check_plain(getattr(value, each.name))
+    elif isinstance(value, tuple):
+        for each in value:
+            check_plain(each)
+    else:
+        assert value is None or isinstance(value, enum.Enum) or type(value) in (int, float, bool, str), value
+
+
 def solved(command: Solve) -> Solved | SolveFailed:
     """What comes back of a problem."""
     try:
@@ -251,9 +268,11 @@ class FakeRank:
         self.sequence += 1
         held_mhz = stage_clocks(self.in_force.clocks, self.place.stage)
         energy = None
-        if isinstance(held_mhz, int) and self.tells_energy:
+        if isinstance(held_mhz, int):
             count = self.iteration - self.in_force_since + 1
             energy = estimate(self.order, self.in_force.version, count, held_mhz)
+            if not self.tells_energy:
+                energy = replace(energy, samples=())
             if not self.tells_power:
                 energy = replace(energy, blocking_power_w=None, blocking_power_se_w=0.0)
         telemetry = batch(
@@ -276,7 +295,7 @@ class Cluster:
     def __init__(self, spec: JobSpec, rules: Rules | None = None) -> None:
         self.spec = spec
         self.rules = rules or Rules(30.0, 2, ProfilingRules(iterations=2))
-        self.machine = JobMachine(spec, self.rules, EPOCH, create_time_s=0.0)
+        self.machine = JobMachine(spec, self.rules, EPOCH, START_S, created_s=0.0)
         self.schedule: Schedule = self.machine.schedule
         self.now_s = 0.0
         self.history: list[Command] = []
@@ -290,9 +309,12 @@ class Cluster:
 
     def tell(self, event: Input) -> list[Command]:
         """Give the machine one input, and return what it wants, records aside."""
-        commands = self.machine.handle(event, self.now_s)
+        commands = self.machine.handle(event, self.now_s, START_S + self.now_s)
         self.machine.validate()
         self.history.extend(commands)
+        for command in commands:
+            if isinstance(command, Announce):
+                check_plain(command.happening.evidence)
         return [command for command in commands if not isinstance(command, Store)]
 
     def carry_out(self, commands: Iterable[Command]) -> None:
@@ -337,6 +359,10 @@ class Cluster:
                 return
             self.iterate()
         raise AssertionError(f"{self.machine.state} after {limit} iterations, expected {state}")
+
+    def rank_states(self) -> list[RankState]:
+        """The states of all ranks, in their order."""
+        return [rank.state for _, rank in self.machine.ranks(RankFilter())]
 
     def expect(self, state: JobState) -> None:
         assert self.machine.state is state
@@ -388,7 +414,7 @@ class Cluster:
                 case ForgetIterations():
                     rows = []
         return StoredJob(
-            self.spec, 0.0, record, tuple(ranks.values()), tuple(offers.values()),
+            self.spec, START_S, record, tuple(ranks.values()), tuple(offers.values()),
             tuple(profiles[place] for place in sorted(profiles)), tuple(periods.values()),
             tuple(rows), sequence,
         )  # fmt: skip
@@ -399,7 +425,9 @@ class Cluster:
 
     def restart_with(self, take: Callable[[list[Command]], None]) -> None:
         """Kill the coordinator and start it again; what it wants first goes to `take`."""
-        self.machine, commands = JobMachine.restore(self.stored(), self.rules, EPOCH, self.now_s)
+        self.machine, commands = JobMachine.restore(
+            self.stored(), self.rules, EPOCH, self.now_s, START_S + self.now_s
+        )
         self.machine.validate()
         self.history.extend(commands)
         take(commands)

@@ -2,34 +2,37 @@
 
 # ruff: noqa: N802 (the contract names the methods)
 
-import base64
-import binascii
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
+from perseus.service.api.paging import Page
 from perseus.service.api.statuses import mapped, mapped_stream
+from perseus.service.api.translate_events import event_to_proto, filter_from_proto
 from perseus.service.api.translate_jobs import (
-    event_to_proto,
+    budget_to_proto,
+    cost_to_proto,
+    is_full,
+    job_states_from_proto,
     job_to_proto,
     period_to_proto,
     policy_from_proto,
+    rank_filter_from_proto,
+    rank_to_proto,
     spec_from_proto,
     straggler_from_proto,
     summary_to_proto,
     timeline_to_proto,
 )
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.model import IterationSummary, JobEvent, JobView
+from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
+from perseus.service.domain.model import IterationSummary, JobView
 from perseus.service.shell.coordinator import Coordinator
 from perseus.v1 import job_service_pb2 as pb
 from perseus.v1 import job_service_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-DEFAULT_PAGE_SIZE = 100
-MAX_PAGE_SIZE = 1000
 
 
 class JobService(job_service_pb2_grpc.JobServiceServicer):
@@ -48,19 +51,44 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.GetJobResponse:
         """See the contract."""
-        return pb.GetJobResponse(job=job_to_proto(self._coordinator.job(request.job_id)))
+        view = self._coordinator.job(
+            request.job_id, request.run_number, has_details=is_full(request.view, default=True)
+        )
+        return pb.GetJobResponse(job=job_to_proto(view))
 
     @mapped
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
         """See the contract."""
-        size = request.page_size or DEFAULT_PAGE_SIZE
-        if not 1 <= size <= MAX_PAGE_SIZE:
-            raise InvalidFieldError(field="page_size", expected=f"0 to {MAX_PAGE_SIZE}", found=size)
-        views, has_more = self._coordinator.jobs(_decode_token(request.page_token), size)
-        return pb.ListJobsResponse(
-            jobs=[job_to_proto(view) for view in views],
-            next_page_token=_encode_token(views[-1].spec.job_id) if has_more else "",
+        page = Page.asked(request)
+        views = self._coordinator.jobs(
+            page.after,
+            job_states_from_proto(request.states),
+            has_details=is_full(request.view, default=False),
         )
+        jobs, next_page_token = page.fill((view.job_id, job_to_proto(view)) for view in views)
+        return pb.ListJobsResponse(jobs=jobs, next_page_token=next_page_token)
+
+    @mapped
+    async def ListRanks(self, request: pb.ListRanksRequest, context: Context) -> pb.ListRanksResponse:
+        """See the contract."""
+        page = Page.asked(request)
+        found = self._coordinator.ranks(request.job_id, rank_filter_from_proto(request), page.first_number)
+        ranks, next_page_token = page.fill((index, rank_to_proto(rank)) for index, rank in found)
+        return pb.ListRanksResponse(ranks=ranks, next_page_token=next_page_token)
+
+    @mapped
+    async def ListJobEvents(
+        self, request: pb.ListJobEventsRequest, context: Context
+    ) -> pb.ListJobEventsResponse:
+        """See the contract."""
+        page = Page.asked(request)
+        found = await self._coordinator.events(
+            request.job_id, request.run_number, filter_from_proto(request), page.first_number, page.size + 1
+        )
+        events, next_page_token = page.fill(
+            (event.happening.sequence, event_to_proto(event)) for event in found
+        )
+        return pb.ListJobEventsResponse(events=events, next_page_token=next_page_token)
 
     @mapped
     async def FinishJob(self, request: pb.FinishJobRequest, context: Context) -> pb.FinishJobResponse:
@@ -101,8 +129,18 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def GetReport(self, request: pb.GetReportRequest, context: Context) -> pb.GetReportResponse:
         """See the contract."""
-        periods = self._coordinator.report(request.job_id)
-        return pb.GetReportResponse(periods=[period_to_proto(period) for period in periods])
+        page = Page.asked(request)
+        found = self._coordinator.report(request.job_id, request.run_number, page.first_number)
+        periods, next_page_token = page.fill(
+            (period.number, period_to_proto(period, saving)) for period, saving in found
+        )
+        view = self._coordinator.job(request.job_id, request.run_number, has_details=False)
+        return pb.GetReportResponse(
+            periods=periods,
+            profiling_cost=cost_to_proto(view.profiling_cost),
+            profiling_budget=budget_to_proto(view.profiling_budget),
+            next_page_token=next_page_token,
+        )
 
     @mapped
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
@@ -118,7 +156,9 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             raise InvalidFieldError(
                 field="after_sequence", expected="0 or more", found=request.after_sequence
             )
-        async for update in self._coordinator.watch(request.job_id, request.after_sequence):
+        async for update in self._coordinator.watch(
+            request.job_id, request.after_sequence, has_details=is_full(request.view, default=False)
+        ):
             match update:
                 case JobView():
                     yield pb.WatchJobResponse(job=job_to_proto(update))
@@ -126,14 +166,15 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                     yield pb.WatchJobResponse(event=event_to_proto(update))
                 case IterationSummary():
                     yield pb.WatchJobResponse(iteration=summary_to_proto(update))
-
-
-def _encode_token(job_id: str) -> str:
-    return base64.urlsafe_b64encode(job_id.encode()).decode()
-
-
-def _decode_token(token: str) -> str:
-    try:
-        return base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode()
-    except (binascii.Error, UnicodeError):
-        raise InvalidFieldError(field="page_token", expected="a next_page_token", found=repr(token)) from None
+                case CaughtUp():
+                    yield pb.WatchJobResponse(
+                        caught_up=pb.CaughtUp(last_event_sequence=update.last_event_sequence)
+                    )
+                case WatchGap():
+                    yield pb.WatchJobResponse(
+                        gap=pb.WatchGap(
+                            first_missed_sequence=update.first_missed_sequence,
+                            last_missed_sequence=update.last_missed_sequence,
+                            missed_iteration_count=update.missed_iteration_count,
+                        )
+                    )

@@ -53,6 +53,7 @@ STATUSES: dict[type[Exception], Mapped] = {
     errors.HelloRepeatedError: Mapped(Code.INVALID_ARGUMENT, "HELLO_REPEATED"),
     errors.EmptyMessageError: Mapped(Code.INVALID_ARGUMENT, "EMPTY_MESSAGE"),
     errors.JobNotFoundError: Mapped(Code.NOT_FOUND, "JOB_NOT_FOUND"),
+    errors.RunNotFoundError: Mapped(Code.NOT_FOUND, "RUN_NOT_FOUND"),
     errors.JobAlreadyExistsError: Mapped(Code.ALREADY_EXISTS, "JOB_ALREADY_EXISTS"),
     errors.JobFinishedError: Mapped(Code.FAILED_PRECONDITION, "JOB_FINISHED"),
     errors.JobNotSolvedError: Mapped(Code.FAILED_PRECONDITION, "JOB_NOT_SOLVED", is_retryable=True),

@@ -1,29 +1,34 @@
-"""Between the wire's jobs, events and reports, and the coordinator's values.
+"""Between the wire's jobs and reports, and the coordinator's values.
 
 `…_from_proto` checks what the types can't say (a missing message, an unknown enum) and raises
 InvalidFieldError with the field's name.
 """
 
+import math
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
 import numpy as np
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from perseus.service.api.translate_problems import (
     computation_to_proto,
     schedule_spec_from_proto,
     schedule_spec_to_proto,
 )
+from perseus.service.api.translate_time import time_to_proto
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.measured import Period, Timeline
+from perseus.service.domain.measured import Period, Saving, Timeline
 from perseus.service.domain.model import (
-    EventType,
     IterationSummary,
-    JobEvent,
+    JobDetails,
     JobState,
     JobView,
     Rank,
+    RankFilter,
     RankState,
     Straggler,
 )
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
 from perseus.service.domain.specification import (
     Coordinates,
     Deadline,
@@ -31,13 +36,8 @@ from perseus.service.domain.specification import (
     OperatingPolicy,
     Parallelism,
 )
-from perseus.service.domain.telemetry import (
-    KINDS,
-    ClockStatistics,
-)
-from perseus.solver import (
-    Computation,
-)
+from perseus.service.domain.telemetry import KINDS, ClockStatistics
+from perseus.solver import Computation
 from perseus.v1 import (
     clock_statistics_pb2,
     job_pb2,
@@ -45,9 +45,10 @@ from perseus.v1 import (
     rank_pb2,
 )
 
+State = TypeVar("State", JobState, RankState)
+
 _JOB_STATE = {state: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
 _RANK_STATE = {state: rank_pb2.RankState.Value(f"RANK_STATE_{state.name}") for state in RankState}
-_EVENT_TYPE = {kind: job_pb2.JobEventType.Value(f"JOB_EVENT_TYPE_{kind.name}") for kind in EventType}
 
 
 def spec_from_proto(message: job_pb2.JobSpec) -> JobSpec:
@@ -102,6 +103,44 @@ def straggler_from_proto(message: job_service_pb2.ReportStragglerRequest) -> Str
     )
 
 
+def is_full(view: int, *, default: bool) -> bool:
+    """Return whether a job's details are asked for; the default where nothing is said.
+
+    Raises:
+        InvalidFieldError: an unknown view.
+    """
+    known: dict[int, bool] = {
+        job_pb2.JOB_VIEW_UNSPECIFIED: default,
+        job_pb2.JOB_VIEW_SUMMARY: False,
+        job_pb2.JOB_VIEW_FULL: True,
+    }
+    if view not in known:
+        raise InvalidFieldError(field="view", expected="a view that is known", found=view)
+    return known[view]
+
+
+def job_states_from_proto(states: Iterable[int]) -> frozenset[JobState]:
+    """Return the states that are meant.
+
+    Raises:
+        InvalidFieldError: one of them is unknown.
+    """
+    return _states_from_proto(states, _JOB_STATE)
+
+
+def rank_filter_from_proto(message: job_service_pb2.ListRanksRequest) -> RankFilter:
+    """Return which ranks are meant, not yet checked against their job.
+
+    Raises:
+        InvalidFieldError: a state is unknown.
+    """
+    return RankFilter(
+        states=_states_from_proto(message.states, _RANK_STATE),
+        pipeline=message.pipeline if message.HasField("pipeline") else None,
+        stage=message.stage if message.HasField("stage") else None,
+    )
+
+
 def coordinates_to_proto(rank: Coordinates) -> rank_pb2.RankCoordinates:
     """Return a rank's place."""
     return rank_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
@@ -128,48 +167,76 @@ def rank_to_proto(rank: Rank) -> rank_pb2.Rank:
 
 
 def job_to_proto(view: JobView) -> job_pb2.Job:
-    """Return a job; the specification carries the policy that is now in force."""
-    spec = view.spec
-    return job_pb2.Job(
-        spec=job_pb2.JobSpec(
-            job_id=spec.job_id,
-            parallelism=job_pb2.Parallelism(
-                pipeline_count=spec.parallelism.pipeline_count,
-                stage_count=spec.parallelism.stage_count,
-                tensor_count=spec.parallelism.tensor_count,
-            ),
-            schedule=schedule_spec_to_proto(spec.schedule),
-            policy=policy_to_proto(view.policy),
-        ),
+    """Return a job, with its details if the view has them."""
+    job = job_pb2.Job(
+        job_id=view.job_id,
+        run_number=view.run_number,
         state=_JOB_STATE[view.state],
+        state_reason=_state_reason(view),
         epoch=view.epoch,
-        ranks=[rank_to_proto(rank) for rank in view.ranks],
-        stragglers=[
-            job_pb2.Straggler(
-                pipeline=pipeline,
-                iteration_time_s=time_s,
-                is_detected=pipeline in view.detected_stragglers,
-            )
-            for pipeline, time_s in sorted(view.straggler_times_s.items())
-        ],
+        parallelism=_parallelism_to_proto(view.parallelism),
+        rank_counts=job_pb2.RankCounts(
+            expected_count=view.rank_counts[RankState.EXPECTED],
+            connected_count=view.rank_counts[RankState.CONNECTED],
+            disconnected_count=view.rank_counts[RankState.DISCONNECTED],
+            lost_count=view.rank_counts[RankState.LOST],
+            finished_count=view.rank_counts[RankState.FINISHED],
+        ),
+        policy=policy_to_proto(view.policy),
         profiled_clock_count=view.profiled_clock_count,
         t_min_s=view.t_min_s,
+        t_star_s=view.t_star_s,
         t_slow_s=view.t_slow_s,
-        planned_iteration_time_s=view.planned_iteration_time_s,
-        create_time=_timestamp(view.create_time_s),
+        min_planned_iteration_time_s=view.min_planned_time_s,
+        max_planned_iteration_time_s=view.max_planned_time_s,
+        straggler_count=view.straggler_count,
+        create_time=time_to_proto(view.create_time_s),
+        profiling_cost=cost_to_proto(view.profiling_cost),
+        profiling_budget=budget_to_proto(view.profiling_budget),
+        last_event_sequence=view.last_event_sequence,
+    )
+    if (baseline := view.baseline) is not None:
+        job.baseline.iteration_time_s = baseline.time_s
+        job.baseline.energy_j = baseline.energy_j
+    if view.finish_time_s is not None:
+        job.finish_time.CopyFrom(time_to_proto(view.finish_time_s))
+    if view.details is not None:
+        _add_details(job, view.details)
+    return job
+
+
+def cost_to_proto(cost: ProfilingCost) -> job_pb2.ProfilingCost:
+    """Return what profiling has taken."""
+    return job_pb2.ProfilingCost(
+        iteration_count=cost.iteration_count,
+        time_s=cost.time_s,
+        extra_time_s=cost.extra_time_s,
+        energy_j=cost.energy_j,
+        extra_energy_j=cost.extra_energy_j,
     )
 
 
-def event_to_proto(event: JobEvent) -> job_pb2.JobEvent:
-    """Return an event."""
-    happening = event.happening
-    return job_pb2.JobEvent(
-        sequence=happening.sequence,
-        create_time=_timestamp(event.create_time_s),
-        type=_EVENT_TYPE[happening.type],
-        message=happening.message,
-        attributes=happening.attributes,
+def budget_to_proto(budget: ProfilingBudget) -> job_pb2.ProfilingBudget:
+    """Return what profiling may take."""
+
+    def limit(figure: float) -> float | None:
+        return None if math.isinf(figure) else figure
+
+    count = limit(budget.iteration_count)
+    return job_pb2.ProfilingBudget(
+        iteration_count=None if count is None else int(count),
+        time_s=limit(budget.time_s),
+        extra_time_s=limit(budget.extra_time_s),
+        extra_energy_j=limit(budget.extra_energy_j),
     )
+
+
+def _state_reason(view: JobView) -> str:
+    """Return why a job is in its state, and why it does not get on in it, if it does not."""
+    if view.stall is None:
+        return view.state_reason
+    since = time_to_proto(math.floor(view.stall.since_time_s)).ToJsonString()
+    return f"{view.state_reason}; {view.stall}, since {since}"
 
 
 def summary_to_proto(summary: IterationSummary) -> job_pb2.IterationSummary:
@@ -183,18 +250,25 @@ def summary_to_proto(summary: IterationSummary) -> job_pb2.IterationSummary:
     )
 
 
-def period_to_proto(period: Period) -> job_pb2.ReportPeriod:
-    """Return a period of the report."""
+def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeriod:
+    """Return a period of the report, and what it saved if there is something to hold it against."""
+    are_same = len(set(period.versions)) == 1
     return job_pb2.ReportPeriod(
+        number=period.number,
         state=_JOB_STATE[period.state],
         has_straggler=period.has_straggler,
+        plan_versions=period.versions[:1] if are_same else period.versions,
         first_iteration=period.first_iteration,
+        last_iteration=period.last_iteration,
+        start_time=time_to_proto(period.start_time_s),
+        end_time=time_to_proto(period.end_time_s),
         iteration_count=period.iteration_count,
         iteration_time_s=period.iteration_time_s,
         iteration_time_se_s=period.iteration_time_se_s,
         energy_j=period.energy_j,
         energy_se_j=period.energy_se_j,
         pipeline_energy_j=period.pipeline_energy_j,
+        saving=_saving_to_proto(saving) if saving is not None else None,
     )
 
 
@@ -218,6 +292,45 @@ def timeline_to_proto(timeline: Timeline) -> job_service_pb2.GetTimelineResponse
     return response
 
 
+def _states_from_proto(numbers: Iterable[int], known: Mapping[State, int]) -> frozenset[State]:
+    by_number = {number: state for state, number in known.items()}
+    for number in numbers:
+        if number not in by_number:
+            raise InvalidFieldError(field="states", expected="states that are known", found=number)
+    return frozenset(by_number[number] for number in numbers)
+
+
+def _add_details(job: job_pb2.Job, details: JobDetails) -> None:
+    spec = details.spec
+    job.spec.job_id = spec.job_id
+    job.spec.parallelism.CopyFrom(_parallelism_to_proto(spec.parallelism))
+    job.spec.schedule.CopyFrom(schedule_spec_to_proto(spec.schedule))
+    job.spec.policy.CopyFrom(policy_to_proto(spec.policy))
+    for pipeline, time_s in sorted(details.straggler_times_s.items()):
+        job.stragglers.add(
+            pipeline=pipeline, iteration_time_s=time_s, is_detected=pipeline in details.detected_stragglers
+        )
+    job.planned_iteration_time_s.extend(details.planned_iteration_time_s)
+
+
+def _parallelism_to_proto(counts: Parallelism) -> job_pb2.Parallelism:
+    return job_pb2.Parallelism(
+        pipeline_count=counts.pipeline_count,
+        stage_count=counts.stage_count,
+        tensor_count=counts.tensor_count,
+    )
+
+
+def _saving_to_proto(saving: Saving) -> job_pb2.Saving:
+    return job_pb2.Saving(
+        baseline_period_number=saving.baseline_number,
+        energy_percent=saving.energy_percent,
+        energy_se_percent=saving.energy_se_percent,
+        slowdown_percent=saving.slowdown_percent,
+        slowdown_se_percent=saving.slowdown_se_percent,
+    )
+
+
 def _clocks_to_proto(clocks: ClockStatistics) -> clock_statistics_pb2.ClockStatistics:
     return clock_statistics_pb2.ClockStatistics(
         plan_version=clocks.plan_version,
@@ -231,9 +344,3 @@ def _clocks_to_proto(clocks: ClockStatistics) -> clock_statistics_pb2.ClockStati
         margin_s=clocks.margin_s,
         prediction_error_s=clocks.prediction_error_s,
     )
-
-
-def _timestamp(time_s: float) -> Timestamp:
-    timestamp = Timestamp()
-    timestamp.FromNanoseconds(round(time_s * 1e9))
-    return timestamp

@@ -6,7 +6,8 @@ version or an acknowledgement that the database does not know.
 
 from dataclasses import dataclass
 
-from perseus.service.domain.model import Happening, IterationSummary, Offer
+from perseus.service.domain.events import Happening
+from perseus.service.domain.model import IterationSummary, Offer
 from perseus.service.domain.records import Record
 from perseus.service.domain.specification import Coordinates
 from perseus.solver import Pipeline, Plan

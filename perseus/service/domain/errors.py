@@ -14,6 +14,7 @@
     │   ├── HelloExpectedError      something else came first
     │   └── HelloRepeatedError      it came twice
     ├── JobNotFoundError
+    ├── RunNotFoundError            the job has no run of that number
     ├── JobAlreadyExistsError       another specification has that identifier
     ├── JobFinishedError            the job has ended
     ├── JobNotSolvedError           there is no frontier yet
@@ -162,6 +163,12 @@ class JobNotFoundError(CoordinatorError):
     """There is no such job."""
 
     template = "job {job_id!r} is not registered"
+
+
+class RunNotFoundError(CoordinatorError):
+    """The job has no run of that number."""
+
+    template = "job {job_id!r} has no run {run_number}"
 
 
 class JobAlreadyExistsError(CoordinatorError):

@@ -28,24 +28,34 @@ class StageProfile:
 
 @dataclass(frozen=True, slots=True)
 class JobIteration:
-    """One iteration of the whole job. `versions` is None if some pipeline's stages were not of one plan."""
+    """One iteration of the whole job. `versions` is None if some pipeline's stages were not of one plan.
+
+    `skipped_count`: iterations between the one before and this that some rank never reported.
+    """
 
     iteration: int
     versions: tuple[int, ...] | None
     is_regular: bool
     iteration_time_s: float
     pipeline_energy_j: tuple[float, ...]
+    skipped_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """Consecutive iterations under the same plans: counts, means and sums of squared deviations."""
+    """Consecutive iterations under the same plans: counts, means and sums of squared deviations.
+
+    What was reported first and last came at its start and end, on the wall clock.
+    """
 
     number: int
     state: JobState
     has_straggler: bool
     versions: tuple[int, ...]
     first_iteration: int
+    last_iteration: int
+    start_time_s: float
+    end_time_s: float
     iteration_count: int
     iteration_time_s: float
     iteration_time_m2: float
@@ -63,8 +73,8 @@ class Period:
         """Standard error of the mean energy; 0 for a single iteration."""
         return _standard_error(self.energy_m2, self.iteration_count)
 
-    def extended(self, iteration: JobIteration) -> "Period":
-        """Return the period with one more iteration (Welford's update)."""
+    def extended(self, iteration: JobIteration, wall_time_s: float) -> "Period":
+        """Return the period with one more iteration (Welford's update), reported at this time."""
         count = self.iteration_count + 1
         energy_j = sum(iteration.pipeline_energy_j)
         time_step_s = iteration.iteration_time_s - self.iteration_time_s
@@ -73,6 +83,10 @@ class Period:
         mean_energy_j = self.energy_j + energy_step_j / count
         return replace(
             self,
+            # Trainers that go on from a checkpoint repeat iterations.
+            first_iteration=min(self.first_iteration, iteration.iteration),
+            last_iteration=max(self.last_iteration, iteration.iteration),
+            end_time_s=wall_time_s,
             iteration_count=count,
             iteration_time_s=time_s,
             iteration_time_m2=self.iteration_time_m2 + time_step_s * (iteration.iteration_time_s - time_s),
@@ -83,6 +97,44 @@ class Period:
                 for mean_j, new_j in zip(self.pipeline_energy_j, iteration.pipeline_energy_j, strict=True)
             ),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A period against a stock baseline, percent of the baseline's; None where a figure is not known.
+
+    A standard error is not known where either has a single iteration, energies where none was measured.
+    """
+
+    baseline_number: int
+    energy_percent: float | None
+    energy_se_percent: float | None
+    slowdown_percent: float
+    slowdown_se_percent: float | None
+
+
+def saving(period: Period, baseline: Period) -> Saving:
+    """Hold a period against a stock baseline."""
+    slowdown = _relative(
+        period.iteration_time_s,
+        period.iteration_time_se_s,
+        baseline.iteration_time_s,
+        baseline.iteration_time_se_s,
+    )
+    has_energy = period.energy_j > 0 and baseline.energy_j > 0
+    energy = (
+        _relative(period.energy_j, period.energy_se_j, baseline.energy_j, baseline.energy_se_j)
+        if has_energy
+        else None
+    )
+    has_errors = min(period.iteration_count, baseline.iteration_count) > 1
+    return Saving(
+        baseline_number=baseline.number,
+        energy_percent=-energy[0] if energy is not None else None,
+        energy_se_percent=energy[1] if energy is not None and has_errors else None,
+        slowdown_percent=slowdown[0],
+        slowdown_se_percent=slowdown[1] if has_errors else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,3 +148,12 @@ class Timeline:
 
 def _standard_error(m2: float, count: int) -> float:
     return math.sqrt(max(m2, 0.0) / (count - 1) / count) if count > 1 else 0.0
+
+
+def _relative(mean: float, se: float, reference: float, reference_se: float) -> tuple[float, float]:
+    """Return how much more a mean is than another, percent, and its standard error.
+
+    The error of a ratio of independent means to first order: both count, the other's by the ratio.
+    """
+    ratio = mean / reference
+    return 100 * (ratio - 1), 100 * math.hypot(se, ratio * reference_se) / reference

@@ -1,4 +1,4 @@
-"""The words of a job's life: states, ranks, offers and events, as plain values.
+"""The words of a job's life: states, ranks, offers and types of events, as plain values.
 
 They are what the state machine keeps, what the store writes down and what the adapters translate.
 """
@@ -7,7 +7,9 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
+from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Parallelism
+from perseus.service.domain.stall import Stall
 from perseus.service.domain.telemetry import ClockStatistics
 from perseus.solver import Plan
 
@@ -88,6 +90,9 @@ class EventType(enum.Enum):
     PROMISE_BROKEN = "promise broken"
     PROFILE_CORRECTED = "profile corrected"
     BASELINE_REQUESTED = "baseline requested"
+    STALLED = "stalled"
+    STALL_ENDED = "stall ended"
+    PROFILING_ENDED = "profiling ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +155,9 @@ def stage_clocks(clocks: Clocks, stage: int) -> tuple[int, ...] | int:
         case StockClocks():
             return STOCK_MHZ
 
+
+FIRST_RUN = 1
+"""Number of a job's first run."""
 
 NO_VERSION = 0
 """The version of stock without a plan."""
@@ -231,25 +239,6 @@ class Straggler:
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
-    """Something that happened to a job, with its evidence; numbered within the job from 1."""
-
-    sequence: int
-    type: EventType
-    message: str
-    attributes: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class JobEvent:
-    """Something happened to a job, at this time on the wall clock."""
-
-    job_id: str
-    create_time_s: float
-    happening: Happening
-
-
-@dataclass(frozen=True, slots=True)
 class IterationSummary:
     """One iteration of one pipeline: the time of its slowest rank, the energy of all of them."""
 
@@ -261,21 +250,69 @@ class IterationSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class JobView:
-    """A job as others may see it."""
+class StockIteration:
+    """An iteration at stock: time of the slowest pipeline, energy of all GPUs (0 where it is not known)."""
+
+    time_s: float
+    energy_j: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobDetails:
+    """What of a job grows with its size; its ranks are asked for by themselves."""
 
     spec: JobSpec
-    policy: OperatingPolicy
-    state: JobState
-    epoch: str
-    ranks: tuple[Rank, ...]
+    """As it was registered: with the policy to begin with."""
     straggler_times_s: Mapping[int, float]
     """T' by pipeline; 0 before the frontier is known."""
     detected_stragglers: frozenset[int]
     """The pipelines among them that nobody reported."""
-    profiled_clock_count: int
-    t_min_s: float
-    t_slow_s: float
     planned_iteration_time_s: tuple[float, ...]
+    """By pipeline; empty before the job is planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A run of a job as others may see it: what costs the same for every job, and the rest if it is wanted.
+
+    Times of the frontier and of plans are 0 before they are known.
+    """
+
+    job_id: str
+    run_number: int
+    state: JobState
+    state_reason: str
+    stall: Stall | None
+    """Why it does not get on, if it does not."""
+    epoch: str
+    parallelism: Parallelism
+    rank_counts: Mapping[RankState, int]
+    policy: OperatingPolicy
+    """The one in force."""
+    baseline: StockIteration | None
+    profiled_clock_count: int
+    """Clocks measured of the stage with the fewest."""
+    profiling_cost: ProfilingCost
+    profiling_budget: ProfilingBudget
+    t_min_s: float
+    t_star_s: float
+    t_slow_s: float
+    min_planned_time_s: float
+    max_planned_time_s: float
+    straggler_count: int
     create_time_s: float
     """When it was registered, on the wall clock."""
+    finish_time_s: float | None
+    """When it finished, on the wall clock."""
+    last_event_sequence: int
+    """Number of the last event that this shows."""
+    details: JobDetails | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankFilter:
+    """Which ranks are meant: in one of these states (all if empty), of this pipeline, of this stage."""
+
+    states: frozenset[RankState] = frozenset()
+    pipeline: int | None = None
+    stage: int | None = None

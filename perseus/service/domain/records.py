@@ -4,22 +4,34 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from perseus.service.domain.measured import Period, StageProfile
-from perseus.service.domain.model import JobState, PipelineOffer, Rank, Straggler
+from perseus.service.domain.model import JobState, PipelineOffer, Rank, StockIteration, Straggler
+from perseus.service.domain.profiling import GivenUpClock, ProfilingCost
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
+from perseus.service.domain.stall import Stall
 from perseus.service.domain.telemetry import IterationColumns
 
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job's own figures. `baseline_time_s` is 0 before it was measured, `lag_s` before plans showed it."""
+    """A job's own figures; `lag_s` is 0 before plans showed it.
+
+    `state_reason` is the sentence of the last change of state, `finish_time_s` on the wall clock.
+    `profiling_cost` and `given_up_clocks` are those of profiling so far; `stall` is what was told last of why
+    the job does not get on, None once it does.
+    """
 
     policy: OperatingPolicy
     state: JobState
+    state_reason: str
     version: int
-    baseline_time_s: float
+    baseline: StockIteration | None
     is_profile_complete: bool
     stragglers: tuple[Straggler, ...]
     lag_s: float
+    profiling_cost: ProfilingCost
+    given_up_clocks: tuple[GivenUpClock, ...]
+    stall: Stall | None
+    finish_time_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

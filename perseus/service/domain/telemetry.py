@@ -87,9 +87,19 @@ class ComputationColumns:
         for name in ("begin_s", "duration_s"):
             _check_bounds(f"computations.{name}", getattr(self, name), 0, MAX_DURATION_S)
 
+    def iterations(self) -> list[int]:
+        """Return the iterations that there are rows of, in order."""
+        if not len(self.iteration):
+            return []
+        first = int(self.iteration[0])
+        # Nearly every batch is of a single one, and looking for others costs more than all else here.
+        return [first] if (self.iteration == first).all() else np.unique(self.iteration).tolist()
+
     def of_iteration(self, iteration: int) -> "ComputationColumns":
         """Return the rows of one iteration."""
         rows = self.iteration == iteration
+        if rows.all():
+            return self
         return ComputationColumns(*(getattr(self, column.name)[rows] for column in fields(self)))
 
 
@@ -213,11 +223,10 @@ class TelemetryBatch:
         Raises:
             InvalidFieldError: quotes the clock.
         """
-        known = np.array([0, *supported_clocks_mhz], dtype=np.int64)
         clocks_mhz = self.computations.clock_mhz
-        _check_column(
-            "computations.clock_mhz", clocks_mhz, np.isin(clocks_mhz, known), "a clock of the rank's GPU"
-        )
+        if not {0, *supported_clocks_mhz}.issuperset(clocks_mhz.tolist()):
+            known = np.isin(clocks_mhz, [0, *supported_clocks_mhz])
+            _check_column("computations.clock_mhz", clocks_mhz, known, "a clock of the rank's GPU")
         for row, sample in enumerate(self.energy.samples if self.energy else ()):
             if sample.clock_mhz != 0 and sample.clock_mhz not in supported_clocks_mhz:
                 raise InvalidFieldError(

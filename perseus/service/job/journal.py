@@ -3,7 +3,9 @@
 from collections.abc import Hashable
 
 from perseus.service.domain.commands import Announce, Command, Store
-from perseus.service.domain.model import EventType, Happening
+from perseus.service.domain.events import Happening
+from perseus.service.domain.evidence import EVIDENCE, Evidence
+from perseus.service.domain.model import EventType
 from perseus.service.domain.records import Record, record_key
 
 
@@ -29,11 +31,11 @@ class Journal:
         self._records.pop(key, None)
         self._records[key] = record
 
-    def announce(self, kind: EventType, message: str, **attributes: object) -> None:
-        """Want an event stored and told; attributes are kept as text."""
+    def announce(self, kind: EventType, message: str, evidence: Evidence | None = None) -> None:
+        """Want an event stored and told, with the evidence that its type has."""
+        assert type(evidence) is EVIDENCE.get(kind, type(None)), f"{kind} does not go with {evidence}"
         self.sequence += 1
-        texts = {name: str(value) for name, value in attributes.items()}
-        self._commands.append(Announce(Happening(self.sequence, kind, message, texts)))
+        self._commands.append(Announce(Happening(self.sequence, kind, message, evidence)))
 
     def take(self) -> list[Command]:
         """Return what has gathered, records first."""

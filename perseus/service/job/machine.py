@@ -14,13 +14,15 @@ they run (`RankTable`). Every input ends with the same three steps:
 
 A rank whose stream ended is DISCONNECTED: it keeps its plan and may resume, and its job's state does not
 change. A rank whose agent was silent for the lease is LOST, as is one whose trainer is gone. Leases run out
-on a Tick only. The time is any clock that never goes back; only differences count.
+on a Tick only. The time is any clock that never goes back; only differences count. The wall clock's time is
+there to be told to people, and nothing is decided by it.
 """
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
 
+from perseus.service.domain import evidence
 from perseus.service.domain.commands import AcceptRank, Command, EndStream, FindProfile, ReportIteration
 from perseus.service.domain.errors import (
     JobFinishedError,
@@ -49,17 +51,20 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.measured import JobIteration, Period, StageProfile, Timeline
+from perseus.service.domain.measured import JobIteration, Period, Saving, StageProfile, Timeline
 from perseus.service.domain.model import (
+    FIRST_RUN,
     FOREIGN_VERSION,
     NO_VERSION,
     STOCK,
     EventType,
     HoldClocks,
+    JobDetails,
     JobState,
     JobView,
     PlannedClocks,
     Rank,
+    RankFilter,
     RankLeftReason,
     RankState,
     StockClocks,
@@ -76,6 +81,7 @@ from perseus.service.job.planning.operating_point import check_straggler
 from perseus.service.job.planning.planner import Planner
 from perseus.service.job.planning.refusals import Refusals
 from perseus.service.job.profiling.profiler import Profiler
+from perseus.service.job.progress import Progress
 from perseus.service.job.ranks.rank_table import LIVE, RankTable
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, stages_at_stock
 from perseus.service.job.rules import Rules
@@ -91,6 +97,7 @@ class JobMachine:
         spec: the job as registered.
         schedule: its order of computations.
         state: where the job stands.
+        state_reason: why it is there; one sentence.
         create_time_s: when it was registered, on the wall clock.
         log: its iterations and the report.
         timelines: the latest iteration of each pipeline.
@@ -98,23 +105,38 @@ class JobMachine:
         is_profile_complete: whether that is enough to plan on.
     """
 
-    def __init__(self, spec: JobSpec, rules: Rules, epoch: str, create_time_s: float) -> None:
+    def __init__(
+        self, spec: JobSpec, rules: Rules, epoch: str, create_time_s: float, created_s: float
+    ) -> None:
+        """Begin where nothing is known.
+
+        Args:
+            spec: the job.
+            rules: what the operator has set.
+            epoch: of the coordinator's state.
+            create_time_s: when it was registered, on the wall clock.
+            created_s: the same on the clock that never goes back.
+        """
         self.spec = spec
         self.schedule = spec.check()
         self._orders = [Order(order) for order in self.schedule.orders]
         self.state = JobState.WAITING
+        self.state_reason = "some ranks have not joined yet"
         self.log = IterationLog(list(spec.parallelism.all_coordinates()))
         self.timelines = TimelineMemory(spec.parallelism)
         self._epoch = epoch
         self.create_time_s = create_time_s
+        self._finish_time_s: float | None = None
         self._journal = Journal()
-        self._ranks = RankTable(spec, rules.lease_s, self._journal)
+        self._ranks = RankTable(spec, rules.lease_s, self._journal, created_s)
         self._offers = OfferBoard(spec.parallelism, self._ranks, self._journal)
         self._refusals = Refusals(self._ranks, self._offers, self._journal)
         self._baseline = Baseline(rules.baseline_iterations)
         self.is_profile_complete = False
+        self._profiling_budget = rules.profiling.budget
         self.profiler = Profiler(spec.parallelism, self.schedule, rules.profiling, self._journal)
-        self._now_s = 0.0
+        self._now_s = created_s
+        self._wall_time_s = create_time_s
         self._stragglers = StragglerBook(self.schedule, spec.parallelism, self._journal)
         self._planner = Planner(
             spec.parallelism,
@@ -128,7 +150,20 @@ class JobMachine:
             self._stragglers,
             self._journal,
         )
+        self._progress = Progress(
+            self._ranks,
+            self.log,
+            self._baseline,
+            self._offers,
+            self.profiler,
+            rules.profiling.iterations,
+            self._journal,
+            created_s,
+            create_time_s,
+        )
         self._stored_record: JobRecord | None = None
+        # The state and the frontier for which the report and the detection know the offers.
+        self._labelled: tuple[JobState, Frontier | None] | None = None
 
     # ------------------------------------------------------------------ the way in and out
 
@@ -139,80 +174,123 @@ class JobMachine:
             EventType.REGISTERED,
             f"registered with {counts.pipeline_count} pipelines × {counts.stage_count} stages × "
             f"{counts.tensor_count} tensor-parallel ranks",
-            pipeline_count=counts.pipeline_count,
-            stage_count=counts.stage_count,
-            tensor_count=counts.tensor_count,
+            evidence.Registered(counts),
         )
         return self._take_commands()
 
     @classmethod
     def restore(
-        cls, stored: StoredJob, rules: Rules, epoch: str, now_s: float
+        cls, stored: StoredJob, rules: Rules, epoch: str, now_s: float, wall_time_s: float
     ) -> tuple["JobMachine", list[Command]]:
         """Go on after a restart. Ranks that were connected have a whole lease to come back.
 
         A frontier is not stored: a complete profile is solved again, while plans in force stay as they are.
         """
-        machine = cls(stored.spec, rules, epoch, stored.create_time_s)
+        created_s = now_s - (wall_time_s - stored.create_time_s)
+        machine = cls(stored.spec, rules, epoch, stored.create_time_s, created_s)
         version = NO_VERSION
         if (record := stored.record) is not None:
             machine._planner.policy, machine.state, version = record.policy, record.state, record.version
-            machine._baseline.time_s = record.baseline_time_s
+            machine.state_reason, machine._finish_time_s = record.state_reason, record.finish_time_s
+            machine._baseline.iteration = record.baseline
             machine._planner.lag_s = record.lag_s
             machine.is_profile_complete = record.is_profile_complete
             machine._stragglers.restore(record.stragglers)
+            machine.profiler.cost, machine.profiler.given_up = record.profiling_cost, record.given_up_clocks
         machine._offers.restore(version, stored.offers)
         machine._ranks.restore(stored.ranks, now_s)
         machine.profiler.profiles = stored.profiles
+        machine._now_s, machine._wall_time_s = now_s, wall_time_s
+        machine._progress.restore(machine.state, record.stall if record else None, now_s)
         machine._journal.sequence = stored.last_sequence
         machine.log.periods = list(stored.periods)
         machine.log.mark_straggler(-1, bool(machine._stragglers))
         machine._label_versions()
         for rows in stored.open_rows:
-            machine.log.add(rows.rank, rows.rows)
+            # They complete nothing, or it would have been stored as complete: the time is of no matter.
+            machine.log.add(rows.rank, rows.rows, stored.create_time_s)
         if machine.is_profile_complete and machine.state not in (JobState.STOCK, JobState.FINISHED):
             machine._solve()
         return machine, machine._take_commands()
 
-    def handle(self, event: Input, now_s: float) -> list[Command]:
-        """Take one input. Returns what is to be done, records first.
+    def handle(self, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
+        """Take one input, at a time of a clock that never goes back and of the wall clock.
+
+        Returns what is to be done, records first.
 
         Raises:
             InvalidInputError: the input does not fit the job; nothing has changed.
             JobFinishedError, RankAlreadyServedError: it is refused; nothing has changed.
         """
-        self._now_s = now_s
+        self._now_s, self._wall_time_s = now_s, wall_time_s
         self._on(event, now_s)
+        self._progress.check(now_s, wall_time_s)
         self._advance()
         self._offers.settle()
         self._label_versions()
         return self._take_commands()
 
     def next_deadline_s(self) -> float | None:
-        """When the next lease runs out, if any runs: a Tick is due then."""
-        return self._ranks.next_deadline_s()
+        """When the next lease or the patience with the job runs out, if any does: a Tick is due then."""
+        deadlines_s = (self._ranks.next_deadline_s(), self._progress.next_deadline_s())
+        return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 
-    def view(self) -> JobView:
-        """Return the job as others may see it."""
+    def summary(self) -> JobView:
+        """Return the job as others may see it, without details: no work over its ranks or pipelines."""
         frontier = self._planner.frontier
-        clocks = [offer.clocks for offer in self._offers]
-        planned_s = tuple(some.plan.iteration_time_s for some in clocks if isinstance(some, PlannedClocks))
+        min_planned_s, max_planned_s = self._offers.planned_range_s
         return JobView(
-            spec=self.spec,
-            policy=self._planner.policy,
+            job_id=self.spec.job_id,
+            run_number=FIRST_RUN,
             state=self.state,
+            state_reason=self.state_reason,
+            stall=self._progress.stall,
             epoch=self._epoch,
-            ranks=tuple(self._ranks),
+            parallelism=self.spec.parallelism,
+            rank_counts=self._ranks.counts.copy(),
+            policy=self._planner.policy,
+            baseline=self._baseline.iteration,
+            profiled_clock_count=self.profiler.least_clock_count,
+            profiling_cost=self.profiler.cost,
+            profiling_budget=self._profiling_budget,
+            t_min_s=frontier.t_min_s if frontier else 0.0,
+            t_star_s=frontier.t_star_s if frontier else 0.0,
+            t_slow_s=frontier.t_slow_s if frontier else 0.0,
+            min_planned_time_s=min_planned_s,
+            max_planned_time_s=max_planned_s,
+            straggler_count=len(self._stragglers),
+            create_time_s=self.create_time_s,
+            finish_time_s=self._finish_time_s,
+            last_event_sequence=self.last_event_sequence,
+        )
+
+    def details(self) -> JobDetails:
+        """Return what of the job grows with its size."""
+        return JobDetails(
+            spec=self.spec,
             straggler_times_s=self._planner.straggler_times_s(),
             detected_stragglers=frozenset(
                 straggler.pipeline for straggler in self._stragglers if straggler.is_detected
             ),
-            profiled_clock_count=self.profiler.clock_count,
-            t_min_s=frontier.t_min_s if frontier else 0.0,
-            t_slow_s=frontier.t_slow_s if frontier else 0.0,
-            planned_iteration_time_s=planned_s if len(planned_s) == len(clocks) else (),
-            create_time_s=self.create_time_s,
+            planned_iteration_time_s=self._offers.planned_times_s,
         )
+
+    def view(self) -> JobView:
+        """Return the job as others may see it, with its details."""
+        return replace(self.summary(), details=self.details())
+
+    def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
+        """Yield the wanted ranks from an index on, each with its index in the order of all ranks.
+
+        Raises:
+            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
+        """
+        return self._ranks.select(wanted, first_index)
+
+    @property
+    def last_event_sequence(self) -> int:
+        """Number of the last event."""
+        return self._journal.sequence
 
     @property
     def has_finished(self) -> bool:
@@ -239,9 +317,9 @@ class JobMachine:
         parts = ("parallelism", "schedule", "policy")
         return next((name for name in parts if getattr(self.spec, name) != getattr(spec, name)), None)
 
-    def report(self) -> tuple[Period, ...]:
-        """Return what was measured, period by period."""
-        return tuple(self.log.periods)
+    def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
+        """Yield what was measured, from the period of a number on, and what it saved against stock."""
+        return self.log.report(first_number)
 
     def timeline(self, pipeline: int) -> Timeline:
         """Return the latest whole iteration of a pipeline.
@@ -280,11 +358,16 @@ class JobMachine:
         record = JobRecord(
             policy=self._planner.policy,
             state=self.state,
+            state_reason=self.state_reason,
             version=self._offers.version,
-            baseline_time_s=self._baseline.time_s,
+            baseline=self._baseline.iteration,
             is_profile_complete=self.is_profile_complete,
             stragglers=tuple(self._stragglers),
             lag_s=self._planner.lag_s,
+            profiling_cost=self.profiler.cost,
+            given_up_clocks=self.profiler.given_up,
+            stall=self._progress.told,
+            finish_time_s=self._finish_time_s,
         )
         if record != self._stored_record:
             self._stored_record = record
@@ -307,6 +390,7 @@ class JobMachine:
         has_refused = self._ranks[event.rank].has_refused
         self._ranks.join(event, self._known_version(event.in_force_epoch, event.in_force_version), now_s)
         self._offers.forget_sent(event.rank)
+        self._progress.forget(event.rank)
         self._journal.do(AcceptRank(event.rank, event.instance_id))
         if has_refused and not self._ranks[event.rank].has_refused:
             self._profile_more(f"{event.rank} has another agent")
@@ -318,7 +402,7 @@ class JobMachine:
         if rank.instance_id == event.instance_id and rank.state in LIVE:
             if event.reason is RankLeftReason.FINISHED:
                 self._offers.forget_sent(event.rank)
-                self._ranks.drop(event.rank, RankState.FINISHED, event.reason.value)
+                self._ranks.finish(event.rank, event.reason.value)
             else:
                 self._lose([rank], event.reason.value)
 
@@ -426,7 +510,7 @@ class JobMachine:
         self._journal.announce(
             EventType.BASELINE_REQUESTED,
             f"the stock iteration, {self._baseline.time_s:.6f} s so far, is measured again",
-            baseline_time_s=self._baseline.time_s,
+            evidence.BaselineRequested(self._baseline.time_s),
         )
         self._baseline.forget()
         self._enter(JobState.BASELINE, "the stock baseline is measured again")
@@ -466,7 +550,7 @@ class JobMachine:
         """Lose ranks. The job can't go on without them, and may come back at another iteration."""
         for rank in ranks:
             self._offers.forget_sent(rank.coordinates)
-            self._ranks.drop(rank.coordinates, RankState.LOST, why)
+            self._ranks.lose(rank.coordinates, why, self._now_s)
         if ranks:
             self.log.restart()
             self._stragglers.restart()
@@ -498,9 +582,10 @@ class JobMachine:
     # ------------------------------------------------------------------ iterations
 
     def _take_iterations(self, event: TelemetryArrived) -> None:
+        self._progress.take_rows(event.rank, event.batch.iterations)
         count = len(self.log.periods)
         last = self.log.periods[-1] if self.log.periods else None
-        summaries, complete = self.log.add(event.rank, event.batch.iterations)
+        summaries, complete = self.log.add(event.rank, event.batch.iterations, self._wall_time_s)
         for summary in summaries:
             self.timelines.finish(summary)
             self._journal.do(ReportIteration(summary))
@@ -511,28 +596,56 @@ class JobMachine:
         if complete:
             self._offers.iteration_time_s = complete[-1].iteration_time_s
         for iteration in complete:
+            gap_s = self._progress.silence_s(self._now_s)
+            self._progress.take_iteration(iteration, self._now_s)
             judgement = self._stragglers.judge(iteration)
             if judgement.has_changed:
                 self._after_straggler_change()
             if self.state is JobState.PROFILING:
-                self._note_held(iteration, judgement.slowed)
+                self._note_profiled(iteration, judgement.slowed, gap_s)
             elif self.state is JobState.PLANNED:
                 self._watch_plans(iteration)
         if self.state is JobState.BASELINE:
             self._baseline.take(complete, self._offers.versions)
 
-    def _note_held(self, iteration: JobIteration, slowed: Collection[int]) -> None:
-        if iteration.versions == self._offers.versions:
-            baseline_j = [period.energy_j for period in self.log.periods if period.state is JobState.BASELINE]
-            disturbed = {*self._stragglers.pipelines, *slowed}
-            self.profiler.take_iteration(iteration, disturbed, baseline_j[-1] if baseline_j else 0.0)
+    def _note_profiled(self, iteration: JobIteration, slowed: Collection[int], gap_s: float) -> None:
+        """Let the profiler count an iteration, unless it ran at stock because nothing is held for now.
+
+        `gap_s`: since the one before.
+        """
+        if iteration.skipped_count:
+            self.profiler.take_gap(iteration, gap_s, self._baseline.time_s)
+        self.profiler.end_gap()
+        is_as_offered = iteration.versions == self._offers.versions
+        if is_as_offered and self._held_clocks() is None:
+            return
+        baseline = self._baseline.iteration
+        assert baseline is not None
+        self.profiler.take_iteration(
+            iteration, is_as_offered, {*self._stragglers.pipelines, *slowed}, baseline
+        )
+
+    def _held_clocks(self) -> HoldClocks | None:
+        """Return the clocks that all pipelines are to hold, if they are to."""
+        clocks = self._offers[0].clocks
+        return clocks if isinstance(clocks, HoldClocks) else None
 
     def _label_versions(self) -> None:
-        """Let the report know for what state clocks were offered, and the detection what plans promise."""
-        if self.state is not JobState.WAITING:
-            for pipeline, offer in enumerate(self._offers):
-                self.log.label(pipeline, offer, self.state)
-            self._planner.tell_expectations()
+        """Let the report know for what state clocks were offered, and the detection what plans promise.
+
+        Only of what has changed: the offers of some pipelines; or, for all, the state or the frontier.
+        """
+        if self.state is JobState.WAITING:
+            return
+        basis = self.state, self._planner.frontier
+        changed = self._offers.take_changed()
+        if basis != self._labelled:
+            self._labelled, changed = basis, range(len(self._offers))
+        if not changed:
+            return
+        for pipeline in changed:
+            self.log.label(pipeline, self._offers[pipeline], self.state)
+        self._planner.tell_expectations(changed)
 
     # ------------------------------------------------------------------ states
 
@@ -546,9 +659,10 @@ class JobMachine:
             why = f"the stock iteration takes {self._baseline.time_s:.6f} s"
             self._enter(self._state_with_all_ranks(), why)
         if self.state is JobState.PROFILING:
-            held = self._offers[0].clocks
-            assert isinstance(held, HoldClocks)
-            self._profile(held)
+            if self._progress.is_silent:
+                self._release_clocks()
+            else:
+                self._profile(self._held_clocks())
         if self.state is JobState.SOLVING and self._planner.frontier is not None:
             self._enter(JobState.PLANNED, "the frontier is solved")
 
@@ -562,16 +676,17 @@ class JobMachine:
     def _enter(self, state: JobState, why: str) -> None:
         """Enter a state, and say what clocks the pipelines should have in it."""
         check_transition(self.state, state)
-        before, self.state = self.state, state
+        before, self.state, self.state_reason = self.state, state, why
+        if state is JobState.FINISHED:
+            self._finish_time_s = self._wall_time_s
         self._journal.announce(
             EventType.STATE_CHANGED,
             f"{before.value} → {state.value}: {why}",
-            before=before.name,
-            after=state.name,
-            reason=why,
+            evidence.StateChanged(before, state, why),
         )
         self._baseline.restart()
         self._planner.watch.restart()
+        self._progress.enter(state, self._now_s)
         match state:
             case JobState.PROFILING:
                 if not self.profiler.profiles:
@@ -595,7 +710,7 @@ class JobMachine:
         if not any(clocks_mhz):
             self._fall_back("the GPUs have no clock in common")
             return
-        following = self.profiler.next_round(held, clocks_mhz, self._now_s)
+        following = self.profiler.next_round(held, clocks_mhz)
         if isinstance(following, HoldClocks):
             self._offers.wish(range(len(self._offers)), following)
         elif following.is_enough:
@@ -603,6 +718,12 @@ class JobMachine:
             self._enter(JobState.SOLVING, following.why)
         else:
             self._fall_back(following.why)
+
+    def _release_clocks(self) -> None:
+        """Hold nothing while nobody knows what the clocks cost; the round begins anew once that is known."""
+        if self._held_clocks() is not None:
+            self.profiler.take_silence(self._progress.silence_s(self._now_s), self._baseline.time_s)
+            self._offers.wish(range(len(self._offers)), STOCK)
 
     def _solve(self) -> None:
         try:
@@ -618,7 +739,7 @@ class JobMachine:
         return is_of_use and self.state not in (JobState.STOCK, JobState.FINISHED)
 
     def _give_up_solving(self, cause: str) -> None:
-        self._journal.announce(EventType.SOLVE_FAILED, f"no frontier: {cause}", cause=cause)
+        self._journal.announce(EventType.SOLVE_FAILED, f"no frontier: {cause}", evidence.SolveFailed(cause))
         self._fall_back(f"no frontier: {cause}")
 
     # ------------------------------------------------------------------ plans
@@ -653,7 +774,7 @@ class JobMachine:
         match self.state:
             case JobState.PROFILING:
                 assert len(set(clocks)) == 1
-                assert isinstance(clocks[0], HoldClocks)
+                assert isinstance(clocks[0], StockClocks if self._progress.is_silent else HoldClocks)
                 assert not self.is_profile_complete
             case JobState.PLANNED:
                 assert all(isinstance(some, PlannedClocks) for some in clocks)
@@ -673,4 +794,5 @@ class JobMachine:
         if planner.frontier is not None or (planner.is_solving and not planner.is_in_vain):
             assert self.is_profile_complete
         planner.validate()
+        self._progress.validate()
         self._stragglers.validate()

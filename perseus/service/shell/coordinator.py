@@ -9,8 +9,9 @@ them.
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -33,8 +34,10 @@ from perseus.service.domain.errors import (
     JobAlreadyExistsError,
     JobNotFoundError,
     LeaseExpiredError,
+    RunNotFoundError,
     StreamReplacedError,
 )
+from perseus.service.domain.events import EventFilter, JobEvent
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -56,17 +59,8 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.measured import Period, Timeline
-from perseus.service.domain.model import (
-    EventType,
-    IterationSummary,
-    JobEvent,
-    JobState,
-    JobView,
-    Offer,
-    Rank,
-    Straggler,
-)
+from perseus.service.domain.measured import Period, Saving, Timeline
+from perseus.service.domain.model import FIRST_RUN, JobState, JobView, Offer, Rank, RankFilter, Straggler
 from perseus.service.domain.records import JobRecord, OfferRecord, record_key
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
 from perseus.service.fleet.gpus import GpuIndex
@@ -74,11 +68,18 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
 from perseus.service.job.rules import Rules
 from perseus.service.shell.solving import SolverPool
-from perseus.service.shell.watching import Watcher
+from perseus.service.shell.watch_state import WatchState
+from perseus.service.shell.watching import Update, Watcher
 from perseus.service.storage.store import Entry, JobEntry, JobStore, NewJob, TelemetrySequence
 from perseus.solver import Computation, Frontier, Pipeline, Plan, SolverError
 
 log = structlog.get_logger(__name__)
+
+GATHERING_S = 0.005
+"""How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
+
+TURN_S = 0.005
+"""How long actions keep the event loop at a time."""
 
 
 class AgentPort(Protocol):
@@ -142,7 +143,9 @@ class Coordinator:
         """Load what is stored, and go on with it."""
         self._epoch = await self._store.epoch()
         for stored in await self._store.load_jobs():
-            machine, commands = JobMachine.restore(stored, self.rules, self._epoch, time.monotonic())
+            machine, commands = JobMachine.restore(
+                stored, self.rules, self._epoch, time.monotonic(), time.time()
+            )
             self._jobs[stored.spec.job_id] = _Job(machine)
             self._perform(stored.spec.job_id, commands)
             for place, gpu_uuid in machine.gpus().items():
@@ -158,14 +161,19 @@ class Coordinator:
         """
         while True:
             await self._has_work.wait()
+            await asyncio.sleep(GATHERING_S)
             self._has_work.clear()
             work, self._work = self._work, []
             entries = [entry for item in work for entry in item.entries]
             if entries:
                 await self._store.write(_latest(entries))
+            turn_ends_s = time.monotonic() + TURN_S
             for item in work:
                 for action in item.then:
                     action()
+                if time.monotonic() >= turn_ends_s:
+                    await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
+                    turn_ends_s = time.monotonic() + TURN_S
 
     def tick(self) -> None:
         """Let leases run out. To be called about every second."""
@@ -173,7 +181,7 @@ class Coordinator:
         for job_id, job in self._jobs.items():
             deadline_s = job.machine.next_deadline_s()
             if deadline_s is not None and deadline_s <= now_s:
-                self._perform(job_id, job.machine.handle(Tick(), now_s))
+                self._perform(job_id, _handle(job.machine, Tick()))
 
     def drain(self) -> None:
         """Tell all agents and watchers that the coordinator is about to stop."""
@@ -208,25 +216,41 @@ class Coordinator:
                 raise JobAlreadyExistsError(job_id=spec.job_id, field=name)
             return job.machine.view()
         create_time_s = time.time()
-        machine = JobMachine(spec, self.rules, self._epoch, create_time_s)
+        machine = JobMachine(spec, self.rules, self._epoch, create_time_s, time.monotonic())
         self._jobs[spec.job_id] = _Job(machine)
         await self._perform(spec.job_id, machine.register(), [NewJob(spec, create_time_s)])
         return machine.view()
 
-    def job(self, job_id: str) -> JobView:
-        """Return a job as it is.
+    def job(self, job_id: str, run_number: int, *, has_details: bool) -> JobView:
+        """Return a run of a job as it is; number 0 is the latest.
 
         Raises:
-            JobNotFoundError: there is none.
+            JobNotFoundError, RunNotFoundError: there is none.
         """
-        return self._find(job_id).machine.view()
+        return _view(self._find(job_id, run_number).machine, has_details)
 
-    def jobs(self, after_job_id: str, count: int) -> tuple[list[JobView], bool]:
-        """Return up to `count` jobs that follow an identifier in order, and whether there are more."""
+    def jobs(
+        self, after_job_id: str, states: Collection[JobState], *, has_details: bool
+    ) -> Iterator[JobView]:
+        """Yield the jobs that follow an identifier in order, those in one of these states (all if empty).
+
+        To be read before anything else may happen.
+        """
         job_ids = sorted(self._jobs)
-        first = bisect_right(job_ids, after_job_id)
-        page = job_ids[first : first + count]
-        return [self._jobs[job_id].machine.view() for job_id in page], first + count < len(job_ids)
+        for job_id in job_ids[bisect_right(job_ids, after_job_id) :]:
+            machine = self._jobs[job_id].machine
+            if not states or machine.state in states:
+                yield _view(machine, has_details)
+
+    def ranks(self, job_id: str, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
+        """Yield the wanted ranks of a job's latest run from an index on, each with its index.
+
+        To be read before anything else may happen.
+
+        Raises:
+            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
+        """
+        return self._find(job_id).machine.ranks(wanted, first_index)
 
     async def finish(self, job_id: str) -> JobView:
         """End a job."""
@@ -252,9 +276,14 @@ class Coordinator:
         """
         return await self._change(job_id, BaselineRequested())
 
-    def report(self, job_id: str) -> tuple[Period, ...]:
-        """Return what was measured, period by period."""
-        return self._find(job_id).machine.report()
+    def report(
+        self, job_id: str, run_number: int, first_number: int
+    ) -> Iterator[tuple[Period, Saving | None]]:
+        """Yield what was measured in a run, from the period of a number on, and what it saved against stock.
+
+        To be read before anything else may happen.
+        """
+        return self._find(job_id, run_number).machine.report(first_number)
 
     def timeline(self, job_id: str, pipeline: int) -> Timeline:
         """Return the latest whole iteration of a pipeline.
@@ -288,36 +317,37 @@ class Coordinator:
         """Solve a problem without a job."""
         return await self._solver.solve(problem, point_count)
 
-    async def watch(
-        self, job_id: str, after_sequence: int
-    ) -> AsyncIterator[JobView | JobEvent | IterationSummary]:
+    async def events(
+        self, job_id: str, run_number: int, wanted: EventFilter, first_sequence: int, limit: int
+    ) -> list[JobEvent]:
+        """Return a run's first `limit` wanted events from a sequence on.
+
+        Raises:
+            JobNotFoundError, RunNotFoundError: there is none.
+        """
+        self._find(job_id, run_number)
+        return await self._store.events(job_id, first_sequence - 1, limit, wanted)
+
+    async def watch(self, job_id: str, after_sequence: int, *, has_details: bool) -> AsyncIterator[Update]:
         """Yield the job, its events above a sequence, and then what is new, until the job has ended.
 
-        The watcher is there before the stored events are read, and news is told only once it is stored:
-        nothing is missed, and what comes twice is known by its sequence.
+        The watcher is there before anything is read, and news is told only once it is stored: nothing is
+        missed, and what comes twice is known by its sequence.
+
+        Raises:
+            JobNotFoundError: there is no such job.
+            DrainingError: the coordinator is about to stop.
         """
         job = self._find(job_id)
-        watcher = Watcher()
+        watcher = Watcher(
+            WatchState(after_sequence, job.machine.last_event_sequence, job.machine.has_finished)
+        )
         job.watchers.add(watcher)
         try:
-            has_ended = job.machine.has_finished
             await self.flush()
-            yield job.machine.view()
-            for event in await self._store.events(job_id, after_sequence):
-                after_sequence = event.happening.sequence
-                has_ended |= _is_end(event)
-                yield event
-            while not has_ended:
-                news, is_job_changed = await watcher.take()
-                for item in news:
-                    if isinstance(item, JobEvent):
-                        if item.happening.sequence <= after_sequence:
-                            continue
-                        after_sequence = item.happening.sequence
-                        has_ended |= _is_end(item)
-                    yield item
-                if is_job_changed:
-                    yield job.machine.view()
+            fetch = partial(self._store.events, job_id)
+            async for update in watcher.follow(partial(_view, job.machine, has_details), fetch):
+                yield update
         finally:
             job.watchers.discard(watcher)
 
@@ -360,7 +390,7 @@ class Coordinator:
         machine = self._find(job_id).machine
         self.tick()  # An older lease may have run out since the last one.
         self._gpus.check(job_id, event.rank, event.gpu.uuid)
-        self._perform(job_id, machine.handle(event, time.monotonic()))
+        self._perform(job_id, _handle(machine, event))
         self._gpus.put(job_id, event.rank, event.gpu.uuid)
         agent = self._agents.get(event.instance_id)
         if agent is not None:
@@ -373,8 +403,7 @@ class Coordinator:
             JobNotFoundError: the agent may have served the job under a coordinator that lost its state.
             RankOutOfRangeError: the job has no such rank.
         """
-        machine = self._find(job_id).machine
-        self._perform(job_id, machine.handle(event, time.monotonic()))
+        self._perform(job_id, _handle(self._find(job_id).machine, event))
 
     def note_gpu_error(self, job_id: str, event: GpuErrorReported) -> None:
         """Take what an agent says of a rank's GPU.
@@ -384,7 +413,7 @@ class Coordinator:
             RankOutOfRangeError: the job has no such rank.
         """
         machine = self._find(job_id).machine
-        self._perform(job_id, machine.handle(event, time.monotonic()))
+        self._perform(job_id, _handle(machine, event))
 
     async def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
         """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.
@@ -401,7 +430,7 @@ class Coordinator:
         commands: list[Command] = []
         entries: list[Entry] = []
         if sequence > agent.received_sequence:
-            commands = self._find(job_id).machine.handle(event, time.monotonic())
+            commands = _handle(self._find(job_id).machine, event)
             agent.received_sequence = sequence
             entries = [TelemetrySequence(instance_id, sequence)]
         taken = agent.received_sequence
@@ -427,21 +456,23 @@ class Coordinator:
         job = self._jobs.get(job_id)
         return job is not None and job.machine.is_on_gpu(rank, gpu_uuid)
 
-    def _find(self, job_id: str) -> _Job:
+    def _find(self, job_id: str, run_number: int = 0) -> _Job:
         try:
-            return self._jobs[job_id]
+            job = self._jobs[job_id]
         except KeyError:
             raise JobNotFoundError(job_id=job_id) from None
+        if run_number not in (0, FIRST_RUN):
+            raise RunNotFoundError(job_id=job_id, run_number=run_number)
+        return job
 
     async def _change(self, job_id: str, event: Input) -> JobView:
         machine = self._find(job_id).machine
-        await self._perform(job_id, machine.handle(event, time.monotonic()))
+        await self._perform(job_id, _handle(machine, event))
         return machine.view()
 
     def _tell_jobs(self, agent: _Agent, event: Input) -> None:
-        now_s = time.monotonic()
         for job_id in agent.job_ids:
-            self._perform(job_id, self._jobs[job_id].machine.handle(event, now_s))
+            self._perform(job_id, _handle(self._jobs[job_id].machine, event))
 
     def _perform(
         self, job_id: str, commands: Iterable[Command], entries: Iterable[Entry] = ()
@@ -518,7 +549,7 @@ class Coordinator:
         if like:
             youngest = max(like, key=lambda other: other.create_time_s)
             found = ProfileFound(youngest.complete_profiles())
-            self._perform(job_id, machine.handle(found, time.monotonic()))
+            self._perform(job_id, _handle(machine, found))
 
     async def _solve(self, job_id: str, problem: Pipeline, slow: SlowPlan | None) -> None:
         answer: Solved | SolveFailed
@@ -527,13 +558,15 @@ class Coordinator:
         except (SolverError, CoordinatorError) as error:
             answer = SolveFailed(str(error))
         machine = self._jobs[job_id].machine
-        self._perform(job_id, machine.handle(answer, time.monotonic()))
+        self._perform(job_id, _handle(machine, answer))
 
 
-def _is_end(event: JobEvent) -> bool:
-    happening = event.happening
-    ended = JobState.FINISHED.name
-    return happening.type is EventType.STATE_CHANGED and happening.attributes["after"] == ended
+def _handle(machine: JobMachine, event: Input) -> list[Command]:
+    return machine.handle(event, time.monotonic(), time.time())
+
+
+def _view(machine: JobMachine, has_details: bool) -> JobView:
+    return machine.view() if has_details else machine.summary()
 
 
 def _latest(entries: Sequence[Entry]) -> list[Entry]:

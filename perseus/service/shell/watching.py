@@ -1,55 +1,70 @@
-"""Who watches a job: a bounded queue of news per watcher, and the latest state of the job only once."""
+"""Who watches a job: takes the steps that `watch_state` asks for, one reader at a time."""
 
 import asyncio
-from collections import deque
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 
-from perseus.service.domain.errors import ReaderTooSlowError
-from perseus.service.domain.model import IterationSummary, JobEvent
+from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
+from perseus.service.domain.model import JobView
+from perseus.service.shell.watch_state import End, Fetch, News, Tell, TellJob, Wait, WatchState
 
-News = JobEvent | IterationSummary
-
-NEWS_LIMIT = 1024
-"""News that may wait for a watcher; one that lags further behind is ended, so that it can't take memory."""
+Update = JobView | News | CaughtUp | WatchGap
 
 
 class Watcher:
-    """News of one job on their way to one reader."""
+    """What one reader is told of one job."""
 
-    def __init__(self) -> None:
-        self._news: deque[News] = deque()
-        self._is_job_changed = False
+    def __init__(self, state: WatchState) -> None:
+        self._state = state
         self._error: Exception | None = None
         self._wake = asyncio.Event()
 
     def tell(self, news: News) -> None:
-        """Queue news."""
-        if len(self._news) >= NEWS_LIMIT:
-            self.end(ReaderTooSlowError(limit=NEWS_LIMIT))
-            return
-        self._news.append(news)
+        """Tell news, which is stored."""
+        self._state.tell(news)
         self._wake.set()
 
     def change_job(self) -> None:
-        """Say that the job looks different now. Said twice, it is told once."""
-        self._is_job_changed = True
+        """Say that the job looks different now."""
+        self._state.change_job()
         self._wake.set()
 
     def end(self, error: Exception) -> None:
         """End the watcher."""
         self._error = error
-        self._news.clear()
         self._wake.set()
 
-    async def take(self) -> tuple[list[News], bool]:
-        """Wait for something new; return the news in order, and whether the job looks different.
+    async def follow(
+        self, view: Callable[[], JobView], fetch: Callable[[int, int], Awaitable[Sequence[JobEvent]]]
+    ) -> AsyncIterator[Update]:
+        """Yield all that is to be told, until the job has ended.
+
+        Args:
+            view: the job as it is.
+            fetch: so many stored events above a sequence, at most.
 
         Raises:
-            ReaderTooSlowError, or what `end` was given.
+            Exception: what `end` was given.
         """
-        await self._wake.wait()
-        self._wake.clear()
-        if self._error is not None:
-            raise self._error
-        news, self._news = list(self._news), deque()
-        is_changed, self._is_job_changed = self._is_job_changed, False
-        return news, is_changed
+        while True:
+            self._wake.clear()
+            if self._error is not None:
+                raise self._error
+            match self._state.next_step(time.monotonic()):
+                case Tell(update):
+                    yield update
+                case TellJob():
+                    job = view()
+                    self._state.note_snapshot(job.last_event_sequence)
+                    yield job
+                case Fetch(after_sequence, limit):
+                    self._state.take_page(await fetch(after_sequence, limit))
+                case Wait(until_s):
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(
+                            None if until_s is None else max(0.0, until_s - time.monotonic())
+                        ):
+                            await self._wake.wait()
+                case End():
+                    return

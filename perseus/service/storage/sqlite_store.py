@@ -8,7 +8,7 @@ import asyncio
 import json
 import sqlite3
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,13 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from perseus.service.domain.errors import DatabaseUnavailableError
+from perseus.service.domain.events import ALL_EVENTS, EventFilter, Happening, JobEvent
+from perseus.service.domain.evidence import EVIDENCE, Evidence
 from perseus.service.domain.measured import Period, StageKey, StageProfile
 from perseus.service.domain.model import (
     Clocks,
     EventType,
-    Happening,
     HoldClocks,
-    JobEvent,
     PipelineOffer,
     PlannedClocks,
     Rank,
@@ -69,8 +69,10 @@ CREATE TABLE open_iterations (
     (job_id, iteration, pipeline, stage, tensor)) WITHOUT ROWID;
 CREATE TABLE events (
     job_id TEXT, sequence INTEGER, create_time_s REAL NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL,
-    attributes TEXT NOT NULL,
+    evidence TEXT,
     PRIMARY KEY (job_id, sequence)) WITHOUT ROWID;
+CREATE INDEX events_by_type ON events (job_id, type, sequence);
+CREATE INDEX events_by_time ON events (job_id, create_time_s);
 CREATE TABLE telemetry (instance_id TEXT PRIMARY KEY, sequence INTEGER NOT NULL) WITHOUT ROWID;
 """
 
@@ -79,6 +81,7 @@ _RECORD = TypeAdapter(JobRecord)
 _RANK = TypeAdapter(Rank)
 _PERIOD = TypeAdapter(Period)
 _MEASUREMENTS = TypeAdapter(list[tuple[StageKey, Measurement]])
+_EVIDENCE: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in set(EVIDENCE.values())}
 _CLOCKS: dict[str, TypeAdapter[Any]] = {
     "stock": TypeAdapter(StockClocks),
     "hold": TypeAdapter(HoldClocks),
@@ -125,16 +128,14 @@ class SqliteStore(JobStore):
         """See JobStore."""
         return await self._run(partial(_load_jobs, self._connection))
 
-    async def events(self, job_id: str, after_sequence: int) -> list[JobEvent]:
+    async def events(
+        self, job_id: str, after_sequence: int, limit: int, wanted: EventFilter = ALL_EVENTS
+    ) -> list[JobEvent]:
         """See JobStore."""
-        rows = await self._read(
-            "SELECT sequence, create_time_s, type, message, attributes FROM events "
-            "WHERE job_id = ? AND sequence > ? ORDER BY sequence",
-            (job_id, after_sequence),
-        )
+        statement, values = events_query(job_id, after_sequence, limit, wanted)
         return [
-            JobEvent(job_id, time_s, Happening(sequence, EventType(kind), message, json.loads(attributes)))
-            for sequence, time_s, kind, message, attributes in rows
+            JobEvent(job_id, time_s, _load_happening(sequence, EventType(kind), message, evidence))
+            for sequence, time_s, kind, message, evidence in await self._read(statement, values)
         ]
 
     async def telemetry_sequence(self, instance_id: str) -> int:
@@ -147,7 +148,9 @@ class SqliteStore(JobStore):
         await self._run(self._connection.close)
         self._thread.shutdown()
 
-    async def _read(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+    async def _read(
+        self, statement: str, values: Sequence[object] | Mapping[str, object] = ()
+    ) -> list[tuple[Any, ...]]:
         return await self._run(lambda: self._connection.execute(statement, values).fetchall())
 
     async def _run(self, work: Callable[[], T]) -> T:
@@ -193,10 +196,10 @@ def _write_all(connection: sqlite3.Connection, entries: Iterable[Entry]) -> None
                 case JobEntry(job_id, record):
                     _write_record(connection, job_id, record)
                 case JobEvent(job_id, create_time_s, event):
-                    attributes = json.dumps(dict(event.attributes))
+                    evidence = _dump_evidence(event.evidence)
                     connection.execute(
                         "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)",
-                        (job_id, event.sequence, create_time_s, event.type.value, event.message, attributes),
+                        (job_id, event.sequence, create_time_s, event.type.value, event.message, evidence),
                     )
                 case TelemetrySequence(instance_id, sequence):
                     connection.execute("REPLACE INTO telemetry VALUES (?, ?)", (instance_id, sequence))
@@ -261,6 +264,52 @@ def _write_iterations(connection: sqlite3.Connection, job_id: str, record: Itera
     connection.execute(
         "DELETE FROM open_iterations WHERE job_id = ? AND iteration <= ?", (job_id, record.closed_through)
     )
+
+
+def events_query(
+    job_id: str, after_sequence: int, limit: int, wanted: EventFilter
+) -> tuple[str, dict[str, object]]:
+    """Return the query for a page of events, and its values.
+
+    However many events there are, it reads little more than the page: along the primary key, or along the
+    index of each type, these merged. The wall clock may be set back, so times need not follow the sequence:
+    bounds on time become bounds on the sequence, along an index of their own, and are tested for each event.
+    """
+    values: dict[str, object] = {"job_id": job_id, "after": after_sequence, "limit": limit}
+    conditions = "job_id = :job_id AND sequence > :after"
+    if wanted.start_time_s is not None:
+        values["start_s"] = wanted.start_time_s
+        conditions += (
+            " AND create_time_s >= :start_s AND sequence >= (SELECT min(sequence) "
+            "FROM events INDEXED BY events_by_time WHERE job_id = :job_id AND create_time_s >= :start_s)"
+        )
+    if wanted.end_time_s is not None:
+        values["end_s"] = wanted.end_time_s
+        conditions += (
+            " AND create_time_s < :end_s AND sequence <= (SELECT max(sequence) "
+            "FROM events INDEXED BY events_by_time WHERE job_id = :job_id AND create_time_s < :end_s)"
+        )
+    columns = "sequence, create_time_s, type, message, evidence"
+    if not wanted.types:
+        select = f"SELECT {columns} FROM events WHERE {conditions}"
+    else:
+        kinds = {f"type_{number}": kind.value for number, kind in enumerate(wanted.types)}
+        values |= kinds
+        of_type = f"SELECT {columns} FROM events INDEXED BY events_by_type WHERE {conditions} AND type ="
+        select = " UNION ALL ".join(f"{of_type} :{name}" for name in kinds)
+    return f"{select} ORDER BY sequence LIMIT :limit", values
+
+
+def _dump_evidence(evidence: Evidence | None) -> str | None:
+    # pydantic's own dump_json has no word for infinity and NaN.
+    return (
+        None if evidence is None else json.dumps(_EVIDENCE[type(evidence)].dump_python(evidence, mode="json"))
+    )
+
+
+def _load_happening(sequence: int, kind: EventType, message: str, evidence: str | None) -> Happening:
+    values: Evidence | None = None if evidence is None else _EVIDENCE[EVIDENCE[kind]].validate_json(evidence)
+    return Happening(sequence, kind, message, values)
 
 
 def _load_jobs(connection: sqlite3.Connection) -> list[StoredJob]:

@@ -1,7 +1,7 @@
 """What outlives the coordinator, behind one interface that any database can implement.
 
 Everything is written as a list of entries in one transaction, and read back only at the start (jobs), when
-an agent introduces itself (its last sequence) and when somebody watches a job (events). An entry of a key
+an agent introduces itself (its last sequence) and when somebody asks for a job's events. An entry of a key
 that is already there replaces the older one.
 """
 
@@ -9,7 +9,7 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perseus.service.domain.model import JobEvent
+from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
 from perseus.service.domain.records import Record, StoredJob
 from perseus.service.domain.specification import JobSpec
 
@@ -57,8 +57,10 @@ class JobStore(abc.ABC):
         """Return all jobs, by identifier."""
 
     @abc.abstractmethod
-    async def events(self, job_id: str, after_sequence: int) -> list[JobEvent]:
-        """Return a job's events above a sequence, in their order."""
+    async def events(
+        self, job_id: str, after_sequence: int, limit: int, wanted: EventFilter = ALL_EVENTS
+    ) -> list[JobEvent]:
+        """Return a job's first `limit` events above a sequence that are wanted, in their order."""
 
     @abc.abstractmethod
     async def telemetry_sequence(self, instance_id: str) -> int:

@@ -8,6 +8,7 @@ from perseus.service.api.translate_agents import telemetry_from_proto
 from perseus.service.api.translate_jobs import rank_to_proto
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.inputs import TelemetryArrived
+from perseus.service.domain.model import RankFilter
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import ClockStatistics
 from perseus.v1 import agent_service_pb2, clock_statistics_pb2, rank_pb2
@@ -47,7 +48,7 @@ def test_the_coordinator_keeps_and_shows_what_a_rank_reported_last() -> None:
         rank.sequence += 1
         told = replace(batch(rank.sequence, [], 1, 0.8), clocks=each)
         cluster.send(TelemetryArrived(place, rank.instance_id, told))
-    shown = {each.coordinates: each for each in cluster.machine.view().ranks}
+    shown = {each.coordinates: each for _, each in cluster.machine.ranks(RankFilter())}
     assert rank_to_proto(shown[place]).clocks == WIRE
     assert not rank_to_proto(shown[Coordinates(0, 1, 0)]).HasField("clocks")
 

@@ -8,7 +8,7 @@ import pytest
 from perseus.service.api.translate_agents import gpu_error_from_proto
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.model import GpuErrorReason
-from perseus.v1 import agent_service_pb2, job_pb2, job_service_pb2, rank_pb2
+from perseus.v1 import agent_service_pb2, event_pb2, job_service_pb2, rank_pb2
 from tests.service.grpc_fakes import TIMEOUT_S, Client, FakeAgent, connected, make_settings
 
 
@@ -50,12 +50,15 @@ async def test_errors_are_events_once_each(client: Client) -> None:
     events = [
         update.event
         async for update in watching
-        if update.event.type == job_pb2.JOB_EVENT_TYPE_GPU_ERROR and update.HasField("event")
+        if update.event.type == event_pb2.JOB_EVENT_TYPE_GPU_ERROR and update.HasField("event")
     ]
-    assert [event.attributes["reason"] for event in events] == ["LOST", "DRIVER_FAILED"]
-    assert events[0].attributes["stage"] == "1"
-    assert events[0].attributes["gpu_uuid"] == "GPU-1"
-    assert events[0].attributes["agent_message"] == "nvmlInit: Driver Not Loaded"
+    assert [event.gpu_error.reason for event in events] == [
+        rank_pb2.GPU_ERROR_REASON_LOST,
+        rank_pb2.GPU_ERROR_REASON_DRIVER_FAILED,
+    ]
+    assert events[0].gpu_error == event_pb2.RankGpuError(
+        rank=lost.rank, gpu_uuid="GPU-1", reason=lost.reason, agent_message="nvmlInit: Driver Not Loaded"
+    )
     assert "stage 1" in events[0].message
     assert "lost: nvmlInit: Driver Not Loaded" in events[0].message
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from perseus.service.api.agent_service import AgentService
-from perseus.service.domain.model import JobView, Rank, RankState
+from perseus.service.domain.model import RankFilter, RankState
 from perseus.service.domain.specification import Coordinates
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
@@ -199,9 +199,9 @@ def offered(context: _Context) -> bool:
     return any(each.HasField("plan_offer") for each in context.written)
 
 
-def said_by(view: JobView, rank: Coordinates) -> tuple[object, ...]:
+def said_by(coordinator: Coordinator, rank: Coordinates) -> tuple[object, ...]:
     """What a job knows of a rank from its own agent."""
-    found: Rank = next(each for each in view.ranks if each.coordinates == rank)
+    found = next(each for _, each in coordinator.ranks("job", RankFilter(), 0) if each.coordinates == rank)
     return found.state, found.instance_id, found.gpu, found.in_force_version, found.iteration, found.clocks
 
 
@@ -247,7 +247,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         theirs = asyncio.create_task(AgentService(coordinator).Connect(speak(), others))  # type: ignore[arg-type]
         await others.answered.wait()
         await coordinator.flush()
-        before = said_by(coordinator.job("job"), THEIRS)
+        before = said_by(coordinator, THEIRS)
         assert before[0] is RankState.CONNECTED
 
         with capture_logs() as logs:
@@ -256,7 +256,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         if context.status is not None:
             assert context.status.details.startswith("Connect: expected hello once")
         await coordinator.flush()
-        assert said_by(coordinator.job("job"), THEIRS) == before
+        assert said_by(coordinator, THEIRS) == before
         for job in coordinator._jobs.values():
             job.machine.validate()
 
@@ -279,7 +279,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
     again = await SqliteStore.open(path)
     restarted = Coordinator(again, _Unused(), RULES)
     await restarted.start()
-    assert said_by(restarted.job("job"), THEIRS)[1:3] == before[1:3]
+    assert said_by(restarted, THEIRS)[1:3] == before[1:3]
     await again.close()
 
 

@@ -1,6 +1,7 @@
 """Between messages and values, both ways."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,15 +20,17 @@ from perseus.service.domain import model, specification
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.specification import ExplicitSchedule, JobSpec, OperatingPolicy, Parallelism
 from perseus.service.domain.telemetry import KINDS
+from perseus.service.job.machine import JobMachine
+from perseus.service.job.rules import Rules
 from perseus.solver import Computation, Kind, solve, with_lag
 from perseus.v1 import agent_service_pb2, computation_pb2, frontier_pb2, job_pb2, rank_pb2
 from tests.service.frontiers import FRONTIER
+from tests.service.service_fakes import make_spec
 
 
 def spec_through_the_wire(spec: JobSpec) -> JobSpec:
-    view = model.JobView(
-        spec, spec.policy, model.JobState.WAITING, "epoch", (), {}, frozenset(), 0, 0.0, 0.0, (), 1.5
-    )
+    machine = JobMachine(make_spec(), Rules(), "epoch", create_time_s=1.5, created_s=0.0)
+    view = replace(machine.summary(), details=replace(machine.details(), spec=spec))
     message = job_pb2.Job.FromString(job_to_proto(view).SerializeToString())
     assert message.create_time.ToNanoseconds() == 1_500_000_000
     return spec_from_proto(message.spec)
@@ -62,7 +65,6 @@ def test_every_state_kind_and_reason_has_its_number_on_the_wire() -> None:
     pairs = [
         (model.JobState, job_pb2.JobState),
         (model.RankState, rank_pb2.RankState),
-        (model.EventType, job_pb2.JobEventType),
         (model.RankLeftReason, rank_pb2.RankLeftReason),
         (model.RefusalReason, rank_pb2.PlanRefusalReason),
         (Kind, computation_pb2.ComputationKind),

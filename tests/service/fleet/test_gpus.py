@@ -129,7 +129,7 @@ async def test_a_rank_without_a_place_or_gpu_is_refused(tmp_path: Path, absent: 
         message.ClearField("rank" if absent == "rank" else "gpu")
         await agent.say(rank_joined=message)
         await agent.until(lambda: bool(agent.refused or agent.messages_refused))
-        assert (await client.job()).ranks[0].state == rank_pb2.RANK_STATE_EXPECTED
+        assert (await client.ranks())[0].state == rank_pb2.RANK_STATE_EXPECTED
         if absent == "rank":  # there is no rank to refuse
             assert agent.messages_refused[0].field == "rank_joined.rank"
             assert not agent.messages_refused[0].HasField("rank")

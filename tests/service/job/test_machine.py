@@ -16,6 +16,7 @@ from perseus.service.domain.errors import (
     RankOutOfRangeError,
     TelemetryOutdatedError,
 )
+from perseus.service.domain.evidence import ClockProfiled
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -139,7 +140,8 @@ def test_the_baseline_drops_the_first_iteration_and_irregular_ones() -> None:
     cluster.expect(JobState.PROFILING)
     record = cluster.stored().record
     assert record is not None
-    assert record.baseline_time_s == 1.5
+    assert record.baseline is not None
+    assert record.baseline.time_s == 1.5
 
 
 def test_profiling_begins_with_the_highest_clock_two_iterations_ahead() -> None:
@@ -334,16 +336,16 @@ def test_seconds_are_put_on_the_frontiers_scale() -> None:
     overhead_s = 0.8 - frontier.baseline.iteration_time_s
     assert overhead_s > 0
     cluster.send(StragglerReported(Straggler(0, iteration_time_s=0.9)))
-    assert cluster.machine.view().straggler_times_s == {0: pytest.approx(0.9 - overhead_s)}
+    assert cluster.machine.details().straggler_times_s == {0: pytest.approx(0.9 - overhead_s)}
     cluster.send(StragglerReported(Straggler(0, iteration_time_s=0.1)))
-    assert cluster.machine.view().straggler_times_s == {0: frontier.t_min_s}
+    assert cluster.machine.details().straggler_times_s == {0: frontier.t_min_s}
 
 
 def test_a_straggler_known_before_the_frontier_counts_from_the_first_plan() -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()
     cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.2)))
-    assert cluster.machine.view().straggler_times_s == {0: 0.0}
+    assert cluster.machine.details().straggler_times_s == {0: 0.0}
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(3)
     own_s, other_s = cluster.planned_times_s()
@@ -366,7 +368,7 @@ def test_an_impossible_straggler_is_refused_and_changes_nothing(straggler: Strag
     cluster = planned()
     with pytest.raises(InvalidFieldError):
         cluster.tell(StragglerReported(straggler))
-    assert cluster.machine.view().straggler_times_s == {}
+    assert cluster.machine.details().straggler_times_s == {}
 
 
 def test_a_pipeline_that_is_not_there_is_refused() -> None:
@@ -434,9 +436,7 @@ def test_a_rank_that_comes_back_with_its_plan_is_offered_nothing() -> None:
     cluster = planned()
     commands = cluster.tell(AgentDisconnected("agent-0"))
     assert actions(commands) == []
-    assert [rank.state for rank in cluster.machine.view().ranks] == [RankState.DISCONNECTED] * 2 + [
-        RankState.CONNECTED
-    ] * 2
+    assert cluster.rank_states() == [RankState.DISCONNECTED] * 2 + [RankState.CONNECTED] * 2
     cluster.expect(JobState.PLANNED)
     for place in (FIRST, SECOND):
         commands = cluster.tell(cluster.ranks[place].joined())
@@ -459,8 +459,7 @@ def test_another_instance_is_refused_until_the_lease_has_run_out() -> None:
     cluster = planned()
     cluster.tell(AgentDisconnected("agent-0"))
     other = replace(cluster.ranks[FIRST].joined(), instance_id="other")
-    deadline_s = cluster.machine.next_deadline_s()
-    assert deadline_s == cluster.now_s + cluster.rules.lease_s
+    deadline_s = cluster.now_s + cluster.rules.lease_s
     cluster.now_s = deadline_s - 0.001
     cluster.tell(Tick())
     with pytest.raises(RankAlreadyServedError) as caught:
@@ -510,17 +509,15 @@ def test_a_rank_lost_while_profiling_keeps_the_clocks_measured_so_far() -> None:
 
 def test_a_silent_agent_is_lost_and_its_stream_ended() -> None:
     cluster = planned()
-    deadline_s = cluster.machine.next_deadline_s()
-    assert deadline_s is not None
-    cluster.now_s = deadline_s - 1
+    lease_end_s = cluster.now_s + cluster.rules.lease_s
+    cluster.now_s = lease_end_s - 1
     cluster.tell(AgentHeard("agent-1"))
-    cluster.now_s = deadline_s
+    assert cluster.machine.next_deadline_s() == lease_end_s
+    cluster.now_s = lease_end_s
     commands = cluster.tell(Tick())
     assert EndStream("agent-0") in commands
     assert EndStream("agent-1") not in commands
-    assert [rank.state for rank in cluster.machine.view().ranks] == [RankState.LOST] * 2 + [
-        RankState.CONNECTED
-    ] * 2
+    assert cluster.rank_states() == [RankState.LOST] * 2 + [RankState.CONNECTED] * 2
 
 
 def test_what_a_replaced_agent_still_says_is_ignored_and_its_telemetry_refused() -> None:
@@ -633,9 +630,9 @@ def test_a_coordinator_restarted_while_profiling_keeps_what_was_measured() -> No
     assert measured_clocks_mhz(cluster) == measured
     cluster.iterate_until(JobState.PLANNED)
     profiled = [
-        command.happening.attributes["clocks_mhz"]
+        command.happening.evidence.clocks_mhz
         for command in cluster.history
-        if isinstance(command, Announce) and command.happening.type is EventType.CLOCK_PROFILED
+        if isinstance(command, Announce) and isinstance(command.happening.evidence, ClockProfiled)
     ]
     assert len(profiled) == len(set(profiled)) == len(measured_clocks_mhz(cluster))
 

@@ -2,11 +2,13 @@
 
 import pytest
 
+from perseus.service.domain import evidence
 from perseus.service.domain.commands import Announce, FindProfile
 from perseus.service.domain.errors import JobNotSolvedError
 from perseus.service.domain.inputs import BaselineRequested, PolicySet, ProfileFound, StragglerReported
-from perseus.service.domain.model import EventType, JobState, Straggler
-from perseus.service.domain.specification import Deadline, OperatingPolicy
+from perseus.service.domain.model import JobState, Straggler
+from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingBudget
+from perseus.service.domain.specification import Coordinates, Deadline, OperatingPolicy
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
 from perseus.service.job.rules import Rules
@@ -23,7 +25,7 @@ def test_a_plan_that_keeps_its_promise_stays() -> None:
     version = cluster.machine._offers.version
     cluster.run(3 * BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert cluster.announced(EventType.PROMISE_BROKEN) == []
+    assert cluster.announced(evidence.PromiseBroken) == []
     assert cluster.machine._offers.version == version
 
 
@@ -32,27 +34,27 @@ def test_a_plan_that_breaks_its_promise_is_withdrawn_within_six_iterations_and_t
 ):
     cluster = TruthfulCluster(low_clocks_of_stage_1_are_slower).plan()
     begun = max(rank.in_force_since for rank in cluster.ranks.values())
-    while not cluster.announced(EventType.PROMISE_BROKEN):
+    while not cluster.announced(evidence.PromiseBroken):
         cluster.run(1)
     assert cluster.ranks[next(iter(cluster.ranks))].iteration - begun < 6
-    (broken,) = cluster.announced(EventType.PROMISE_BROKEN)
-    assert float(broken["median_time_s"]) > 1.01 * float(broken["promised_time_s"])
-    (correction,) = cluster.announced(EventType.PROFILE_CORRECTED)
-    assert correction["stage"] == "1"
-    assert float(correction["ratio"]) == pytest.approx(1.3)
+    (broken,) = cluster.announced(evidence.PromiseBroken)
+    assert broken.median_time_s > 1.01 * broken.promised_time_s
+    (correction,) = cluster.announced(evidence.ProfileCorrected)
+    assert correction.stage == 1
+    assert correction.ratio == pytest.approx(1.3)
     cluster.run_until(JobState.PLANNED)
     cluster.run(BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert len(cluster.announced(EventType.PROMISE_BROKEN)) <= 2
+    assert len(cluster.announced(evidence.PromiseBroken)) <= 2
 
 
 def test_a_promise_that_is_broken_for_no_reason_that_computations_show_ends_at_stock() -> None:
     cluster = TruthfulCluster().plan()
     cluster.iterate(8, duration_s=5.0)
     cluster.expect(JobState.STOCK)
-    assert cluster.announced(EventType.PROFILE_CORRECTED) == []
-    (failed,) = cluster.announced(EventType.SOLVE_FAILED)
-    assert failed["cause"].startswith("no lag between stages explains iterations of 5.000000 s")
+    assert cluster.announced(evidence.ProfileCorrected) == []
+    (failed,) = cluster.announced(evidence.SolveFailed)
+    assert failed.cause.startswith("no lag between stages explains iterations of 5.000000 s")
 
 
 def test_a_straggler_explains_slow_iterations() -> None:
@@ -68,8 +70,8 @@ def test_drift_is_followed_without_going_back_to_stock() -> None:
     cluster.slowness = lambda _stage, _mhz: 0.9
     cluster.run(2 * BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert cluster.announced(EventType.PROFILE_CORRECTED)
-    assert cluster.announced(EventType.PROMISE_BROKEN) == []
+    assert cluster.announced(evidence.ProfileCorrected)
+    assert cluster.announced(evidence.PromiseBroken) == []
     # All clocks are as much faster: the same ones are right, so no rank is told; but more is promised.
     assert cluster.machine._offers.version == version
     assert cluster.planned_times_s() == pytest.approx([0.9 * before_s] * 2, rel=0.01)
@@ -120,8 +122,8 @@ def test_a_profile_from_before_is_verified_and_used() -> None:
     assert any(isinstance(command, FindProfile) for command in cluster.history)
     cluster.send(ProfileFound(before))
     cluster.run_until(JobState.PLANNED)
-    assert len(cluster.announced(EventType.CLOCK_PROFILED)) == 2
-    assert len(cluster.announced(EventType.PROFILE_ADOPTED)) == 1
+    assert len(cluster.announced(evidence.ClockProfiled)) == 2
+    assert len(cluster.announced(evidence.ProfileAdopted)) == 1
     assert cluster.machine.profiler.profiles == before
 
 
@@ -129,9 +131,9 @@ def test_a_profile_from_before_is_verified_and_used() -> None:
     "budget",
     [
         ProfilingRules(2, 1e-9, most_clocks=3),
-        ProfilingRules(2, 1e-9, budget_iterations=9),
-        ProfilingRules(2, 1e-9, budget_s=7.0),
-        ProfilingRules(2, 1e-9, budget_j=1.0),
+        ProfilingRules(2, 1e-9, budget=ProfilingBudget(iteration_count=13)),
+        ProfilingRules(2, 1e-9, budget=ProfilingBudget(time_s=12.0)),
+        ProfilingRules(2, 1e-9, budget=ProfilingBudget(extra_energy_j=400.0)),
     ],
 )
 def test_profiling_keeps_its_budget(budget: ProfilingRules) -> None:
@@ -145,14 +147,16 @@ def test_a_stage_that_is_never_determined_is_given_up_and_without_two_clocks_the
     for rank in cluster.ranks.values():
         if rank.place.stage == 1:
             rank.tells_energy = False  # Its agent never determines anything.
-    cluster.iterate_until(JobState.STOCK, limit=len(CLOCKS_MHZ) * (HOLD_LIMIT + 4))
+    cluster.iterate_until(JobState.STOCK, limit=2 * (HOLD_LIMIT + 4) + 4)
     given_up = [
-        c.happening
-        for c in cluster.history
-        if isinstance(c, Announce) and c.happening.type is EventType.CLOCK_GIVEN_UP
+        command.happening.evidence
+        for command in cluster.history
+        if isinstance(command, Announce) and isinstance(command.happening.evidence, evidence.ClockGivenUp)
     ]
-    assert {happening.attributes["stage"] for happening in given_up} == {"1"}
-    assert len(given_up) == len(CLOCKS_MHZ)
+    assert {found.stage for found in given_up} == {1}
+    assert [found.clock_mhz for found in given_up] == [1400, 1300]
+    assert given_up[0].reason is ClockGivenUpReason.INCOMPLETE_ESTIMATE
+    assert given_up[0].rank == Coordinates(0, 1, 0)
 
 
 def test_a_straggler_does_not_count_in_a_round() -> None:
@@ -177,7 +181,7 @@ def test_where_nobody_tells_what_waiting_draws_the_job_is_planned_but_its_own_pa
     reasons = [
         c.happening.message
         for c in cluster.history
-        if isinstance(c, Announce) and c.happening.type is EventType.STATE_CHANGED
+        if isinstance(c, Announce) and isinstance(c.happening.evidence, evidence.ProfilingEnded)
     ]
     assert any("no rank has told what it draws while it waits: that is assumed" in why for why in reasons)
     cluster.iterate(8)

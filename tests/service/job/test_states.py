@@ -31,5 +31,5 @@ def test_entering_a_state_checks_the_table(monkeypatch: pytest.MonkeyPatch) -> N
     cluster = Cluster(make_spec())
     monkeypatch.setitem(TRANSITIONS, JobState.WAITING, frozenset())
     with pytest.raises(TransitionError, match="from WAITING"):
-        cluster.machine.handle(FinishRequested(), 0.0)
+        cluster.machine.handle(FinishRequested(), 0.0, 0.0)
     assert cluster.machine.state is JobState.WAITING

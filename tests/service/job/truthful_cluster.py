@@ -3,13 +3,16 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from perseus.service.domain.commands import Announce
-from perseus.service.domain.model import EventType, HoldClocks, JobState, PlannedClocks
+from perseus.service.domain.model import HoldClocks, JobState, PlannedClocks
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.rules import Rules
 from perseus.solver import Computation, Kind, Measurement, Pipeline, replay, with_lag
 from tests.service.service_fakes import CLOCKS_MHZ, Cluster, FakeRank, energy_j, make_spec, time_s
+
+E = TypeVar("E")
 
 OVERHEAD_S = 0.02
 Slowness = Callable[[int, int], float]
@@ -59,9 +62,10 @@ class TruthfulCluster(Cluster):
             self.run(1)
         return self
 
-    def announced(self, kind: EventType) -> list[dict[str, str]]:
-        found = [c.happening for c in self.history if isinstance(c, Announce) and c.happening.type is kind]
-        return [dict(happening.attributes) for happening in found]
+    def announced(self, kind: type[E]) -> list[E]:
+        """Return the evidence of this class, in order."""
+        found = (command.happening.evidence for command in self.history if isinstance(command, Announce))
+        return [evidence for evidence in found if isinstance(evidence, kind)]
 
     def _iteration_time_s(self, rank: FakeRank) -> float:
         clocks = rank.in_force.clocks

@@ -30,6 +30,7 @@ from tests.service.grpc_fakes import (
 )
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
+NOT_FOUND = grpc.StatusCode.NOT_FOUND
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ async def test_specifications_that_cannot_be_are_refused(client: Client) -> None
         assert (code, found) == (INVALID, reason), spec
         assert metadata.items() <= details.items(), spec
     listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
-    assert [job.spec.job_id for job in listed.jobs] == ["job"]
+    assert [job.job_id for job in listed.jobs] == ["job"]
 
 
 async def test_explicit_orders_that_cannot_be_are_refused(client: Client) -> None:
@@ -179,6 +180,7 @@ async def test_an_unknown_job_is_not_found_by_any_method(client: Client) -> None
         jobs.ReportStraggler(pb.ReportStragglerRequest(job_id="no", slowdown_factor=2), timeout=TIMEOUT_S),
         jobs.ClearStraggler(pb.ClearStragglerRequest(job_id="no"), timeout=TIMEOUT_S),
         jobs.SetPolicy(pb.SetPolicyRequest(job_id="no"), timeout=TIMEOUT_S),
+        jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="no"), timeout=TIMEOUT_S),
         jobs.GetReport(pb.GetReportRequest(job_id="no"), timeout=TIMEOUT_S),
         jobs.GetTimeline(pb.GetTimelineRequest(job_id="no"), timeout=TIMEOUT_S),
         frontiers.GetFrontier(frontier_service_pb2.GetFrontierRequest(job_id="no"), timeout=TIMEOUT_S),
@@ -186,7 +188,7 @@ async def test_an_unknown_job_is_not_found_by_any_method(client: Client) -> None
         jobs.WatchJob(pb.WatchJobRequest(job_id="no"), timeout=TIMEOUT_S).read(),
     ]
     for call in calls:
-        assert await refusal(call) == (grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND", {"job_id": "no"})
+        assert await refusal(call) == (NOT_FOUND, "JOB_NOT_FOUND", {"job_id": "no"})
 
 
 @pytest.mark.parametrize(
@@ -223,9 +225,23 @@ async def test_other_requests_that_do_not_fit_are_refused(client: Client) -> Non
         (jobs.ListJobs(pb.ListJobsRequest(page_size=-1)), INVALID, "INVALID_FIELD"),
         (jobs.ListJobs(pb.ListJobsRequest(page_size=1001)), INVALID, "INVALID_FIELD"),
         (jobs.ListJobs(pb.ListJobsRequest(page_token="%%%")), INVALID, "INVALID_FIELD"),
+        (jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="job", page_size=-1)), INVALID, "INVALID_FIELD"),
+        (jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="job", page_size=1001)), INVALID, "INVALID_FIELD"),
+        (
+            jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="job", page_token="%%%")),
+            INVALID,
+            "INVALID_FIELD",
+        ),
+        (jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="job", run_number=2)), NOT_FOUND, "RUN_NOT_FOUND"),
+        (
+            jobs.ListJobEvents(pb.ListJobEventsRequest(job_id="job", run_number=-1)),
+            NOT_FOUND,
+            "RUN_NOT_FOUND",
+        ),
         (jobs.GetTimeline(pb.GetTimelineRequest(job_id="job", pipeline=9)), INVALID, "PIPELINE_OUT_OF_RANGE"),
         (jobs.GetTimeline(pb.GetTimelineRequest(job_id="job")), precondition, "TIMELINE_NOT_READY"),
         (jobs.WatchJob(pb.WatchJobRequest(job_id="job", after_sequence=-1)).read(), INVALID, "INVALID_FIELD"),
+        (jobs.WatchJob(pb.WatchJobRequest(job_id="job", view=7)).read(), INVALID, "INVALID_FIELD"),  # type: ignore[arg-type]
         (
             frontiers.GetFrontier(frontier_service_pb2.GetFrontierRequest(job_id="job")),
             precondition,
@@ -343,7 +359,7 @@ async def test_another_agent_cannot_claim_a_served_rank(client: Client) -> None:
     (refused,) = other.refused
     assert refused.reason == "RANK_ALREADY_SERVED"
     assert refused.metadata["instance_id"] == "agent"
-    assert (await client.job()).ranks[0].state == rank_pb2.RANK_STATE_CONNECTED
+    assert (await client.ranks())[0].state == rank_pb2.RANK_STATE_CONNECTED
 
 
 async def test_a_newer_stream_of_the_same_agent_replaces_the_older(client: Client) -> None:
@@ -353,7 +369,7 @@ async def test_a_newer_stream_of_the_same_agent_replaces_the_older(client: Clien
     await newer.join()
     assert (await ended(agent))[:2] == (grpc.StatusCode.ABORTED, "STREAM_REPLACED")
     assert not newer.refused
-    assert {rank.state for rank in (await client.job()).ranks} == {rank_pb2.RANK_STATE_CONNECTED}
+    assert {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_CONNECTED}
 
 
 def damage(batch: agent_service_pb2.TelemetryBatch, what: str) -> None:
@@ -429,7 +445,7 @@ async def test_telemetry_that_cannot_be_is_refused_by_itself_and_not_taken(
     assert (refused.sequence, refused.reason, refused.field) == (batch.sequence, "INVALID_FIELD", field)
     assert refused.expected
     assert refused.found
-    assert (await client.job()).ranks[0].iteration == 0
+    assert (await client.ranks())[0].iteration == 0
     again = FakeAgent(client, "agent", ALL_PLACES)
     await again.join()
     assert again.welcome.acknowledged_sequence == batch.sequence

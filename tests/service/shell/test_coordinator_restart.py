@@ -34,7 +34,7 @@ async def test_agents_resume_after_a_restart_without_a_new_profile(tmp_path: Pat
 
     async with connected(settings) as client:
         assert (await client.job()).state == job_pb2.JOB_STATE_PLANNED
-        assert {rank.state for rank in (await client.job()).ranks} == {rank_pb2.RANK_STATE_DISCONNECTED}
+        assert {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_DISCONNECTED}
         agent.use(client)
         await agent.join()
         assert agent.welcome.epoch == before.epoch

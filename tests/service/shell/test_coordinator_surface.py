@@ -1,9 +1,11 @@
 """Watching, listing, health and reflection over gRPC."""
 
 import gc
+import sqlite3
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -12,7 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from perseus.service.shell import watching
-from perseus.v1 import job_pb2, job_service_pb2, rank_pb2
+from perseus.service.shell.watch_state import WatchState
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
 from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings, until
 
 
@@ -49,9 +52,12 @@ async def test_watching_shows_the_job_then_every_event_once_and_in_order_until_i
     events = sequences(updates)
     assert events == list(range(1, len(events) + 1))
     assert sequences(later) == events[4:]
-    assert [update for update in updates if update.HasField("job")][
-        -1
-    ].job.state == job_pb2.JOB_STATE_FINISHED
+    for some in (updates, later):
+        (place,) = [place for place, update in enumerate(some) if update.HasField("caught_up")]
+        there = some[place].caught_up.last_event_sequence
+        assert sequences(some[:place]) == list(range(min(sequences(some)), there + 1))
+        last = [update.job for update in some if update.HasField("job")][-1]
+        assert (last.state, last.last_event_sequence) == (job_pb2.JOB_STATE_FINISHED, events[-1])
     iterations = [update.iteration for update in updates if update.HasField("iteration")]
     assert {(iteration.pipeline, iteration.iteration) for iteration in iterations} >= {
         (pipeline, iteration) for pipeline in (0, 1) for iteration in range(1, 6)
@@ -61,12 +67,52 @@ async def test_watching_shows_the_job_then_every_event_once_and_in_order_until_i
     assert sequences(again) == events
 
 
+@pytest.mark.parametrize(
+    ("view", "is_full"),
+    [
+        (job_pb2.JOB_VIEW_UNSPECIFIED, False),
+        (job_pb2.JOB_VIEW_SUMMARY, False),
+        (job_pb2.JOB_VIEW_FULL, True),
+    ],
+)
+async def test_a_watch_tells_as_much_of_the_job_as_is_asked_for(
+    client: Client, view: job_pb2.JobView.ValueType, is_full: bool
+) -> None:
+    await client.register()
+    call = client.jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id="job", view=view), timeout=TIMEOUT_S)
+    first = await anext(aiter(call))
+    assert (first.job.job_id, first.job.HasField("spec")) == ("job", is_full)
+
+
+async def test_a_watcher_is_told_of_events_that_were_deleted(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    async with connected(settings) as client:
+        await client.register()
+        for percent in (1, 2, 3, 4, 5):
+            policy = job_pb2.OperatingPolicy(max_slowdown_percent=percent)
+            request = job_service_pb2.SetPolicyRequest(job_id="job", policy=policy)
+            await client.jobs.SetPolicy(request, timeout=TIMEOUT_S)
+    with sqlite3.connect(settings.database) as connection:
+        connection.execute("DELETE FROM events WHERE sequence IN (1, 2, 5)")
+    connection.close()
+    async with connected(settings) as client:
+        await client.jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id="job"), timeout=TIMEOUT_S)
+        updates = [update async for update in watch(client) if not update.HasField("job")]
+    gap = job_service_pb2.WatchGap
+    assert [update.gap for update in updates if update.HasField("gap")] == [
+        gap(first_missed_sequence=1, last_missed_sequence=2),
+        gap(first_missed_sequence=5, last_missed_sequence=5),
+    ]
+    kinds = [update.WhichOneof("update") for update in updates]
+    assert kinds == ["gap", "event", "event", "gap", "event", "event", "caught_up"]
+
+
 async def test_a_watcher_that_goes_away_is_forgotten(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     watchers: list[weakref.ref[watching.Watcher]] = []
     begin = watching.Watcher.__init__
 
-    def note(watcher: watching.Watcher) -> None:
-        begin(watcher)
+    def note(watcher: watching.Watcher, state: WatchState) -> None:
+        begin(watcher, state)
         watchers.append(weakref.ref(watcher))
 
     monkeypatch.setattr(watching.Watcher, "__init__", note)
@@ -83,19 +129,35 @@ async def test_a_watcher_that_goes_away_is_forgotten(client: Client, monkeypatch
     await until(is_forgotten)
 
 
-async def test_jobs_are_listed_in_pages(client: Client) -> None:
-    names = [f"job-{letter}" for letter in "edcba"]
-    for name in names:
-        await client.register(job_id=name)
-    token, pages = "", []
-    while True:
-        request = job_service_pb2.ListJobsRequest(page_size=2, page_token=token)
-        response = await client.jobs.ListJobs(request, timeout=TIMEOUT_S)
-        pages.append([job.spec.job_id for job in response.jobs])
-        token = response.next_page_token
-        if not token:
-            break
-    assert pages == [["job-a", "job-b"], ["job-c", "job-d"], ["job-e"]]
+async def test_events_are_listed_in_pages_by_type_and_time(client: Client) -> None:
+    await client.register()
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    await client.jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id="job"), timeout=TIMEOUT_S)
+
+    async def listed(**wanted: Any) -> list[event_pb2.JobEvent]:
+        request = job_service_pb2.ListJobEventsRequest(job_id="job", page_size=2, **wanted)
+        found: list[event_pb2.JobEvent] = []
+        while True:
+            page = await client.jobs.ListJobEvents(request, timeout=TIMEOUT_S)
+            found += page.events
+            if not page.next_page_token:
+                return found
+            assert len(page.events) == 2
+            request.page_token = page.next_page_token
+
+    everything = await listed()
+    assert [event.sequence for event in everything] == list(range(1, len(everything) + 1))
+    assert everything == [update.event async for update in watch(client) if update.HasField("event")]
+    assert await listed(run_number=1) == everything
+    states = await listed(types=[event_pb2.JOB_EVENT_TYPE_STATE_CHANGED])
+    assert [event.state_changed.after for event in states] == [
+        job_pb2.JOB_STATE_BASELINE,
+        job_pb2.JOB_STATE_FINISHED,
+    ]
+    third = everything[2].create_time
+    assert await listed(start_time=third) == everything[2:]
+    assert await listed(end_time=third) == everything[:2]
 
 
 async def test_a_policy_is_set_and_shown(client: Client) -> None:
@@ -103,8 +165,10 @@ async def test_a_policy_is_set_and_shown(client: Client) -> None:
     policy = job_pb2.OperatingPolicy(max_slowdown_percent=7.5)
     request = job_service_pb2.SetPolicyRequest(job_id="job", policy=policy)
     job = (await client.jobs.SetPolicy(request, timeout=TIMEOUT_S)).job
-    assert job.spec.policy == policy
-    assert (await client.register()).spec.policy == policy
+    assert job.policy == policy
+    again = await client.register()
+    assert again.policy == policy
+    assert again.spec.policy == job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown()), "as registered"
 
 
 async def test_health_and_reflection_answer(client: Client) -> None:
@@ -196,7 +260,7 @@ async def test_a_dead_agents_ranks_are_lost_when_the_lease_runs_out(tmp_path: Pa
         await agent.end()
 
         async def are_lost() -> bool:
-            return {rank.state for rank in (await client.job()).ranks} == {rank_pb2.RANK_STATE_LOST}
+            return {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_LOST}
 
         await until(are_lost)
         other = FakeAgent(client, "other", ALL_PLACES)

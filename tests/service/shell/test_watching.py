@@ -1,33 +1,45 @@
-"""What waits for a slow watcher stays small."""
+"""A watcher waits for news and takes its steps; which steps, is tested with `watch_state`."""
+
+import asyncio
+from collections.abc import Sequence
 
 import pytest
 
-from perseus.service.domain.errors import ReaderTooSlowError
-from perseus.service.domain.model import IterationSummary
-from perseus.service.shell.watching import NEWS_LIMIT, Watcher
+from perseus.service.domain.errors import DrainingError
+from perseus.service.domain.events import CaughtUp, Happening, JobEvent
+from perseus.service.domain.model import EventType, JobView
+from perseus.service.shell.watch_state import WatchState
+from perseus.service.shell.watching import Watcher
+from tests.service.service_fakes import Cluster, make_spec
+
+VIEW: JobView = Cluster(make_spec()).machine.view()
+STORED = [JobEvent("job", 1.0, Happening(n, EventType.REGISTERED, "", None)) for n in (1, 2, 3)]
 
 
-def summary(iteration: int) -> IterationSummary:
-    return IterationSummary(0, iteration, 0, 1.0, 1.0)
+async def fetch(after_sequence: int, limit: int) -> Sequence[JobEvent]:
+    return STORED[after_sequence:][:limit]
 
 
-async def test_a_watcher_gets_news_in_order_and_the_job_once() -> None:
-    watcher = Watcher()
-    watcher.change_job()
-    watcher.tell(summary(1))
-    watcher.change_job()
-    watcher.tell(summary(2))
-    assert await watcher.take() == ([summary(1), summary(2)], True)
-    watcher.tell(summary(3))
-    assert await watcher.take() == ([summary(3)], False)
+async def test_a_reader_gets_what_is_stored_and_wakes_up_for_news() -> None:
+    watcher = Watcher(WatchState(0, 2, has_ended=False))
+    updates = watcher.follow(lambda: VIEW, fetch)
+    assert [await anext(updates) for _ in range(4)] == [VIEW, *STORED[:2], CaughtUp(2)]
+    assert await anext(updates) == STORED[2], "which was in the page already"
+    waiting = asyncio.ensure_future(anext(updates))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    news = JobEvent("job", 1.0, Happening(4, EventType.REGISTERED, "", None))
+    watcher.tell(STORED[2])
+    watcher.tell(news)
+    assert await waiting == news
 
 
-async def test_a_watcher_that_lags_too_far_behind_is_ended() -> None:
-    watcher = Watcher()
-    for iteration in range(NEWS_LIMIT):
-        watcher.tell(summary(iteration))
-    assert len((await watcher.take())[0]) == NEWS_LIMIT
-    for iteration in range(NEWS_LIMIT + 1):
-        watcher.tell(summary(iteration))
-    with pytest.raises(ReaderTooSlowError, match=f"more than {NEWS_LIMIT} messages"):
-        await watcher.take()
+async def test_a_reader_is_told_why_the_watch_is_over() -> None:
+    watcher = Watcher(WatchState(3, 3, has_ended=False))
+    updates = watcher.follow(lambda: VIEW, fetch)
+    assert [await anext(updates), await anext(updates)] == [VIEW, CaughtUp(3)]
+    waiting = asyncio.ensure_future(anext(updates))
+    await asyncio.sleep(0)
+    watcher.end(DrainingError())
+    with pytest.raises(DrainingError):
+        await waiting

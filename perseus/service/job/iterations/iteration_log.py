@@ -6,14 +6,14 @@ over consecutive iterations under the same plans), so its size does not grow wit
 training; beside the periods only the few rows of iterations that are not yet complete need to be stored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus.service.domain.measured import JobIteration, Period
+from perseus.service.domain.measured import JobIteration, Period, Saving, saving
 from perseus.service.domain.model import NO_VERSION, IterationSummary, JobState, PipelineOffer
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
@@ -24,10 +24,11 @@ OPEN_LIMIT = 256
 _LABEL_LIMIT = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Open:
-    """An incomplete iteration: one entry per rank, pipeline by pipeline."""
+    """An incomplete iteration: one entry per rank, pipeline by pipeline; how many are missing."""
 
+    missing_count: int
     is_seen: NDArray[np.bool_]
     version: NDArray[np.int64]
     duration_s: NDArray[np.float64]
@@ -57,6 +58,8 @@ class IterationLog:
             {(NO_VERSION,) * self._stage_count: NO_VERSION} for _ in range(self._pipeline_count)
         ]
         self._open: dict[int, _Open] = {}
+        self._latest: _Open | None = None
+        self._latest_iteration: int | None = None
         self._key: tuple[tuple[int, ...], bool] | None = None
         self._labels: dict[int, JobState] = {NO_VERSION: JobState.BASELINE}
         self._straggler_since: list[tuple[int, bool]] = []
@@ -85,26 +88,50 @@ class IterationLog:
         """Forget incomplete iterations: the job may go on with an iteration that it had before."""
         self.closed_through = -1
         self._open.clear()
+        self._latest_iteration = None
         self._key = None
         has_straggler = self._has_straggler_at(2**63)
         self._straggler_since = [(-1, True)] if has_straggler else []
 
+    def silent_ranks(self) -> list[Coordinates]:
+        """Return the ranks that have not told of the oldest iteration that others have; all if nobody has."""
+        oldest = self._open[min(self._open)].is_seen if self._open else np.zeros(len(self._index), np.bool_)
+        return self._of(~oldest)
+
+    def irregular_ranks(self) -> list[Coordinates]:
+        """Return the ranks whose latest complete iteration was irregular."""
+        return self._of(~self._latest.is_regular) if self._latest else []
+
+    def ranks_under_others(self, offers: Iterable[PipelineOffer]) -> list[Coordinates]:
+        """Return the ranks whose latest complete iteration ran under another version than these."""
+        if self._latest is None:
+            return []
+        by_stage = self._latest.version.reshape(self._pipeline_count, self._stage_count, -1)
+        offered = np.array([offer.stage_versions for offer in offers])
+        return self._of((by_stage != offered[:, :, np.newaxis]).ravel())
+
+    def _of(self, is_meant: NDArray[np.bool_]) -> list[Coordinates]:
+        return [rank for rank, index in self._index.items() if is_meant[index]]
+
     def add(
-        self, rank: Coordinates, rows: IterationColumns
+        self, rank: Coordinates, rows: IterationColumns, wall_time_s: float
     ) -> tuple[list[IterationSummary], list[JobIteration]]:
-        """Take one rank's rows; return the iterations of pipelines, and of the job, that they complete."""
+        """Take one rank's rows, reported at this time.
+
+        Returns the iterations of pipelines, and of the job, that they complete.
+        """
         index = self._index[rank]
         first = rank.pipeline * self._ranks_per_pipeline
         own = slice(first, first + self._ranks_per_pipeline)
         summaries, complete = [], []
-        for row in np.argsort(rows.iteration, kind="stable").tolist():
-            iteration = int(rows.iteration[row])
+        for row, iteration in sorted(enumerate(rows.iteration.tolist()), key=lambda pair: pair[1]):
             if iteration <= self.closed_through:
                 continue
             entry = self._open_entry(iteration)
             if entry.is_seen[index]:
                 continue
             entry.is_seen[index] = True
+            entry.missing_count -= 1
             entry.version[index] = rows.plan_version[row]
             entry.duration_s[index] = rows.duration_s[row]
             entry.energy_j[index] = rows.energy_j[row]
@@ -119,16 +146,26 @@ class IterationLog:
                         energy_j=float(entry.energy_j[own].sum()),
                     )
                 )
-            if entry.is_seen.all():
-                complete.append(self._close(iteration, entry))
+            if not entry.missing_count:
+                complete.append(self._close(iteration, entry, wall_time_s))
         return summaries, complete
+
+    def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
+        """Yield the periods from a number on, each against the latest stock baseline before it."""
+        stock = next(filter(_is_baseline, reversed(self.periods[:first_number])), None)
+        for period in islice(self.periods, first_number, None):
+            if _is_baseline(period):
+                stock = period
+                yield period, None
+            else:
+                yield period, saving(period, stock) if stock is not None else None
 
     def _open_entry(self, iteration: int) -> _Open:
         entry = self._open.get(iteration)
         if entry is None:
             count = len(self._index)
             entry = self._open[iteration] = _Open(
-                np.zeros(count, np.bool_), np.zeros(count, np.int64), np.zeros(count), np.zeros(count),
+                count, np.zeros(count, np.bool_), np.zeros(count, np.int64), np.zeros(count), np.zeros(count),
                 np.zeros(count, np.bool_),
             )  # fmt: skip
             if len(self._open) > OPEN_LIMIT:
@@ -140,17 +177,20 @@ class IterationLog:
         for old in [number for number in self._open if number <= iteration]:
             del self._open[old]
 
-    def _close(self, iteration: int, entry: _Open) -> JobIteration:
+    def _close(self, iteration: int, entry: _Open, wall_time_s: float) -> JobIteration:
         self._close_through(iteration)
+        before = iteration - 1 if self._latest_iteration is None else self._latest_iteration
+        self._latest, self._latest_iteration = entry, iteration
         complete = JobIteration(
             iteration=iteration,
             versions=self._versions(entry),
             is_regular=bool(entry.is_regular.all()),
             iteration_time_s=float(entry.duration_s.max()),
             pipeline_energy_j=tuple(entry.energy_j.reshape(self._pipeline_count, -1).sum(axis=1).tolist()),
+            skipped_count=iteration - 1 - before,
         )
         self.iteration_time_s = complete.iteration_time_s
-        self._count(complete)
+        self._count(complete, wall_time_s)
         return complete
 
     def _versions(self, entry: _Open) -> tuple[int, ...] | None:
@@ -164,7 +204,7 @@ class IterationLog:
         known = [version for version in versions if version is not None]
         return tuple(known) if len(known) == len(versions) else None
 
-    def _count(self, complete: JobIteration) -> None:
+    def _count(self, complete: JobIteration, wall_time_s: float) -> None:
         """Add an iteration to the report, unless it is irregular or the first one under its plans."""
         if complete.versions is None or not complete.is_regular:
             return
@@ -174,7 +214,7 @@ class IterationLog:
             return
         last = self.periods[-1] if self.periods else None
         if last is not None and (last.versions, last.has_straggler) == key:
-            self.periods[-1] = last.extended(complete)
+            self.periods[-1] = last.extended(complete, wall_time_s)
             return
         self.periods.append(
             Period(
@@ -183,6 +223,9 @@ class IterationLog:
                 has_straggler=key[1],
                 versions=complete.versions,
                 first_iteration=complete.iteration,
+                last_iteration=complete.iteration,
+                start_time_s=wall_time_s,
+                end_time_s=wall_time_s,
                 iteration_count=1,
                 iteration_time_s=complete.iteration_time_s,
                 iteration_time_m2=0.0,
@@ -203,6 +246,10 @@ class IterationLog:
         """Check what must always hold."""
         assert len(self._open) <= OPEN_LIMIT
         assert all(iteration > self.closed_through for iteration in self._open)
-        assert not any(entry.is_seen.all() for entry in self._open.values())
+        assert all(0 < e.missing_count == np.count_nonzero(~e.is_seen) for e in self._open.values())
         assert all(period.number == number for number, period in enumerate(self.periods))
         assert all(earlier[0] < later[0] for earlier, later in pairwise(self._straggler_since))
+
+
+def _is_baseline(period: Period) -> bool:
+    return period.state is JobState.BASELINE

@@ -2,8 +2,6 @@
 
 from collections import deque
 
-import numpy as np
-
 from perseus.service.domain.measured import Timeline
 from perseus.service.domain.model import IterationSummary
 from perseus.service.domain.specification import Coordinates, Parallelism
@@ -28,7 +26,7 @@ class TimelineMemory:
         """Remember a rank's latest computations; those of tensor rank 0 stand for the stage."""
         if rank.tensor == 0:
             memory = self._stages[rank.pipeline][rank.stage]
-            for iteration in np.unique(computations.iteration)[-_KEPT:].tolist():
+            for iteration in computations.iterations()[-_KEPT:]:
                 memory.append((iteration, computations.of_iteration(iteration)))
 
     def finish(self, summary: IterationSummary) -> None:

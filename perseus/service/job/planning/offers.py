@@ -17,16 +17,19 @@ offer.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from perseus.service.domain.commands import SendOffer
+from perseus.service.domain.evidence import PipelineClocks, PlannedIteration
 from perseus.service.domain.model import (
     FOREIGN_VERSION,
     NO_VERSION,
     STOCK,
     Clocks,
     EventType,
+    HoldClocks,
     Offer,
     PipelineOffer,
     PlannedClocks,
@@ -72,6 +75,10 @@ class OfferBoard:
         self._stages = range(parallelism.stage_count)
         nothing = PipelineOffer((NO_VERSION,) * parallelism.stage_count, 0, STOCK)
         self._pipelines = [_Pipeline(nothing) for _ in range(parallelism.pipeline_count)]
+        # How many pipelines have each version.
+        self._versions = Counter({NO_VERSION: parallelism.pipeline_count})
+        # How many pipelines are planned with each iteration time.
+        self._planned_times_s: Counter[float] = Counter()
         self._by_pipeline: list[list[Coordinates]] = [[] for _ in self._pipelines]
         for rank in ranks:
             self._by_pipeline[rank.coordinates.pipeline].append(rank.coordinates)
@@ -79,6 +86,7 @@ class OfferBoard:
         self._sent: dict[Coordinates, tuple[int, int]] = {}
         # Pipelines of which something has changed: only these need a look, however large the job is.
         self._unsettled: set[int] = set()
+        self._changed: set[int] = set()
 
     def __getitem__(self, pipeline: int) -> PipelineOffer:
         return self._pipelines[pipeline].offer
@@ -94,12 +102,34 @@ class OfferBoard:
         """Each pipeline's version."""
         return tuple(offer.version for offer in self)
 
+    @property
+    def versions_in_use(self) -> Collection[int]:
+        """The versions that pipelines have, each once."""
+        return self._versions.keys()
+
+    @property
+    def planned_times_s(self) -> tuple[float, ...]:
+        """Predicted iteration time of each pipeline's plan; empty unless all have one."""
+        times_s = tuple(time_s for offer in self for time_s in _planned_times_s(offer))
+        return times_s if len(times_s) == len(self) else ()
+
+    @property
+    def planned_range_s(self) -> tuple[float, float]:
+        """The shortest and the longest of them; 0 unless all have one."""
+        if self._planned_times_s.total() < len(self):
+            return 0.0, 0.0
+        return min(self._planned_times_s), max(self._planned_times_s)
+
+    def is_pending(self, iteration: int) -> bool:
+        """Tell whether an iteration came before the start of what is offered, which was never put off."""
+        return any(iteration < each.offer.start_iteration and not each.late_count for each in self._pipelines)
+
     def restore(self, version: int, offers: Iterable[OfferRecord]) -> None:
         """Take what is stored."""
         self.version = version
         for record in offers:
             pipeline = self._pipelines[record.pipeline]
-            pipeline.offer = record.offer
+            self._put(pipeline, record.offer)
             pipeline.offered_version = pipeline.in_force_version = record.offer.version
 
     def of_rank(self, place: Coordinates) -> Offer:
@@ -124,6 +154,11 @@ class OfferBoard:
                 self._replace(number, replace(offer, clocks=clocks))
         if changing:
             self._renew(changing, clocks)
+
+    def take_changed(self) -> Collection[int]:
+        """Return the pipelines whose offer has changed since this was asked last."""
+        changed, self._changed = self._changed, set()
+        return sorted(changed)
 
     def forget_sent(self, place: Coordinates) -> None:
         """What was sent to a rank is of no use any more: its stream ended, or it fell back to stock."""
@@ -162,6 +197,9 @@ class OfferBoard:
 
     def validate(self) -> None:
         """Check what must always hold between two inputs."""
+        assert set(self.versions_in_use) == set(self.versions)
+        times_s = self.planned_times_s
+        assert self.planned_range_s == ((min(times_s), max(times_s)) if times_s else (0.0, 0.0))
         for offer in self:
             assert len(offer.stage_versions) == len(self._stages)
             assert all(NO_VERSION <= version <= self.version for version in offer.stage_versions)
@@ -202,9 +240,19 @@ class OfferBoard:
         self._replace(number, replace(pipeline.offer, start_iteration=self._start_iteration(pipeline)))
 
     def _replace(self, number: int, offer: PipelineOffer) -> None:
-        self._pipelines[number].offer = offer
+        self._put(self._pipelines[number], offer)
         self._unsettled.add(number)
+        self._changed.add(number)
         self._journal.store(OfferRecord(number, offer))
+
+    def _put(self, pipeline: _Pipeline, offer: PipelineOffer) -> None:
+        self._planned_times_s.subtract(_planned_times_s(pipeline.offer))
+        self._planned_times_s.update(_planned_times_s(offer))
+        self._planned_times_s = +self._planned_times_s
+        self._versions[pipeline.offer.version] -= 1
+        self._versions[offer.version] += 1
+        self._versions = +self._versions
+        pipeline.offer = offer
 
     def _start_iteration(self, pipeline: _Pipeline) -> int:
         margin = LEAST_MARGIN
@@ -230,7 +278,7 @@ class OfferBoard:
                 EventType.PLAN_OFFERED,
                 f"pipeline {number} is offered {offer.clocks} as version {offer.version} "
                 f"from iteration {offer.start_iteration}",
-                **_evidence(number, offer),
+                _evidence(number, offer),
             )
 
     def _announce_in_force(self, number: int, pipeline: _Pipeline, ranks: Iterable[Rank]) -> None:
@@ -243,20 +291,28 @@ class OfferBoard:
             self._journal.announce(
                 EventType.PLAN_IN_FORCE,
                 f"version {offer.version} ({offer.clocks}) is in force on pipeline {number}",
-                **_evidence(number, offer),
+                _evidence(number, offer),
             )
 
 
-def _evidence(number: int, offer: PipelineOffer) -> dict[str, object]:
-    version = offer.version
-    evidence: dict[str, object] = {
-        "pipeline": number,
-        "version": version,
-        "changed_stages": [stage for stage, own in enumerate(offer.stage_versions) if own == version],
-        "start_iteration": offer.start_iteration,
-        "clocks": offer.clocks,
-    }
-    if isinstance(offer.clocks, PlannedClocks):
-        evidence["iteration_time_s"] = offer.clocks.plan.iteration_time_s
-        evidence["energy_j"] = offer.clocks.plan.energy_j
-    return evidence
+def _planned_times_s(offer: PipelineOffer) -> list[float]:
+    """Return what is predicted of the offer's iteration, if it is a plan."""
+    return [offer.clocks.plan.iteration_time_s] if isinstance(offer.clocks, PlannedClocks) else []
+
+
+def _evidence(number: int, offer: PipelineOffer) -> PipelineClocks:
+    version, clocks = offer.version, offer.clocks
+    held_clocks_mhz, plan = None, None
+    match clocks:
+        case HoldClocks():
+            held_clocks_mhz = clocks.clocks_mhz
+        case PlannedClocks():
+            plan = PlannedIteration(clocks.plan.iteration_time_s, clocks.plan.energy_j)
+    return PipelineClocks(
+        pipeline=number,
+        version=version,
+        changed_stages=tuple(stage for stage, own in enumerate(offer.stage_versions) if own == version),
+        start_iteration=offer.start_iteration,
+        held_clocks_mhz=held_clocks_mhz,
+        plan=plan,
+    )

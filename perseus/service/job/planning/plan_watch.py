@@ -6,8 +6,9 @@ the computations take the time planned and the iteration does not, transfers bet
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+from perseus.service.domain import evidence
 from perseus.service.domain.commands import SlowPlan
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import EventType, PlannedClocks
@@ -76,8 +77,14 @@ class PlanWatch:
                 self._journal.announce(
                     EventType.PROMISE_BROKEN,
                     f"iterations take {broken.median_time_s:.6f} s, not {broken.promised_time_s:.6f} s",
-                    **asdict(broken),
-                    versions=iteration.versions,
+                    evidence.PromiseBroken(
+                        promised_time_s=broken.promised_time_s,
+                        median_time_s=broken.median_time_s,
+                        baseline_time_s=broken.baseline_time_s,
+                        iteration_times_s=broken.iteration_times_s,
+                        last_iteration=broken.last_iteration,
+                        plan_versions=_single_where_same(iteration.versions),
+                    ),
                 )
                 return self._answer_broken_promise(broken, clocks, frontier)
         if self._drift.is_due(iteration.versions) and self._correct_profile(frontier, stragglers):
@@ -115,10 +122,17 @@ class PlanWatch:
         self._journal.announce(
             EventType.PROFILE_CORRECTED,
             f"stage {stage} takes {drift.worst_ratio:.3f} × the time planned at {clock_mhz} MHz",
-            stage=stage,
-            clock_mhz=clock_mhz,
-            chunk=chunk,
-            computation_kind=kind.name,
-            ratio=drift.worst_ratio,
-            measured_count=len(drift.times_s),
+            evidence.ProfileCorrected(
+                stage=stage,
+                clock_mhz=clock_mhz,
+                chunk=chunk,
+                kind=kind,
+                ratio=drift.worst_ratio,
+                corrected_count=len(drift.times_s),
+            ),
         )
+
+
+def _single_where_same(versions: tuple[int, ...] | None) -> tuple[int, ...]:
+    assert versions is not None
+    return versions[:1] if len(set(versions)) == 1 else versions

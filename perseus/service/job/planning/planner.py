@@ -4,8 +4,9 @@ One problem is solved at a time. Where a frontier is dropped (clocks are gone, o
 that is being solved is solved in vain: its answer is ignored.
 """
 
-from dataclasses import asdict
+from collections.abc import Iterable
 
+from perseus.service.domain import evidence
 from perseus.service.domain.commands import SlowPlan, Solve
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import Clocks, EventType, PlannedClocks, Straggler
@@ -92,13 +93,15 @@ class Planner:
         self._journal.announce(
             EventType.SOLVED,
             f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s",
-            t_min_s=frontier.t_min_s,
-            t_star_s=frontier.t_star_s,
-            t_slow_s=frontier.t_slow_s,
-            baseline_energy_j=frontier.baseline.energy_j,
-            t_min_energy_j=frontier.points[0].energy_j,
-            point_count=len(frontier.points),
-            transfer_lag_s=self.lag_s,
+            evidence.Solved(
+                t_min_s=frontier.t_min_s,
+                t_star_s=frontier.t_star_s,
+                t_slow_s=frontier.t_slow_s,
+                baseline_energy_j=frontier.baseline.energy_j,
+                t_min_energy_j=frontier.points[0].energy_j,
+                point_count=len(frontier.points),
+                transfer_lag_s=self.lag_s,
+            ),
         )
 
     def drop_frontier(self, slow: SlowPlan | None = None) -> None:
@@ -126,7 +129,7 @@ class Planner:
         is_news = policy != self.policy
         if is_news:
             self.policy = policy
-            self._journal.announce(EventType.POLICY_SET, f"policy: {policy}", **asdict(policy))
+            self._journal.announce(EventType.POLICY_SET, f"policy: {policy}", evidence.PolicySet(policy))
         return is_news
 
     def announce_straggler(self, straggler: Straggler) -> None:
@@ -134,9 +137,12 @@ class Planner:
         self._journal.announce(
             EventType.STRAGGLER_REPORTED,
             f"pipeline {straggler.pipeline} is slow: {straggler}",
-            pipeline=straggler.pipeline,
-            reported=straggler,
-            iteration_time_s=self.straggler_times_s()[straggler.pipeline],
+            evidence.StragglerReported(
+                pipeline=straggler.pipeline,
+                iteration_time_s=straggler.iteration_time_s,
+                slowdown_factor=straggler.slowdown_factor,
+                target_time_s=self.straggler_times_s()[straggler.pipeline],
+            ),
         )
 
     def retarget(self) -> None:
@@ -164,9 +170,10 @@ class Planner:
             return OperatingPolicy()
         return self.policy
 
-    def tell_expectations(self) -> None:
-        """Let the detection of stragglers know what the plans promise for each computation."""
-        for offer in self._offers:
+    def tell_expectations(self, changed: Iterable[int]) -> None:
+        """Let the detection of stragglers know what these pipelines' plans promise for each computation."""
+        for pipeline in changed:
+            offer = self._offers[pipeline]
             version, clocks = offer.version, offer.clocks
             if self.frontier and isinstance(clocks, PlannedClocks) and self._expected.get(version) != clocks:
                 planned_s = {
@@ -174,7 +181,7 @@ class Planner:
                 }
                 self._stragglers.expect(version, {**self.frontier.pipeline.fixed_times_s, **planned_s})
                 self._expected[version] = clocks
-        in_use = {offer.version for offer in self._offers}
+        in_use = self._offers.versions_in_use
         self._expected = {version: some for version, some in self._expected.items() if version in in_use}
 
     def judge(self, iteration: JobIteration) -> Verdict:

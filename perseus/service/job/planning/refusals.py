@@ -10,11 +10,12 @@
 Only the refusal of what is offered now counts. Who refuses stock has nothing else to fall back to.
 """
 
+from perseus.service.domain.evidence import PlanRefused
 from perseus.service.domain.inputs import OfferAnswered
 from perseus.service.domain.model import STOCK_MHZ, EventType, Offer, RefusalReason, stage_clocks
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.offers import OfferBoard
-from perseus.service.job.ranks.rank_table import RankTable, named
+from perseus.service.job.ranks.rank_table import RankTable
 
 
 class Refusals:
@@ -59,11 +60,13 @@ class Refusals:
         self._journal.announce(
             EventType.PLAN_REFUSED,
             f"{event.rank} refused version {event.version} ({offer.clocks}): {event.refusal.value}",
-            **named(event.rank),
-            version=event.version,
-            start_iteration=offer.start_iteration,
-            iteration=event.iteration,
-            reason=event.refusal.name,
-            refused_clocks_mhz=list(event.refused_clocks_mhz),
-            agent_message=event.message,
+            PlanRefused(
+                rank=event.rank,
+                version=event.version,
+                start_iteration=offer.start_iteration,
+                iteration=event.iteration,
+                reason=event.refusal,
+                refused_clocks_mhz=event.refused_clocks_mhz,
+                agent_message=event.message,
+            ),
         )

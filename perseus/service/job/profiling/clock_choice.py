@@ -14,6 +14,10 @@ plan's energy can still change, the *doubt*, is the root mean square of a stage'
 over the stages: no computation knows beforehand which clock it will have, and the wide gaps count most.
 
 What lies within the standard errors of two clocks is noise, which no clock between them resolves.
+
+A clock that can't be measured ends the descent: nothing below it is tried, but for the one next to the
+highest, which tells whether it is the clock (that runs in step with the energy counter, say) or the rank. A
+stage that has given up two clocks before it has two is not tried any further.
 """
 
 import math
@@ -39,6 +43,10 @@ measured clock lay off the line between its neighbours did not change that. The 
 
 REACH = 0.85
 """How far below the lowest measured clock a clock may lie to be guessed at."""
+
+
+MOST_BARRED = 2
+"""Clocks that a stage may have failed to be measured at before it has the two that planning needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +100,26 @@ class _Stage:
         self._counts = counts
         self._measured = measured
         self._usable_mhz = usable_mhz
-        self._left_mhz = [mhz for mhz in usable_mhz if mhz not in measured_mhz and mhz not in barred_mhz]
         self._power_w = power_w
         self.measured_mhz = measured_mhz
+        self._left_mhz = self._find_left_mhz(barred_mhz)
 
     @property
     def is_bounded(self) -> bool:
         """Whether as many clocks are measured as it takes to plan."""
         return len(self.measured_mhz) >= min(LEAST_CLOCKS, len(self._usable_mhz))
+
+    def _find_left_mhz(self, barred_mhz: Collection[int]) -> list[int]:
+        """Return the clocks that may yet be measured, highest first."""
+        if len(barred_mhz) >= MOST_BARRED and not self.is_bounded:
+            return []
+        usable_mhz = self._usable_mhz
+        if not self.measured_mhz and usable_mhz and usable_mhz[0] in barred_mhz:
+            return list(usable_mhz[1:2])
+        lowest_mhz = min(self.measured_mhz, default=math.inf)
+        floor_mhz = max((mhz for mhz in barred_mhz if mhz < lowest_mhz), default=0)
+        unfit_mhz = {*self.measured_mhz, *barred_mhz}
+        return [mhz for mhz in usable_mhz if mhz > floor_mhz and mhz not in unfit_mhz]
 
     @property
     def least_energy_j(self) -> float:

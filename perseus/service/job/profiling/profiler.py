@@ -7,23 +7,43 @@ A stage that stays at stock is measured at stock, which counts as its highest cl
 left to measure goes on with a clock that it has.
 
 Profiling ends when the plan's energy can no longer change by more than the accuracy asked for, or when the
-budget is used up. Two clocks of each stage are the least; without them there is nothing to plan.
+budget is used up, within a round or after it. Whatever the ranks report, every iteration of the job counts
+that did not run at stock as offered, and so does the time of those that were not reported. Two clocks of each
+stage are the least; without them there is nothing to plan.
+
+A round that is dear (it has taken its share of the extra time, that of one clock out of the most) is content
+with the first iteration that is measured whole.
 
 A profile of the same GPUs and job shape may be there from before. It is taken over if it agrees with what the
 first rounds measured.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
+from perseus.service.domain.evidence import (
+    ClockGivenUp,
+    ClockProfiled,
+    ProfileAdopted,
+    ProfilingEnded,
+    StagePower,
+)
 from perseus.service.domain.measured import JobIteration, StageProfile
-from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks
+from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks, StockIteration
+from perseus.service.domain.profiling import (
+    ClockGivenUpReason,
+    GivenUpClock,
+    ProfilingBudget,
+    ProfilingCost,
+    ProfilingLimit,
+)
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.clock_choice import ClockChoice, choose_clocks
-from perseus.service.job.profiling.stage_profiles import agree, is_measured, is_power_known, merge
+from perseus.service.job.profiling.stage_profiles import agree, is_power_known, merge, why_not_measured
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks, stages_at_stock
 from perseus.solver import Schedule
 
@@ -42,24 +62,28 @@ class ProfilingRules:
     Attributes:
         iterations: measured at each clock.
         accuracy: by what share the plan's energy may still change.
-        most_clocks: rounds at most.
-        budget_iterations, budget_s, budget_j: what all rounds may take together; the energy is what they
-            cost more than the same iterations at stock.
+        most_clocks: of a stage, those given up included.
+        budget: what all rounds may take together.
     """
 
     iterations: int = 3
     accuracy: float = 0.003
     most_clocks: int = 12
-    budget_iterations: float = math.inf
-    budget_s: float = math.inf
-    budget_j: float = math.inf
+    budget: ProfilingBudget = field(default_factory=ProfilingBudget)
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileEnd:
-    """No further round; why. `is_enough`: there is something to plan on."""
+    """No further round.
+
+    Attributes:
+        is_enough: whether there is something to plan on.
+        limit: what is used up, if that is why.
+        why: one sentence's part.
+    """
 
     is_enough: bool
+    limit: ProfilingLimit | None
     why: str
 
 
@@ -69,6 +93,9 @@ class Profiler:
     Attributes:
         profiles: what is measured so far.
         offered: a profile of the same GPUs and job shape from before.
+        cost: what profiling has taken so far.
+        whole_round_count: rounds in which every stage was measured that was to be, since the last restart.
+        given_up: the clocks that could not be measured, in the order in which they were given up.
     """
 
     def __init__(
@@ -83,59 +110,116 @@ class Profiler:
         self._estimates: dict[Coordinates, EnergyEstimate] = {}
         self._disturbed: set[int] = set()
         self._held_count = 0
-        self._barred: set[tuple[int, int]] = set()
-        self._round_count = 0
-        self._iteration_count = 0
-        self._extra_j = 0.0
-        self._begun_s: float | None = None
+        self._round_extra_s = 0.0
+        # What counts already of the time since the latest iteration.
+        self._silent_s = self._silent_extra_s = 0.0
+        self.cost = ProfilingCost()
+        self.whole_round_count = 0
+        self.given_up: tuple[GivenUpClock, ...] = ()
+        # The stage and rank that the round was waiting for when the budget ended it.
+        self._unmeasured: GivenUpClock | None = None
+        # The ranks that a round measures, and how many of them, from the first on, were when they were looked
+        # at: while the next one is not, none of the others needs a look.
+        self._measured_ranks: list[Coordinates] = []
+        self._measured_count = 0
 
     @property
     def clock_count(self) -> int:
         """Clocks measured at the stage that has the most."""
-        stages = [profile.stage for profile in self.profiles]
-        return max((stages.count(stage) for stage in set(stages)), default=0)
+        return _most_at_a_stage(profile.stage for profile in self.profiles)
+
+    @property
+    def least_clock_count(self) -> int:
+        """Clocks measured at the stage that has the fewest."""
+        counts = Counter(profile.stage for profile in self.profiles)
+        return min(counts[stage] for stage in range(self._parallelism.stage_count))
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank's counter says of the clock that it holds."""
         self._estimates[rank] = estimate
 
     def take_iteration(
-        self, iteration: JobIteration, disturbed: Iterable[int], baseline_energy_j: float
+        self,
+        iteration: JobIteration,
+        is_of_round: bool,
+        disturbed: Iterable[int],
+        baseline: StockIteration,
     ) -> None:
-        """Take an iteration of the round, and the pipelines that were slow in it."""
-        self._held_count += 1
-        self._iteration_count += 1
-        self._disturbed.update(disturbed)
-        if baseline_energy_j:
-            self._extra_j += math.fsum(iteration.pipeline_energy_j) - baseline_energy_j
+        """Take an iteration while profiling, and the pipelines that were slow in it.
 
-    def next_round(
-        self, held: HoldClocks | None, clocks_mhz: UsableClocks, now_s: float
-    ) -> HoldClocks | ProfileEnd:
+        `is_of_round`: it ran under the clocks that are to be held.
+        """
+        extra_s = max(0.0, iteration.iteration_time_s - baseline.time_s)
+        energy_j = math.fsum(iteration.pipeline_energy_j)
+        self.cost = ProfilingCost(
+            self.cost.iteration_count + 1,
+            self.cost.time_s + iteration.iteration_time_s,
+            self.cost.extra_time_s + extra_s,
+            self.cost.energy_j + energy_j,
+            self.cost.extra_energy_j + (energy_j - baseline.energy_j if baseline.energy_j else 0.0),
+        )
+        if is_of_round:
+            self._held_count += 1
+            self._round_extra_s += extra_s
+            self._disturbed.update(disturbed)
+
+    def take_silence(self, time_s: float, baseline_time_s: float) -> None:
+        """Take note that for a time no iteration was reported, under clocks that were held until now."""
+        self._take_unknown(time_s, max(0.0, time_s - baseline_time_s))
+
+    def take_gap(self, iteration: JobIteration, time_s: float, baseline_time_s: float) -> None:
+        """Take note of the iterations before this one that were not reported, `time_s` after the last."""
+        unknown_s = max(0.0, time_s - iteration.iteration_time_s)
+        extra_s = max(0.0, unknown_s - iteration.skipped_count * baseline_time_s)
+        # Some of it may have been taken as silence.
+        self._take_unknown(max(0.0, unknown_s - self._silent_s), max(0.0, extra_s - self._silent_extra_s))
+
+    def _take_unknown(self, time_s: float, extra_s: float) -> None:
+        self._silent_s += time_s
+        self._silent_extra_s += extra_s
+        self.cost = replace(
+            self.cost, time_s=self.cost.time_s + time_s, extra_time_s=self.cost.extra_time_s + extra_s
+        )
+
+    def end_gap(self) -> None:
+        """An iteration was reported."""
+        self._silent_s = self._silent_extra_s = 0.0
+
+    def unmeasured_ranks(self, held: HoldClocks, clocks_mhz: UsableClocks) -> list[Coordinates]:
+        """Return the ranks of which a round waits for estimates, in order."""
+        pipelines = self._counting_pipelines()
+        return sorted(
+            rank
+            for stage in self._counted_mhz(held, clocks_mhz)
+            for rank, _ in self._unmeasured_of(stage, held.clocks_mhz[stage], pipelines)
+        )
+
+    def next_round(self, held: HoldClocks | None, clocks_mhz: UsableClocks) -> HoldClocks | ProfileEnd:
         """Return the clocks to hold: the same until the round has ended; or that no more are needed.
 
         `held` is None where no round is to go on.
         """
-        if self._begun_s is None:
-            self._begun_s = now_s
-        if held is not None and not self._end_round(held, clocks_mhz):
+        limit = self._rules.budget.used_up(self.cost)
+        if held is not None and not self._end_round(held, clocks_mhz, is_last=limit is not None):
             return held
         self._adopt_offered()
-        choice = choose_clocks(self.profiles, self._schedule, clocks_mhz, self._barred)
-        why = self._why_to_end(choice, now_s)
-        if why is None:
+        barred = {(clock.stage, clock.clock_mhz) for clock in self.given_up}
+        choice = choose_clocks(self.profiles, self._schedule, clocks_mhz, barred)
+        end = self._find_end(choice, limit)
+        if end is None:
             at_stock = stages_at_stock(clocks_mhz)
             self._start_round(at_stock)
-            self._round_count += 1
             return HoldClocks(
                 tuple(
                     STOCK_MHZ if stage in at_stock else clock_mhz
                     for stage, clock_mhz in enumerate(choice.clocks_mhz)
                 )
             )
-        if not is_power_known(self.profiles):
-            why += "; no rank has told what it draws while it waits: that is assumed"
-        return ProfileEnd(not math.isinf(choice.doubt), why)
+        if end.is_enough and not is_power_known(self.profiles):
+            assumed = "no rank has told what it draws while it waits: that is assumed"
+            end = replace(end, why=f"{end.why}; {assumed}")
+        self._announce_end(end)
+        return end
 
     def replace(self, profiles: Iterable[StageProfile]) -> None:
         """Take newer profiles in place of those of the same stage and clock."""
@@ -152,58 +236,99 @@ class Profiler:
         self._estimates = {rank: some for rank, some in self._estimates.items() if rank.stage in at_stock}
         self._disturbed.clear()
         self._held_count = 0
+        self._round_extra_s = 0.0
+        self._unmeasured = None
+        self._measured_ranks = []
 
-    def _why_to_end(self, choice: ClockChoice, now_s: float) -> str | None:
+    def _find_end(self, choice: ClockChoice, limit: ProfilingLimit | None) -> ProfileEnd | None:
         clocks = f"{self.clock_count} clocks are measured"
-        if 0 in choice.clocks_mhz:
-            return f"stage {choice.clocks_mhz.index(0)} has no clock that can be measured"
-        measured = self._measured_places()
-        if all(place in measured for place in enumerate(choice.clocks_mhz)):
-            return f"{clocks}, all there are"
-        if choice.doubt <= self._rules.accuracy:
-            return f"{clocks}: the plan's energy can change by {100 * choice.doubt:.2f} %"
-        if math.isinf(choice.doubt):
-            return None  # Less than two clocks is nothing: the budget counts from then on.
+        is_enough = not math.isinf(choice.doubt)
         doubt = f"the plan's energy may still change by {100 * choice.doubt:.2f} %"
-        if max(self._round_count, self.clock_count) >= self._rules.most_clocks:
-            return f"{clocks}, as many as may be; {doubt}"
-        assert self._begun_s is not None
-        for used, budget, unit in (
-            (self._iteration_count, self._rules.budget_iterations, "iterations"),
-            (now_s - self._begun_s, self._rules.budget_s, "s"),
-            (self._extra_j, self._rules.budget_j, "J more than at stock"),
-        ):
-            if used >= budget:
-                return f"{clocks}, and the budget of {budget:g} {unit} is used up; {doubt}"
-        return None
+        if not is_enough:
+            doubt = "; ".join(["which is not enough", *map(str, self._find_obstacle())])
+        tried = [profile.stage for profile in self.profiles] + [clock.stage for clock in self.given_up]
+        if 0 in choice.clocks_mhz:
+            stage = choice.clocks_mhz.index(0)
+            why = f"stage {stage} has no clock that can be measured, {doubt}"
+        elif self._measured_places().issuperset(enumerate(choice.clocks_mhz)):
+            why = f"{clocks}, all there are" + ("" if is_enough else f", {doubt}")
+        elif choice.doubt <= self._rules.accuracy:
+            why = f"{clocks}: the plan's energy can change by {100 * choice.doubt:.2f} %"
+        elif _most_at_a_stage(tried) >= self._rules.most_clocks:
+            why = f"{clocks}, as many as may be; {doubt}"
+        elif limit is not None:
+            budget = f"{self._rules.budget.limit_of(limit):g} {limit.value}"
+            return ProfileEnd(is_enough, limit, f"{clocks}, and the budget of {budget} is used up; {doubt}")
+        else:
+            return None
+        return ProfileEnd(is_enough, None, why)
 
-    def _end_round(self, held: HoldClocks, clocks_mhz: UsableClocks) -> bool:
-        """Keep what was measured, if the round has ended."""
+    def _find_obstacle(self) -> list[GivenUpClock]:
+        """Return what the budget did not wait for, or the first stage's failure, if there is one."""
+        if self._unmeasured is not None:
+            return [self._unmeasured]
+        counts = Counter(profile.stage for profile in self.profiles)
+        failed = [clock for clock in self.given_up if counts[clock.stage] < LEAST_CLOCKS]
+        return sorted(failed, key=lambda clock: clock.stage)[:1]
+
+    def _end_round(self, held: HoldClocks, clocks_mhz: UsableClocks, *, is_last: bool) -> bool:
+        """Keep what was measured, if the round has ended; the last one ends whatever it has."""
+        has_lasted = self._held_count >= HOLD_LIMIT * self._rules.iterations
+        if not has_lasted and not is_last and self._is_waiting(held, clocks_mhz):
+            return False
         pipelines = self._counting_pipelines()
+        counted_mhz = self._counted_mhz(held, clocks_mhz)
+        missing = {
+            stage: unmeasured
+            for stage in counted_mhz
+            if (unmeasured := list(self._unmeasured_of(stage, held.clocks_mhz[stage], pipelines)))
+        }
+        for stage, clock_mhz in counted_mhz.items():
+            if stage in missing:
+                self._miss(stage, clock_mhz, missing[stage], is_given_up=has_lasted)
+            else:
+                held_mhz = held.clocks_mhz[stage]
+                found = merge(stage, clock_mhz, self._estimates, self._parallelism, pipelines, held_mhz)
+                self.replace([found])
+        self.whole_round_count += not missing
+        if len(missing) < len(counted_mhz):
+            self._announce_round(held, pipelines)
+        return True
+
+    def _is_waiting(self, held: HoldClocks, clocks_mhz: UsableClocks) -> bool:
+        """Tell whether a rank that counts is not yet measured in a round."""
+        if not self._measured_ranks:
+            stages, pipelines = self._counted_mhz(held, clocks_mhz), range(self._parallelism.pipeline_count)
+            tensors = range(self._parallelism.tensor_count)
+            self._measured_ranks = [Coordinates(p, s, t) for s in stages for p in pipelines for t in tensors]
+            self._measured_count = 0
+        ranks = self._measured_ranks
+        while self._measured_count < len(ranks):
+            if self._is_awaited(ranks[self._measured_count], held):
+                return True
+            self._measured_count += 1
+        # All were measured at one time or another; a newer estimate may have undone that.
+        undone = next((index for index, rank in enumerate(ranks) if self._is_awaited(rank, held)), None)
+        if undone is not None:
+            self._measured_count = undone
+        return undone is not None
+
+    def _is_awaited(self, rank: Coordinates, held: HoldClocks) -> bool:
+        """Tell whether a rank counts and is not measured. If all pipelines were slow, all of them count."""
+        is_left_out = (
+            rank.pipeline in self._disturbed and len(self._disturbed) < self._parallelism.pipeline_count
+        )
+        return not is_left_out and self._why_not_measured(rank, held.clocks_mhz[rank.stage]) is not None
+
+    def _counted_mhz(self, held: HoldClocks, clocks_mhz: UsableClocks) -> dict[int, int]:
+        """Return the stages that are measured in a round, and the clocks that they count as."""
         known = self._measured_places()
-        # The stages that are measured in this round, and the clocks that they count as.
-        counted_mhz = {
+        return {
             stage: clock_mhz
             for stage, held_mhz in enumerate(held.clocks_mhz)
             for clock_mhz in [held_mhz or clocks_mhz[stage][0]]
             if (stage, clock_mhz) not in known
         }
-        missing = [
-            stage for stage in counted_mhz if not self._is_measured(stage, held.clocks_mhz[stage], pipelines)
-        ]
-        has_lasted = self._held_count >= HOLD_LIMIT * self._rules.iterations
-        if missing and not has_lasted:
-            return False
-        for stage, clock_mhz in counted_mhz.items():
-            if stage in missing:
-                self._give_up(stage, clock_mhz)
-            else:
-                held_mhz = held.clocks_mhz[stage]
-                found = merge(stage, clock_mhz, self._estimates, self._parallelism, pipelines, held_mhz)
-                self.replace([found])
-        if len(missing) < len(counted_mhz):
-            self._announce_round(held, pipelines)
-        return True
 
     def _measured_places(self) -> set[tuple[int, int]]:
         return {(profile.stage, profile.clock_mhz) for profile in self.profiles}
@@ -213,38 +338,71 @@ class Profiler:
         everybody = range(self._parallelism.pipeline_count)
         return [pipeline for pipeline in everybody if pipeline not in self._disturbed] or everybody
 
-    def _is_measured(self, stage: int, clock_mhz: int, pipelines: Sequence[int]) -> bool:
-        order = self._schedule.orders[stage]
-        return all(
-            (estimate := self._estimates.get(Coordinates(pipeline, stage, tensor))) is not None
-            and is_measured(estimate, order, clock_mhz, self._rules.iterations)
-            for pipeline in pipelines
-            for tensor in range(self._parallelism.tensor_count)
-        )
+    def _unmeasured_of(
+        self, stage: int, clock_mhz: int, pipelines: Sequence[int]
+    ) -> Iterator[tuple[Coordinates, ClockGivenUpReason]]:
+        """Yield the ranks of a stage that are not measured, and why not."""
+        for pipeline in pipelines:
+            for tensor in range(self._parallelism.tensor_count):
+                rank = Coordinates(pipeline, stage, tensor)
+                if (why := self._why_not_measured(rank, clock_mhz)) is not None:
+                    yield rank, why
 
-    def _give_up(self, stage: int, clock_mhz: int) -> None:
-        self._barred.add((stage, clock_mhz))
+    def _why_not_measured(self, rank: Coordinates, clock_mhz: int) -> ClockGivenUpReason | None:
+        rules, order = self._rules, self._schedule.orders[rank.stage]
+        is_dear = self._round_extra_s >= rules.budget.extra_time_s / rules.most_clocks
+        count = 1 if is_dear else rules.iterations
+        return why_not_measured(self._estimates.get(rank), order, clock_mhz, count)
+
+    def _miss(
+        self,
+        stage: int,
+        clock_mhz: int,
+        unmeasured: Sequence[tuple[Coordinates, ClockGivenUpReason]],
+        *,
+        is_given_up: bool,
+    ) -> None:
+        """A round has ended without a stage, because it lasted so long or because it was the last."""
+        reason = next(some for some in ClockGivenUpReason if some in {why for _, why in unmeasured})
+        rank: Coordinates | None = next(rank for rank, why in unmeasured if why is reason)
+        if len(self._disturbed) == self._parallelism.pipeline_count:
+            reason, rank = ClockGivenUpReason.DISTURBED, None
+        clock = GivenUpClock(stage, clock_mhz, reason, rank)
+        if not is_given_up:
+            self._unmeasured = self._unmeasured or clock
+            return
+        self.given_up += (clock,)
         self._journal.announce(
             EventType.CLOCK_GIVEN_UP,
-            f"stage {stage} could not be measured at {clock_mhz} MHz in {self._held_count} iterations",
-            stage=stage,
-            clock_mhz=clock_mhz,
-            iteration_count=self._held_count,
-            disturbed_pipelines=sorted(self._disturbed),
+            f"{clock}, in {self._held_count} iterations",
+            ClockGivenUp(
+                stage=stage,
+                clock_mhz=clock_mhz,
+                iteration_count=self._held_count,
+                disturbed_pipelines=tuple(sorted(self._disturbed)),
+                reason=reason,
+                rank=rank,
+            ),
         )
 
     def _announce_round(self, held: HoldClocks, pipelines: Sequence[int]) -> None:
-        powers_w = {
-            f"blocking_power_w.{profile.stage}": profile.blocking_power_w
+        powers = (
+            StagePower(profile.stage, profile.blocking_power_w)
             for profile in self.profiles
             if profile.clock_mhz == held.clocks_mhz[profile.stage] and profile.blocking_power_w is not None
-        }
+        )
         self._journal.announce(
             EventType.CLOCK_PROFILED,
             f"{held} is measured on {len(pipelines)} pipelines",
-            clocks_mhz=list(held.clocks_mhz),
-            iteration_count=self._held_count,
-            **powers_w,
+            ClockProfiled(held.clocks_mhz, self._held_count, tuple(powers)),
+        )
+
+    def _announce_end(self, end: ProfileEnd) -> None:
+        self._journal.announce(
+            EventType.PROFILING_ENDED,
+            f"profiling has ended after {self.cost.iteration_count} iterations, "
+            f"{self.cost.extra_time_s:.1f} s more than at stock: {end.why}",
+            ProfilingEnded(end.is_enough, end.limit, self.cost),
         )
 
     def _adopt_offered(self) -> None:
@@ -253,9 +411,14 @@ class Profiler:
         offered, self.offered = self.offered, ()
         if agree(self.profiles, offered, _SAME_TIME_SHARE, _SAME_ENERGY_SHARE):
             known = self._measured_places()
-            self.replace(p for p in offered if (p.stage, p.clock_mhz) not in known)
+            adopted = [p for p in offered if (p.stage, p.clock_mhz) not in known]
+            self.replace(adopted)
             self._journal.announce(
                 EventType.PROFILE_ADOPTED,
                 f"a profile from before agrees with what is measured: {self.clock_count} clocks",
-                clock_count=self.clock_count,
+                ProfileAdopted(tuple(sorted({p.stage for p in adopted})), self.clock_count),
             )
+
+
+def _most_at_a_stage(stages: Iterable[int]) -> int:
+    return max(Counter(stages).values(), default=0)

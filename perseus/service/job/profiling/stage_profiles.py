@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from perseus.service.domain.measured import StageKey, StageProfile
+from perseus.service.domain.profiling import ClockGivenUpReason
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.ranks.usable_clocks import UsableClocks, stages_at_stock
@@ -29,21 +30,23 @@ _LEAST_SE_W = 1e-6
 """No standard error of a power is smaller than this: none may outweigh all others for good."""
 
 
-def is_measured(
-    estimate: EnergyEstimate, order: Iterable[Computation], clock_mhz: int, iteration_count: int
-) -> bool:
-    """Tell whether an estimate covers the order at the clock, over enough iterations.
+def why_not_measured(
+    estimate: EnergyEstimate | None, order: Iterable[Computation], clock_mhz: int, iteration_count: int
+) -> ClockGivenUpReason | None:
+    """Tell why an estimate does not cover the order at the clock, over enough iterations; None if it does.
 
     Early estimates may be impossible (energy of 0 or less, while few counter windows are in): not yet
     measured.
     """
-    good = {
-        (sample.kind, sample.chunk)
-        for sample in estimate.samples
-        if sample.clock_mhz == clock_mhz and sample.energy_j >= _LEAST_J
-    }
+    if estimate is None:
+        return ClockGivenUpReason.NO_ESTIMATE
+    energies_j = {(s.kind, s.chunk): s.energy_j for s in estimate.samples if s.clock_mhz == clock_mhz}
     needed = {(computation.kind, computation.chunk) for computation in order}
-    return estimate.iteration_count >= iteration_count and needed <= good
+    if estimate.iteration_count < iteration_count or not needed <= energies_j.keys():
+        return ClockGivenUpReason.INCOMPLETE_ESTIMATE
+    if any(energies_j[key] < _LEAST_J for key in needed):
+        return ClockGivenUpReason.NO_ENERGY
+    return None
 
 
 def merge(
@@ -56,7 +59,7 @@ def merge(
 ) -> StageProfile:
     """Merge the estimates of a stage's ranks in these pipelines, which held a clock or stock.
 
-    Each must be measured (`is_measured`). `clock_mhz` is what the measurements count as.
+    Each must be measured (`why_not_measured`). `clock_mhz` is what the measurements count as.
     """
     rows = [
         [estimates[Coordinates(pipeline, stage, tensor)] for tensor in range(parallelism.tensor_count)]

@@ -1,29 +1,42 @@
 """The ranks of one job: who serves them, whose lease runs, how far they are. Part of the state machine."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 
-from perseus.service.domain.errors import RankAlreadyServedError, TelemetryOutdatedError
+from perseus.service.domain.errors import InvalidFieldError, RankAlreadyServedError, TelemetryOutdatedError
+from perseus.service.domain.evidence import RankChanged, RankGpuError
 from perseus.service.domain.inputs import GpuErrorReported, RankJoined
-from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankState, RefusalReason
+from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankFilter, RankState, RefusalReason
 from perseus.service.domain.specification import Coordinates, JobSpec
 from perseus.service.domain.telemetry import ClockStatistics
 from perseus.service.job.journal import Journal
+from perseus.service.job.ranks.iteration_counts import IterationCounts
+from perseus.service.job.ranks.leases import Leases
+from perseus.service.job.ranks.missing import MissingRanks
 from perseus.service.job.ranks.usable_clocks import UsableClocks, usable_clocks_mhz
 
 LIVE = (RankState.CONNECTED, RankState.DISCONNECTED)
 
 
 class RankTable:
-    """All ranks of a job, connected or not. Changes are stored and announced through the journal."""
+    """All ranks of a job, connected or not. Changes are stored and announced through the journal.
 
-    def __init__(self, spec: JobSpec, lease_s: float, journal: Journal) -> None:
+    Attributes:
+        counts: how many ranks are in each state.
+        missing: the ranks that are not connected and have not finished.
+    """
+
+    def __init__(self, spec: JobSpec, lease_s: float, journal: Journal, now_s: float = 0.0) -> None:
         self._spec = spec
-        self._lease_s = lease_s
         self._journal = journal
         self._ranks = {place: Rank(place) for place in spec.parallelism.all_coordinates()}
+        self.counts = Counter({RankState.EXPECTED: len(self._ranks)})
+        self.missing = MissingRanks(self._ranks, now_s)
         # By agent instance: whatever it says renews the leases of all its ranks.
-        self._heard_s: dict[str, float] = {}
+        self._leases = Leases(lease_s)
+        self._live: dict[str, set[Coordinates]] = {}
+        self._iterations = IterationCounts()
         # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream says it anew.
         self._after_sequence: dict[Coordinates, int] = {}
         self._changed_pipelines: set[int] = set()
@@ -46,32 +59,65 @@ class RankTable:
         """Take stored ranks; those that were connected have a whole lease to come back."""
         for rank in ranks:
             state = RankState.DISCONNECTED if rank.state in LIVE else rank.state
-            self._ranks[rank.coordinates] = replace(rank, state=state)
-            self._heard_s[rank.instance_id] = now_s
+            self._put(replace(rank, state=state))
+            if state in LIVE:
+                self._leases.hear(rank.instance_id, now_s)
+            if state is not RankState.EXPECTED:
+                self.missing.find(rank.coordinates)
+            if state not in (RankState.EXPECTED, RankState.FINISHED):
+                self.missing.miss(rank.coordinates, now_s)
 
     def are_all(self, state: RankState) -> bool:
         """Tell whether every rank is in a state."""
-        return all(rank.state is state for rank in self)
+        return self.counts[state] == len(self)
+
+    def select(self, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
+        """Yield the wanted ranks from an index on, each with its index in the order of all ranks.
+
+        Raises:
+            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
+        """
+        counts = self._spec.parallelism
+        if wanted.pipeline is not None:
+            self._spec.check_pipeline(wanted.pipeline)
+        if wanted.stage is not None and not 0 <= wanted.stage < counts.stage_count:
+            expected = f"0 to {counts.stage_count - 1}"
+            raise InvalidFieldError(field="stage", expected=expected, found=wanted.stage)
+        return self._select(wanted, first_index)
+
+    def _select(self, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
+        counts = self._spec.parallelism
+        stages, tensors = counts.stage_count, counts.tensor_count
+        first_pipeline = first_index // (stages * tensors)
+        for pipeline in range(first_pipeline, counts.pipeline_count):
+            if wanted.pipeline not in (None, pipeline):
+                continue
+            for stage in range(stages) if wanted.stage is None else (wanted.stage,):
+                for tensor in range(tensors):
+                    index = (pipeline * stages + stage) * tensors + tensor
+                    rank = self._ranks[Coordinates(pipeline, stage, tensor)]
+                    if index >= first_index and (not wanted.states or rank.state in wanted.states):
+                        yield index, rank
 
     def of_instance(self, instance_id: str, *states: RankState) -> list[Rank]:
-        """Return the ranks of an agent that are in one of these states."""
-        return [rank for rank in self if rank.instance_id == instance_id and rank.state in states]
+        """Return the live ranks of an agent that are in one of these states."""
+        places = sorted(self._live.get(instance_id, ()), key=astuple)
+        return [rank for place in places if (rank := self._ranks[place]).state in states]
 
     def highest_iteration(self) -> int:
         """Return the highest iteration that a live rank reported, -1 if none."""
-        return max((rank.iteration for rank in self if rank.state in LIVE), default=-1)
+        return self._iterations.highest()
 
     def next_deadline_s(self) -> float | None:
         """When the next lease runs out, if any runs."""
-        heard_s = [self._heard_s[rank.instance_id] for rank in self if rank.state in LIVE]
-        return min(heard_s) + self._lease_s if heard_s else None
+        return self._leases.next_deadline_s()
 
     def expired(self, now_s: float) -> list[Rank]:
-        """Return the live ranks whose lease has run out."""
+        """Return the live ranks whose lease has run out; it does so once."""
         return [
             rank
-            for rank in self
-            if rank.state in LIVE and now_s >= self._heard_s[rank.instance_id] + self._lease_s
+            for instance_id in self._leases.expired(now_s)
+            for rank in self.of_instance(instance_id, *LIVE)
         ]
 
     def usable_clocks_mhz(self) -> UsableClocks:
@@ -108,7 +154,7 @@ class RankTable:
                 instance_id=rank.instance_id,
                 hostname=rank.hostname,
             )
-        self._heard_s[event.instance_id] = now_s
+        self._leases.hear(event.instance_id, now_s)
         self._after_sequence[event.rank] = event.after_sequence
         if rank.instance_id != event.instance_id:
             rank = replace(rank, refused_clocks_mhz=(), is_stock_only=False)  # Another agent may be able to.
@@ -122,6 +168,7 @@ class RankTable:
             iteration=event.iteration,
         )
         self.change(joined, why="")
+        self.missing.find(event.rank)
 
     def hear(self, place: Coordinates, instance_id: str, now_s: float) -> bool:
         """Renew the leases of a rank's agent; False if it does not serve the rank: what it says is stale.
@@ -133,7 +180,7 @@ class RankTable:
         rank = self._ranks[place]
         if rank.state is not RankState.CONNECTED or rank.instance_id != instance_id:
             return False
-        self._heard_s[instance_id] = now_s
+        self._leases.hear(instance_id, now_s)
         return True
 
     def check_trainer(self, place: Coordinates, sequence: int) -> None:
@@ -148,28 +195,35 @@ class RankTable:
 
     def hear_agent(self, instance_id: str, now_s: float) -> None:
         """Renew the leases of an agent, if it serves any of the ranks."""
-        if instance_id in self._heard_s:
-            self._heard_s[instance_id] = now_s
+        if instance_id in self._leases:
+            self._leases.hear(instance_id, now_s)
 
     def disconnect(self, instance_id: str, now_s: float) -> None:
         """Note that an agent's stream has ended; the leases of its ranks run from now."""
         self.hear_agent(instance_id, now_s)
         for rank in self.of_instance(instance_id, RankState.CONNECTED):
             self.change(replace(rank, state=RankState.DISCONNECTED), why="its agent's stream ended")
+            self.missing.miss(rank.coordinates, now_s)
 
-    def drop(self, place: Coordinates, state: RankState, why: str) -> None:
-        """Note that a rank is lost or finished; its GPU is at stock, or will be when the lease runs out."""
-        self.change(replace(self._ranks[place], state=state, in_force_version=NO_VERSION), why)
+    def lose(self, place: Coordinates, why: str, now_s: float) -> None:
+        """Note that a rank is lost; its GPU is at stock, or will be when the lease runs out."""
+        self.change(replace(self._ranks[place], state=RankState.LOST, in_force_version=NO_VERSION), why)
+        self.missing.miss(place, now_s)
+
+    def finish(self, place: Coordinates, why: str) -> None:
+        """Note that a rank's trainer is done; its GPU is at stock."""
+        self.change(replace(self._ranks[place], state=RankState.FINISHED, in_force_version=NO_VERSION), why)
+        self.missing.find(place)
 
     def note_iteration(self, place: Coordinates, iteration: int) -> None:
         """Note how far a rank is. Not stored: after a restart the ranks say it anew."""
         rank = self._ranks[place]
         if iteration > rank.iteration:
-            self._ranks[place] = replace(rank, iteration=iteration)
+            self._put(replace(rank, iteration=iteration))
 
     def note_clocks(self, place: Coordinates, clocks: ClockStatistics) -> None:
         """Note how well a rank's clocks follow its plan. Not stored: it is reported again and again."""
-        self._ranks[place] = replace(self._ranks[place], clocks=clocks)
+        self._put(replace(self._ranks[place], clocks=clocks))
 
     def note_gpu_error(self, event: GpuErrorReported) -> None:
         """Tell what went wrong with a rank's GPU, once: agents say it again on every stream."""
@@ -178,10 +232,7 @@ class RankTable:
             self._journal.announce(
                 EventType.GPU_ERROR,
                 f"{event.rank}: {event.reason.value}: {event.message}",
-                **named(event.rank),
-                gpu_uuid=event.gpu_uuid,
-                reason=event.reason.name,
-                agent_message=event.message,
+                RankGpuError(event.rank, event.gpu_uuid, event.reason, event.message),
             )
 
     def change(self, rank: Rank, why: str | None = None) -> None:
@@ -189,7 +240,7 @@ class RankTable:
         before = self._ranks[rank.coordinates]
         if rank == before:
             return
-        self._ranks[rank.coordinates] = rank
+        self._put(rank)
         if (rank.gpu, rank.refused_clocks_mhz, rank.is_stock_only) != (
             before.gpu,
             before.refused_clocks_mhz,
@@ -202,13 +253,36 @@ class RankTable:
             self._journal.announce(
                 EventType.RANK_CHANGED,
                 f"{rank.coordinates} is {rank.state.value}{f': {why}' if why else ''}",
-                **named(rank.coordinates),
-                state=rank.state.name,
-                instance_id=rank.instance_id,
-                hostname=rank.hostname,
-                gpu_uuid=rank.gpu.uuid if rank.gpu else "",
-                reason=why,
+                RankChanged(
+                    rank=rank.coordinates,
+                    state=rank.state,
+                    instance_id=rank.instance_id,
+                    hostname=rank.hostname,
+                    gpu_uuid=rank.gpu.uuid if rank.gpu else "",
+                    reason=why,
+                ),
             )
+
+    def _put(self, rank: Rank) -> None:
+        """Replace a rank, and keep what is known of all ranks together."""
+        place = rank.coordinates
+        before, self._ranks[place] = self._ranks[place], rank
+        if before.state is not rank.state:
+            self.counts[before.state] -= 1
+            self.counts[rank.state] += 1
+        was_live, is_live = before.state in LIVE, rank.state in LIVE
+        if was_live and not (is_live and before.iteration == rank.iteration):
+            self._iterations.remove(before.iteration)
+        if is_live and not (was_live and before.iteration == rank.iteration):
+            self._iterations.add(rank.iteration)
+        if was_live and not (is_live and before.instance_id == rank.instance_id):
+            served = self._live[before.instance_id]
+            served.discard(place)
+            if not served:
+                del self._live[before.instance_id]
+                self._leases.end(before.instance_id)
+        if is_live:
+            self._live.setdefault(rank.instance_id, set()).add(place)
 
     def take_changed_pipelines(self) -> set[int]:
         """Return the pipelines of which a rank has changed since this was asked last."""
@@ -217,18 +291,26 @@ class RankTable:
 
     def validate(self) -> None:
         """Check what must always hold."""
+        assert +self.counts == Counter(rank.state for rank in self)
+        live = [rank for rank in self if rank.state in LIVE]
+        assert sum(map(len, self._live.values())) == len(live)
+        assert len(self._leases) == len(self._live)
+        assert self.highest_iteration() == max((rank.iteration for rank in live), default=-1)
+        self._leases.validate()
+        absent = [
+            rank.coordinates for rank in self if rank.state not in (RankState.CONNECTED, RankState.FINISHED)
+        ]
+        assert len(self.missing) == len(absent)
+        first = self.missing.first()
+        assert (first[0] if first else None) == min(absent, default=None)
         for place, rank in self._ranks.items():
             assert rank.coordinates == place
             if rank.state in LIVE:
                 assert rank.instance_id
                 assert rank.gpu is not None
-                assert rank.instance_id in self._heard_s
+                assert rank.instance_id in self._leases
+                assert place in self._live[rank.instance_id]
             elif rank.state is RankState.EXPECTED:
                 assert not rank.instance_id
             else:
                 assert rank.in_force_version == NO_VERSION
-
-
-def named(place: Coordinates) -> dict[str, int]:
-    """Return a rank's place as attributes of an event."""
-    return {"pipeline": place.pipeline, "stage": place.stage, "tensor": place.tensor}

@@ -151,15 +151,21 @@ class SpanBook:
         """Take what a rank measured. A stage's duration is the longest of its ranks'."""
         computations = batch.computations
         columns = self._columns(rank.stage, computations)
-        for iteration in np.unique(computations.iteration).tolist():
-            rows = (computations.iteration == iteration) & (columns >= 0)
+        iterations = computations.iterations()
+        for iteration in iterations:
+            own, measured_s = columns, computations.duration_s
+            if len(iterations) > 1:
+                rows = computations.iteration == iteration
+                own, measured_s = own[rows], measured_s[rows]
+            if own.min() < 0:  # not of the order
+                own, measured_s = own[own >= 0], measured_s[own >= 0]
             durations_s, _ = self._open_iteration(iteration)
             own_s = durations_s[:, rank.pipeline]
-            own_s[columns[rows]] = np.fmax(own_s[columns[rows]], computations.duration_s[rows])
-        iterations = batch.iterations
-        for row in np.flatnonzero(iterations.clock_event_reasons).tolist():
-            _, reasons = self._open_iteration(int(iterations.iteration[row]))
-            reasons[rank.pipeline] |= iterations.clock_event_reasons[row]
+            own_s[own] = np.fmax(own_s[own], measured_s)
+        finished = batch.iterations
+        for row in np.flatnonzero(finished.clock_event_reasons).tolist():
+            _, reasons = self._open_iteration(int(finished.iteration[row]))
+            reasons[rank.pipeline] |= finished.clock_event_reasons[row]
 
     def take(self, iteration: int, versions: tuple[int, ...]) -> IterationSpans | None:
         """Return the spans of an iteration that is complete, and forget it and the ones before."""
@@ -199,8 +205,9 @@ class SpanBook:
     def _open_iteration(self, iteration: int) -> tuple[FloatColumn, IntColumn]:
         entry = self._open.get(iteration)
         if entry is None:
-            shape = (len(self._graph.columns), self._pipeline_count)
-            entry = self._open[iteration] = np.full(shape, np.nan), np.zeros(self._pipeline_count, np.int64)
+            # A pipeline's durations lie side by side: its ranks write there, batch by batch.
+            shape = (self._pipeline_count, len(self._graph.columns))
+            entry = self._open[iteration] = np.full(shape, np.nan).T, np.zeros(self._pipeline_count, np.int64)
             if len(self._open) > _OPEN_LIMIT:
                 del self._open[min(self._open)]
         return entry

@@ -4,10 +4,11 @@ What somebody reported overrides what is found until it is cleared; then what is
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
+from perseus.service.domain.evidence import StragglerCleared, StragglerFinding
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import EventType, Straggler
 from perseus.service.domain.specification import Coordinates, Parallelism
@@ -76,8 +77,7 @@ class StragglerBook:
             EventType.STRAGGLER_CLEARED,
             f"pipeline {pipeline} is no longer reported as slow"
             + (f"; it was detected to be {factor:.3f} × slower" if factor > 1 else ""),
-            pipeline=pipeline,
-            detected_slowdown_factor=factor,
+            StragglerCleared(pipeline, factor if factor > 1 else None),
         )
         self._note_detected(pipeline, factor)
         return True
@@ -127,6 +127,19 @@ class StragglerBook:
             f"stage {finding.slowest_stage} the most"
             if finding.is_straggler
             else f"pipeline {finding.pipeline} is itself again",
-            **asdict(finding),
-            is_overridden=is_overridden,
+            StragglerFinding(
+                pipeline=finding.pipeline,
+                slowdown_factor=finding.slowdown_factor,
+                iteration=finding.iteration,
+                iteration_count=finding.iteration_count,
+                span_s=finding.span_s,
+                planned_span_s=finding.planned_span_s,
+                excess=finding.excess,
+                noise=finding.noise,
+                limit=finding.enter,
+                slowest_stage=finding.slowest_stage,
+                stage_ratio=finding.stage_ratio,
+                clock_event_reasons=finding.clock_event_reasons,
+                is_overridden=is_overridden,
+            ),
         )

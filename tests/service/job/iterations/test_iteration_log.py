@@ -14,6 +14,7 @@ from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.iterations.iteration_log import OPEN_LIMIT, IterationLog
 
 RANKS = list(Parallelism(2, 1, 2).all_coordinates())
+NOW_S = 1_000_000.0
 
 
 def rows(
@@ -36,14 +37,14 @@ def rows(
 
 def add_all(log: IterationLog, iteration: int, **values: float) -> None:
     for rank in RANKS:
-        log.add(rank, rows([iteration], **values))  # type: ignore[arg-type]
+        log.add(rank, rows([iteration], **values), NOW_S)  # type: ignore[arg-type]
     log.validate()
 
 
 def test_a_pipelines_iteration_takes_as_long_as_its_slowest_rank_and_costs_the_sum() -> None:
     log = IterationLog(RANKS)
-    assert log.add(RANKS[0], rows([0, 1], time_s=1.0, energy_j=3.0)) == ([], [])
-    summaries, complete = log.add(RANKS[1], rows([0], time_s=2.0, energy_j=4.0))
+    assert log.add(RANKS[0], rows([0, 1], time_s=1.0, energy_j=3.0), NOW_S) == ([], [])
+    summaries, complete = log.add(RANKS[1], rows([0], time_s=2.0, energy_j=4.0), NOW_S)
     assert complete == []
     ((summary),) = summaries
     assert (summary.pipeline, summary.iteration) == (0, 0)
@@ -53,9 +54,9 @@ def test_a_pipelines_iteration_takes_as_long_as_its_slowest_rank_and_costs_the_s
 def test_a_row_that_comes_twice_counts_once() -> None:
     log = IterationLog(RANKS)
     for _ in range(2):
-        log.add(RANKS[0], rows([0]))
-    assert log.add(RANKS[1], rows([0]))[0][0].energy_j == 10.0
-    assert log.add(RANKS[1], rows([0])) == ([], [])
+        log.add(RANKS[0], rows([0]), NOW_S)
+    assert log.add(RANKS[1], rows([0]), NOW_S)[0][0].energy_j == 10.0
+    assert log.add(RANKS[1], rows([0]), NOW_S) == ([], [])
 
 
 def test_the_first_iteration_under_new_plans_and_irregular_ones_are_left_out() -> None:
@@ -75,7 +76,7 @@ def test_an_iteration_in_which_a_pipeline_ran_two_plans_is_left_out() -> None:
     log = IterationLog(RANKS)
     add_all(log, 0)
     for rank in RANKS:
-        (_, complete) = log.add(rank, rows([1], version=1 if rank == RANKS[0] else 0))
+        (_, complete) = log.add(rank, rows([1], version=1 if rank == RANKS[0] else 0), NOW_S)
     assert complete[0].versions is None
     assert log.periods == []
 
@@ -96,19 +97,21 @@ def test_a_straggler_begins_a_period_of_its_own() -> None:
 def test_iterations_that_never_become_complete_do_not_pile_up() -> None:
     log = IterationLog(RANKS)
     for iteration in range(3 * OPEN_LIMIT):
-        log.add(RANKS[0], rows([iteration]))
+        log.add(RANKS[0], rows([iteration]), NOW_S)
     log.validate()
     assert log.closed_through == 2 * OPEN_LIMIT - 1
 
 
 def test_after_a_restart_of_the_trainers_earlier_iterations_count_again() -> None:
     log = IterationLog(RANKS)
-    for iteration in range(4):
+    for iteration in range(5, 9):
         add_all(log, iteration)
     log.restart()
-    for iteration in range(3):
+    for iteration in range(3, 6):
         add_all(log, iteration)
-    assert [period.iteration_count for period in log.periods] == [3 + 2]
+    (period,) = log.periods
+    assert period.iteration_count == 3 + 2
+    assert (period.first_iteration, period.last_iteration) == (4, 8)
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 1000)), min_size=2, max_size=20))

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from perseus.service.domain import evidence
 from perseus.service.domain.commands import (
     Announce,
     Command,
@@ -74,13 +75,11 @@ def test_where_the_profile_agrees_the_plan_is_withdrawn_and_the_next_is_to_expla
         Solve,
         *[EventType.PLAN_OFFERED, SendOffer, SendOffer] * 2,
     ]
-    (broken,) = cluster.announced(EventType.PROMISE_BROKEN)
+    (broken,) = cluster.announced(evidence.PromiseBroken)
     (command,) = (command for command in commands if isinstance(command, Solve))
     first = cluster.first_plans[0]
     assert isinstance(first, PlannedClocks)
-    assert command.slow == SlowPlan(
-        first.plan, float(broken["median_time_s"]), float(broken["baseline_time_s"])
-    )
+    assert command.slow == SlowPlan(first.plan, broken.median_time_s, broken.baseline_time_s)
     assert command.problem == with_lag(command.problem, 0.0)
     assert {c.offer.clocks for c in commands if isinstance(c, SendOffer)} == {STOCK}
 
@@ -88,15 +87,15 @@ def test_where_the_profile_agrees_the_plan_is_withdrawn_and_the_next_is_to_expla
 def test_the_plan_that_leaves_transfers_their_time_keeps_its_promise_and_saves() -> None:
     cluster = TruthfulCluster(lag_s=LAG_S).plan()
     cluster.run(BLOCK)
-    (broken,) = cluster.announced(EventType.PROMISE_BROKEN)
-    before, after = cluster.announced(EventType.SOLVED)
-    assert float(before["transfer_lag_s"]) == 0
-    assert float(after["transfer_lag_s"]) == pytest.approx(LAG_S)
+    (broken,) = cluster.announced(evidence.PromiseBroken)
+    before, after = cluster.announced(evidence.Solved)
+    assert before.transfer_lag_s == 0
+    assert after.transfer_lag_s == pytest.approx(LAG_S)
     cluster.run(3 * BLOCK)
     cluster.expect(JobState.PLANNED)
-    assert len(cluster.announced(EventType.PROMISE_BROKEN)) == 1
-    baseline_s = float(broken["baseline_time_s"])
-    assert float(broken["median_time_s"]) > 1.01 * baseline_s
+    assert len(cluster.announced(evidence.PromiseBroken)) == 1
+    baseline_s = broken.baseline_time_s
+    assert broken.median_time_s > 1.01 * baseline_s
     last = cluster.machine.log.periods[-1]
     assert last.iteration_time_s <= 1.001 * baseline_s
     frontier = cluster.machine.solved_frontier()
@@ -124,11 +123,11 @@ def test_longer_lags_are_found_until_promises_have_been_broken_too_often() -> No
         cluster.lag_s = lag_s
         cluster.run(BLOCK)
     cluster.expect(JobState.STOCK)
-    lags_s = [float(found["transfer_lag_s"]) for found in cluster.announced(EventType.SOLVED)]
+    lags_s = [found.transfer_lag_s for found in cluster.announced(evidence.Solved)]
     assert lags_s == sorted(lags_s)
-    assert len(cluster.announced(EventType.PROMISE_BROKEN)) == MOST_BROKEN_PROMISES + 1
+    assert len(cluster.announced(evidence.PromiseBroken)) == MOST_BROKEN_PROMISES + 1
     assert len(lags_s) == MOST_BROKEN_PROMISES + 1
-    assert cluster.announced(EventType.STATE_CHANGED)[-1]["reason"] == "plans broke their promise 3 times"
+    assert cluster.announced(evidence.StateChanged)[-1].reason == "plans broke their promise 3 times"
 
 
 def test_a_restarted_coordinator_knows_the_lag_and_makes_the_same_plans() -> None:

@@ -132,3 +132,36 @@ def test_few_noisy_clocks_lead_to_nearly_the_plan_of_all(name: str, seed: int) -
     more_energy, more_time = shares[-1]
     assert more_energy <= 0.004
     assert more_time <= 0.003
+
+
+def chosen(measured_mhz: list[int], barred_mhz: list[int]) -> int:
+    """What a single stage with ten clocks has to measure next; 0 for nothing."""
+    schedule = one_forward_one_backward(1, 1)
+    profiles = [
+        StageProfile(
+            0,
+            mhz,
+            {
+                (0, kind): Measurement(mhz, 1000 / mhz, 100 + (mhz / 100) ** 2)
+                for kind in (Kind.FORWARD, Kind.BACKWARD)
+            },
+            60.0,
+            1.0,
+        )
+        for mhz in measured_mhz
+    ]
+    clocks_mhz = list(range(1000, 0, -100))
+    barred = {(0, mhz) for mhz in barred_mhz}
+    (clock_mhz,) = choose_clocks(profiles, schedule, [clocks_mhz], barred).clocks_mhz
+    return clock_mhz
+
+
+def test_a_clock_that_cannot_be_measured_ends_the_descent() -> None:
+    assert chosen([], []) == 1000
+    assert chosen([], [1000]) == 900, "is it the clock or the rank?"
+    assert chosen([], [1000, 900]) == 0
+    assert chosen([900], [1000]) == 500
+    assert chosen([1000], [500]) == 600, "only above"
+    assert chosen([1000], [500, 600]) == 1000, "nothing new"
+    assert chosen([1000, 500], [400]) > 500
+    assert chosen([1000, 500], [700]) not in (700, 1000)

@@ -4,7 +4,7 @@ import pytest
 
 from perseus.service.domain.commands import Announce, Command
 from perseus.service.domain.measured import JobIteration
-from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks
+from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks, StockIteration
 from perseus.service.domain.specification import Parallelism
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, Profiler, ProfilingRules
@@ -24,7 +24,7 @@ class Bench:
         self.journal = Journal()
         rules = ProfilingRules(iterations=ITERATIONS)
         self.profiler = Profiler(SHAPE, SCHEDULE, rules, self.journal)
-        held = self.profiler.next_round(None, USABLE_MHZ, 0.0)
+        held = self.profiler.next_round(None, USABLE_MHZ)
         assert held == HoldClocks((1400, 1400))
         self.held = held
         self.number = 0
@@ -38,10 +38,11 @@ class Bench:
                 order = SCHEDULE.orders[place.stage]
                 found = estimate(order, 1, self.number, 1400, slowness)
                 self.profiler.take_estimate(place, found)
-        self.profiler.take_iteration(JobIteration(self.number, (1, 1), True, 0.8, (1.0, 1.0)), disturbed, 0.0)
+        iteration = JobIteration(self.number, (1, 1), True, 0.8, (1.0, 1.0))
+        self.profiler.take_iteration(iteration, True, disturbed, StockIteration(0.8, 2.0))
 
     def goes_on(self) -> bool:
-        return self.profiler.next_round(self.held, USABLE_MHZ, 0.0) is self.held
+        return self.profiler.next_round(self.held, USABLE_MHZ) is self.held
 
     def measured_s(self) -> dict[int, float]:
         return {
@@ -87,7 +88,7 @@ def test_a_slow_pipeline_need_not_be_measured() -> None:
 def test_who_was_slow_is_forgotten_with_the_round() -> None:
     bench = Bench()
     bench.iterate(disturbed={0}, measured={0, 1})
-    assert bench.profiler.next_round(None, USABLE_MHZ, 0.0) == bench.held
+    assert bench.profiler.next_round(None, USABLE_MHZ) == bench.held
     for _ in range(ITERATIONS):
         bench.iterate(disturbed=set(), measured={0})
     assert bench.goes_on(), "pipeline 1 counts again, and is not measured"
@@ -99,7 +100,7 @@ def test_a_clock_that_does_not_get_measured_is_given_up() -> None:
         bench.iterate(disturbed=set(), measured={0})
     assert bench.goes_on()
     bench.iterate(disturbed=set(), measured={0})
-    following = bench.profiler.next_round(bench.held, USABLE_MHZ, 0.0)
+    following = bench.profiler.next_round(bench.held, USABLE_MHZ)
     assert following == HoldClocks((1300, 1300))
     assert bench.events() == [EventType.CLOCK_GIVEN_UP] * 2
 
@@ -111,15 +112,13 @@ def test_what_was_estimated_at_stock_counts_for_a_stage_that_stays_there() -> No
     for place in SHAPE.all_coordinates():
         profiler.take_estimate(place, estimate(SCHEDULE.orders[place.stage], 0, 100, STOCK_MHZ))
     usable_mhz = [CLOCKS_MHZ, CLOCKS_MHZ[:1]]
-    held = profiler.next_round(None, usable_mhz, 0.0)
+    held = profiler.next_round(None, usable_mhz)
     assert held == HoldClocks((1400, STOCK_MHZ))
-    assert profiler.next_round(held, usable_mhz, 0.0) is held, (
-        "stage 0 holds a clock of which nothing is known"
-    )
+    assert profiler.next_round(held, usable_mhz) is held, "stage 0 holds a clock of which nothing is known"
     for place in SHAPE.all_coordinates():
         if place.stage == 0:
             profiler.take_estimate(place, estimate(SCHEDULE.orders[0], 1, ITERATIONS, 1400))
-    following = profiler.next_round(held, usable_mhz, 0.0)
+    following = profiler.next_round(held, usable_mhz)
     assert isinstance(following, HoldClocks)
     assert following.clocks_mhz[1] == STOCK_MHZ
     assert [(profile.stage, profile.clock_mhz) for profile in profiler.profiles] == [(0, 1400), (1, 1400)]

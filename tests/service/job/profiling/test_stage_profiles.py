@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from perseus.service.domain.measured import StageProfile
+from perseus.service.domain.profiling import ClockGivenUpReason
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.profiling.stage_profiles import (
@@ -13,9 +14,9 @@ from perseus.service.job.profiling.stage_profiles import (
     build_problem,
     corrected,
     interpolate,
-    is_measured,
     is_power_known,
     merge,
+    why_not_measured,
 )
 from perseus.solver import Kind, Measurement, Pipeline, one_forward_one_backward, read_profile_csv, solve
 from tests.published_data import PUBLISHED_DATA
@@ -128,10 +129,13 @@ def test_the_assumed_power_slows_less_than_the_measured_one_and_more_than_none(
 def test_an_estimate_with_impossible_energy_is_not_a_measurement_yet() -> None:
     order = SCHEDULE.orders[0]
     good = estimate(order, 1, 3, 1200)
-    assert is_measured(good, order, 1200, 3)
-    assert not is_measured(good, order, 1200, 4)
-    assert not is_measured(good, order, 1300, 3)
-    assert not is_measured(scaled(good, time=1.0, energy=-1.0), order, 1200, 3)
+    assert why_not_measured(good, order, 1200, 3) is None
+    assert why_not_measured(None, order, 1200, 3) is ClockGivenUpReason.NO_ESTIMATE
+    assert why_not_measured(good, order, 1200, 4) is ClockGivenUpReason.INCOMPLETE_ESTIMATE
+    assert why_not_measured(good, order, 1300, 3) is ClockGivenUpReason.INCOMPLETE_ESTIMATE
+    for energy in (-1.0, 0.0):
+        found = scaled(good, time=1.0, energy=energy)
+        assert why_not_measured(found, order, 1200, 3) is ClockGivenUpReason.NO_ENERGY
 
 
 def at(clock_mhz: int, time_s: float, energy_j: float) -> Measurement:

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 
 from perseus.service.domain.commands import Announce, SendOffer
+from perseus.service.domain.events import Happening
 from perseus.service.domain.inputs import TelemetryArrived
-from perseus.service.domain.model import EventType, Happening, HoldClocks, JobState, PlannedClocks
+from perseus.service.domain.model import EventType, HoldClocks, JobState, PlannedClocks
 from perseus.service.domain.specification import JobSpec
 from perseus.solver import Computation
 from tests.service.service_fakes import CLOCKS_MHZ, Cluster, FakeRank, time_s

@@ -3,6 +3,8 @@
 import pytest
 
 from perseus.service.domain.commands import Announce, SendOffer
+from perseus.service.domain.events import Happening
+from perseus.service.domain.evidence import StragglerFinding
 from perseus.service.domain.inputs import PolicySet, StragglerCleared, StragglerReported
 from perseus.service.domain.model import EventType, JobState, Straggler
 from perseus.service.domain.specification import OperatingPolicy
@@ -19,11 +21,16 @@ def planned(pipelines: int = 2, seed: int = 0, **changes: float) -> TimedCluster
     return cluster
 
 
+def evidence_of(happening: Happening) -> StragglerFinding:
+    assert isinstance(happening.evidence, StragglerFinding)
+    return happening.evidence
+
+
 def detected(cluster: TimedCluster) -> dict[int, float]:
     """T' over T_min of the stragglers that are known."""
-    view = cluster.machine.view()
-    assert view.detected_stragglers == frozenset(view.straggler_times_s)
-    return {pipeline: time_s / view.t_min_s for pipeline, time_s in view.straggler_times_s.items()}
+    details, t_min_s = cluster.machine.details(), cluster.machine.summary().t_min_s
+    assert details.detected_stragglers == frozenset(details.straggler_times_s)
+    return {pipeline: time_s / t_min_s for pipeline, time_s in details.straggler_times_s.items()}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -33,7 +40,7 @@ def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
 ) -> None:
     cluster = planned(pipelines, seed)
     others = set(range(pipelines)) - {slow}
-    t_min_s = cluster.machine.view().t_min_s
+    t_min_s = cluster.machine.summary().t_min_s
 
     cluster.slowdowns[slow] = 1.2
     count, offered = cluster.run_until_offered(limit=3)
@@ -105,12 +112,12 @@ def test_the_evidence_is_in_the_event() -> None:
     (found,) = cluster.run(3, {1: 1.2})
     assert found.type is EventType.STRAGGLER_DETECTED
     assert found.message == "pipeline 1 is slow: 1.200 × its plan, stage 0 the most"
-    evidence = found.attributes
-    assert float(evidence["span_s"]) == pytest.approx(1.2 * float(evidence["planned_span_s"]))
-    assert float(evidence["excess"]) == pytest.approx(0.2)
-    assert float(evidence["enter"]) == ENTER
-    assert evidence["iteration_count"] == "2"
-    assert evidence["is_overridden"] == "False"
+    finding = evidence_of(found)
+    assert finding.span_s == pytest.approx(1.2 * finding.planned_span_s)
+    assert finding.excess == pytest.approx(0.2)
+    assert finding.limit == ENTER
+    assert finding.iteration_count == 2
+    assert not finding.is_overridden
     (found,) = cluster.run(3, {1: 1.0})
     assert (found.type, found.message) == (EventType.STRAGGLER_WITHDRAWN, "pipeline 1 is itself again")
 
@@ -130,19 +137,19 @@ def test_without_a_plan_peers_are_the_measure() -> None:
     cluster.run(1)
     found = cluster.run(3, {2: 1.2})
     assert cluster.machine.state in (JobState.BASELINE, JobState.PROFILING)
-    assert [change.attributes["pipeline"] for change in found] == ["2"]
+    assert [evidence_of(change).pipeline for change in found] == [2]
     assert "its peers" in found[0].message
-    assert cluster.machine.view().straggler_times_s == {2: 0.0}
+    assert cluster.machine.details().straggler_times_s == {2: 0.0}
 
 
 def test_a_report_overrides_what_is_found_until_it_is_cleared() -> None:
     cluster = planned()
-    t_min_s = cluster.machine.view().t_min_s
+    t_min_s = cluster.machine.summary().t_min_s
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.3)))
     found = cluster.run(6, {1: 1.2})
-    assert [change.attributes["is_overridden"] for change in found] == ["True"]
-    view = cluster.machine.view()
-    assert (view.straggler_times_s, view.detected_stragglers) == ({1: 1.3 * t_min_s}, frozenset())
+    assert [evidence_of(change).is_overridden for change in found] == [True]
+    details = cluster.machine.details()
+    assert (details.straggler_times_s, details.detected_stragglers) == ({1: 1.3 * t_min_s}, frozenset())
 
     cluster.send(StragglerCleared(1))
     assert detected(cluster) == {1: pytest.approx(1.2, abs=0.02)}, "what was found meanwhile counts"
@@ -155,7 +162,7 @@ def test_what_was_found_can_be_cleared_and_is_found_again() -> None:
     cluster.run(3, {1: 1.2})
     cluster.send(StragglerCleared(1))
     assert detected(cluster) == {}
-    assert [change.attributes["pipeline"] for change in cluster.run(3)] == ["1"]
+    assert [evidence_of(change).pipeline for change in cluster.run(3)] == [1]
 
 
 def test_a_straggler_scales_with_the_plan_that_it_has() -> None:
@@ -163,8 +170,8 @@ def test_a_straggler_scales_with_the_plan_that_it_has() -> None:
     cluster.send(PolicySet(OperatingPolicy(10.0)))
     cluster.run(6, {1: 1.1})
     own_s = cluster.planned_times_s()[1]
-    view = cluster.machine.view()
-    assert view.straggler_times_s == {1: pytest.approx(1.1 * own_s)}
+    details = cluster.machine.details()
+    assert details.straggler_times_s == {1: pytest.approx(1.1 * own_s)}
     cluster.send(PolicySet(OperatingPolicy(0.0)))
     cluster.run(6)
     assert detected(cluster) == {1: pytest.approx(1.1)}

@@ -17,7 +17,7 @@ import pytest
 from perseus.service.job.stragglers.detector import StragglerDetector
 from perseus.service.job.stragglers.spans import IterationSpans
 from perseus.solver import Kind
-from perseus.v1 import agent_service_pb2, computation_pb2, job_pb2, job_service_pb2, rank_pb2
+from perseus.v1 import agent_service_pb2, computation_pb2, event_pb2, job_pb2, job_service_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.grpc_fakes import TIMEOUT_S, Client, connected, make_settings, spec_message
 from tests.service.job.stragglers import straggler_traces
@@ -99,8 +99,8 @@ class TraceAgent:
         await self.call.write(ConnectRequest(**message))
 
 
-async def replay(directory: Path, trace: Trace, step_count: int | None = None) -> list[dict[str, str]]:
-    """Return the evidence of all that was found, in order; `found` says what it is."""
+async def replay(directory: Path, trace: Trace, step_count: int | None = None) -> list[event_pb2.JobEvent]:
+    """Return all that was found, in order."""
     settings = make_settings(directory, baseline_iterations=len(trace.steps) + 1)
     async with connected(settings) as client:
         spec = spec_message(
@@ -118,33 +118,28 @@ async def replay(directory: Path, trace: Trace, step_count: int | None = None) -
         watched = client.jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id="job"), timeout=TIMEOUT_S)
         events = [update.event async for update in watched if update.HasField("event")]
         agent.call.cancel()
-    return [
-        {"found": job_pb2.JobEventType.Name(event.type), **event.attributes}
-        for event in events
-        if event.type
-        in (job_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED, job_pb2.JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN)
-    ]
+    return [event for event in events if event.HasField("straggler_finding")]
 
 
 async def test_the_slowed_pipeline_is_named_within_three_steps(tmp_path: Path) -> None:
     found = await replay(tmp_path, straggler_traces.load("AR"))
     pipeline, stage = straggler_traces.SLOWED
-    first = found[0]
-    assert first["found"] == "JOB_EVENT_TYPE_STRAGGLER_DETECTED"
-    assert (first["pipeline"], first["slowest_stage"]) == (str(pipeline), str(stage))
-    assert int(first["iteration"]) < 3
-    assert float(first["slowdown_factor"]) == pytest.approx(2.1, abs=0.05)
-    assert {event["pipeline"] for event in found} == {str(pipeline)}, "and nobody else, ever"
-    assert {event["found"] for event in found} == {first["found"]}, "and it stays"
+    first = found[0].straggler_finding
+    assert (first.pipeline, first.slowest_stage) == (pipeline, stage)
+    assert first.iteration < 3
+    assert first.slowdown_factor == pytest.approx(2.1, abs=0.05)
+    assert {event.straggler_finding.pipeline for event in found} == {pipeline}, "and nobody else, ever"
+    assert {event.type for event in found} == {event_pb2.JOB_EVENT_TYPE_STRAGGLER_DETECTED}, "and it stays"
 
 
 @pytest.mark.parametrize("factor", FACTORS)
 async def test_a_milder_one_is_named_as_soon(tmp_path: Path, factor: float) -> None:
     trace = straggler_traces.load("AR").milder(factor, is_uniform=False)
     found = await replay(tmp_path, trace, step_count=6)
-    assert [event["pipeline"] for event in found] == [str(straggler_traces.SLOWED[0])]
-    assert int(found[0]["iteration"]) < 3
-    assert float(found[0]["slowdown_factor"]) == pytest.approx(factor, abs=0.015)
+    (finding,) = (event.straggler_finding for event in found)
+    assert finding.pipeline == straggler_traces.SLOWED[0]
+    assert finding.iteration < 3
+    assert finding.slowdown_factor == pytest.approx(factor, abs=0.015)
 
 
 async def test_imbalance_between_stages_is_no_straggler(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""What one batch of telemetry costs a job's state machine, by state: in a job of 4,096 ranks and in one of 8.
+
+Every rank reports every iteration once, so what is done once for an iteration of the whole job is shared by
+as many batches as the job has ranks. Sockets, store and translation are in `benchmarks.coordinator_load`.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from statistics import median
+
+from benchmarks.harness import Cell, Column, Table, main
+from perseus.service.domain.commands import Command, Solve, Store
+from perseus.service.domain.inputs import FinishRequested, Input, SolveFailed, TelemetryArrived
+from perseus.service.domain.model import JobState
+from perseus.service.job.profiling.profiler import ProfilingRules
+from perseus.service.job.rules import Rules
+from tests.service.service_fakes import Cluster, make_spec
+
+STAGES = 4
+MICROBATCHES = 10
+SMALL, LARGE = 8, 1024
+"""Ranks."""
+
+_ITERATIONS = 4
+"""Measured in each state that a job stays in."""
+
+
+class TimedCluster(Cluster):
+    """Times how long the machine takes for each batch of telemetry, and checks nothing meanwhile."""
+
+    def __init__(self, rank_count: int) -> None:
+        spec = make_spec(pipelines=rank_count // STAGES, stages=STAGES, microbatches=MICROBATCHES)
+        super().__init__(spec, Rules(baseline_iterations=3, profiling=ProfilingRules(3, most_clocks=2)))
+        self.seconds: dict[JobState, list[float]] = defaultdict(list)
+        self.is_solving_allowed = True
+        self.waiting: list[Command] = []
+
+    def tell(self, event: Input) -> list[Command]:
+        state = self.machine.state
+        started_s = time.perf_counter()
+        commands = self.machine.handle(event, self.now_s, self.now_s)
+        if isinstance(event, TelemetryArrived):
+            self.seconds[state].append(time.perf_counter() - started_s)
+        return [command for command in commands if not isinstance(command, Store)]
+
+    def carry_out(self, commands: Iterable[Command]) -> None:
+        some = list(commands)
+        self.waiting += [command for command in some if isinstance(command, Solve)]
+        super().carry_out(command for command in some if not isinstance(command, Solve))
+        if self.is_solving_allowed:
+            problems, self.waiting = self.waiting, []
+            super().carry_out(problems)
+
+
+def _states(rank_count: int) -> dict[JobState, float]:
+    """The mean seconds of a batch in each state."""
+    cluster = TimedCluster(rank_count)
+    first, *others = cluster.ranks.values()
+    for rank in others:
+        cluster.send(rank.joined())
+    for _ in range(_ITERATIONS):
+        for rank in others:
+            rank.begin()
+            cluster.send(rank.end(0.8))
+    first.iteration = others[0].iteration
+    cluster.send(first.joined())
+    cluster.is_solving_allowed = False
+    while cluster.machine.state is not JobState.SOLVING:
+        cluster.iterate()
+    cluster.iterate(_ITERATIONS)
+    cluster.is_solving_allowed = True
+    cluster.carry_out([])
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.iterate(_ITERATIONS)
+    cluster.send(FinishRequested())
+    cluster.iterate(_ITERATIONS)
+
+    failing = TimedCluster(rank_count)
+    failing.is_solving_allowed = False
+    failing.join_all()
+    failing.iterate_until(JobState.SOLVING)
+    failing.send(SolveFailed("the benchmark wants it so"))
+    failing.iterate(_ITERATIONS)
+    seconds = {**cluster.seconds, JobState.STOCK: failing.seconds[JobState.STOCK]}
+    return {state: _mean_of_iterations(some, rank_count) for state, some in seconds.items()}
+
+
+def _mean_of_iterations(seconds: list[float], rank_count: int) -> float:
+    """The median over iterations of the mean over ranks."""
+    iterations = [seconds[i : i + rank_count] for i in range(0, len(seconds), rank_count)]
+    return median(sum(some) / len(some) for some in iterations)
+
+
+def run() -> list[Table]:
+    """Measure both jobs."""
+    small, large = _states(SMALL), _states(LARGE)
+    rows: list[tuple[Cell, ...]] = [
+        (state.value, 1e6 * small[state], 1e6 * large[state], large[state] / small[state])
+        for state in JobState
+        if state in small
+    ]
+    return [
+        Table(
+            "One batch of telemetry in the state machine, by state",
+            (
+                Column("state"),
+                Column(f"{SMALL} ranks [µs]", ".0f"),
+                Column(f"{LARGE} ranks [µs]", ".0f"),
+                Column("ratio", ".2f"),
+            ),
+            tuple(rows),
+            f"{STAGES} stages, {MICROBATCHES} microbatches: 20 computations and one iteration a batch.",
+        )
+    ]
+
+
+if __name__ == "__main__":
+    main("batch_cost", run)

@@ -1,0 +1,122 @@
+"""Messages of a load, serialised beforehand: a generator must cost less than what it loads.
+
+A message of the wire is its fields one after another, in any order. So a batch is put together from what its
+rank always says (job and place), and from what all ranks of a stage say of an iteration, by appending bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perseus.solver import Computation, Kind
+from perseus.v1 import agent_service_pb2 as pb
+from perseus.v1 import computation_pb2, rank_pb2
+
+CLOCKS_MHZ = (1400, 1200, 1000)
+ITERATION_S = 0.8
+BLOCKING_POWER_W = 60.0
+
+_TELEMETRY_TAG = bytes([pb.ConnectRequest.TELEMETRY_FIELD_NUMBER << 3 | 2])
+_KINDS = {kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A rank's place; one tensor-parallel rank per stage."""
+
+    pipeline: int
+    stage: int
+
+    def to_proto(self) -> rank_pb2.RankCoordinates:
+        """As on the wire."""
+        return rank_pb2.RankCoordinates(pipeline=self.pipeline, stage=self.stage)
+
+
+def time_s(kind: Kind, clock_mhz: int) -> float:
+    """What a computation takes at a clock; stock is the highest."""
+    base_s = 0.02 if kind is Kind.FORWARD else 0.04
+    return base_s * (0.3 + 0.7 * CLOCKS_MHZ[0] / (clock_mhz or CLOCKS_MHZ[0]))
+
+
+def energy_j(kind: Kind, clock_mhz: int) -> float:
+    """What it costs: static power, and one that grows steeply with the clock."""
+    share = (clock_mhz or CLOCKS_MHZ[0]) / CLOCKS_MHZ[0]
+    return time_s(kind, clock_mhz) * (110.0 + 150.0 * share**3)
+
+
+def stage_body(
+    order: Sequence[Computation], iteration: int, version: int, clocks_mhz: Sequence[int], held: int | None
+) -> bytes:
+    """What every rank of a stage says of an iteration; `held`: iterations under one held clock."""
+    begin_s, begins_s, durations_s = 0.0, [], []
+    for computation, clock_mhz in zip(order, clocks_mhz, strict=True):
+        begins_s.append(begin_s)
+        durations_s.append(time_s(computation.kind, clock_mhz))
+        begin_s += durations_s[-1]
+    count = len(order)
+    batch = pb.TelemetryBatch(
+        iterations=pb.IterationColumns(
+            iteration=[iteration],
+            plan_version=[version],
+            duration_s=[ITERATION_S],
+            energy_j=[150.0],
+            is_regular=[True],
+            clock_event_reasons=[0],
+        ),
+        computations=pb.ComputationColumns(
+            iteration=[iteration] * count,
+            kind=[_KINDS[c.kind] for c in order],
+            microbatch=[c.microbatch for c in order],
+            chunk=[c.chunk for c in order],
+            begin_s=begins_s,
+            duration_s=durations_s,
+            clock_mhz=list(clocks_mhz),
+        ),
+    )
+    if held is not None:
+        batch.energy.CopyFrom(_estimate(order, version, clocks_mhz[0], held))
+    return batch.SerializeToString()
+
+
+def _estimate(
+    order: Sequence[Computation], version: int, clock_mhz: int, iteration_count: int
+) -> pb.EnergyEstimate:
+    return pb.EnergyEstimate(
+        plan_version=version,
+        iteration_count=iteration_count,
+        samples=[
+            pb.EnergySample(
+                kind=_KINDS[kind],
+                clock_mhz=clock_mhz,
+                computation_count=iteration_count,
+                time_s=time_s(kind, clock_mhz),
+                time_se_s=1e-5,
+                energy_j=energy_j(kind, clock_mhz),
+                energy_se_j=1e-3,
+            )
+            for kind in sorted({c.kind for c in order})
+        ],
+        blocking_power_w=BLOCKING_POWER_W,
+        blocking_power_se_w=0.5,
+        window_count=100,
+    )
+
+
+def rank_prefix(job_id: str, place: Place) -> bytes:
+    """What a rank says in every batch."""
+    return pb.TelemetryBatch(job_id=job_id, rank=place.to_proto()).SerializeToString()
+
+
+def telemetry(prefix: bytes, body: bytes, sequence: int) -> bytes:
+    """A whole request of the stream."""
+    numbered = prefix + pb.TelemetryBatch(sequence=sequence).SerializeToString() + body
+    return _TELEMETRY_TAG + _varint(len(numbered)) + numbered
+
+
+def _varint(number: int) -> bytes:
+    """A number as protobuf writes lengths."""
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    found.append(number)
+    return bytes(found)

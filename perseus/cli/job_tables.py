@@ -1,0 +1,275 @@
+"""What `perseus jobs` shows: the coordinator's messages as tables for people."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
+
+if TYPE_CHECKING:
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+    from perseus.v1.clock_statistics_pb2 import ClockStatistics
+
+
+def job_table(jobs: Iterable[job_pb2.Job]) -> Table:
+    """One line for each job."""
+    table = Table()
+    for column in ("job", "state", "pipelines × stages × tensor", "ranks connected", "T_min", "stragglers"):
+        table.add_column(column)
+    for job in jobs:
+        layout = job.parallelism
+        rank_count = layout.pipeline_count * layout.stage_count * layout.tensor_count
+        table.add_row(
+            job.job_id,
+            _state_name(job.state),
+            _layout(layout),
+            f"{job.rank_counts.connected_count} of {rank_count}",
+            f"{job.t_min_s:.3f} s" if job.t_min_s else "",
+            str(job.straggler_count or ""),
+        )
+    return table
+
+
+def job_facts(job: job_pb2.Job) -> Table:
+    """What there is to know of one job, ranks and plans aside; a line for each fact that is known."""
+    counts = job.rank_counts
+    ranks = {
+        "connected": counts.connected_count,
+        "expected": counts.expected_count,
+        "disconnected": counts.disconnected_count,
+        "lost": counts.lost_count,
+        "finished": counts.finished_count,
+    }
+    frontier = f"T_min {job.t_min_s:.3f} s, T* {job.t_star_s:.3f} s, T_slow {job.t_slow_s:.3f} s"
+    facts = {
+        "job": job.job_id,
+        "state": f"{_state_name(job.state)}: {job.state_reason}",
+        "pipelines × stages × tensor": _layout(job.parallelism),
+        "ranks": ", ".join(f"{count} {state}" for state, count in ranks.items() if count),
+        "policy": _policy(job.policy),
+        "stock baseline": _baseline(job.baseline) if job.HasField("baseline") else "",
+        "clocks measured": str(job.profiled_clock_count or ""),
+        "profiling took": profiling_cost(job.profiling_cost, job.profiling_budget)
+        if job.profiling_cost.iteration_count
+        else "",
+        "frontier": frontier if job.t_min_s else "",
+        "stragglers": "\n".join(
+            f"pipeline {each.pipeline}, {'detected' if each.is_detected else 'reported'}"
+            + (f": {each.iteration_time_s:.3f} s" if each.iteration_time_s else "")
+            for each in job.stragglers
+        ),
+        "registered": _moment(job.create_time),
+        "finished": _moment(job.finish_time) if job.HasField("finish_time") else "",
+    }
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", justify="right", no_wrap=True)
+    table.add_column()
+    for name, value in facts.items():
+        if value:
+            table.add_row(name, Text(value))
+    return table
+
+
+def profiling_cost(cost: job_pb2.ProfilingCost, budget: job_pb2.ProfilingBudget) -> str:
+    """What profiling has taken, and what it may take."""
+    limits = [
+        *([f"{budget.iteration_count} iterations"] if budget.HasField("iteration_count") else []),
+        *([f"{budget.time_s:g} s"] if budget.HasField("time_s") else []),
+        *([f"{budget.extra_time_s:g} s more"] if budget.HasField("extra_time_s") else []),
+        *([f"{budget.extra_energy_j:g} J more"] if budget.HasField("extra_energy_j") else []),
+    ]
+    return (
+        f"{cost.iteration_count} iterations, {cost.time_s:.1f} s, {cost.energy_j:.0f} J: "
+        f"{cost.extra_time_s:.1f} s and {cost.extra_energy_j:+.0f} J more than at stock; "
+        f"at most {', '.join(limits) or 'any'}"
+    )
+
+
+def plan_table(job: job_pb2.Job) -> Table:
+    """The plans that a job's pipelines are offered, pipelines of the same plan on one line."""
+    table = Table()
+    table.add_column("pipelines")
+    for column in ("planned iteration", "against T_min"):
+        table.add_column(column, justify="right")
+    pipelines: dict[float, list[int]] = defaultdict(list)
+    for pipeline, time_s in enumerate(job.planned_iteration_time_s):
+        pipelines[time_s].append(pipeline)
+    for time_s in sorted(pipelines):
+        slowdown_percent = 100 * (time_s / job.t_min_s - 1) if job.t_min_s else 0.0
+        table.add_row(_ranges(pipelines[time_s]), f"{time_s:.3f} s", f"{slowdown_percent:+.1f} %")
+    return table
+
+
+def rank_table(ranks: Iterable[rank_pb2.Rank]) -> Table:
+    """One line for each rank."""
+    table = Table()
+    for column in (
+        "pipeline",
+        "stage",
+        "tensor",
+        "state",
+        "host",
+        "GPU",
+        "iteration",
+        "offered",
+        "in force",
+        "on clock",
+    ):
+        table.add_column(column)
+    for rank in ranks:
+        place = rank.coordinates
+        table.add_row(
+            str(place.pipeline),
+            str(place.stage),
+            str(place.tensor),
+            rank_pb2.RankState.Name(rank.state).removeprefix("RANK_STATE_").lower(),
+            Text(rank.hostname),
+            Text(f"{rank.gpu_model} {rank.gpu_uuid}"),
+            str(rank.iteration) if rank.iteration >= 0 else "",
+            _version(rank.offered_version),
+            _version(rank.in_force_version),
+            _on_clock(rank.clocks),
+        )
+    return table
+
+
+def event_table(events: Iterable[event_pb2.JobEvent]) -> Table:
+    """One line for each event."""
+    table = Table()
+    table.add_column("no.", justify="right")
+    for column in ("time (UTC)", "type", "what happened"):
+        table.add_column(column)
+    for event in events:
+        at = f"{event.create_time.ToDatetime():%Y-%m-%d %H:%M:%S}"
+        table.add_row(str(event.sequence), at, _event_type_name(event.type), Text(event.message))
+    return table
+
+
+def gap_text(gap: job_service_pb2.WatchGap) -> str:
+    """What a watch left out."""
+    parts = []
+    if gap.first_missed_sequence:
+        parts.append(f"events {gap.first_missed_sequence} to {gap.last_missed_sequence} are no longer stored")
+    if gap.missed_iteration_count:
+        parts.append(f"{gap.missed_iteration_count} iterations are left out: this reader was slow")
+    return "; ".join(parts)
+
+
+def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
+    """One line for each period."""
+    table = Table(
+        caption="mean ± standard error; slowdown and saving against the latest stock baseline before"
+    )
+    table.add_column("period", min_width=12)
+    table.add_column("plan")
+    for column in ("iterations", "count"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("from – to (UTC)", min_width=15)
+    for column in ("iteration, s", "energy, J", "slowdown, %", "saving, %"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for period in periods:
+        state = _state_name(period.state) + (" with straggler" if period.has_straggler else "")
+        first, last = period.first_iteration, period.last_iteration
+        has_error = period.iteration_count > 1
+        table.add_row(
+            f"{period.number} {state}",
+            ", ".join(map(_version, sorted(set(period.plan_versions)))),
+            f"{first}–{last}" if last > first else str(first),
+            str(period.iteration_count),
+            _span(period.start_time, period.end_time),
+            _figure(period.iteration_time_s, period.iteration_time_se_s if has_error else None, ".3f"),
+            _figure(period.energy_j, period.energy_se_j if has_error else None, ".0f"),
+            *_saving(period),
+        )
+    return table
+
+
+def _saving(period: job_pb2.ReportPeriod) -> tuple[str, str]:
+    """Slowdown and saving, as far as they are known."""
+    if not period.HasField("saving"):
+        return "", ""
+    saving = period.saving
+    slowdown_se = saving.slowdown_se_percent if saving.HasField("slowdown_se_percent") else None
+    energy_se = saving.energy_se_percent if saving.HasField("energy_se_percent") else None
+    return (
+        _figure(saving.slowdown_percent, slowdown_se, "+.1f"),
+        _figure(saving.energy_percent, energy_se, "+.1f") if saving.HasField("energy_percent") else "",
+    )
+
+
+def _figure(mean: float, se: float | None, form: str) -> str:
+    """A mean with its standard error, if there is one; never "-0.0"."""
+    sign = "+" if form.startswith("+") else "-"
+    digits = form.removeprefix("+")
+    shown = f"{mean:{sign}z{digits}}"
+    return shown if se is None else f"{shown} ± {se:{digits}}"
+
+
+def _state_name(state: job_pb2.JobState.ValueType) -> str:
+    return job_pb2.JobState.Name(state).removeprefix("JOB_STATE_").lower()
+
+
+def _event_type_name(kind: event_pb2.JobEventType.ValueType) -> str:
+    if kind not in event_pb2.JobEventType.values():
+        return str(kind)  # A newer coordinator knows more types.
+    return event_pb2.JobEventType.Name(kind).removeprefix("JOB_EVENT_TYPE_").lower()
+
+
+def _layout(layout: job_pb2.Parallelism) -> str:
+    return f"{layout.pipeline_count} × {layout.stage_count} × {layout.tensor_count}"
+
+
+def _policy(policy: job_pb2.OperatingPolicy) -> str:
+    match policy.WhichOneof("rule"):
+        case "max_slowdown_percent":
+            return f"at most {policy.max_slowdown_percent:g} % slower than T_min"
+        case "deadline":
+            return f"{policy.deadline.iteration_count} iterations within {policy.deadline.time_s:g} s"
+        case "max_average_power_w":
+            return f"at most {policy.max_average_power_w:g} W a pipeline"
+    return "no slowdown"
+
+
+def _baseline(baseline: job_pb2.Baseline) -> str:
+    energy = f", {baseline.energy_j:.0f} J" if baseline.energy_j else ""
+    return f"{baseline.iteration_time_s:.3f} s{energy}"
+
+
+def _version(version: int) -> str:
+    return str(version or "stock")
+
+
+def _moment(time: "Timestamp") -> str:
+    return f"{time.ToDatetime():%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _span(start: "Timestamp", end: "Timestamp") -> str:
+    """From when to when, the day only once."""
+    first, last = start.ToDatetime(), end.ToDatetime()
+    end_format = "%H:%M:%S" if first.date() == last.date() else "%m-%d %H:%M:%S"
+    return f"{first:%m-%d %H:%M:%S} – {last:{end_format}}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers, those that follow each other as a range."""
+    breaks = [at for at, (one, other) in enumerate(pairwise(numbers), start=1) if other != one + 1]
+    ranges = [numbers[first:end] for first, end in pairwise([0, *breaks, len(numbers)])]
+    return ", ".join(f"{some[0]}–{some[-1]}" if len(some) > 1 else str(some[0]) for some in ranges)
+
+
+def _on_clock(clocks: "ClockStatistics") -> str:
+    """How well a rank's clocks follow its plan, in a table's cell."""
+    if not clocks.computation_time_s:
+        return ""
+    share = clocks.on_clock_time_s / clocks.computation_time_s
+    figures = f"{share:.0%}, {clocks.late_raise_count} of {clocks.computation_count} late"
+    if clocks.HasField("prediction_error_s"):
+        figures += (
+            f"; latency {1e3 * clocks.set_latency_s:.0f} ms, ends ± {1e3 * clocks.prediction_error_s:.1f} ms"
+        )
+    return figures

@@ -1,0 +1,98 @@
+"""What profiling may take and has taken, and the clocks that could not be measured, as plain values."""
+
+import enum
+import math
+from dataclasses import dataclass
+
+from perseus.service.domain.specification import Coordinates
+
+
+class ClockGivenUpReason(enum.Enum):
+    """Why a stage could not be measured at a clock; the most serious first."""
+
+    NO_ESTIMATE = "no estimate"
+    INCOMPLETE_ESTIMATE = "incomplete estimate"
+    NO_ENERGY = "no energy"
+    DISTURBED = "disturbed"
+
+
+_SENTENCES = {
+    ClockGivenUpReason.NO_ESTIMATE: "sent no energy estimate",
+    ClockGivenUpReason.INCOMPLETE_ESTIMATE: "sent an energy estimate that lacks computations or iterations",
+    ClockGivenUpReason.NO_ENERGY: "says that computations cost no energy",
+    ClockGivenUpReason.DISTURBED: "every pipeline was slowed by a straggler, a power cap or heat",
+}
+
+
+class ProfilingLimit(enum.Enum):
+    """What of the budget is used up; the value is its unit."""
+
+    ITERATION_COUNT = "iterations"
+    TIME = "s"
+    EXTRA_TIME = "s more than at stock"
+    ENERGY = "J more than at stock"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUpClock:
+    """A clock that a stage could not be measured at.
+
+    `rank` is the first, in order, that the reason holds for; None with DISTURBED.
+    """
+
+    stage: int
+    clock_mhz: int
+    reason: ClockGivenUpReason
+    rank: Coordinates | None
+
+    def __str__(self) -> str:
+        why = f"{self.rank or ''} {_SENTENCES[self.reason]}".lstrip()
+        return f"stage {self.stage} could not be measured at {self.clock_mhz} MHz: {why}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilingCost:
+    """What the iterations under held clocks took, of the whole job.
+
+    Attributes:
+        iteration_count: how many there were.
+        time_s: how long they took.
+        extra_time_s: how much longer than the stock baseline, each that was longer.
+        energy_j: their energy.
+        extra_energy_j: how much more energy than as many at stock; below 0 where it was less.
+    """
+
+    iteration_count: int = 0
+    time_s: float = 0.0
+    extra_time_s: float = 0.0
+    energy_j: float = 0.0
+    extra_energy_j: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilingBudget:
+    """What profiling may take: each figure as in ProfilingCost, infinite for no limit."""
+
+    iteration_count: float = math.inf
+    time_s: float = math.inf
+    extra_time_s: float = 360.0
+    extra_energy_j: float = math.inf
+
+    def limit_of(self, limit: ProfilingLimit) -> float:
+        """Return the figure that a limit is about."""
+        return {
+            ProfilingLimit.ITERATION_COUNT: self.iteration_count,
+            ProfilingLimit.TIME: self.time_s,
+            ProfilingLimit.EXTRA_TIME: self.extra_time_s,
+            ProfilingLimit.ENERGY: self.extra_energy_j,
+        }[limit]
+
+    def used_up(self, cost: ProfilingCost) -> ProfilingLimit | None:
+        """Return what is used up, if anything is."""
+        used = {
+            ProfilingLimit.ITERATION_COUNT: cost.iteration_count,
+            ProfilingLimit.TIME: cost.time_s,
+            ProfilingLimit.EXTRA_TIME: cost.extra_time_s,
+            ProfilingLimit.ENERGY: cost.extra_energy_j,
+        }
+        return next((limit for limit, figure in used.items() if figure >= self.limit_of(limit)), None)

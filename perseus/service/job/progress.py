@@ -1,0 +1,268 @@
+"""Whether a job gets on, and why it does not. Part of the state machine.
+
+What gets a job on depends on its state:
+
+    WAITING             ranks join
+    PROFILING           clocks are measured, for which the ranks send energy estimates
+    every other, too    iterations of the whole job, regular and under the clocks that were offered
+
+Nothing needs to be said in STOCK and FINISHED, nor of iterations once the first rank has finished.
+
+The rule: a job that has not got on for `PATIENCE_S`, or for `PATIENCE_ITERATIONS` times its iteration time
+if that is longer, is stalled. The iteration time is the latest, or the baseline's if that is longer. Before
+one is known, a job whose first iteration takes longer is said to report none, and then to get on. A round of
+profiling may take the iterations that it measures beyond that. Iterations that come but lead nowhere
+(irregular, or under other clocks) have to be `PATIENCE_ITERATIONS` in a row; those before the start of what
+is offered don't count among them, unless that start was put off.
+
+A reason is announced once until the job has got on, which is announced as well. Reasons may change in
+between: what the job says of itself is the latest, in WAITING always the ranks that are missing now.
+
+A message costs what it changes: who the ranks are that a reason holds for is only worked out when it is told,
+and at most once per patience after that.
+"""
+
+from collections.abc import Sequence
+
+from perseus.service.domain.measured import JobIteration
+from perseus.service.domain.model import EventType, HoldClocks, JobState, RankState
+from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.stall import Stall, StallReason
+from perseus.service.domain.telemetry import IterationColumns
+from perseus.service.job.iterations.baseline import Baseline
+from perseus.service.job.iterations.iteration_log import IterationLog
+from perseus.service.job.journal import Journal
+from perseus.service.job.planning.offers import OfferBoard
+from perseus.service.job.profiling.profiler import Profiler
+from perseus.service.job.ranks.rank_table import RankTable
+
+PATIENCE_S = 10.0
+PATIENCE_ITERATIONS = 3
+
+_RUNNING = frozenset({JobState.BASELINE, JobState.PROFILING, JobState.SOLVING, JobState.PLANNED})
+
+
+class Progress:
+    """Watches one job.
+
+    Attributes:
+        is_silent: whether no iteration of the whole job has come for so long that nobody knows what runs.
+    """
+
+    def __init__(
+        self,
+        ranks: RankTable,
+        log: IterationLog,
+        baseline: Baseline,
+        offers: OfferBoard,
+        profiler: Profiler,
+        round_iterations: int,
+        journal: Journal,
+        now_s: float,
+        wall_time_s: float,
+    ) -> None:
+        self.is_silent = False
+        self._ranks = ranks
+        self._log = log
+        self._baseline = baseline
+        self._offers = offers
+        self._profiler = profiler
+        self._round_iterations = round_iterations
+        self._journal = journal
+        # What the wall clock shows more than the clock that never goes back.
+        self._wall_offset_s = wall_time_s - now_s
+        self._state = JobState.WAITING
+        self._told: Stall | None = None
+        # Since the job got on last.
+        self._told_reasons: set[StallReason] = set()
+        self._heard_s = self._checked_s = self._useful_s = now_s
+        self._useless_count = 0
+        # Since the first iteration of a round of profiling, and how many rounds had been measured whole.
+        self._measuring_s: float | None = None
+        self._whole_round_count = 0
+        # By rank, on its present connection.
+        self._reported: dict[Coordinates, int] = {}
+        self._latest_iteration = -1
+        self._repeating: set[Coordinates] = set()
+
+    @property
+    def told(self) -> Stall | None:
+        """The reason that was announced last, while the job has not got on."""
+        return self._told
+
+    @property
+    def stall(self) -> Stall | None:
+        """Why the job does not get on as things are now; None if it does, or may yet."""
+        return self._find_missing() if self._state is JobState.WAITING else self._told
+
+    def restore(self, state: JobState, told: Stall | None, now_s: float) -> None:
+        """Take what is stored; all timers begin anew."""
+        self._state = state
+        self._told = told
+        if told is not None:
+            self._told_reasons.add(told.reason)
+        self._restart(now_s)
+
+    def enter(self, state: JobState, now_s: float) -> None:
+        """The job's state has changed, and with it what is waited for."""
+        before, self._state = self._state, state
+        self.is_silent = False
+        self._restart(now_s)
+        if state not in _RUNNING | {JobState.WAITING}:
+            self._told = None
+            self._told_reasons.clear()
+        elif self._told is not None and state is not before:
+            reason = self._told.reason
+            has_all = reason is StallReason.RANK_MISSING and not self._ranks.missing
+            if has_all or reason is StallReason.NO_ENERGY_ESTIMATES:
+                self._get_on()
+
+    def forget(self, rank: Coordinates) -> None:
+        """A rank has joined: its iterations may begin anywhere."""
+        self._reported.pop(rank, None)
+        self._repeating.discard(rank)
+
+    def take_rows(self, rank: Coordinates, rows: IterationColumns) -> None:
+        """Take note of the iterations that a rank reports."""
+        highest = self._reported.get(rank, -1)
+        if int(rows.iteration.min()) <= highest:
+            self._repeating.add(rank)
+        self._latest_iteration = int(rows.iteration.max())
+        self._reported[rank] = max(highest, self._latest_iteration)
+
+    def take_iteration(self, iteration: JobIteration, now_s: float) -> None:
+        """Take an iteration of the whole job."""
+        if self._state not in _RUNNING:
+            return
+        self._heard_s = self._checked_s = now_s
+        self.is_silent = False
+        if iteration.is_regular and iteration.versions == self._offers.versions:
+            self._useful_s, self._useless_count = now_s, 0
+            self._repeating.clear()
+            if self._state is JobState.PROFILING and self._measuring_s is None and self._held() is not None:
+                self._measuring_s = now_s
+            if self._told is not None and self._told.reason is not StallReason.NO_ENERGY_ESTIMATES:
+                self._get_on()
+        elif not iteration.is_regular or not self._offers.is_pending(iteration.iteration):
+            self._useless_count += 1
+            if self._useless_count >= PATIENCE_ITERATIONS and now_s >= self._useful_s + PATIENCE_S:
+                self._tell_useless(iteration, now_s)
+
+    def check(self, now_s: float, wall_time_s: float) -> None:
+        """Say why the job does not get on, where it has been waited for long enough."""
+        self._wall_offset_s = wall_time_s - now_s
+        if self._profiler.whole_round_count != self._whole_round_count:
+            self._whole_round_count = self._profiler.whole_round_count
+            self._measuring_s = None
+            if self._told is not None and self._told.reason is StallReason.NO_ENERGY_ESTIMATES:
+                self._get_on()
+        deadline_s = self.next_deadline_s()
+        if deadline_s is None or now_s < deadline_s:
+            return
+        if self._state is JobState.WAITING:
+            missing = self._find_missing()
+            if missing is not None:
+                self._tell(missing, now_s)
+        elif now_s >= self._silence_deadline_s():
+            self._checked_s = now_s
+            self.is_silent = True
+            self._tell_silence(now_s)
+        else:
+            self._tell_unmeasured(now_s)
+
+    def next_deadline_s(self) -> float | None:
+        """When `check` may have something to say, if nothing else happens."""
+        if self._state is JobState.WAITING:
+            is_told = StallReason.RANK_MISSING in self._told_reasons
+            return None if is_told else self._heard_s + PATIENCE_S
+        if self._state not in _RUNNING or self._ranks.counts[RankState.FINISHED]:
+            return None
+        deadline_s = self._silence_deadline_s()
+        if self._measuring_s is not None and StallReason.NO_ENERGY_ESTIMATES not in self._told_reasons:
+            deadline_s = min(deadline_s, self._measuring_s + self._patience_s(self._round_iterations))
+        return deadline_s
+
+    def silence_s(self, now_s: float) -> float:
+        """For how long no iteration of the whole job has been reported."""
+        return now_s - self._heard_s
+
+    def validate(self) -> None:
+        """Check what must always hold."""
+        assert (self._told is None) == (not self._told_reasons)
+        assert not self.is_silent or self._state in _RUNNING
+
+    def _restart(self, now_s: float) -> None:
+        self._heard_s = self._checked_s = self._useful_s = now_s
+        self._useless_count = 0
+        self._measuring_s = None
+
+    def _patience_s(self, more_iterations: int = 0) -> float:
+        iteration_s = max(self._log.iteration_time_s, self._baseline.time_s)
+        return max(PATIENCE_S, (PATIENCE_ITERATIONS + more_iterations) * iteration_s)
+
+    def _silence_deadline_s(self) -> float:
+        return max(self._heard_s, self._checked_s) + self._patience_s()
+
+    def _held(self) -> HoldClocks | None:
+        clocks = self._offers[0].clocks
+        return clocks if isinstance(clocks, HoldClocks) else None
+
+    # ------------------------------------------------------------------ reasons
+
+    def _find_missing(self) -> Stall | None:
+        """Return which ranks are missing; in WAITING those that have finished if no others are."""
+        if (first := self._ranks.missing.first()) is not None:
+            place, since_s = first
+            return self._stall(StallReason.RANK_MISSING, [place], since_s, len(self._ranks.missing))
+        if self._state is JobState.WAITING:
+            finished = [rank.coordinates for rank in self._ranks if rank.state is RankState.FINISHED]
+            return self._stall(StallReason.RANK_MISSING, finished, self._heard_s) if finished else None
+        return None
+
+    def _tell_silence(self, now_s: float) -> None:
+        stall = self._find_missing()
+        if stall is None and self._repeating:
+            stall = self._stall(StallReason.REPEATED_ITERATIONS, sorted(self._repeating), self._heard_s)
+        if stall is None:
+            stall = self._stall(StallReason.NO_ITERATIONS, self._log.silent_ranks(), self._heard_s)
+        self._tell(stall, now_s)
+
+    def _tell_useless(self, iteration: JobIteration, now_s: float) -> None:
+        if iteration.is_regular:
+            reason, ranks = StallReason.OTHER_CLOCKS, self._log.ranks_under_others(self._offers)
+        else:
+            reason, ranks = StallReason.IRREGULAR_ITERATIONS, self._log.irregular_ranks()
+        if ranks and (self._told is None or self._told.reason is not reason):
+            self._tell(self._stall(reason, ranks, self._useful_s), now_s)
+
+    def _tell_unmeasured(self, now_s: float) -> None:
+        held, since_s = self._held(), self._measuring_s
+        self._measuring_s = None
+        if held is not None and since_s is not None:
+            ranks = self._profiler.unmeasured_ranks(held, self._ranks.usable_clocks_mhz())
+            if ranks:
+                self._tell(self._stall(StallReason.NO_ENERGY_ESTIMATES, ranks, since_s), now_s)
+
+    def _stall(
+        self, reason: StallReason, ranks: Sequence[Coordinates], since_s: float, count: int | None = None
+    ) -> Stall:
+        count = len(ranks) if count is None else count
+        is_all = count == len(self._ranks) > 1
+        since_time_s = since_s + self._wall_offset_s
+        return Stall(reason, None if is_all else ranks[0], count, since_time_s, self._latest_iteration)
+
+    def _tell(self, stall: Stall, now_s: float) -> None:
+        self._told = stall
+        if stall.reason not in self._told_reasons:
+            self._told_reasons.add(stall.reason)
+            lasted_s = now_s + self._wall_offset_s - stall.since_time_s
+            self._announce(EventType.STALLED, f"{stall}, for {lasted_s:.0f} s", stall)
+
+    def _get_on(self) -> None:
+        assert self._told is not None
+        stall, self._told = self._told, None
+        self._told_reasons.clear()
+        self._announce(EventType.STALL_ENDED, f"the job gets on again; before, {stall}", stall)
+
+    def _announce(self, kind: EventType, message: str, stall: Stall) -> None:
+        self._journal.announce(kind, message, stall)

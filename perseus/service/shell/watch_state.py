@@ -1,0 +1,179 @@
+"""What a watcher needs next. Pure: news, pages of events and the time in, steps out.
+
+Theory of operation
+===================
+
+Events reach a reader in two ways: from the store, in pages, and as news, through a bounded queue. Two numbers
+say which it is:
+
+- the *cursor* is the last event that the reader was told of, or that it is known to have missed;
+- the *horizon* is the last event that has to come from the store: first the last one there was when the watch
+  began, and where the queue overflowed, the last one that was dropped.
+
+While the cursor is below the horizon, pages are fetched; then the queue goes on, without what was in a page.
+News is told once it is stored, so whatever is dropped can be fetched. Iterations are not stored: those that
+are dropped are counted, and the reader is told of the gap. It is also told where the numbers of stored events
+have a hole: there somebody has deleted some before the reader came to them.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
+from perseus.service.domain.model import IterationSummary
+
+News = JobEvent | IterationSummary
+
+QUEUE_LIMIT = 1024
+PAGE_SIZE = 256
+
+SNAPSHOT_INTERVAL_S = 1.0
+"""The least time between two snapshots of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell the reader."""
+
+    update: News | CaughtUp | WatchGap
+
+
+@dataclass(frozen=True, slots=True)
+class TellJob:
+    """Tell the reader the job as it is, and `note_snapshot` which one that was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Fetch up to `limit` stored events above a sequence, and `take_page` them."""
+
+    after_sequence: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for news, or a change of the job, or until this time if there is one."""
+
+    until_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The job has ended, and the reader knows all of it."""
+
+
+Step = Tell | TellJob | Fetch | Wait | End
+
+
+class WatchState:
+    """One reader's way through the events and iterations of a job.
+
+    Args:
+        after_sequence: events up to this one are not wanted.
+        last_sequence: the last event there is. All later ones have to be told.
+        has_ended: whether the job's end is among those up to it.
+        queue_limit: news that may wait for the reader; if there is more, it is dropped.
+        page_size: events that are fetched at a time.
+    """
+
+    def __init__(
+        self,
+        after_sequence: int,
+        last_sequence: int,
+        has_ended: bool,
+        queue_limit: int = QUEUE_LIMIT,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        self._queue_limit = queue_limit
+        self._page_size = page_size
+        self._cursor = after_sequence
+        self._horizon = last_sequence
+        self._fetched_horizon = 0
+        self._first_horizon: int | None = last_sequence
+        """None once the reader was told that it has caught up."""
+        self._end_sequence = last_sequence if has_ended else None
+        self._page: deque[JobEvent | WatchGap] = deque()
+        self._queue: deque[News] = deque()
+        self._missed_iteration_count = 0
+        self._is_job_changed = True
+        self._snapshot_sequence = 0
+        self._next_snapshot_s = float("-inf")
+
+    def tell(self, news: News) -> None:
+        """Take news. Events come in order, each once it is stored."""
+        if len(self._queue) >= self._queue_limit:
+            self._drop_queue()
+        if isinstance(news, JobEvent) and news.happening.is_end:
+            self._end_sequence = news.happening.sequence
+        self._queue.append(news)
+
+    def change_job(self) -> None:
+        """Take note that the job looks different now."""
+        self._is_job_changed = True
+
+    def note_snapshot(self, last_event_sequence: int) -> None:
+        """Take note of the last event that the snapshot shows which was asked for."""
+        self._snapshot_sequence = last_event_sequence
+
+    def take_page(self, events: Sequence[JobEvent]) -> None:
+        """Take what was fetched: events in their order; fewer than asked for are all there were."""
+        position = self._cursor
+        for event in events:
+            sequence = event.happening.sequence
+            if sequence > position + 1:
+                self._page.append(WatchGap(position + 1, sequence - 1))
+            self._page.append(event)
+            position = sequence
+        # What was dropped while the page was on its way is not missing.
+        if len(events) < self._page_size and position < self._fetched_horizon:
+            self._page.append(WatchGap(position + 1, self._fetched_horizon))
+
+    def next_step(self, now_s: float) -> Step:
+        """Return what to do now. It counts as done."""
+        if self._is_snapshot_due() and now_s >= self._next_snapshot_s:
+            self._is_job_changed = False
+            self._next_snapshot_s = now_s + SNAPSHOT_INTERVAL_S
+            return TellJob()
+        if self._first_horizon is not None and self._cursor >= self._first_horizon:
+            caught_up, self._first_horizon = CaughtUp(self._first_horizon), None
+            return Tell(caught_up)
+        if self._page:
+            return self._tell_of_page()
+        if self._cursor < self._horizon:
+            self._fetched_horizon = self._horizon
+            return Fetch(self._cursor, self._page_size)
+        if self._missed_iteration_count:
+            gap = WatchGap(missed_iteration_count=self._missed_iteration_count)
+            self._missed_iteration_count = 0
+            return Tell(gap)
+        while self._queue:
+            news = self._queue.popleft()
+            if isinstance(news, IterationSummary):
+                return Tell(news)
+            if news.happening.sequence > self._cursor:
+                self._cursor = news.happening.sequence
+                return Tell(news)
+        if self._is_snapshot_due():
+            return Wait(self._next_snapshot_s)
+        return Wait(None) if self._end_sequence is None else End()
+
+    def _is_snapshot_due(self) -> bool:
+        """Whether the job has changed, or its end was not shown yet."""
+        return self._is_job_changed or self._snapshot_sequence < (self._end_sequence or 0)
+
+    def _tell_of_page(self) -> Tell:
+        update = self._page.popleft()
+        self._cursor = (
+            update.last_missed_sequence if isinstance(update, WatchGap) else update.happening.sequence
+        )
+        return Tell(update)
+
+    def _drop_queue(self) -> None:
+        for news in self._queue:
+            if isinstance(news, JobEvent):
+                self._horizon = news.happening.sequence
+            else:
+                self._missed_iteration_count += 1
+        self._queue.clear()

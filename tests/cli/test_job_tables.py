@@ -1,0 +1,122 @@
+"""What `perseus jobs` prints of the coordinator's messages."""
+
+from rich.console import Console, RenderableType
+
+from perseus.cli.job_tables import (
+    event_table,
+    gap_text,
+    job_facts,
+    job_table,
+    plan_table,
+    rank_table,
+    report_table,
+)
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
+
+JOB = job_pb2.Job(
+    job_id="gpt3",
+    state=job_pb2.JOB_STATE_STOCK,
+    state_reason="no frontier: expected [2] clocks, found [/1]",
+    parallelism=job_pb2.Parallelism(pipeline_count=6, stage_count=2, tensor_count=1),
+    rank_counts=job_pb2.RankCounts(connected_count=11, lost_count=1),
+    policy=job_pb2.OperatingPolicy(max_average_power_w=900),
+    baseline=job_pb2.Baseline(iteration_time_s=1.25, energy_j=4000),
+    t_min_s=1.0,
+    t_star_s=1.2,
+    t_slow_s=1.5,
+    straggler_count=1,
+    stragglers=[job_pb2.Straggler(pipeline=3, iteration_time_s=1.1, is_detected=True)],
+    planned_iteration_time_s=[1.1, 1.1, 1.1, 1.0, 1.1, 1.1],
+)
+
+
+def lines(shown: RenderableType) -> list[str]:
+    """The lines, blanks and frames aside."""
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(shown)
+    return [" ".join(line.replace("│", " ").split()) for line in printed.get().splitlines()]
+
+
+def test_a_job_is_one_line() -> None:
+    assert "gpt3 stock 6 × 2 × 1 11 of 12 1.000 s 1" in lines(job_table([JOB]))
+
+
+def test_facts_are_told_as_they_are_and_only_if_they_are_known() -> None:
+    facts = lines(job_facts(JOB))
+    assert "state stock: no frontier: expected [2] clocks, found [/1]" in facts
+    assert "ranks 11 connected, 1 lost" in facts
+    assert "policy at most 900 W a pipeline" in facts
+    assert "stock baseline 1.250 s, 4000 J" in facts
+    assert "frontier T_min 1.000 s, T* 1.200 s, T_slow 1.500 s" in facts
+    assert "stragglers pipeline 3, detected: 1.100 s" in facts
+    assert not any(line.startswith(("finished", "clocks measured")) for line in facts)
+
+
+def test_pipelines_of_the_same_plan_share_a_line() -> None:
+    found = lines(plan_table(JOB))
+    assert "3 1.000 s +0.0 %" in found
+    assert "0–2, 4–5 1.100 s +10.0 %" in found
+
+
+def test_a_rank_is_one_line_whatever_its_host_is_called() -> None:
+    place = rank_pb2.RankCoordinates(pipeline=1, stage=0, tensor=2)
+    rank = rank_pb2.Rank(
+        coordinates=place, state=rank_pb2.RANK_STATE_LOST, hostname="[red]", iteration=-1, offered_version=7
+    )
+    assert "1 0 2 lost [red] 7 stock" in lines(rank_table([rank]))
+
+
+def test_a_period_shows_its_errors_only_where_they_are_known() -> None:
+    known = job_pb2.ReportPeriod(
+        number=4,
+        state=job_pb2.JOB_STATE_PLANNED,
+        has_straggler=True,
+        plan_versions=[8, 9, 8],
+        first_iteration=40,
+        last_iteration=47,
+        iteration_count=8,
+        iteration_time_s=1.0249,
+        iteration_time_se_s=0.002,
+        energy_j=780.4,
+        energy_se_j=3.0,
+        saving=job_pb2.Saving(
+            energy_percent=21.96, energy_se_percent=0.31, slowdown_percent=-0.04, slowdown_se_percent=0.2
+        ),
+    )
+    known.start_time.FromJsonString("2031-05-06T23:59:58Z")
+    known.end_time.FromJsonString("2031-05-07T00:00:07Z")
+    single = job_pb2.ReportPeriod(
+        number=5,
+        state=job_pb2.JOB_STATE_PLANNED,
+        plan_versions=[9],
+        first_iteration=48,
+        last_iteration=48,
+        iteration_count=1,
+        iteration_time_s=1.0,
+        start_time=known.end_time,
+        end_time=known.end_time,
+        saving=job_pb2.Saving(slowdown_percent=2.0),
+    )
+    found = lines(report_table([known, single]))
+    assert (
+        "4 planned with straggler 8, 9 40–47 8 05-06 23:59:58 – 05-07 00:00:07 1.025 ± 0.002 780 ± 3 "
+        "+0.0 ± 0.2 +22.0 ± 0.3" in found
+    )
+    assert "5 planned 9 48 1 05-07 00:00:07 – 00:00:07 1.000 0 +2.0" in found
+
+
+def test_an_event_is_one_line_even_of_a_type_that_is_not_known() -> None:
+    solved = event_pb2.JobEvent(sequence=7, type=event_pb2.JOB_EVENT_TYPE_SOLVED, message="from [1] to [/2]")
+    solved.create_time.FromSeconds(1_767_225_600)
+    newer = event_pb2.JobEvent(sequence=8, type=99, message="new")  # type: ignore[arg-type]
+    shown = lines(event_table([solved, newer]))
+    assert "7 2026-01-01 00:00:00 solved from [1] to [/2]" in shown
+    assert "8 1970-01-01 00:00:00 99 new" in shown
+
+
+def test_a_gap_is_said_plainly() -> None:
+    gap = job_service_pb2.WatchGap
+    deleted = gap_text(gap(first_missed_sequence=3, last_missed_sequence=9))
+    assert deleted == "events 3 to 9 are no longer stored"
+    assert gap_text(gap(missed_iteration_count=12)) == "12 iterations are left out: this reader was slow"

@@ -1,0 +1,215 @@
+"""What a job shows of itself: the summary that costs the same for every job, its details, its ranks."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.api.paging import PAGE_BYTES
+from perseus.service.api.translate_jobs import job_to_proto
+from perseus.service.domain.commands import Announce
+from perseus.service.domain.errors import InvalidFieldError, PipelineOutOfRangeError
+from perseus.service.domain.inputs import (
+    AgentDisconnected,
+    BaselineRequested,
+    FinishRequested,
+    PolicySet,
+    RankLeft,
+    StragglerReported,
+)
+from perseus.service.domain.model import (
+    JobState,
+    JobView,
+    RankFilter,
+    RankLeftReason,
+    RankState,
+    Straggler,
+)
+from perseus.service.domain.specification import Coordinates, OperatingPolicy, Parallelism
+from perseus.service.job.machine import JobMachine
+from perseus.service.job.planning.offers import OfferBoard
+from perseus.service.job.ranks.rank_table import RankTable
+from perseus.service.job.rules import Rules
+from tests.service.service_fakes import EPOCH, START_S, Cluster, make_spec
+
+
+def planned(pipelines: int = 3) -> Cluster:
+    cluster = Cluster(make_spec(pipelines=pipelines))
+    cluster.join_all()
+    cluster.iterate_until(JobState.PLANNED)
+    return cluster
+
+
+def test_a_new_job_says_what_it_waits_for() -> None:
+    view = Cluster(make_spec()).machine.view()
+    assert (view.state, view.state_reason) == (JobState.WAITING, "some ranks have not joined yet")
+    assert (view.job_id, view.run_number, view.parallelism) == ("job", 1, Parallelism(2, 2, 1))
+    assert view.rank_counts == {RankState.EXPECTED: 4}
+    assert (view.baseline, view.finish_time_s, view.last_event_sequence) == (None, None, 1)
+    assert (view.t_min_s, view.t_star_s, view.min_planned_time_s, view.max_planned_time_s) == (0, 0, 0, 0)
+
+
+def test_a_planned_job_shows_its_baseline_its_frontier_and_its_plans() -> None:
+    cluster = planned()
+    frontier = cluster.machine.solved_frontier()
+    view = cluster.machine.summary()
+    assert (view.state, view.state_reason) == (JobState.PLANNED, "the frontier is solved")
+    # Each of six ranks reports 100 W.
+    assert view.baseline is not None
+    assert view.baseline.time_s == pytest.approx(0.8)
+    assert view.baseline.energy_j == pytest.approx(6 * 80.0)
+    assert (view.t_min_s, view.t_star_s, view.t_slow_s) == (
+        frontier.t_min_s,
+        frontier.t_star_s,
+        frontier.t_slow_s,
+    )
+    assert (view.min_planned_time_s, view.max_planned_time_s) == (frontier.t_min_s, frontier.t_min_s)
+    assert view.profiled_clock_count == 6
+    assert view.last_event_sequence == max(
+        command.happening.sequence for command in cluster.history if isinstance(command, Announce)
+    )
+
+    cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.2)))
+    view, details = cluster.machine.summary(), cluster.machine.details()
+    assert view.straggler_count == len(details.straggler_times_s) == 1
+    assert view.min_planned_time_s == min(details.planned_iteration_time_s) == frontier.t_min_s
+    assert view.max_planned_time_s == max(details.planned_iteration_time_s) > frontier.t_min_s
+
+
+def test_a_baseline_that_is_measured_again_is_not_shown_before_it_is_there() -> None:
+    cluster = planned()
+    cluster.send(BaselineRequested())
+    assert cluster.machine.summary().baseline is None
+    assert cluster.machine.summary().max_planned_time_s == 0.0
+    cluster.iterate_until(JobState.PLANNED)
+    assert cluster.machine.summary().baseline is not None
+
+
+def test_the_registered_policy_stays_beside_the_one_in_force() -> None:
+    cluster = Cluster(make_spec(policy=OperatingPolicy(2.0)))
+    cluster.send(PolicySet(OperatingPolicy(7.0)))
+    assert cluster.machine.details().spec.policy == OperatingPolicy(2.0)
+    assert cluster.machine.summary().policy == OperatingPolicy(7.0)
+
+
+def test_ranks_are_counted_in_each_state() -> None:
+    cluster = planned()
+    first = cluster.ranks[Coordinates(0, 0, 0)]
+    cluster.send(AgentDisconnected("agent-1"))
+    cluster.send(RankLeft(first.place, first.instance_id, RankLeftReason.FINISHED))
+    counts = {RankState.FINISHED: 1, RankState.CONNECTED: 3, RankState.DISCONNECTED: 2}
+    assert {state: count for state, count in cluster.machine.summary().rank_counts.items() if count} == counts
+
+
+def test_what_is_shown_outlives_the_coordinator() -> None:
+    cluster = planned()
+    cluster.iterate(3)
+    cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.2)))
+    before, report = cluster.machine.view(), list(cluster.machine.report(0))
+    cluster.restart()
+    cluster.join_all()
+    after = cluster.machine.view()
+    assert after.last_event_sequence > before.last_event_sequence
+    assert replace(after, last_event_sequence=0) == replace(before, last_event_sequence=0)
+    assert list(cluster.machine.report(0)) == report
+    assert {period.state for period, saving in report if saving is None} == {JobState.BASELINE}
+
+    cluster.now_s += 5.0
+    cluster.send(FinishRequested())
+    finished = cluster.machine.summary()
+    assert (finished.state_reason, finished.finish_time_s) == ("ended on request", START_S + cluster.now_s)
+    cluster.now_s += 5.0
+    cluster.send(FinishRequested())
+    cluster.restart()
+    assert cluster.machine.summary().finish_time_s == finished.finish_time_s
+    assert cluster.machine.summary().state_reason == finished.state_reason
+
+
+def test_neither_a_summary_nor_a_page_of_ranks_goes_over_the_whole_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = planned()
+
+    def refuse(_: object) -> None:
+        raise AssertionError("all ranks or pipelines were gone over")
+
+    expected = cluster.machine.summary()
+    monkeypatch.setattr(RankTable, "__iter__", refuse)
+    monkeypatch.setattr(OfferBoard, "__iter__", refuse)
+    assert cluster.machine.summary() == expected
+    assert next(cluster.machine.ranks(RankFilter(), 4))[0] == 4
+
+
+def largest(view: JobView) -> JobView:
+    """A planned job's summary as large as one of 4,096 ranks can be, but for its state's reason."""
+    counts = dict.fromkeys(RankState, 4096 // len(RankState))
+    return replace(
+        view,
+        job_id="j" * 63,
+        epoch="e" * 32,
+        parallelism=Parallelism(64, 8, 8),
+        rank_counts=counts,
+        straggler_count=64,
+        finish_time_s=1e9 / 7,
+        last_event_sequence=2**40,
+    )
+
+
+def test_a_summary_has_a_few_hundred_bytes_however_large_the_job_is() -> None:
+    small = job_to_proto(planned().machine.summary()).ByteSize()
+    large = job_to_proto(largest(planned(8).machine.summary())).ByteSize()
+    assert small < 300
+    assert large < 500
+    # So that a page of 1,000 is whole, and half of what a message may have by default.
+    assert 1000 * (large + 500) < PAGE_BYTES
+
+
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
+    st.lists(st.integers(0, 35)),
+    st.sets(st.sampled_from([RankState.EXPECTED, RankState.CONNECTED])),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 40),
+)
+def test_ranks_are_selected_by_state_pipeline_and_stage_from_any_place(
+    counts: tuple[int, int, int],
+    joined: list[int],
+    states: set[RankState],
+    has_pipeline: bool,
+    has_stage: bool,
+    first: int,
+) -> None:
+    cluster = Cluster(make_spec(pipelines=counts[0], stages=counts[1], tensors=counts[2]))
+    places = list(cluster.ranks)
+    for index in joined:
+        cluster.tell(cluster.ranks[places[index % len(places)]].joined())
+    found = cluster.machine._ranks
+    for pipeline, stage in product(
+        range(counts[0]) if has_pipeline else [None], range(counts[1]) if has_stage else [None]
+    ):
+        expected = [
+            (index, found[place])
+            for index, place in enumerate(places)
+            if index >= first
+            and (not states or found[place].state in states)
+            and pipeline in (None, place.pipeline)
+            and stage in (None, place.stage)
+        ]
+        assert list(cluster.machine.ranks(RankFilter(frozenset(states), pipeline, stage), first)) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error"),
+    [
+        (RankFilter(pipeline=2), PipelineOutOfRangeError),
+        (RankFilter(pipeline=-1), PipelineOutOfRangeError),
+        (RankFilter(stage=2), InvalidFieldError),
+        (RankFilter(stage=-1), InvalidFieldError),
+    ],
+)
+def test_a_place_that_the_job_does_not_have_is_refused(wanted: RankFilter, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        JobMachine(make_spec(), Rules(), EPOCH, 0.0, 0.0).ranks(wanted)

@@ -1,0 +1,162 @@
+"""Profiling keeps its budget and says why it does not get on, whatever the agents report.
+
+Iterations last as long as the clocks that are really in force make them. What they cost beyond stock is added
+up here, not taken from what is reported.
+"""
+
+import enum
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus.service.domain.inputs import TelemetryArrived, Tick
+from perseus.service.domain.model import HoldClocks, JobState
+from perseus.service.domain.profiling import ProfilingBudget
+from perseus.service.domain.specification import Coordinates
+from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
+from perseus.service.job.progress import PATIENCE_ITERATIONS, PATIENCE_S
+from perseus.service.job.rules import Rules
+from tests.service.service_fakes import CLOCKS_MHZ, Cluster, FakeRank, make_spec
+
+STOCK_S = 0.8
+BUDGET_S = 20.0
+ITERATIONS = 2
+PLACES = list(make_spec().parallelism.all_coordinates())
+
+
+def iteration_time_s(clock_mhz: int) -> float:
+    """At the lowest clock five times as long as at the highest, which is that of stock."""
+    below = (CLOCKS_MHZ[0] - (clock_mhz or CLOCKS_MHZ[0])) / (CLOCKS_MHZ[0] - CLOCKS_MHZ[-1])
+    return STOCK_S * (1 + 4 * below)
+
+
+SLOWEST_S = iteration_time_s(CLOCKS_MHZ[-1])
+ROUND_S = HOLD_LIMIT * ITERATIONS * (SLOWEST_S - STOCK_S)
+NO_PROGRESS_S = 2 * max(PATIENCE_S, (PATIENCE_ITERATIONS + ITERATIONS) * SLOWEST_S)
+"""After so long without a step a job has to say why; a reason may need its patience twice."""
+
+
+class Conduct(enum.Enum):
+    """What a rank does with its telemetry."""
+
+    HONEST = "tells all"
+    NO_ESTIMATE = "sends no estimates"
+    NO_ENERGY = "says that computations cost nothing"
+    IRREGULAR = "says that iterations are irregular"
+    OTHER_VERSION = "names versions that nobody offered"
+    REPEATING = "says the same iteration again and again"
+    SILENT = "says nothing"
+
+
+class Misbehaving(Cluster):
+    """A cluster whose ranks may tell anything, and obey offers all the same."""
+
+    def __init__(self) -> None:
+        rules = ProfilingRules(iterations=ITERATIONS, budget=ProfilingBudget(extra_time_s=BUDGET_S))
+        super().__init__(make_spec(), Rules(1e9, 2, rules))
+        self.conduct = dict.fromkeys(PLACES, Conduct.HONEST)
+        self.extra_s = 0.0
+        self.stuck_s = 0.0
+        self.mark: object = None
+
+    def run(self) -> None:
+        """An iteration; what of it ran under held clocks while profiling has its price."""
+        for rank in self.ranks.values():
+            in_force = rank.begin()
+            if in_force is not None:
+                self.send(in_force)
+        clocks = [rank.in_force.clocks for rank in self.ranks.values()]
+        held_mhz = [mhz for some in clocks if isinstance(some, HoldClocks) for mhz in some.clocks_mhz]
+        duration_s = max(map(iteration_time_s, held_mhz), default=STOCK_S)
+        if self.machine.state is JobState.PROFILING:
+            self.extra_s += duration_s - STOCK_S
+        self.pass_time(duration_s)
+        for rank in self.ranks.values():
+            self.report(rank, duration_s)
+        self.check_stall(duration_s)
+
+    def run_until(self, state: JobState) -> None:
+        while self.machine.state is not state:
+            self.run()
+
+    def pass_time(self, seconds: float) -> None:
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + 1.0)
+            self.send(Tick())
+
+    def report(self, rank: FakeRank, duration_s: float) -> None:
+        event, conduct = rank.end(duration_s), self.conduct[rank.place]
+        batch, rows = event.batch, event.batch.iterations
+        match conduct:
+            case Conduct.NO_ESTIMATE:
+                batch = replace(batch, energy=None)
+            case Conduct.NO_ENERGY if batch.energy is not None:
+                samples = tuple(replace(sample, energy_j=0.0) for sample in batch.energy.samples)
+                batch = replace(batch, energy=replace(batch.energy, samples=samples))
+            case Conduct.IRREGULAR:
+                rows = replace(rows, is_regular=np.array([False]))
+            case Conduct.OTHER_VERSION:
+                rows = replace(rows, plan_version=np.array([4711]))
+            case Conduct.REPEATING:
+                rows = replace(rows, iteration=np.array([0]))
+                again = np.zeros_like(batch.computations.iteration)
+                batch = replace(batch, computations=replace(batch.computations, iteration=again))
+        if conduct is not Conduct.SILENT:
+            told = replace(batch, iterations=rows)
+            self.send(TelemetryArrived(rank.place, rank.instance_id, told))
+
+    def check_stall(self, duration_s: float) -> None:
+        """A state that should lead on, and does not, has its reason; that it gets on again is a step."""
+        machine = self.machine
+        is_stalled = machine.summary().stall is not None
+        mark = machine.state, machine.profiler.profiles, machine.profiler.given_up, is_stalled
+        has_use = machine.state not in (JobState.PLANNED, JobState.STOCK, JobState.FINISHED)
+        self.stuck_s = self.stuck_s + duration_s if mark == self.mark and has_use else 0.0
+        self.mark = mark
+        if self.stuck_s > NO_PROGRESS_S:
+            assert is_stalled, f"nothing is said after {self.stuck_s} s in {machine.state}"
+
+
+conducts = st.lists(
+    st.tuples(
+        st.dictionaries(st.sampled_from(PLACES), st.sampled_from(Conduct), max_size=4),
+        st.integers(1, 40),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(phases=conducts, honest_at_first=st.booleans())
+def test_the_extra_time_keeps_its_budget_whatever_is_reported(
+    phases: list[tuple[dict[Coordinates, Conduct], int]], honest_at_first: bool
+) -> None:
+    cluster = Misbehaving()
+    cluster.join_all()
+    if honest_at_first:
+        cluster.run_until(JobState.PROFILING)
+    for conduct, count in phases:
+        cluster.conduct = dict.fromkeys(PLACES, Conduct.HONEST) | conduct
+        for _ in range(count):
+            cluster.run()
+    assert cluster.extra_s <= BUDGET_S + ROUND_S
+    cost = cluster.machine.profiler.cost
+    assert cost.extra_time_s <= BUDGET_S + ROUND_S
+
+
+def test_iterations_that_were_not_reported_count_as_well() -> None:
+    cluster = Misbehaving()
+    cluster.join_all()
+    while not cluster.machine.profiler.profiles:
+        cluster.run()
+    for number in range(100):
+        cluster.conduct[PLACES[-1]] = Conduct.SILENT if number % 2 else Conduct.NO_ESTIMATE
+        cluster.run()
+    cluster.expect(JobState.STOCK)
+    assert cluster.machine.profiler.cost.extra_time_s == pytest.approx(cluster.extra_s)
+    assert cluster.extra_s <= BUDGET_S + 3 * (SLOWEST_S - STOCK_S)

@@ -1,0 +1,438 @@
+"""Why a job does not get on: every reason is found, told once, ended and told again."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from perseus.service.domain.commands import Announce
+from perseus.service.domain.errors import RankNotServedError
+from perseus.service.domain.evidence import ClockGivenUp, ProfilingEnded, StateChanged
+from perseus.service.domain.inputs import (
+    AgentDisconnected,
+    FinishRequested,
+    OfferAnswered,
+    RankLeft,
+    TelemetryArrived,
+    Tick,
+)
+from perseus.service.domain.model import (
+    EventType,
+    HoldClocks,
+    JobState,
+    Offer,
+    RankLeftReason,
+    RefusalReason,
+    StockClocks,
+)
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingLimit
+from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.stall import Stall, StallReason
+from perseus.service.domain.telemetry import TelemetryBatch
+from perseus.service.job.profiling.profiler import ProfilingRules
+from perseus.service.job.progress import PATIENCE_ITERATIONS, PATIENCE_S
+from perseus.service.job.rules import Rules
+from tests.service.service_fakes import EPOCH, START_S, Cluster, make_spec
+
+FIRST, SECOND, LAST = Coordinates(0, 0, 0), Coordinates(0, 1, 0), Coordinates(1, 1, 0)
+ITERATION_S = 0.8
+Spoil = Callable[[TelemetryBatch], TelemetryBatch]
+
+
+E = TypeVar("E")
+
+
+class Troubled(Cluster):
+    """A cluster of which some ranks are silent, or spoil what they report."""
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        super().__init__(make_spec(), rules or Rules(1000.0, 2, ProfilingRules(iterations=2)))
+        self.silent: set[Coordinates] = set()
+        self.spoiling: dict[Coordinates, Spoil] = {}
+
+    def run(self, count: int = 1, duration_s: float = ITERATION_S) -> None:
+        for _ in range(count):
+            for rank in self.ranks.values():
+                in_force = rank.begin()
+                if in_force is not None:
+                    self.send(in_force)
+            self.pass_time(duration_s)
+            for place, rank in self.ranks.items():
+                event = rank.end(duration_s)
+                if place in self.spoiling:
+                    event = replace(event, batch=self.spoiling[place](event.batch))
+                if place not in self.silent:
+                    self.send(event)
+
+    def run_until(self, state: JobState, duration_s: float = ITERATION_S) -> None:
+        for _ in range(100):
+            if self.machine.state is state:
+                return
+            self.run(duration_s=duration_s)
+        raise AssertionError(self.machine.state)
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes, with a tick every second as in a coordinator."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + 1.0)
+            deadline_s = self.machine.next_deadline_s()
+            if deadline_s is not None and deadline_s <= self.now_s:
+                self.send(Tick())
+
+    def told(self) -> list[tuple[EventType, Stall]]:
+        """Stalls that began and ended."""
+        found = [command.happening for command in self.history if isinstance(command, Announce)]
+        return [(some.type, some.evidence) for some in found if isinstance(some.evidence, Stall)]
+
+    def evidence(self, kind: type[E]) -> list[E]:
+        found = [command.happening.evidence for command in self.history if isinstance(command, Announce)]
+        return [some for some in found if isinstance(some, kind)]
+
+    def reasons(self) -> list[tuple[str, str]]:
+        return [(kind.name, stall.reason.name) for kind, stall in self.told()]
+
+
+def joined(rules: Rules | None = None) -> Troubled:
+    cluster = Troubled(rules)
+    cluster.join_all()
+    return cluster
+
+
+def irregular(batch: TelemetryBatch) -> TelemetryBatch:
+    columns = batch.iterations
+    return replace(batch, iterations=replace(columns, is_regular=np.full_like(columns.is_regular, False)))
+
+
+def of_another_version(batch: TelemetryBatch) -> TelemetryBatch:
+    columns = batch.iterations
+    return replace(batch, iterations=replace(columns, plan_version=np.full_like(columns.plan_version, 4711)))
+
+
+def of_iteration_0(batch: TelemetryBatch) -> TelemetryBatch:
+    rows, computations = batch.iterations, batch.computations
+    return replace(
+        batch,
+        iterations=replace(rows, iteration=np.zeros_like(rows.iteration)),
+        computations=replace(computations, iteration=np.zeros_like(computations.iteration)),
+    )
+
+
+def without_estimate(batch: TelemetryBatch) -> TelemetryBatch:
+    return replace(batch, energy=None)
+
+
+def without_energy(batch: TelemetryBatch) -> TelemetryBatch:
+    if batch.energy is None:
+        return batch
+    samples = tuple(replace(sample, energy_j=0.0) for sample in batch.energy.samples)
+    return replace(batch, energy=replace(batch.energy, samples=samples))
+
+
+# ---------------------------------------------------------------------- missing ranks
+
+
+def test_missing_ranks_are_told_once_and_said_anew_as_they_come() -> None:
+    cluster = Troubled()
+    cluster.send(cluster.ranks[FIRST].joined())
+    assert cluster.told() == []
+    cluster.pass_time(PATIENCE_S - 1)
+    assert cluster.told() == []
+    cluster.pass_time(1)
+    ((_, stalled),) = cluster.told()
+    assert stalled.reason is StallReason.RANK_MISSING
+    assert stalled.rank == SECOND
+    assert stalled.rank_count == 3
+    assert stalled.since_time_s == START_S
+    assert str(SECOND) in str(stalled)
+    cluster.pass_time(120)
+    cluster.send(cluster.ranks[SECOND].joined())
+    stall = cluster.machine.view().stall
+    assert stall is not None
+    assert (stall.reason, stall.rank, stall.rank_count) == (
+        StallReason.RANK_MISSING,
+        Coordinates(1, 0, 0),
+        2,
+    )
+    assert len(cluster.told()) == 1
+    cluster.join_all()
+    assert cluster.reasons() == [("STALLED", "RANK_MISSING"), ("STALL_ENDED", "RANK_MISSING")]
+    assert cluster.machine.summary().stall is None
+
+
+def test_ranks_that_join_within_seconds_are_no_event() -> None:
+    cluster = Troubled()
+    cluster.pass_time(PATIENCE_S - 1)
+    cluster.join_all()
+    cluster.run_until(JobState.PLANNED)
+    cluster.run(20)
+    assert cluster.told() == []
+
+
+def test_a_lost_rank_is_missing_since_it_was_lost() -> None:
+    cluster = joined()
+    cluster.run_until(JobState.PLANNED)
+    lost_s = cluster.now_s
+    cluster.send(RankLeft(LAST, "agent-1", RankLeftReason.TRAINER_GONE))
+    cluster.pass_time(PATIENCE_S)
+    ((_, stalled),) = cluster.told()
+    assert (stalled.reason, stalled.rank) == (StallReason.RANK_MISSING, LAST)
+    assert stalled.since_time_s == START_S + lost_s
+    assert cluster.machine.summary().stall is not None
+    assert str(cluster.machine.summary().stall) == f"{LAST} is missing"
+    cluster.ranks[LAST].start_trainer()
+    cluster.join_all()
+    assert cluster.reasons()[-1] == ("STALL_ENDED", "RANK_MISSING")
+
+
+def test_a_disconnected_rank_is_missing_while_its_lease_runs() -> None:
+    cluster = joined()
+    cluster.tell(AgentDisconnected("agent-1"))
+    cluster.pass_time(PATIENCE_S)
+    ((_, stalled),) = cluster.told()
+    assert (stalled.reason, stalled.rank) == (StallReason.RANK_MISSING, Coordinates(1, 0, 0))
+
+
+# ---------------------------------------------------------------------- iterations
+
+
+def test_ranks_without_iterations_are_told_and_so_is_that_they_begin() -> None:
+    cluster = joined()
+    cluster.pass_time(PATIENCE_S)
+    ((_, stalled),) = cluster.told()
+    assert stalled.reason is StallReason.NO_ITERATIONS
+    assert (stalled.rank, stalled.rank_count) == (None, 4)
+    assert stalled.iteration == -1
+    cluster.pass_time(100)
+    assert len(cluster.told()) == 1
+    cluster.run()
+    assert cluster.reasons() == [("STALLED", "NO_ITERATIONS"), ("STALL_ENDED", "NO_ITERATIONS")]
+    cluster.pass_time(PATIENCE_S)
+    assert cluster.reasons()[2:] == [("STALLED", "NO_ITERATIONS")]
+
+
+def test_the_one_rank_that_reports_nothing_is_named() -> None:
+    cluster = joined()
+    cluster.silent = {LAST}
+    cluster.run(20)
+    ((_, stalled),) = cluster.told()
+    assert (stalled.reason, stalled.rank) == (StallReason.NO_ITERATIONS, LAST)
+    assert stalled.rank_count == 1
+
+
+@pytest.mark.parametrize("state", [JobState.BASELINE, JobState.PLANNED])
+def test_patience_grows_with_the_iteration_time(state: JobState) -> None:
+    cluster = joined(Rules(1e6, 2, ProfilingRules(iterations=2)))
+    cluster.run(1, duration_s=60.0)
+    cluster.run_until(state, duration_s=60.0)
+    cluster.run(1, duration_s=60.0)
+    before = len(cluster.told())
+    cluster.pass_time(PATIENCE_ITERATIONS * 60.0 - 1)
+    assert len(cluster.told()) == before
+    cluster.pass_time(1)
+    assert cluster.reasons()[before:] == [("STALLED", "NO_ITERATIONS")]
+
+
+def test_irregular_iterations_are_told_with_the_rank() -> None:
+    cluster = joined()
+    cluster.spoiling[SECOND] = irregular
+    cluster.run(20)
+    cluster.expect(JobState.BASELINE)
+    ((_, stalled),) = cluster.told()
+    assert (stalled.reason, stalled.rank) == (StallReason.IRREGULAR_ITERATIONS, SECOND)
+    cluster.spoiling.clear()
+    cluster.run()
+    assert cluster.reasons()[1:] == [("STALL_ENDED", "IRREGULAR_ITERATIONS")]
+    cluster.spoiling = dict.fromkeys(cluster.ranks, irregular)
+    cluster.run(20)
+    assert cluster.reasons()[2:] == [("STALLED", "IRREGULAR_ITERATIONS")]
+    assert cluster.told()[-1][1].rank_count == 4
+
+
+def test_a_few_irregular_iterations_are_nothing_to_tell() -> None:
+    cluster = joined()
+    cluster.run_until(JobState.PLANNED)
+    for _ in range(10):
+        cluster.spoiling[FIRST] = irregular
+        cluster.run(5)
+        cluster.spoiling.clear()
+        cluster.run(1)
+    assert cluster.told() == []
+
+
+def test_iterations_under_other_clocks_are_told_with_the_rank() -> None:
+    cluster = joined()
+    cluster.run_until(JobState.PROFILING)
+    cluster.spoiling[LAST] = of_another_version
+    cluster.run(20)
+    ((_, stalled),) = cluster.told()
+    assert (stalled.reason, stalled.rank) == (StallReason.OTHER_CLOCKS, LAST)
+    cluster.spoiling.clear()
+    cluster.run(2)
+    assert cluster.reasons() == [("STALLED", "OTHER_CLOCKS"), ("STALL_ENDED", "OTHER_CLOCKS")]
+
+
+def test_offers_that_never_come_in_time_are_told() -> None:
+    cluster = joined()
+    late = cluster.ranks[LAST]
+
+    refused_s: set[float] = set()
+
+    def refuse(offer: Offer) -> OfferAnswered:
+        """The first offer after every iteration comes too late, and leaves no time for the next."""
+        iteration = -1 if cluster.now_s in refused_s else offer.start_iteration
+        refused_s.add(cluster.now_s)
+        return OfferAnswered(
+            LAST, late.instance_id, EPOCH, offer.version, RefusalReason.PAST_START, "", iteration
+        )
+
+    late.answer = refuse  # type: ignore[method-assign]
+    cluster.run(40)
+    assert cluster.reasons() == [("STALLED", "OTHER_CLOCKS")]
+
+
+def test_repeated_iteration_numbers_are_told_until_the_rank_joins_again() -> None:
+    cluster = joined()
+    cluster.run(2)
+    cluster.spoiling[LAST] = of_iteration_0
+    cluster.run(20)
+    ((_, stalled),) = cluster.told()
+    assert (stalled.reason, stalled.rank) == (StallReason.REPEATED_ITERATIONS, LAST)
+    cluster.spoiling.clear()
+    cluster.send(RankLeft(LAST, "agent-1", RankLeftReason.TRAINER_GONE))
+    for rank in cluster.ranks.values():
+        rank.start_trainer()
+        cluster.send(rank.joined())
+    cluster.run(4)
+    assert cluster.reasons()[1:] == [("STALL_ENDED", "REPEATED_ITERATIONS")]
+
+
+def test_a_restart_from_a_checkpoint_repeats_iterations_on_another_connection() -> None:
+    cluster = joined()
+    cluster.run_until(JobState.PLANNED)
+    cluster.run(4)
+    for rank in cluster.ranks.values():
+        cluster.send(RankLeft(rank.place, rank.instance_id, RankLeftReason.TRAINER_GONE))
+        rank.start_trainer(3)
+    for rank in cluster.ranks.values():
+        cluster.send(rank.joined())
+    cluster.run(20)
+    assert cluster.told() == []
+
+
+def test_a_job_that_ends_is_not_waited_for() -> None:
+    cluster = joined()
+    cluster.run_until(JobState.PLANNED)
+    cluster.send(RankLeft(FIRST, "agent-0", RankLeftReason.FINISHED))
+    cluster.pass_time(500)
+    assert cluster.told() == []
+    cluster.send(FinishRequested())
+    assert cluster.machine.summary().stall is None
+
+
+# ---------------------------------------------------------------------- profiling
+
+
+@pytest.mark.parametrize("spoil", [without_estimate, without_energy])
+def test_a_rank_without_energy_estimates_is_named_and_the_clocks_given_up_say_why(spoil: Spoil) -> None:
+    cluster = joined(Rules(1000.0, 2, ProfilingRules(iterations=3)))
+    cluster.spoiling[SECOND] = spoil
+    cluster.run_until(JobState.STOCK)
+    assert [(kind, stall.rank) for kind, stall in cluster.told()] == [(EventType.STALLED, SECOND)]
+    assert cluster.reasons() == [("STALLED", "NO_ENERGY_ESTIMATES")]
+    given_up = cluster.evidence(ClockGivenUp)
+    assert [clock.clock_mhz for clock in given_up] == [1400, 1300]
+    expected = "NO_ESTIMATE" if spoil is without_estimate else "NO_ENERGY"
+    assert {clock.reason.name for clock in given_up} == {expected}
+    assert {clock.rank for clock in given_up} == {SECOND}
+    (ended,) = cluster.evidence(ProfilingEnded)
+    assert (ended.is_enough, ended.limit) == (False, None)
+    assert ended.cost.iteration_count < 60
+    reason = cluster.evidence(StateChanged)[-1].reason
+    assert str(SECOND) in reason
+    assert ("sent no energy estimate" if spoil is without_estimate else "cost no energy") in reason
+    assert cluster.machine.summary().stall is None
+
+
+def test_estimates_that_come_at_last_end_the_stall() -> None:
+    cluster = joined(Rules(1000.0, 2, ProfilingRules(iterations=3)))
+    cluster.spoiling[FIRST] = without_estimate
+    cluster.run(22)
+    assert cluster.reasons() == [("STALLED", "NO_ENERGY_ESTIMATES")]
+    cluster.spoiling.clear()
+    cluster.run_until(JobState.PLANNED)
+    assert cluster.reasons()[1:] == [("STALL_ENDED", "NO_ENERGY_ESTIMATES")]
+
+
+def test_clocks_are_released_while_nobody_tells_what_they_cost() -> None:
+    cluster = joined()
+    cluster.run_until(JobState.PROFILING)
+    cluster.run(3)
+    assert isinstance(cluster.machine._offers[0].clocks, HoldClocks)
+    cluster.silent = set(cluster.ranks)
+    cost = cluster.machine.profiler.cost
+    cluster.pass_time(PATIENCE_S)
+    cluster.expect(JobState.PROFILING)
+    assert isinstance(cluster.machine._offers[0].clocks, StockClocks)
+    extra_s = cluster.machine.profiler.cost.extra_time_s - cost.extra_time_s
+    assert extra_s == pytest.approx(PATIENCE_S - ITERATION_S)
+    cluster.pass_time(300)
+    assert cluster.machine.profiler.cost.extra_time_s - cost.extra_time_s == pytest.approx(extra_s)
+    cluster.silent.clear()
+    cluster.run_until(JobState.PLANNED)
+    assert cluster.reasons() == [("STALLED", "NO_ITERATIONS"), ("STALL_ENDED", "NO_ITERATIONS")]
+
+
+def test_the_budget_ends_a_round_and_the_reason_says_whom_it_waited_for() -> None:
+    rules = ProfilingRules(iterations=3, budget=ProfilingBudget(iteration_count=5))
+    cluster = joined(Rules(1000.0, 2, rules))
+    cluster.spoiling[LAST] = without_estimate
+    cluster.run_until(JobState.STOCK)
+    assert cluster.machine.profiler.cost.iteration_count == 5
+    reason = cluster.evidence(StateChanged)[-1].reason
+    assert "the budget of 5 iterations is used up" in reason
+    assert f"{LAST} sent no energy estimate" in reason
+    (ended,) = cluster.evidence(ProfilingEnded)
+    assert (ended.is_enough, ended.limit) == (False, ProfilingLimit.ITERATION_COUNT)
+
+
+# ---------------------------------------------------------------------- restarts of the coordinator
+
+
+def test_what_profiling_cost_and_gave_up_survives_a_restart() -> None:
+    cluster = joined(Rules(1000.0, 2, ProfilingRules(iterations=2)))
+    cluster.spoiling[FIRST] = without_estimate
+    while not cluster.machine.profiler.given_up:
+        cluster.run()
+    before = cluster.machine.profiler
+    assert before.cost.iteration_count > 16
+    cluster.restart()
+    after = cluster.machine.profiler
+    assert after is not before
+    assert (after.cost, after.given_up) == (before.cost, before.given_up)
+    cluster.join_all()
+    cluster.run_until(JobState.STOCK)
+    assert [clock.clock_mhz for clock in cluster.evidence(ClockGivenUp)] == [1400, 1300]
+
+
+def test_a_stall_that_ends_after_a_restart_is_told_to_have_ended() -> None:
+    cluster = joined()
+    cluster.pass_time(PATIENCE_S)
+    cluster.restart()
+    assert cluster.machine.summary().stall is not None
+    cluster.join_all()
+    cluster.pass_time(PATIENCE_S)
+    cluster.run()
+    assert cluster.reasons() == [("STALLED", "NO_ITERATIONS"), ("STALL_ENDED", "NO_ITERATIONS")]
+
+
+def test_telemetry_that_is_refused_says_nothing() -> None:
+    """What a rank is not served for does not count as a word from it."""
+    cluster = joined()
+    stale = cluster.ranks[FIRST].end(ITERATION_S)
+    with pytest.raises(RankNotServedError):
+        cluster.tell(TelemetryArrived(FIRST, "another agent", stale.batch))
+    cluster.pass_time(PATIENCE_S)
+    assert cluster.told()[0][1].rank_count == 4

@@ -1,0 +1,296 @@
+"""What a watcher is told, step by step, without a coordinator: nothing twice, nothing left out unsaid."""
+
+from collections.abc import Iterable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from perseus.service.domain.events import CaughtUp, Happening, JobEvent, WatchGap
+from perseus.service.domain.evidence import SolveFailed, StateChanged
+from perseus.service.domain.model import EventType, IterationSummary, JobState
+from perseus.service.shell.watch_state import (
+    PAGE_SIZE,
+    QUEUE_LIMIT,
+    SNAPSHOT_INTERVAL_S,
+    End,
+    Fetch,
+    Step,
+    Tell,
+    TellJob,
+    Wait,
+    WatchState,
+)
+
+
+def event(sequence: int) -> JobEvent:
+    return JobEvent("job", 1.0, Happening(sequence, EventType.SOLVE_FAILED, "", SolveFailed("")))
+
+
+def end(sequence: int) -> JobEvent:
+    ended = StateChanged(JobState.WAITING, JobState.FINISHED, "")
+    return JobEvent("job", 1.0, Happening(sequence, EventType.STATE_CHANGED, "", ended))
+
+
+def iteration(number: int) -> IterationSummary:
+    return IterationSummary(0, number, 0, 1.0, 1.0)
+
+
+def events(sequences: Iterable[int]) -> list[JobEvent]:
+    return [event(sequence) for sequence in sequences]
+
+
+def caught_up(last_sequence: int = 0) -> WatchState:
+    """A reader who knows all there is, at time 0."""
+    state = WatchState(last_sequence, last_sequence, has_ended=False)
+    assert steps(state) == [TellJob(), Tell(CaughtUp(last_sequence))]
+    state.note_snapshot(last_sequence)
+    return state
+
+
+def steps(state: WatchState, now_s: float = 0.0) -> list[Step]:
+    """All steps up to one that waits for something."""
+    found: list[Step] = []
+    while not isinstance(step := state.next_step(now_s), Wait | End):
+        found.append(step)
+        if isinstance(step, Fetch):
+            break
+    return found
+
+
+def test_history_comes_from_the_store_then_the_marker_then_what_is_new() -> None:
+    state = WatchState(0, 3, has_ended=False)
+    state.tell(event(4))
+    assert steps(state) == [TellJob(), Fetch(0, PAGE_SIZE)]
+    state.take_page(events([1, 2, 3, 4]))
+    state.tell(event(5))
+    told = [*events([1, 2, 3]), CaughtUp(3), *events([4, 5])]
+    assert steps(state) == [Tell(update) for update in told]  # type: ignore[arg-type]
+    assert state.next_step(0.0) == Wait(None)
+
+
+def test_what_the_reader_knows_is_left_out() -> None:
+    state = WatchState(2, 3, has_ended=False)
+    assert steps(state) == [TellJob(), Fetch(2, PAGE_SIZE)]
+    state.take_page([event(3)])
+    assert steps(state) == [Tell(event(3)), Tell(CaughtUp(3))]
+    ahead = WatchState(7, 3, has_ended=False)
+    assert steps(ahead) == [TellJob(), Tell(CaughtUp(3))]
+    for sequence in range(4, 9):
+        ahead.tell(event(sequence))
+    assert steps(ahead) == [Tell(event(8))]
+
+
+def test_a_job_without_events_is_caught_up_with_at_once() -> None:
+    assert steps(WatchState(0, 0, has_ended=False)) == [TellJob(), Tell(CaughtUp(0))]
+
+
+def test_an_ended_job_is_told_to_its_last_event() -> None:
+    state = WatchState(0, 2, has_ended=True)
+    assert steps(state) == [TellJob(), Fetch(0, PAGE_SIZE)]
+    state.note_snapshot(2)
+    state.take_page([end(1), event(2)])
+    assert steps(state) == [Tell(end(1)), Tell(event(2)), Tell(CaughtUp(2))]
+    assert state.next_step(0.0) == End()
+
+
+def test_the_watch_ends_after_the_last_event_and_a_snapshot_that_shows_it() -> None:
+    state = caught_up()
+    state.tell(end(1))
+    assert steps(state) == [Tell(end(1))]
+    assert state.next_step(0.5) == Wait(SNAPSHOT_INTERVAL_S)
+    assert state.next_step(SNAPSHOT_INTERVAL_S) == TellJob()
+    state.note_snapshot(1)
+    assert state.next_step(SNAPSHOT_INTERVAL_S) == End()
+
+
+def test_the_job_is_told_when_it_changes_but_not_more_often_than_its_interval() -> None:
+    state = caught_up()
+    for _ in range(100):
+        state.change_job()
+        assert state.next_step(0.9) == Wait(SNAPSHOT_INTERVAL_S)
+    assert state.next_step(1.0) == TellJob()
+    assert state.next_step(1.0) == Wait(None)
+    state.change_job()
+    assert state.next_step(1.5) == Wait(1.0 + SNAPSHOT_INTERVAL_S)
+    state.tell(event(1))
+    assert state.next_step(1.5) == Tell(event(1)), "events do not wait for it"
+    assert state.next_step(7.0) == TellJob()
+
+
+def test_a_slow_reader_is_caught_up_from_the_store_and_told_what_it_missed() -> None:
+    state = caught_up()
+    news = [event(n) if n % 2 else iteration(n) for n in range(1, QUEUE_LIMIT + 1)]
+    last = max(each.happening.sequence for each in news if isinstance(each, JobEvent))
+    for each in news:
+        state.tell(each)
+    state.tell(iteration(9999))  # One too many.
+    assert steps(state) == [Fetch(0, PAGE_SIZE)]
+    stored = events(range(1, PAGE_SIZE + 1))
+    state.take_page(stored)
+    assert steps(state) == [*map(Tell, stored), Fetch(PAGE_SIZE, PAGE_SIZE)]
+    rest = events(range(PAGE_SIZE + 1, last + 1))
+    state.take_page(rest[:PAGE_SIZE])
+    assert steps(state)[-1] == Fetch(2 * PAGE_SIZE, PAGE_SIZE)
+    state.take_page(rest[PAGE_SIZE : 2 * PAGE_SIZE])
+    assert steps(state)[-1] == Fetch(3 * PAGE_SIZE, PAGE_SIZE)
+    state.take_page(rest[2 * PAGE_SIZE :])
+    missed = WatchGap(missed_iteration_count=QUEUE_LIMIT // 2)
+    assert steps(state)[-3:] == [Tell(event(last)), Tell(missed), Tell(iteration(9999))]
+
+
+def test_deleted_events_are_a_gap_at_the_begin_in_the_middle_and_at_the_end() -> None:
+    state = WatchState(0, 9, has_ended=False)
+    assert steps(state)[-1] == Fetch(0, PAGE_SIZE)
+    state.take_page(events([3, 4, 7]))
+    assert steps(state) == [
+        Tell(WatchGap(1, 2)),
+        Tell(event(3)),
+        Tell(event(4)),
+        Tell(WatchGap(5, 6)),
+        Tell(event(7)),
+        Tell(WatchGap(8, 9)),
+        Tell(CaughtUp(9)),
+    ]
+
+
+def test_what_overflows_while_a_page_is_on_its_way_is_not_missing() -> None:
+    state = WatchState(0, 1, has_ended=False)
+    assert steps(state)[-1] == Fetch(0, PAGE_SIZE)
+    for sequence in range(2, QUEUE_LIMIT + 3):
+        state.tell(event(sequence))
+    state.take_page([event(1)])
+    assert steps(state) == [Tell(event(1)), Tell(CaughtUp(1)), Fetch(1, PAGE_SIZE)]
+
+
+class Watching(RuleBasedStateMachine):
+    """Any interleaving of news, deletions, overflow, fetches and reading."""
+
+    @initialize(after=st.integers(0, 4), before=st.integers(0, 6))
+    def begin(self, after: int, before: int) -> None:
+        self.after = after
+        self.stored: dict[int, JobEvent] = {n: event(n) for n in range(1, before + 1)}
+        self.last = self.first_last = before
+        self.deleted: set[int] = set()
+        self.has_ended = False
+        self.state = WatchState(after, before, has_ended=False, queue_limit=4, page_size=3)
+        self.now_s = 0.0
+        self.page: list[JobEvent] | None = None
+        self.iteration_count = 0
+        self.told: list[object] = []
+        self.snapshot_times_s: list[float] = []
+
+    def tell(self, happened: JobEvent) -> None:
+        self.last = happened.happening.sequence
+        self.stored[self.last] = happened
+        self.state.tell(happened)
+
+    @rule(count=st.integers(1, 8))
+    def something_happens(self, count: int) -> None:
+        for _ in range(count):
+            self.tell(event(self.last + 1))
+        self.state.change_job()
+
+    @rule(count=st.integers(1, 6))
+    def iterations_end(self, count: int) -> None:
+        for _ in range(count):
+            self.state.tell(iteration(self.iteration_count))
+            self.iteration_count += 1
+
+    @rule(count=st.integers(1, 5))
+    def events_are_deleted(self, count: int) -> None:
+        for sequence in sorted(self.stored)[:count]:
+            del self.stored[sequence]
+            self.deleted.add(sequence)
+
+    @rule()
+    def the_job_ends(self) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self.tell(end(self.last + 1))
+            self.state.change_job()
+
+    @rule(passed_s=st.integers(0, 8).map(lambda quarters: quarters / 4))
+    def time_passes(self, passed_s: float) -> None:
+        self.now_s += passed_s
+
+    @precondition(lambda self: self.page is None)
+    @rule(count=st.integers(1, 8))
+    def the_reader_goes_on(self, count: int) -> None:
+        for _ in range(count):
+            if self.page is None:
+                self.step()
+
+    @precondition(lambda self: self.page is not None)
+    @rule()
+    def the_page_arrives(self) -> None:
+        assert self.page is not None
+        self.state.take_page(self.page)
+        self.page = None
+
+    def step(self) -> Step:
+        match step := self.state.next_step(self.now_s):
+            case Tell(update):
+                self.told.append(update)
+            case TellJob():
+                self.snapshot_times_s.append(self.now_s)
+                self.state.note_snapshot(self.last)
+            case Fetch(after, limit):
+                self.page = [self.stored[n] for n in sorted(self.stored) if n > after][:limit]
+        return step
+
+    def teardown(self) -> None:
+        """Let the reader read to the end of what there is: it has all of it then."""
+        if not hasattr(self, "state"):
+            return
+        for _ in range(10_000):
+            if self.page is not None:
+                self.the_page_arrives()
+            step = self.step()
+            if isinstance(step, Wait):
+                if step.until_s is None:
+                    break
+                assert step.until_s > self.now_s
+                self.now_s = step.until_s
+            if isinstance(step, End):
+                break
+        assert isinstance(step, End) == self.has_ended
+        self.order_is_kept()
+        known = self.known()
+        assert known == list(range(self.after + 1, self.last + 1))
+        told = [update.happening.sequence for update in self.told if isinstance(update, JobEvent)]
+        assert set(range(self.after + 1, self.last + 1)) - set(told) <= self.deleted
+        missed = sum(update.missed_iteration_count for update in self.told if isinstance(update, WatchGap))
+        iterations = [update.iteration for update in self.told if isinstance(update, IterationSummary)]
+        assert len(iterations) + missed == self.iteration_count
+        assert self.told.count(CaughtUp(self.first_last)) == 1
+
+    def known(self) -> list[int]:
+        """The numbers of events that were told, or told to be missing, as they came."""
+        found: list[int] = []
+        for update in self.told:
+            if isinstance(update, JobEvent):
+                found.append(update.happening.sequence)
+            elif isinstance(update, WatchGap) and update.first_missed_sequence:
+                found += range(update.first_missed_sequence, update.last_missed_sequence + 1)
+        return found
+
+    @invariant()
+    def order_is_kept(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        known = self.known()
+        assert known == list(range(self.after + 1, self.after + 1 + len(known)))
+        iterations = [update.iteration for update in self.told if isinstance(update, IterationSummary)]
+        assert iterations == sorted(set(iterations))
+        markers = [n for n, update in enumerate(self.told) if isinstance(update, CaughtUp)]
+        assert len(markers) <= 1
+        for place in markers:
+            told = [u.happening.sequence for u in self.told[:place] if isinstance(u, JobEvent)]
+            assert all(sequence <= self.first_last for sequence in told)
+        between_s = zip(self.snapshot_times_s, self.snapshot_times_s[1:], strict=False)
+        assert all(after_s - before_s >= SNAPSHOT_INTERVAL_S for before_s, after_s in between_s)
+
+
+TestWatching = Watching.TestCase
+TestWatching.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -1,0 +1,133 @@
+"""Stored events: the evidence comes back as it was, and pages are found along indexes. Of any store."""
+
+import asyncio
+import sqlite3
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.domain.events import EventFilter, Happening, JobEvent
+from perseus.service.domain.evidence import SolveFailed
+from perseus.service.domain.model import EventType
+from perseus.service.storage.sqlite_store import SqliteStore, events_query
+from perseus.service.storage.store import JobStore, NewJob
+from tests.service.evidence_strategies import events
+from tests.service.service_fakes import make_spec
+
+ALL = 10_000
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[JobStore]:
+    with tempfile.TemporaryDirectory() as directory:
+        store = await SqliteStore.open(Path(directory) / "jobs.db")
+        try:
+            yield store
+        finally:
+            await store.close()
+
+
+def numbered(found: Sequence[JobEvent]) -> list[JobEvent]:
+    return [
+        replace(event, happening=replace(event.happening, sequence=n))
+        for n, event in zip(count(1), found, strict=False)
+    ]
+
+
+@given(st.tuples(*map(events, EventType)))
+def test_evidence_of_every_type_comes_back_as_it_was(drawn: tuple[JobEvent, ...]) -> None:
+    written = numbered(drawn)
+
+    async def write_and_read() -> list[JobEvent]:
+        async with opened() as store:
+            await store.write([NewJob(make_spec(), 1.0), *written])
+            return await store.events("job", 0, ALL)
+
+    assert asyncio.run(write_and_read()) == written
+
+
+TYPES = (EventType.SOLVE_FAILED, EventType.STATE_CHANGED, EventType.RANK_CHANGED)
+EVENTS = st.lists(
+    st.builds(
+        lambda kind, time_s: JobEvent("job", time_s, Happening(1, kind, "", None)),
+        st.sampled_from(TYPES),
+        st.integers(0, 5).map(float),
+    ),
+    max_size=30,
+).map(numbered)
+FILTERS = st.builds(
+    EventFilter,
+    st.frozensets(st.sampled_from(TYPES)),
+    st.none() | st.integers(0, 6).map(float),
+    st.none() | st.integers(0, 6).map(float),
+)
+
+
+@given(EVENTS, FILTERS, st.integers(1, 7), st.integers(0, 30))
+def test_pages_hold_what_is_wanted_in_order_wherever_the_clock_was(
+    written: list[JobEvent], wanted: EventFilter, limit: int, after_sequence: int
+) -> None:
+    def is_wanted(event: JobEvent) -> bool:
+        return (
+            event.happening.sequence > after_sequence
+            and (not wanted.types or event.happening.type in wanted.types)
+            and (wanted.start_time_s is None or event.create_time_s >= wanted.start_time_s)
+            and (wanted.end_time_s is None or event.create_time_s < wanted.end_time_s)
+        )
+
+    async def read_pages() -> list[JobEvent]:
+        async with opened() as store:
+            other = [replace(event, job_id="other") for event in written]
+            await store.write([NewJob(make_spec(), 1.0), NewJob(make_spec("other"), 1.0), *written, *other])
+            found: list[JobEvent] = []
+            after = after_sequence
+            while page := await store.events("job", after, limit, wanted):
+                assert len(page) <= limit
+                found += page
+                after = page[-1].happening.sequence
+            return found
+
+    assert asyncio.run(read_pages()) == [event for event in written if is_wanted(event)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "index"),
+    [
+        (EventFilter(), "PRIMARY KEY"),
+        (EventFilter(frozenset(TYPES)), "INDEX events_by_type"),
+        (EventFilter(frozenset(TYPES), start_time_s=3.0, end_time_s=4.0), "COVERING INDEX events_by_time"),
+        (EventFilter(start_time_s=3.0), "COVERING INDEX events_by_time"),
+    ],
+)
+async def test_no_page_is_looked_for_among_all_events(
+    tmp_path: Path, wanted: EventFilter, index: str
+) -> None:
+    await (await SqliteStore.open(tmp_path / "jobs.db")).close()
+    connection = sqlite3.connect(tmp_path / "jobs.db")
+    statement, values = events_query("job", 0, 10, wanted)
+    plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}", values)]
+    connection.close()
+    assert any(index in step for step in plan), plan
+    assert not any("SCAN" in step or "TEMP B-TREE" in step for step in plan), plan
+
+
+async def test_deleted_events_leave_a_hole(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    failed = SolveFailed("no")
+    written = [JobEvent("job", 1.0, Happening(n, EventType.SOLVE_FAILED, "", failed)) for n in range(1, 7)]
+    store = await SqliteStore.open(path)
+    await store.write([NewJob(make_spec(), 1.0), *written])
+    await store.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("DELETE FROM events WHERE sequence IN (1, 4, 5)")
+    connection.close()
+    store = await SqliteStore.open(path)
+    assert [event.happening.sequence for event in await store.events("job", 0, ALL)] == [2, 3, 6]
+    await store.close()

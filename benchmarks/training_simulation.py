@@ -148,7 +148,8 @@ class _Simulation:
     def _stage(self, index: int, order: Sequence[Computation], clocks_mhz: Sequence[int]) -> _Stage:
         model = self._job.model
         rank = Rank("job", 0, index, 0)
-        session = Session(rank, GpuDescription("GPU", model.name, model.clocks_mhz))
+        gpu_description = GpuDescription("GPU", model.name, model.clocks_mhz)
+        session = Session(rank, gpu_description, is_registered=True)
         gpu = GpuState(at_s=0.0, counter_origin_s=0.0, clock_mhz=model.max_clock_mhz)
         stage = _Stage(index, session, gpu, _Worker())
         self._tell(stage, Connected(_LEASE_S))

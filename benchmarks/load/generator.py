@@ -289,7 +289,8 @@ class Load:
                         microbatch_count=task.microbatch_count,
                     )
                 ),
-            )
+            ),
+            request_id=self._job_id,
         )
 
     async def _beat(self) -> None:

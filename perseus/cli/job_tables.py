@@ -35,6 +35,22 @@ def job_table(jobs: Iterable[job_pb2.Job]) -> Table:
     return table
 
 
+def run_table(runs: Iterable[job_pb2.Job]) -> Table:
+    """One line for each run of a job."""
+    table = Table()
+    for column in ("run", "state", "pipelines × stages × tensor", "registered", "finished"):
+        table.add_column(column)
+    for run in runs:
+        table.add_row(
+            str(run.run_number),
+            f"{_state_name(run.state)}: {run.state_reason}",
+            _layout(run.parallelism),
+            _moment(run.create_time),
+            _moment(run.finish_time) if run.HasField("finish_time") else "",
+        )
+    return table
+
+
 def job_facts(job: job_pb2.Job) -> Table:
     """What there is to know of one job, ranks and plans aside; a line for each fact that is known."""
     counts = job.rank_counts
@@ -48,6 +64,7 @@ def job_facts(job: job_pb2.Job) -> Table:
     frontier = f"T_min {job.t_min_s:.3f} s, T* {job.t_star_s:.3f} s, T_slow {job.t_slow_s:.3f} s"
     facts = {
         "job": job.job_id,
+        "run": str(job.run_number),
         "state": f"{_state_name(job.state)}: {job.state_reason}",
         "pipelines × stages × tensor": _layout(job.parallelism),
         "ranks": ", ".join(f"{count} {state}" for state, count in ranks.items() if count),

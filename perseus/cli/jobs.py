@@ -1,6 +1,7 @@
 """`perseus jobs`: look at the jobs of a running coordinator, and tell it what only the operator knows."""
 
 import re
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -28,6 +29,7 @@ Coordinator = Annotated[
     str, typer.Option(envvar="PERSEUS_COORDINATOR", help="The coordinator's HOST:PORT.", show_envvar=True)
 ]
 JobId = Annotated[str, typer.Argument(help="The job's identifier.", show_default=False)]
+RunNumber = Annotated[int, typer.Option("--run", min=0, help="A run of the job; 0 for the latest.")]
 _DEFAULT_COORDINATOR = "127.0.0.1:50051"
 
 
@@ -52,12 +54,25 @@ def list_jobs(
 
 
 @app.command()
-def show(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+def runs(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+    """List all runs of a job, the latest first."""
+    from perseus.cli.job_tables import run_table
+    from perseus.v1 import job_service_pb2
+
+    request = job_service_pb2.ListRunsRequest(job_id=job_id, page_size=_PAGE_SIZE)
+    with _jobs(coordinator) as jobs:
+        listed = [run for page in _pages(jobs.ListRuns, request) for run in page.runs]
+    console.print(run_table(listed))
+
+
+@app.command()
+def show(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Show a job: its state and why, its stragglers, its plans."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(coordinator) as jobs:
-        _show(jobs.GetJob(job_service_pb2.GetJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job)
+        request = job_service_pb2.GetJobRequest(job_id=job_id, run_number=run_number)
+        _show(jobs.GetJob(request, timeout=_TIMEOUT_S).job)
 
 
 @app.command()
@@ -90,14 +105,15 @@ def ranks(
 
 
 @app.command()
-def watch(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+def watch(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Print a job's events and iterations as they come, until it has ended or you press Ctrl-C."""
     from perseus.cli.job_tables import gap_text
     from perseus.v1 import job_service_pb2
 
     with _jobs(coordinator) as jobs:
         try:
-            for update in jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id=job_id)):
+            request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)
+            for update in jobs.WatchJob(request):
                 if update.HasField("event"):
                     at = update.event.create_time.ToDatetime().strftime("%H:%M:%S")
                     console.print(f"{at}  {update.event.message}", highlight=False, markup=False)
@@ -136,6 +152,7 @@ def events(
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many events, the earliest first.")] = 100,
+    run_number: RunNumber = 0,
     coordinator: Coordinator = _DEFAULT_COORDINATOR,
 ) -> None:
     """List what has happened to a job."""
@@ -144,6 +161,7 @@ def events(
 
     request = job_service_pb2.ListJobEventsRequest(
         job_id=job_id,
+        run_number=run_number,
         types=_numbers("--type", event_pb2.JobEventType, "JOB_EVENT_TYPE_", types or ()),
         page_size=_PAGE_SIZE,
     )
@@ -189,12 +207,12 @@ def straggler(
 
 
 @app.command()
-def report(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+def report(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
     """Show what was measured: time and energy, period by period, against the stock baseline."""
     from perseus.cli.job_tables import profiling_cost, report_table
     from perseus.v1 import job_service_pb2
 
-    request = job_service_pb2.GetReportRequest(job_id=job_id, page_size=_PAGE_SIZE)
+    request = job_service_pb2.GetReportRequest(job_id=job_id, run_number=run_number, page_size=_PAGE_SIZE)
     with _jobs(coordinator) as jobs:
         pages = list(_pages(jobs.GetReport, request))
     console.print(report_table([period for page in pages for period in page.periods]))
@@ -210,7 +228,7 @@ def rebaseline(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -
     from perseus.v1 import job_service_pb2
 
     with _jobs(coordinator) as jobs:
-        request = job_service_pb2.MeasureBaselineRequest(job_id=job_id)
+        request = job_service_pb2.MeasureBaselineRequest(job_id=job_id, request_id=uuid.uuid4().hex)
         _show(jobs.MeasureBaseline(request, timeout=_TIMEOUT_S).job)
 
 
@@ -262,6 +280,24 @@ def finish(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> No
 
     with _jobs(coordinator) as jobs:
         _show(jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job)
+
+
+@app.command()
+def resume(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+    """Let a job that was put back to stock go on: the baseline is measured, then it is planned again."""
+    from perseus.v1 import job_service_pb2
+
+    with _jobs(coordinator) as jobs:
+        _show(jobs.ResumeJob(job_service_pb2.ResumeJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job)
+
+
+@app.command()
+def delete(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+    """Forget a finished job, with all its runs, events and reports."""
+    from perseus.v1 import job_service_pb2
+
+    with _jobs(coordinator) as jobs:
+        jobs.DeleteJob(job_service_pb2.DeleteJobRequest(job_id=job_id), timeout=_TIMEOUT_S)
 
 
 @contextmanager

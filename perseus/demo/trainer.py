@@ -58,12 +58,11 @@ def train(task: RankTask) -> None:
         tensor=0,
         gpu_uuid=gpu.uuid,
     )
-    if (task.pipeline, task.stage) == (0, 0):
-        probe.register(
-            pipeline_count=task.pipeline_count,
-            stage_count=task.stage_count,
-            schedule=NamedSchedule("1f1b", task.microbatch_count),
-        )
+    probe.register(
+        pipeline_count=task.pipeline_count,
+        stage_count=task.stage_count,
+        schedule=NamedSchedule("1f1b", task.microbatch_count),
+    )
     order = [(Kind(kind), microbatch) for kind, microbatch in task.order]
     run_dir = Path(task.run_dir)
     exchange = Exchange.connect(run_dir, (task.pipeline, task.stage), task.pipeline_count, task.stage_count)

@@ -357,12 +357,15 @@ class Gpu(google.protobuf.message.Message):
     UUID_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     SUPPORTED_CLOCKS_MHZ_FIELD_NUMBER: builtins.int
+    POWER_LIMIT_W_FIELD_NUMBER: builtins.int
     uuid: builtins.str
     """NVML UUID; 1 to 256 characters. A GPU runs one rank: while a rank is served, no other rank of any job is on
     the same GPU (GPU_ALREADY_SERVED).
     """
     model: builtins.str
     """Model name; at most 256 characters."""
+    power_limit_w: builtins.float
+    """Power limit in force, watts; 0 where it is not known. Profiles are adopted only under the same one."""
     @property
     def supported_clocks_mhz(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Supported SM clocks, MHz, each once, highest first; 1 to 1024 of them."""
@@ -373,8 +376,9 @@ class Gpu(google.protobuf.message.Message):
         uuid: builtins.str = ...,
         model: builtins.str = ...,
         supported_clocks_mhz: collections.abc.Iterable[builtins.int] | None = ...,
+        power_limit_w: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["model", b"model", "supported_clocks_mhz", b"supported_clocks_mhz", "uuid", b"uuid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "power_limit_w", b"power_limit_w", "supported_clocks_mhz", b"supported_clocks_mhz", "uuid", b"uuid"]) -> None: ...
 
 Global___Gpu: typing_extensions.TypeAlias = Gpu
 
@@ -391,6 +395,7 @@ class RankJoined(google.protobuf.message.Message):
     IN_FORCE_EPOCH_FIELD_NUMBER: builtins.int
     IN_FORCE_VERSION_FIELD_NUMBER: builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: builtins.int
+    SPEC_FINGERPRINT_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job; it must be registered."""
     iteration: builtins.int
@@ -404,6 +409,11 @@ class RankJoined(google.protobuf.message.Message):
     after_sequence: builtins.int
     """Telemetry of the rank above this sequence is of this trainer; what is not above it is of an earlier one,
     however late it comes.
+    """
+    spec_fingerprint: builtins.str
+    """The specification that the trainer belongs to, as in RegisterJobRequest; empty where it says none. Where the
+    job's latest run was not registered with it, the rank is refused (SPEC_MISMATCH): its trainer computes
+    something else, or was not registered yet. Announce it again later.
     """
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
@@ -423,9 +433,10 @@ class RankJoined(google.protobuf.message.Message):
         in_force_epoch: builtins.str = ...,
         in_force_version: builtins.int = ...,
         after_sequence: builtins.int = ...,
+        spec_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["gpu", b"gpu", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after_sequence", b"after_sequence", "gpu", b"gpu", "in_force_epoch", b"in_force_epoch", "in_force_version", b"in_force_version", "iteration", b"iteration", "job_id", b"job_id", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_sequence", b"after_sequence", "gpu", b"gpu", "in_force_epoch", b"in_force_epoch", "in_force_version", b"in_force_version", "iteration", b"iteration", "job_id", b"job_id", "rank", b"rank", "spec_fingerprint", b"spec_fingerprint"]) -> None: ...
 
 Global___RankJoined: typing_extensions.TypeAlias = RankJoined
 
@@ -928,8 +939,9 @@ class PlanOffer(google.protobuf.message.Message):
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     version: builtins.int
-    """Version, rising within the job. It belongs to the clocks and survives reconnects. A rank whose clocks a new
-    plan does not change keeps its version, and is offered nothing.
+    """Version, rising within the job over all its runs, so that an offer of an earlier run is never taken for one
+    of the present run. It belongs to the clocks and survives reconnects. A rank whose clocks a new plan does not
+    change keeps its version, and is offered nothing.
     """
     start_iteration: builtins.int
     """First iteration under these clocks. A rank that has already begun it refuses."""

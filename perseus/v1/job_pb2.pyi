@@ -40,7 +40,7 @@ class _JobStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     JOB_STATE_PLANNED: _JobState.ValueType  # 5
     """Plans are in force, or offered."""
     JOB_STATE_STOCK: _JobState.ValueType  # 6
-    """The job was put back to stock because something failed; its state_reason tells what."""
+    """The job was put back to stock because something failed; its state_reason tells what. ResumeJob leads on."""
     JOB_STATE_FINISHED: _JobState.ValueType  # 7
     """The job has ended."""
 
@@ -62,7 +62,7 @@ JOB_STATE_SOLVING: JobState.ValueType  # 4
 JOB_STATE_PLANNED: JobState.ValueType  # 5
 """Plans are in force, or offered."""
 JOB_STATE_STOCK: JobState.ValueType  # 6
-"""The job was put back to stock because something failed; its state_reason tells what."""
+"""The job was put back to stock because something failed; its state_reason tells what. ResumeJob leads on."""
 JOB_STATE_FINISHED: JobState.ValueType  # 7
 """The job has ended."""
 Global___JobState: typing_extensions.TypeAlias = JobState
@@ -203,6 +203,7 @@ class JobSpec(google.protobuf.message.Message):
     PARALLELISM_FIELD_NUMBER: builtins.int
     SCHEDULE_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
+    STAGE_WORK_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """Identifier: 1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit."""
     @property
@@ -217,6 +218,12 @@ class JobSpec(google.protobuf.message.Message):
     def policy(self) -> Global___OperatingPolicy:
         """Operating policy to begin with; absent means no slowdown."""
 
+    @property
+    def stage_work(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageWork]:
+        """What each stage computes, stage 0 first; empty where it is not known. Another work is another
+        specification, so that no plan or profile is used for work that it was not made for.
+        """
+
     def __init__(
         self,
         *,
@@ -224,11 +231,32 @@ class JobSpec(google.protobuf.message.Message):
         parallelism: Global___Parallelism | None = ...,
         schedule: perseus.v1.computation_pb2.Schedule | None = ...,
         policy: Global___OperatingPolicy | None = ...,
+        stage_work: collections.abc.Iterable[Global___StageWork] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["parallelism", b"parallelism", "policy", b"policy", "schedule", b"schedule"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "parallelism", b"parallelism", "policy", b"policy", "schedule", b"schedule"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "parallelism", b"parallelism", "policy", b"policy", "schedule", b"schedule", "stage_work", b"stage_work"]) -> None: ...
 
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
+
+@typing.final
+class StageWork(google.protobuf.message.Message):
+    """What one stage computes, as far as its time and energy depend on it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    fingerprint: builtins.str
+    """Opaque text of at most 128 printable characters, the same wherever the computations are the same: made of
+    the layers or parameters of the stage, the microbatch's shape, the versions of the software.
+    """
+    def __init__(
+        self,
+        *,
+        fingerprint: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint"]) -> None: ...
+
+Global___StageWork: typing_extensions.TypeAlias = StageWork
 
 @typing.final
 class Straggler(google.protobuf.message.Message):

@@ -29,6 +29,15 @@ class RegisterJobRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    SPEC_FINGERPRINT_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Identifies the request: the same for every retry, a new one for every training that is started. Required."""
+    spec_fingerprint: builtins.str
+    """What the ranks of this training say when they join (RankJoined.spec_fingerprint): any text of at most 64
+    printable ASCII characters, the same for the same specification. Ranks that say another one may not join.
+    Empty where the ranks do not say any.
+    """
     @property
     def spec(self) -> perseus.v1.job_pb2.JobSpec:
         """The job."""
@@ -37,9 +46,11 @@ class RegisterJobRequest(google.protobuf.message.Message):
         self,
         *,
         spec: perseus.v1.job_pb2.JobSpec | None = ...,
+        request_id: builtins.str = ...,
+        spec_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "spec", b"spec", "spec_fingerprint", b"spec_fingerprint"]) -> None: ...
 
 Global___RegisterJobRequest: typing_extensions.TypeAlias = RegisterJobRequest
 
@@ -166,6 +177,56 @@ class ListJobsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["jobs", b"jobs", "next_page_token", b"next_page_token"]) -> None: ...
 
 Global___ListJobsResponse: typing_extensions.TypeAlias = ListJobsResponse
+
+@typing.final
+class ListRunsRequest(google.protobuf.message.Message):
+    """Asks for a page of a job's runs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job."""
+    page_size: builtins.int
+    """Runs on the page at most; 1 to 1000, or 0 for 100."""
+    page_token: builtins.str
+    """The next_page_token of the page before; empty for the first."""
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+
+Global___ListRunsRequest: typing_extensions.TypeAlias = ListRunsRequest
+
+@typing.final
+class ListRunsResponse(google.protobuf.message.Message):
+    """A page of runs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Token of the next page; empty on the last."""
+    @property
+    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.Job]:
+        """The runs, SUMMARY, the latest first."""
+
+    def __init__(
+        self,
+        *,
+        runs: collections.abc.Iterable[perseus.v1.job_pb2.Job] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "runs", b"runs"]) -> None: ...
+
+Global___ListRunsResponse: typing_extensions.TypeAlias = ListRunsResponse
 
 @typing.final
 class ListRanksRequest(google.protobuf.message.Message):
@@ -349,6 +410,79 @@ class FinishJobResponse(google.protobuf.message.Message):
 Global___FinishJobResponse: typing_extensions.TypeAlias = FinishJobResponse
 
 @typing.final
+class DeleteJobRequest(google.protobuf.message.Message):
+    """Asks to forget a job."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job."""
+    allow_missing: builtins.bool
+    """Whether it is a success that there is no such job; NOT_FOUND otherwise. To be set in retries."""
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        allow_missing: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allow_missing", b"allow_missing", "job_id", b"job_id"]) -> None: ...
+
+Global___DeleteJobRequest: typing_extensions.TypeAlias = DeleteJobRequest
+
+@typing.final
+class DeleteJobResponse(google.protobuf.message.Message):
+    """A job is forgotten."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___DeleteJobResponse: typing_extensions.TypeAlias = DeleteJobResponse
+
+@typing.final
+class ResumeJobRequest(google.protobuf.message.Message):
+    """Asks to let a job go on from stock."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job."""
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id"]) -> None: ...
+
+Global___ResumeJobRequest: typing_extensions.TypeAlias = ResumeJobRequest
+
+@typing.final
+class ResumeJobResponse(google.protobuf.message.Message):
+    """What the request led to."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    @property
+    def job(self) -> perseus.v1.job_pb2.Job:
+        """The job."""
+
+    def __init__(
+        self,
+        *,
+        job: perseus.v1.job_pb2.Job | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["job", b"job"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job"]) -> None: ...
+
+Global___ResumeJobResponse: typing_extensions.TypeAlias = ResumeJobResponse
+
+@typing.final
 class ReportStragglerRequest(google.protobuf.message.Message):
     """Says that a pipeline is slow."""
 
@@ -497,14 +631,18 @@ class MeasureBaselineRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
+    request_id: builtins.str
+    """Identifies the request: the same for every retry. Required."""
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
+        request_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "request_id", b"request_id"]) -> None: ...
 
 Global___MeasureBaselineRequest: typing_extensions.TypeAlias = MeasureBaselineRequest
 
@@ -654,11 +792,14 @@ class WatchJobRequest(google.protobuf.message.Message):
 
     JOB_ID_FIELD_NUMBER: builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: builtins.int
+    RUN_NUMBER_FIELD_NUMBER: builtins.int
     VIEW_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     after_sequence: builtins.int
     """Events up to this sequence are left out; 0 begins with the first."""
+    run_number: builtins.int
+    """The run; 0 for the latest. One that has ended is told to its end."""
     view: perseus.v1.job_pb2.JobView.ValueType
     """How much of the job its snapshots tell; SUMMARY where unspecified."""
     def __init__(
@@ -666,9 +807,10 @@ class WatchJobRequest(google.protobuf.message.Message):
         *,
         job_id: builtins.str = ...,
         after_sequence: builtins.int = ...,
+        run_number: builtins.int = ...,
         view: perseus.v1.job_pb2.JobView.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["after_sequence", b"after_sequence", "job_id", b"job_id", "view", b"view"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_sequence", b"after_sequence", "job_id", b"job_id", "run_number", b"run_number", "view", b"view"]) -> None: ...
 
 Global___WatchJobRequest: typing_extensions.TypeAlias = WatchJobRequest
 

@@ -28,6 +28,10 @@ if _version_not_supported:
 class JobServiceStub(object):
     """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
 
+    Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
+    request is known. A request_id is any text of 1 to 64 printable ASCII characters that no other request has,
+    such as a random UUID.
+
     Where a request names a run_number, 0 means the latest run of the job.
 
     A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
@@ -55,6 +59,11 @@ class JobServiceStub(object):
                 request_serializer=perseus_dot_v1_dot_job__service__pb2.ListJobsRequest.SerializeToString,
                 response_deserializer=perseus_dot_v1_dot_job__service__pb2.ListJobsResponse.FromString,
                 _registered_method=True)
+        self.ListRuns = channel.unary_unary(
+                '/perseus.v1.JobService/ListRuns',
+                request_serializer=perseus_dot_v1_dot_job__service__pb2.ListRunsRequest.SerializeToString,
+                response_deserializer=perseus_dot_v1_dot_job__service__pb2.ListRunsResponse.FromString,
+                _registered_method=True)
         self.ListRanks = channel.unary_unary(
                 '/perseus.v1.JobService/ListRanks',
                 request_serializer=perseus_dot_v1_dot_job__service__pb2.ListRanksRequest.SerializeToString,
@@ -69,6 +78,16 @@ class JobServiceStub(object):
                 '/perseus.v1.JobService/FinishJob',
                 request_serializer=perseus_dot_v1_dot_job__service__pb2.FinishJobRequest.SerializeToString,
                 response_deserializer=perseus_dot_v1_dot_job__service__pb2.FinishJobResponse.FromString,
+                _registered_method=True)
+        self.DeleteJob = channel.unary_unary(
+                '/perseus.v1.JobService/DeleteJob',
+                request_serializer=perseus_dot_v1_dot_job__service__pb2.DeleteJobRequest.SerializeToString,
+                response_deserializer=perseus_dot_v1_dot_job__service__pb2.DeleteJobResponse.FromString,
+                _registered_method=True)
+        self.ResumeJob = channel.unary_unary(
+                '/perseus.v1.JobService/ResumeJob',
+                request_serializer=perseus_dot_v1_dot_job__service__pb2.ResumeJobRequest.SerializeToString,
+                response_deserializer=perseus_dot_v1_dot_job__service__pb2.ResumeJobResponse.FromString,
                 _registered_method=True)
         self.ReportStraggler = channel.unary_unary(
                 '/perseus.v1.JobService/ReportStraggler',
@@ -110,6 +129,10 @@ class JobServiceStub(object):
 class JobServiceServicer(object):
     """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
 
+    Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
+    request is known. A request_id is any text of 1 to 64 printable ASCII characters that no other request has,
+    such as a random UUID.
+
     Where a request names a run_number, 0 means the latest run of the job.
 
     A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
@@ -117,8 +140,14 @@ class JobServiceServicer(object):
     """
 
     def RegisterJob(self, request, context):
-        """Registers a job. The same specification again is answered with the job as it is; another under the same
-        identifier is ALREADY_EXISTS.
+        """Registers a job, and returns once that is durable.
+
+        The same specification while its run has not finished is the same run (a crash, an elastic restart): the
+        job is returned as it is. Another one while any rank is live (connected, or disconnected with its lease
+        running) is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are
+        refused; while none is live, the old run ends as abandoned and a new one begins. After its end, a new
+        request_id begins a new run, and one that began or joined a run before returns that run. Of each run the
+        latest 64 request_ids are known.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,6 +162,13 @@ class JobServiceServicer(object):
 
     def ListJobs(self, request, context):
         """The latest run of every job, by identifier, in pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRuns(self, request, context):
+        """The runs of a job, the latest first, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,6 +190,22 @@ class JobServiceServicer(object):
 
     def FinishJob(self, request, context):
         """Ends a job: every GPU goes back to stock.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteJob(self, request, context):
+        """Forgets a finished job with all its runs, events and reports. FAILED_PRECONDITION before it has finished. A
+        training that still runs may register it anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeJob(self, request, context):
+        """Lets a job that was put back to stock begin again at the baseline; what was profiled is kept where it still
+        fits. A job in another state is returned as it is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -230,6 +282,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     request_deserializer=perseus_dot_v1_dot_job__service__pb2.ListJobsRequest.FromString,
                     response_serializer=perseus_dot_v1_dot_job__service__pb2.ListJobsResponse.SerializeToString,
             ),
+            'ListRuns': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRuns,
+                    request_deserializer=perseus_dot_v1_dot_job__service__pb2.ListRunsRequest.FromString,
+                    response_serializer=perseus_dot_v1_dot_job__service__pb2.ListRunsResponse.SerializeToString,
+            ),
             'ListRanks': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRanks,
                     request_deserializer=perseus_dot_v1_dot_job__service__pb2.ListRanksRequest.FromString,
@@ -244,6 +301,16 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.FinishJob,
                     request_deserializer=perseus_dot_v1_dot_job__service__pb2.FinishJobRequest.FromString,
                     response_serializer=perseus_dot_v1_dot_job__service__pb2.FinishJobResponse.SerializeToString,
+            ),
+            'DeleteJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteJob,
+                    request_deserializer=perseus_dot_v1_dot_job__service__pb2.DeleteJobRequest.FromString,
+                    response_serializer=perseus_dot_v1_dot_job__service__pb2.DeleteJobResponse.SerializeToString,
+            ),
+            'ResumeJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeJob,
+                    request_deserializer=perseus_dot_v1_dot_job__service__pb2.ResumeJobRequest.FromString,
+                    response_serializer=perseus_dot_v1_dot_job__service__pb2.ResumeJobResponse.SerializeToString,
             ),
             'ReportStraggler': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportStraggler,
@@ -290,6 +357,10 @@ def add_JobServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class JobService(object):
     """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+
+    Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
+    request is known. A request_id is any text of 1 to 64 printable ASCII characters that no other request has,
+    such as a random UUID.
 
     Where a request names a run_number, 0 means the latest run of the job.
 
@@ -379,6 +450,33 @@ class JobService(object):
             _registered_method=True)
 
     @staticmethod
+    def ListRuns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/perseus.v1.JobService/ListRuns',
+            perseus_dot_v1_dot_job__service__pb2.ListRunsRequest.SerializeToString,
+            perseus_dot_v1_dot_job__service__pb2.ListRunsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListRanks(request,
             target,
             options=(),
@@ -449,6 +547,60 @@ class JobService(object):
             '/perseus.v1.JobService/FinishJob',
             perseus_dot_v1_dot_job__service__pb2.FinishJobRequest.SerializeToString,
             perseus_dot_v1_dot_job__service__pb2.FinishJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/perseus.v1.JobService/DeleteJob',
+            perseus_dot_v1_dot_job__service__pb2.DeleteJobRequest.SerializeToString,
+            perseus_dot_v1_dot_job__service__pb2.DeleteJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/perseus.v1.JobService/ResumeJob',
+            perseus_dot_v1_dot_job__service__pb2.ResumeJobRequest.SerializeToString,
+            perseus_dot_v1_dot_job__service__pb2.ResumeJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,22 @@ _JobServiceListJobsType = typing_extensions.TypeVar(
     ],
 )
 
+_JobServiceListRunsType = typing_extensions.TypeVar(
+    '_JobServiceListRunsType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRunsRequest,
+        perseus.v1.job_service_pb2.ListRunsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRunsRequest,
+        perseus.v1.job_service_pb2.ListRunsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRunsRequest,
+        perseus.v1.job_service_pb2.ListRunsResponse,
+    ],
+)
+
 _JobServiceListRanksType = typing_extensions.TypeVar(
     '_JobServiceListRanksType',
     grpc.UnaryUnaryMultiCallable[
@@ -118,6 +134,38 @@ _JobServiceFinishJobType = typing_extensions.TypeVar(
     default=grpc.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.FinishJobRequest,
         perseus.v1.job_service_pb2.FinishJobResponse,
+    ],
+)
+
+_JobServiceDeleteJobType = typing_extensions.TypeVar(
+    '_JobServiceDeleteJobType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.DeleteJobRequest,
+        perseus.v1.job_service_pb2.DeleteJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.DeleteJobRequest,
+        perseus.v1.job_service_pb2.DeleteJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.DeleteJobRequest,
+        perseus.v1.job_service_pb2.DeleteJobResponse,
+    ],
+)
+
+_JobServiceResumeJobType = typing_extensions.TypeVar(
+    '_JobServiceResumeJobType',
+    grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ResumeJobRequest,
+        perseus.v1.job_service_pb2.ResumeJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ResumeJobRequest,
+        perseus.v1.job_service_pb2.ResumeJobResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ResumeJobRequest,
+        perseus.v1.job_service_pb2.ResumeJobResponse,
     ],
 )
 
@@ -233,8 +281,12 @@ _JobServiceWatchJobType = typing_extensions.TypeVar(
     ],
 )
 
-class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceListRanksType, _JobServiceListJobEventsType, _JobServiceFinishJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
+class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJobType, _JobServiceListJobsType, _JobServiceListRunsType, _JobServiceListRanksType, _JobServiceListJobEventsType, _JobServiceFinishJobType, _JobServiceDeleteJobType, _JobServiceResumeJobType, _JobServiceReportStragglerType, _JobServiceClearStragglerType, _JobServiceSetPolicyType, _JobServiceMeasureBaselineType, _JobServiceGetReportType, _JobServiceGetTimelineType, _JobServiceWatchJobType]):
     """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
+
+    Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
+    request is known. A request_id is any text of 1 to 64 printable ASCII characters that no other request has,
+    such as a random UUID.
 
     Where a request names a run_number, 0 means the latest run of the job.
 
@@ -257,6 +309,10 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
             perseus.v1.job_service_pb2.ListJobsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListRunsRequest,
+            perseus.v1.job_service_pb2.ListRunsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ListRanksRequest,
             perseus.v1.job_service_pb2.ListRanksResponse,
         ],
@@ -267,6 +323,14 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.FinishJobRequest,
             perseus.v1.job_service_pb2.FinishJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.DeleteJobRequest,
+            perseus.v1.job_service_pb2.DeleteJobResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ResumeJobRequest,
+            perseus.v1.job_service_pb2.ResumeJobResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ReportStragglerRequest,
@@ -313,6 +377,10 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
             perseus.v1.job_service_pb2.ListJobsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ListRunsRequest,
+            perseus.v1.job_service_pb2.ListRunsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ListRanksRequest,
             perseus.v1.job_service_pb2.ListRanksResponse,
         ],
@@ -323,6 +391,14 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
         grpc.aio.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.FinishJobRequest,
             perseus.v1.job_service_pb2.FinishJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.DeleteJobRequest,
+            perseus.v1.job_service_pb2.DeleteJobResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            perseus.v1.job_service_pb2.ResumeJobRequest,
+            perseus.v1.job_service_pb2.ResumeJobResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             perseus.v1.job_service_pb2.ReportStragglerRequest,
@@ -355,8 +431,14 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     ], channel: grpc.aio.Channel) -> None: ...
 
     RegisterJob: _JobServiceRegisterJobType
-    """Registers a job. The same specification again is answered with the job as it is; another under the same
-    identifier is ALREADY_EXISTS.
+    """Registers a job, and returns once that is durable.
+
+    The same specification while its run has not finished is the same run (a crash, an elastic restart): the
+    job is returned as it is. Another one while any rank is live (connected, or disconnected with its lease
+    running) is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are
+    refused; while none is live, the old run ends as abandoned and a new one begins. After its end, a new
+    request_id begins a new run, and one that began or joined a run before returns that run. Of each run the
+    latest 64 request_ids are known.
     """
 
     GetJob: _JobServiceGetJobType
@@ -364,6 +446,9 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
 
     ListJobs: _JobServiceListJobsType
     """The latest run of every job, by identifier, in pages."""
+
+    ListRuns: _JobServiceListRunsType
+    """The runs of a job, the latest first, in pages."""
 
     ListRanks: _JobServiceListRanksType
     """The ranks of a job's latest run, by pipeline, stage and tensor, in pages."""
@@ -373,6 +458,16 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
 
     FinishJob: _JobServiceFinishJobType
     """Ends a job: every GPU goes back to stock."""
+
+    DeleteJob: _JobServiceDeleteJobType
+    """Forgets a finished job with all its runs, events and reports. FAILED_PRECONDITION before it has finished. A
+    training that still runs may register it anew.
+    """
+
+    ResumeJob: _JobServiceResumeJobType
+    """Lets a job that was put back to stock begin again at the baseline; what was profiled is kept where it still
+    fits. A job in another state is returned as it is.
+    """
 
     ReportStraggler: _JobServiceReportStragglerType
     """Says that a pipeline is slow; the others move along the frontier to match the slowest. A second report of
@@ -416,6 +511,10 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
         perseus.v1.job_service_pb2.ListJobsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ListRunsRequest,
+        perseus.v1.job_service_pb2.ListRunsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.ListRanksRequest,
         perseus.v1.job_service_pb2.ListRanksResponse,
     ],
@@ -426,6 +525,14 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.FinishJobRequest,
         perseus.v1.job_service_pb2.FinishJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.DeleteJobRequest,
+        perseus.v1.job_service_pb2.DeleteJobResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        perseus.v1.job_service_pb2.ResumeJobRequest,
+        perseus.v1.job_service_pb2.ResumeJobResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         perseus.v1.job_service_pb2.ReportStragglerRequest,
@@ -460,6 +567,10 @@ JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
 class JobServiceServicer(metaclass=abc.ABCMeta):
     """Registers, observes and steers jobs. Errors are google.rpc.Status with an ErrorInfo of domain "perseus".
 
+    Every call can be retried: it is safe by nature, or carries a request_id by which a second arrival of the same
+    request is known. A request_id is any text of 1 to 64 printable ASCII characters that no other request has,
+    such as a random UUID.
+
     Where a request names a run_number, 0 means the latest run of the job.
 
     A page holds as many items as were asked for, or fewer: its size in bytes is limited too. It is the last one
@@ -472,8 +583,14 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.RegisterJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.RegisterJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.RegisterJobResponse]]:
-        """Registers a job. The same specification again is answered with the job as it is; another under the same
-        identifier is ALREADY_EXISTS.
+        """Registers a job, and returns once that is durable.
+
+        The same specification while its run has not finished is the same run (a crash, an elastic restart): the
+        job is returned as it is. Another one while any rank is live (connected, or disconnected with its lease
+        running) is ALREADY_EXISTS, naming the field that differs, and ranks that join with its spec_fingerprint are
+        refused; while none is live, the old run ends as abandoned and a new one begins. After its end, a new
+        request_id begins a new run, and one that began or joined a run before returns that run. Of each run the
+        latest 64 request_ids are known.
         """
 
     @abc.abstractmethod
@@ -491,6 +608,14 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ListJobsResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListJobsResponse]]:
         """The latest run of every job, by identifier, in pages."""
+
+    @abc.abstractmethod
+    def ListRuns(
+        self,
+        request: perseus.v1.job_service_pb2.ListRunsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.job_service_pb2.ListRunsResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ListRunsResponse]]:
+        """The runs of a job, the latest first, in pages."""
 
     @abc.abstractmethod
     def ListRanks(
@@ -515,6 +640,26 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.FinishJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.FinishJobResponse]]:
         """Ends a job: every GPU goes back to stock."""
+
+    @abc.abstractmethod
+    def DeleteJob(
+        self,
+        request: perseus.v1.job_service_pb2.DeleteJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.job_service_pb2.DeleteJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.DeleteJobResponse]]:
+        """Forgets a finished job with all its runs, events and reports. FAILED_PRECONDITION before it has finished. A
+        training that still runs may register it anew.
+        """
+
+    @abc.abstractmethod
+    def ResumeJob(
+        self,
+        request: perseus.v1.job_service_pb2.ResumeJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[perseus.v1.job_service_pb2.ResumeJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ResumeJobResponse]]:
+        """Lets a job that was put back to stock begin again at the baseline; what was profiled is kept where it still
+        fits. A job in another state is returned as it is.
+        """
 
     @abc.abstractmethod
     def ReportStraggler(

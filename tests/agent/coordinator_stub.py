@@ -31,6 +31,7 @@ class Book:
     acknowledged_sequence: int = 0
     acknowledges: bool = True
     refusal: str = ""
+    refusal_reason: str = "JOB_EXISTS"
     lease_s: float = 3.0
 
     def all(self, name: str) -> list[wire.ConnectRequest]:
@@ -75,7 +76,7 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
     ) -> job_service_pb2.RegisterJobResponse:
         if self.book.refusal:
             detail = any_pb2.Any()
-            detail.Pack(error_details_pb2.ErrorInfo(reason="JOB_EXISTS", domain="perseus"))
+            detail.Pack(error_details_pb2.ErrorInfo(reason=self.book.refusal_reason, domain="perseus"))
             status = status_pb2.Status(code=6, message=self.book.refusal, details=[detail])
             await context.abort_with_status(rpc_status.to_status(status))
         self.book.jobs[request.spec.job_id] = request

@@ -55,6 +55,9 @@ class FakeGpu:
     def power_w(self) -> float:
         return 70.0
 
+    def power_limit_w(self) -> float:
+        return 300.0
+
     def clock_event_reasons(self) -> int:
         return self.reasons
 

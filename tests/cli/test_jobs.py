@@ -26,7 +26,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-def register(jobs: job_service_pb2_grpc.JobServiceStub, job_id: str) -> None:
+def register(jobs: job_service_pb2_grpc.JobServiceStub, job_id: str, request_id: str | None = None) -> None:
     spec = job_pb2.JobSpec(
         job_id=job_id,
         parallelism=job_pb2.Parallelism(pipeline_count=2, stage_count=4, tensor_count=1),
@@ -36,7 +36,9 @@ def register(jobs: job_service_pb2_grpc.JobServiceStub, job_id: str) -> None:
             )
         ),
     )
-    jobs.RegisterJob(job_service_pb2.RegisterJobRequest(spec=spec), timeout=10)
+    jobs.RegisterJob(
+        job_service_pb2.RegisterJobRequest(spec=spec, request_id=request_id or job_id), timeout=10
+    )
 
 
 def run(address: str, *arguments: object) -> Result:
@@ -122,6 +124,14 @@ def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None
         (["policy", "gpt3", "--deadline-s", 60, "--iterations", 0], "iteration_count"),
         (["policy", "gpt3", "--max-average-power-w", "nan"], "max_average_power_w"),
         (["rebaseline", "gpt3"], "frontier"),
+        (["delete", "gpt3"], "has not finished: it is waiting"),
+        (["delete", "nosuch"], "nosuch"),
+        (["resume", "nosuch"], "nosuch"),
+        (["runs", "nosuch"], "nosuch"),
+        (["show", "gpt3", "--run", 7], "no run 7"),
+        (["report", "gpt3", "--run", 7], "no run 7"),
+        (["watch", "gpt3", "--run", 7], "no run 7"),
+        (["events", "gpt3", "--run", 7], "no run 7"),
         (["events", "nosuch"], "nosuch"),
         (["events", "gpt3", "--type", "nosuch"], "plan_refused"),
         (["events", "gpt3", "--since", "yesterday"], "2026-01-31T12:00"),
@@ -192,6 +202,34 @@ def test_events_are_listed_by_type_and_time(coordinator: str) -> None:
         assert run(coordinator, "events", "eventful", "--since", since).output == everything.output
     later = run(coordinator, "events", "eventful", "--since", "2999-01-01T00:00")
     assert (later.exit_code, later.output.count("policy_set")) == (0, 0)
+
+
+def test_runs_are_listed_shown_and_deleted_together(coordinator: str) -> None:
+    with grpc.insecure_channel(coordinator) as channel:
+        jobs = job_service_pb2_grpc.JobServiceStub(channel)
+        for request_id in ("first", "second"):
+            register(jobs, "again", request_id)
+            assert run(coordinator, "finish", "again").exit_code == 0
+        register(jobs, "again", "third")
+    listed = run(coordinator, "runs", "again")
+    assert listed.exit_code == 0
+    assert [line.split()[1:4:2] for line in listed.output.splitlines() if "UTC" in line] == [
+        ["3", "waiting:"],
+        ["2", "finished:"],
+        ["1", "finished:"],
+    ]
+    assert "finished" in run(coordinator, "show", "again", "--run", 1).output
+    assert "waiting" in run(coordinator, "show", "again").output
+    assert "ended on request" in run(coordinator, "watch", "again", "--run", 2).output
+    assert "ended on request" in run(coordinator, "events", "again", "--run", 1).output
+    assert "ended on request" not in run(coordinator, "events", "again").output
+    assert run(coordinator, "report", "again", "--run", 1).exit_code == 0
+    resumed = run(coordinator, "resume", "again")
+    assert resumed.exit_code == 0
+    assert "waiting" in resumed.output
+    assert run(coordinator, "finish", "again").exit_code == 0
+    assert run(coordinator, "delete", "again").exit_code == 0
+    assert run(coordinator, "show", "again").exit_code == 2
 
 
 def test_no_coordinator_is_said_plainly() -> None:

@@ -18,6 +18,7 @@ from perseus.agent.gpu import GpuError
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.nvml import NvmlGpu
 from perseus.agent.gpu.physics import Work
+from perseus.agent.link.packets import Registration
 from perseus.agent.probe.client import job_spec
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
@@ -150,16 +151,15 @@ class Site:
         self.job_count += 1
         job_id = f"job-{self.job_count}"
         if self.job_count > 1:  # the first error is told before the coordinator knows the job
-            request = register_job_request(
-                job_spec(
-                    job_id,
-                    pipeline_count=1,
-                    stage_count=1,
-                    tensor_count=1,
-                    schedule=SCHEDULE,
-                    max_slowdown_percent=0.0,
-                )
+            spec = job_spec(
+                job_id,
+                pipeline_count=1,
+                stage_count=1,
+                tensor_count=1,
+                schedule=SCHEDULE,
+                max_slowdown_percent=0.0,
             )
+            request = register_job_request(Registration(spec, job_id, ""))
             await self.jobs.RegisterJob(request, timeout=10)
         instruct(self.stub, [MEMORY_CHOICE, instruction])
         trainer = Trainer(self.folder / "agent.sock", self.gpu_file, job_id)

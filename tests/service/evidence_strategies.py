@@ -66,4 +66,4 @@ def events(kind: EventType) -> st.SearchStrategy[JobEvent]:
     """Return events of a type, with any evidence that goes with it."""
     evidence = values(EVIDENCE[kind]) if kind in EVIDENCE else st.none()
     happening = st.builds(Happening, st.integers(1, 2**63 - 1), st.just(kind), _TEXTS, evidence)
-    return st.builds(JobEvent, st.just("job"), st.floats(1e9, 4e9), happening)
+    return st.builds(JobEvent, st.just("job"), st.just(1), st.floats(1e9, 4e9), happening)

@@ -1,7 +1,8 @@
 """A scripted agent on a real stream, made from the stubs; and a coordinator to talk to."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from perseus.service.domain.telemetry import KINDS
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
 from perseus.solver import Plan, PlannedComputation, Schedule, one_forward_one_backward
-from perseus.v1 import agent_service_pb2, computation_pb2, job_pb2, job_service_pb2, rank_pb2
+from perseus.v1 import agent_service_pb2, computation_pb2, event_pb2, job_pb2, job_service_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
 from perseus.v1.frontier_service_pb2_grpc import FrontierServiceStub
@@ -47,7 +48,12 @@ def make_settings(directory: Path, **changes: Any) -> CoordinatorSettings:
 
 
 def spec_message(
-    job_id: str = "job", pipelines: int = 2, stages: int = 2, microbatches: int = 3
+    job_id: str = "job",
+    pipelines: int = 2,
+    stages: int = 2,
+    microbatches: int = 3,
+    max_slowdown_percent: float = 0.0,
+    stage_work: Sequence[str] = (),
 ) -> job_pb2.JobSpec:
     return job_pb2.JobSpec(
         job_id=job_id,
@@ -57,6 +63,8 @@ def spec_message(
                 name=computation_pb2.SCHEDULE_NAME_ONE_FORWARD_ONE_BACKWARD, microbatch_count=microbatches
             )
         ),
+        policy=job_pb2.OperatingPolicy(max_slowdown_percent=max_slowdown_percent),
+        stage_work=[job_pb2.StageWork(fingerprint=fingerprint) for fingerprint in stage_work],
     )
 
 
@@ -69,8 +77,9 @@ class Client:
         self.frontiers: FrontierServiceAsyncStub = FrontierServiceStub(channel)
         self.agents: AgentServiceAsyncStub = AgentServiceStub(channel)
 
-    async def job(self, job_id: str = "job") -> job_pb2.Job:
-        response = await self.jobs.GetJob(job_service_pb2.GetJobRequest(job_id=job_id), timeout=TIMEOUT_S)
+    async def job(self, job_id: str = "job", run_number: int = 0) -> job_pb2.Job:
+        request = job_service_pb2.GetJobRequest(job_id=job_id, run_number=run_number)
+        response = await self.jobs.GetJob(request, timeout=TIMEOUT_S)
         job: job_pb2.Job = response.job
         return job
 
@@ -79,8 +88,26 @@ class Client:
         response = await self.jobs.ListRanks(request, timeout=TIMEOUT_S)
         return list(response.ranks)
 
-    async def register(self, **counts: Any) -> job_pb2.Job:
-        request = job_service_pb2.RegisterJobRequest(spec=spec_message(**counts))
+    async def events(self, job_id: str = "job", run_number: int = 0) -> list[event_pb2.JobEvent]:
+        """Return the events of a run that has ended."""
+        request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)
+        updates = self.jobs.WatchJob(request, timeout=TIMEOUT_S)
+        return [update.event async for update in updates if update.HasField("event")]
+
+    async def finish(self, job_id: str = "job") -> job_pb2.Job:
+        request = job_service_pb2.FinishJobRequest(job_id=job_id)
+        job: job_pb2.Job = (await self.jobs.FinishJob(request, timeout=TIMEOUT_S)).job
+        return job
+
+    async def register(
+        self, request_id: str | None = None, spec_fingerprint: str = "", **counts: Any
+    ) -> job_pb2.Job:
+        """Each registration is another request unless the test says otherwise."""
+        request = job_service_pb2.RegisterJobRequest(
+            spec=spec_message(**counts),
+            request_id=uuid.uuid4().hex if request_id is None else request_id,
+            spec_fingerprint=spec_fingerprint,
+        )
         job: job_pb2.Job = (await self.jobs.RegisterJob(request, timeout=TIMEOUT_S)).job
         return job
 
@@ -88,7 +115,14 @@ class Client:
 @asynccontextmanager
 async def connected(settings: CoordinatorSettings) -> AsyncIterator[Client]:
     """Run a coordinator, and connect to it."""
-    async with running(settings) as (address, _), grpc.aio.insecure_channel(address) as channel:
+    async with running(settings) as (address, _), connected_to(address) as client:
+        yield client
+
+
+@asynccontextmanager
+async def connected_to(address: str) -> AsyncIterator[Client]:
+    """Connect to a coordinator that runs already."""
+    async with grpc.aio.insecure_channel(address) as channel:
         yield Client(channel)
 
 
@@ -115,11 +149,17 @@ class FakeAgent:
     """An agent that serves some ranks of one job, iteration by iteration, as fast as it is acknowledged."""
 
     def __init__(
-        self, client: Client, instance_id: str, places: list[Coordinates], job_id: str = "job"
+        self,
+        client: Client,
+        instance_id: str,
+        places: list[Coordinates],
+        job_id: str = "job",
+        spec_fingerprint: str = "",
     ) -> None:
         schedule: Schedule = one_forward_one_backward(2, 3)
         self.instance_id = instance_id
         self.job_id = job_id
+        self.spec_fingerprint = spec_fingerprint
         self.ranks = {
             place: service_fakes.FakeRank(place, instance_id, schedule.orders[place.stage])
             for place in places
@@ -212,6 +252,8 @@ class FakeAgent:
             iteration=rank.iteration,
             in_force_epoch=self.epoch if rank.in_force.version else "",
             in_force_version=rank.in_force.version,
+            after_sequence=rank.after_sequence,
+            spec_fingerprint=self.spec_fingerprint,
         )
 
     @staticmethod

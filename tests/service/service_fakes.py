@@ -33,13 +33,21 @@ from perseus.service.domain.model import (
     RefusalReason,
     stage_clocks,
 )
-from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, OfferRecord, StoredJob
+from perseus.service.domain.records import (
+    ForgetIterations,
+    IterationRows,
+    JobRecord,
+    OfferRecord,
+    Registrations,
+    StoredJob,
+)
 from perseus.service.domain.specification import (
     Coordinates,
     JobSpec,
     NamedSchedule,
     OperatingPolicy,
     Parallelism,
+    Registration,
     ScheduleName,
 )
 from perseus.service.domain.telemetry import (
@@ -57,6 +65,7 @@ from perseus.service.shell.solving import solve_explaining
 from perseus.solver import Computation, Kind, Schedule, SolverError
 
 EPOCH = "epoch-of-the-tests"
+REGISTRATION = Registration("request", "fingerprint")
 CLOCKS_MHZ = (1400, 1300, 1200, 1100, 1000, 900)
 BLOCKING_POWER_W = 60.0
 START_S = 1_000_000.0
@@ -219,6 +228,7 @@ class FakeRank:
     def start_trainer(self, iteration: int = -1) -> None:
         """A new trainer begins after this iteration, at stock."""
         self.iteration, self.in_force, self.pending = iteration, Offer(0, 0, STOCK), None
+        self.in_force_since = iteration + 1
         self.after_sequence = self.sequence
 
     def answer(self, offer: Offer) -> OfferAnswered:
@@ -295,13 +305,13 @@ class Cluster:
     def __init__(self, spec: JobSpec, rules: Rules | None = None) -> None:
         self.spec = spec
         self.rules = rules or Rules(30.0, 2, ProfilingRules(iterations=2))
-        self.machine = JobMachine(spec, self.rules, EPOCH, START_S, created_s=0.0)
+        self.machine = JobMachine(spec, 1, self.rules, EPOCH, START_S, created_s=0.0)
         self.schedule: Schedule = self.machine.schedule
         self.now_s = 0.0
         self.history: list[Command] = []
         self.offered_versions: list[int] = []
         self.ended_instances: list[str] = []
-        self.history.extend(self.machine.register())
+        self.history.extend(self.machine.register(REGISTRATION, 0))
         self.ranks = {
             place: FakeRank(place, f"agent-{place.pipeline}", self.schedule.orders[place.stage])
             for place in spec.parallelism.all_coordinates()
@@ -387,6 +397,7 @@ class Cluster:
     def stored(self) -> StoredJob:
         """What a store would give back now."""
         record: JobRecord | None = None
+        registrations = Registrations(())
         ranks: dict[Coordinates, Rank] = {}
         offers: dict[int, OfferRecord] = {}
         profiles: dict[tuple[int, int], StageProfile] = {}
@@ -401,6 +412,8 @@ class Cluster:
             match command.record:
                 case JobRecord() as found:
                     record = found
+                case Registrations() as registrations:
+                    pass
                 case Rank() as found_rank:
                     ranks[found_rank.coordinates] = found_rank
                 case OfferRecord() as offer:
@@ -414,7 +427,7 @@ class Cluster:
                 case ForgetIterations():
                     rows = []
         return StoredJob(
-            self.spec, START_S, record, tuple(ranks.values()), tuple(offers.values()),
+            self.spec, 1, START_S, registrations, record, tuple(ranks.values()), tuple(offers.values()),
             tuple(profiles[place] for place in sorted(profiles)), tuple(periods.values()),
             tuple(rows), sequence,
         )  # fmt: skip

@@ -155,6 +155,10 @@ class EmulatedGpu:
         with self._state() as state:
             return state.power_w(self.model)
 
+    def power_limit_w(self) -> float:
+        """The model's TDP: it is never reached."""
+        return self.model.board_power_w
+
     def clock_event_reasons(self) -> int:
         """What `degrade` said, 0 by default: the model itself neither caps power nor heats up."""
         with self._state() as state:

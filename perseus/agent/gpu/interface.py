@@ -120,6 +120,9 @@ class Gpu(Protocol):
     def power_w(self) -> float:
         """The power drawn now."""
 
+    def power_limit_w(self) -> float:
+        """The power limit in force, 0 where the GPU does not tell."""
+
     def clock_event_reasons(self) -> int:
         """Bit mask of `ClockEventReason`; other NVML bits may be set too."""
 

@@ -227,6 +227,14 @@ class NvmlGpu:
         """The power averaged over a second (NVML_FI_DEV_POWER_AVERAGE)."""
         return self._power_field_w("NVML_FI_DEV_POWER_AVERAGE")
 
+    def power_limit_w(self) -> float:
+        """The lowest limit that applies (nvmlDeviceGetEnforcedPowerLimit), 0 where there is no such call."""
+        try:
+            with self._call("nvmlDeviceGetEnforcedPowerLimit"):
+                return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle)) / 1000
+        except GpuUnsupportedError:
+            return 0.0
+
     def _power_field_w(self, name: str) -> float:
         nvml = self._nvml
         with self._call(f"nvmlDeviceGetFieldValues({name})"):

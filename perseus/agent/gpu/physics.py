@@ -67,6 +67,11 @@ class GpuModel:
     counter_period_s: float = 0.100
 
     @property
+    def board_power_w(self) -> float:
+        """What full activity draws at the highest clock: the board's TDP."""
+        return self.static_power_w + self.memory_power_w + self.core_power_w
+
+    @property
     def max_clock_mhz(self) -> int:
         """The highest clock, which is also stock."""
         return self.clocks_mhz[0]

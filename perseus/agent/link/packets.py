@@ -3,13 +3,16 @@
 The transport is a Unix SOCK_SEQPACKET connection per rank: one packet is one message. The probe speaks first:
 
     probe → agent    Hello, answered by a Reply
-                     Registration (rank 0 only), answered by a Reply
-                     IterationMark, ComputationMark, Finish: never answered
+                     Registration (the job's first rank), answered by a Reply
+                     Membership (all other ranks), IterationMark, ComputationMark, Finish: never answered
     agent → probe    Reply
 
-Hello, Registration and Reply are JSON objects, as they are rare and worth reading in a trace. A registration
-with explicit orders may exceed what a socket buffer takes, so large ones are deflated. Marks are frequent:
-32 bytes each, little-endian, all of one layout:
+A rank is announced to the coordinator once it has said what it belongs to, by its registration or its
+membership; unless its hello says that others have registered its job.
+
+Hello, Registration, Membership and Reply are JSON objects, as they are rare and worth reading in a trace. A
+registration with explicit orders may exceed what a socket buffer takes, so large ones are deflated. Marks are
+frequent: 32 bytes each, little-endian, all of one layout:
 
     magic  version  type  kind  microbatch  chunk  ordinal  iteration  time_ns
     u8     u8       u8    u8    i32         i32    i32      i64        i64
@@ -33,7 +36,7 @@ from typing import Any, TypeVar
 
 from perseus.agent.link.computation import Computation, Kind, Rank
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 # The largest packet that either end sends or accepts; fits the default socket buffer (net.core.wmem_default).
 MAX_PACKET_BYTES = 128 * 1024
 # The largest JSON that a deflated packet may hold.
@@ -70,17 +73,31 @@ class MarkType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank introduces itself."""
+    """A rank introduces itself. `is_registered`: others register its job; it won't say what it belongs to."""
 
     rank: Rank
     gpu_uuid: str
+    is_registered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """The job, as proto3 JSON of `perseus.v1.JobSpec`."""
+    """The job, as proto3 JSON of `perseus.v1.JobSpec`.
+
+    `request_id` is the same whenever this training says it again; `spec_fingerprint` is what all its ranks
+    belong to.
+    """
 
     spec: dict[str, Any]
+    request_id: str
+    spec_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a rank belongs to, as in the registration of its job."""
+
+    spec_fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +136,7 @@ class Finish:
     time_ns: int
 
 
-Message = Hello | Registration | Reply | IterationMark | ComputationMark | Finish
+Message = Hello | Registration | Membership | Reply | IterationMark | ComputationMark | Finish
 
 
 def mark_packer(mark_type: MarkType) -> Callable[[int, int, int, int, int, int], bytes]:
@@ -133,7 +150,7 @@ def mark_packer(mark_type: MarkType) -> Callable[[int, int, int, int, int, int],
 def encode(message: Message) -> bytes:
     """The packet of a message. ValueError if it would exceed MAX_PACKET_BYTES."""
     match message:
-        case Hello(rank, gpu_uuid):
+        case Hello(rank, gpu_uuid, is_registered):
             return _encode_json(
                 {
                     "type": "hello",
@@ -142,10 +159,20 @@ def encode(message: Message) -> bytes:
                     "stage": rank.stage,
                     "tensor": rank.tensor,
                     "gpu_uuid": gpu_uuid,
+                    "is_registered": is_registered,
                 }
             )
-        case Registration(spec):
-            return _encode_json({"type": "registration", "spec": spec})
+        case Registration(spec, request_id, spec_fingerprint):
+            return _encode_json(
+                {
+                    "type": "registration",
+                    "spec": spec,
+                    "request_id": request_id,
+                    "spec_fingerprint": spec_fingerprint,
+                }
+            )
+        case Membership(spec_fingerprint):
+            return _encode_json({"type": "membership", "spec_fingerprint": spec_fingerprint})
         case Reply(ok, reason, text):
             return _encode_json({"type": "reply", "ok": ok, "reason": reason, "message": text})
         case IterationMark(edge, iteration, time_ns):
@@ -222,16 +249,22 @@ def _decode_json(packet: bytes) -> Message:
                 _count(fields, "stage"),
                 _count(fields, "tensor"),
             )
-            return Hello(rank, _field(fields, "gpu_uuid", str))
+            return Hello(rank, _field(fields, "gpu_uuid", str), _field(fields, "is_registered", bool))
         case "registration":
-            return Registration(_field(fields, "spec", dict))
+            return Registration(
+                _field(fields, "spec", dict),
+                _field(fields, "request_id", str),
+                _field(fields, "spec_fingerprint", str),
+            )
+        case "membership":
+            return Membership(_field(fields, "spec_fingerprint", str))
         case "reply":
             return Reply(
                 _field(fields, "ok", bool), _field(fields, "reason", str), _field(fields, "message", str)
             )
         case _:
             raise MalformedPacket(
-                f"packet: expected type hello, registration or reply, found {message_type!r}"
+                f"packet: expected type hello, registration, membership or reply, found {message_type!r}"
             )
 
 

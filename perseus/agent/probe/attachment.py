@@ -9,9 +9,10 @@ once for every iteration that trains. Computations outside of an iteration, of a
 marked.
 
 No schedule needs to be known beforehand: the first iteration is recorded as it was really executed. At its
-end the ranks of pipeline 0 gather their orders, one small collective, and its first stage registers the job
-with them; the others just train. A rank without an agent takes part, as it can't know of the others'. Where
-the framework has a table of its own, a difference from what was executed is logged; the executed order wins.
+end the ranks of every pipeline gather their orders, one small collective each, and every rank says that it
+belongs to a job that computes so; the first one registers it. A rank without an agent takes part, as it
+can't know of the others'. Where the framework has a table of its own, a difference from what was executed is
+logged; the executed order wins.
 
 Before training, mistakes are refused (ValueError). After that nothing here raises into training: whatever
 goes wrong is logged once, and training goes on at stock.
@@ -214,10 +215,8 @@ class Attachment:
                 placement.stage,
                 difference,
             )
-        if placement.pipeline != 0 or placement.tensor != 0:
-            return
         gathered = self._gather(ExecutedOrder(placement.stage, executed, self._chunk_positions))
-        if placement.stage != 0 or self._marks is None:
+        if self._marks is None:
             return
         orders = sorted(gathered, key=lambda order: order.stage)
         self._marks.register(

@@ -1,8 +1,7 @@
 """The probe: what a training process says to the agent on its node, and all of Perseus that runs in it.
 
     with Probe.connect(job_id="gpt", pipeline=0, stage=3, tensor=0, gpu_uuid=uuid) as probe:
-        if rank == 0:
-            probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
+        probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
         for batch in batches:
             with probe.iteration():
                 ...
@@ -15,13 +14,19 @@ for the agent's reply. After that everything is fire and forget: a mark costs a 
 Without an agent the probe says so once, in the log, and does nothing: training goes on at stock. An agent
 that appears later, or that was restarted, is joined between two iterations.
 
+Every rank says what it computes before it is served, so that none is ever given clocks that were made for
+other work: all call `register` with the same arguments, and the first of them registers the job.
+
 Standard library only. One probe serves one rank; it is not to be shared between threads.
 """
 
+import hashlib
+import json
 import logging
 import os
 import socket
 import struct
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic_ns
@@ -36,6 +41,7 @@ from perseus.agent.link.packets import (
     Hello,
     MalformedPacket,
     MarkType,
+    Membership,
     Registration,
     Reply,
     decode,
@@ -87,7 +93,9 @@ class Probe:
         self._hello = hello
         self._socket = line
         self._rejoin = Rejoin(path, hello, monotonic_ns()) if line is None else None
-        self._registration: bytes | None = None
+        # What the rank belongs to, once it has said so: its registration, or that of the first rank.
+        self._membership: bytes | None = None
+        self._request_id = uuid.uuid4().hex
         # Whether an agent that was joined while training has yet to say what became of the registration.
         self._is_registering = False
         # What marks are sent by; bound once, as marks must cost little.
@@ -108,11 +116,14 @@ class Probe:
         stage: int,
         tensor: int = 0,
         gpu_uuid: str,
+        is_registered: bool = False,
         timeout_s: float = 5.0,
     ) -> "Probe":
         """Introduce a rank to the agent of its node and wait for the reply.
 
         `socket_path` is PERSEUS_AGENT_SOCKET by default, and /run/perseus/agent.sock where that is not set.
+        `is_registered`: somebody else registers the job, and no rank calls `register`; that the ranks compute
+        what was registered is then nobody's to check.
         ValueError for coordinates that can not be; an agent that is absent, does not answer or refuses is
         logged, and the probe then does nothing.
         """
@@ -124,7 +135,7 @@ class Probe:
             raise ValueError("gpu_uuid: expected the GPU's NVML UUID, found an empty string")
         path = os.fspath(socket_path or os.environ.get(SOCKET_VARIABLE) or DEFAULT_SOCKET_PATH)
         rank = Rank(job_id, pipeline, stage, tensor)
-        hello = encode(Hello(rank, gpu_uuid))
+        hello = encode(Hello(rank, gpu_uuid, is_registered))
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             line.settimeout(timeout_s)
@@ -167,16 +178,22 @@ class Probe:
         schedule: NamedSchedule | StageOrders,
         paths: Sequence[Path] = (),
         max_slowdown_percent: float = 0.0,
+        stage_work: Sequence[str] = (),
         timeout_s: float = 15.0,
     ) -> bool:
-        """Register the job with the coordinator; called by one rank, the others just train.
+        """Say what the job computes; called by all of its ranks, with the same arguments.
+
+        The first one (pipeline, stage and tensor 0) registers the job with the coordinator, and waits for the
+        answer; the others only say that this is what they belong to. A rank is served once it has said so.
 
         `paths`, with explicit orders: how activations flow through the stages' chunks, where that is not
-        chunk by chunk. `max_slowdown_percent` is how much slower than T_min plans may be. Registering the
-        same job again, after a restart say, changes nothing. Returns whether the job is registered, or will
-        be as soon as the agent reaches the coordinator; a refusal and its reason are logged. An agent that
-        is joined later is told then. ValueError for counts that can not be, for a schedule that does not have
-        `stage_count` stages and for paths of a named schedule.
+        chunk by chunk. `max_slowdown_percent` is how much slower than T_min plans may be. `stage_work`: for
+        each stage a text that is the same wherever its computations are (model, microbatch shape, versions),
+        by which its profile is found again. Registering the same job again, after a restart say, changes
+        nothing while it has not finished. Returns whether the job is registered, or will be as soon as the
+        agent reaches the coordinator, as far as this rank knows; a refusal and its reason are logged. An
+        agent that is joined later is told then. ValueError for counts that can not be, for a schedule that
+        does not have `stage_count` stages and for paths of a named schedule.
         """
         spec = job_spec(
             self._rank.job_id,
@@ -186,20 +203,29 @@ class Probe:
             schedule=schedule,
             paths=paths,
             max_slowdown_percent=max_slowdown_percent,
+            stage_work=stage_work,
         )
-        self._registration = encode(Registration(spec))
+        fingerprint = spec_fingerprint(spec)
+        if self._registers:
+            self._membership = encode(Registration(spec, self._request_id, fingerprint))
+        else:
+            self._membership = encode(Membership(fingerprint))
         if self._socket is None:
             return False
         try:
             self._socket.settimeout(timeout_s)
-            self._socket.send(self._registration)
-            reply = _receive_reply(self._socket)
+            self._socket.send(self._membership)
+            reply = _receive_reply(self._socket) if self._registers else Reply(True)
             self._socket.setblocking(False)
         except (OSError, MalformedPacket) as error:
             self._lose(error)
             return False
         self._log_registration(reply)
         return reply.ok
+
+    @property
+    def _registers(self) -> bool:
+        return (self._rank.pipeline, self._rank.stage, self._rank.tensor) == (0, 0, 0)
 
     def begin_iteration(self, time_ns: int | None = None) -> None:
         """The next iteration begins: now, or at a time of CLOCK_MONOTONIC. So for all marks."""
@@ -314,9 +340,9 @@ class Probe:
             if self._rejoin is not None and (line := self._rejoin.look(monotonic_ns())) is not None:
                 _log.info("%s: joined the agent at %s", self._rank, self._path)
                 self._rejoin, self._socket, self._send = None, line, line.send
-                if self._registration is not None:
-                    line.send(self._registration)
-                    self._is_registering = True
+                if self._membership is not None:
+                    line.send(self._membership)
+                    self._is_registering = self._registers
             elif self._is_registering and self._socket is not None:
                 reply = _receive_reply(self._socket)
                 self._is_registering = False
@@ -364,6 +390,7 @@ def job_spec(
     schedule: NamedSchedule | StageOrders,
     paths: Sequence[Path] = (),
     max_slowdown_percent: float,
+    stage_work: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The job as proto3 JSON of `perseus.v1.JobSpec`. ValueError for what can not be."""
     _check_count("pipeline_count", pipeline_count, at_least=1)
@@ -371,6 +398,8 @@ def job_spec(
     _check_count("tensor_count", tensor_count, at_least=1)
     if not 0 <= max_slowdown_percent <= 100:
         raise ValueError(f"max_slowdown_percent: expected 0 to 100, found {max_slowdown_percent}")
+    if stage_work and len(stage_work) != stage_count:
+        raise ValueError(f"stage_work: expected none or {stage_count} texts, found {len(stage_work)}")
     order: dict[str, Any]
     if isinstance(schedule, NamedSchedule):
         if paths:
@@ -401,7 +430,13 @@ def job_spec(
         },
         "schedule": order,
         "policy": policy,
+        "stageWork": [{"fingerprint": fingerprint} for fingerprint in stage_work],
     }
+
+
+def spec_fingerprint(spec: dict[str, Any]) -> str:
+    """What all ranks of a job say that they belong to: the same for the same specification, and short."""
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _computation_json(computation: Computation) -> dict[str, int]:

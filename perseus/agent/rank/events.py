@@ -18,6 +18,13 @@ class TrainerJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerSpecified:
+    """The trainer has said what it belongs to: the fingerprint of its job's specification."""
+
+    spec_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerGone:
     """The trainer's end of the socket is closed."""
 
@@ -72,6 +79,7 @@ class Tick:
 
 Event = (
     TrainerJoined
+    | TrainerSpecified
     | TrainerGone
     | Finish
     | IterationMark

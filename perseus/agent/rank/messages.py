@@ -24,11 +24,12 @@ NO_PLAN = PlanId("", 0)
 
 @dataclass(frozen=True, slots=True)
 class GpuDescription:
-    """A GPU as the coordinator needs to know it; clocks highest first."""
+    """A GPU as the coordinator needs to know it; clocks highest first, the power limit 0 if unknown."""
 
     uuid: str
     model: str
     supported_clocks_mhz: tuple[int, ...]
+    power_limit_w: float = 0.0
 
 
 class RankLeftReason(IntEnum):
@@ -78,7 +79,8 @@ class AgentIdentity:
 class RankJoined:
     """A rank is served. `iteration`: the highest begun, -1 if none.
 
-    Telemetry up to `after_sequence` is of an earlier trainer of the rank.
+    Telemetry up to `after_sequence` is of an earlier trainer of the rank. `spec_fingerprint`: what the
+    trainer belongs to; empty where nobody checks that.
     """
 
     rank: Rank
@@ -86,6 +88,7 @@ class RankJoined:
     iteration: int
     in_force: PlanId
     after_sequence: int
+    spec_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +258,15 @@ class RankAccepted:
 
 JOB_NOT_FOUND = "JOB_NOT_FOUND"
 """The reason to refuse a rank whose job the coordinator does not know."""
+
+JOB_FINISHED = "JOB_FINISHED"
+"""The reason to refuse a rank whose job has ended; a registration that begins a new run may be to come."""
+
+SPEC_MISMATCH = "SPEC_MISMATCH"
+"""The reason to refuse a rank whose specification is not registered, or not yet: others may run the job."""
+
+JOB_ALREADY_EXISTS = "JOB_ALREADY_EXISTS"
+"""The reason to refuse a registration while ranks of another specification are live."""
 
 
 @dataclass(frozen=True, slots=True)

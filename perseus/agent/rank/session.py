@@ -3,10 +3,10 @@
 Theory of operation. A session begins when a trainer has said hello and ends when that trainer finishes or
 vanishes, or its GPU fails. Four things go on in it, each with little to do with the others:
 
-*Standing with the coordinator.* disconnected → announced → accepted, and back. A connection announces the
-rank (`RankJoined`); the answer brings the registered order, or a refusal, and then the rank is announced
-again every `JOIN_RETRY_S` (the job may not be registered yet, or another agent's lease may still run). Offers
-are answered with a refusal until the rank is accepted.
+*Standing with the coordinator.* disconnected → announced → accepted, and back. A rank is announced
+(`RankJoined`) on a connection once its trainer has said what it belongs to; the answer brings the registered
+order, or a refusal, and then the rank is announced again every `JOIN_RETRY_S` (the job may not be registered
+yet, or another agent's lease may still run). Offers are answered with a refusal until the rank is accepted.
 
 *Plans.* At most one is in force and at most one pending. An offer that is accepted becomes pending, in place
 of any other, and comes into force whole at the begin of its start iteration. Without a word from the
@@ -23,6 +23,7 @@ of a plan takes milliseconds to work out, so it is asked for (`EstimateEnergy`) 
     event                    what it does
     ------------------------ --------------------------------------------------------------------------------
     TrainerJoined            reset: an agent that died may have left a clock
+    TrainerSpecified         announce the rank, also if it was accepted as of another specification
     Connected, Disconnected  announce the rank; forget the acceptance
     Heard                    the lease starts anew
     RankAccepted, RankRefused, PlanOffer           as above
@@ -57,6 +58,7 @@ from perseus.agent.rank.events import (
     Tick,
     TrainerGone,
     TrainerJoined,
+    TrainerSpecified,
 )
 from perseus.agent.rank.messages import (
     NO_PLAN,
@@ -101,11 +103,17 @@ class Session:
     """One rank, from its trainer's hello to its end. See the module's docstring.
 
     With `observe` the session never sets a clock, and refuses all offers but stock. Telemetry up to
-    `after_sequence` is not its own.
+    `after_sequence` is not its own. With `is_registered` the trainer will not say what it belongs to.
     """
 
     def __init__(
-        self, rank: Rank, gpu: GpuDescription, *, observe: bool = False, after_sequence: int = 0
+        self,
+        rank: Rank,
+        gpu: GpuDescription,
+        *,
+        observe: bool = False,
+        after_sequence: int = 0,
+        is_registered: bool = False,
     ) -> None:
         self.rank = rank
         self.has_ended = False
@@ -113,6 +121,7 @@ class Session:
         self._after_sequence = after_sequence
         self._commands: list[Command] = []
         # Standing with the coordinator.
+        self._spec_fingerprint = "" if is_registered else None
         self._is_connected = False
         self._is_accepted = False
         self._announce_at_s: float | None = None
@@ -172,6 +181,8 @@ class Session:
                 self._on_set_not_permitted(event)
             case TrainerJoined():
                 self._on_trainer_joined()
+            case TrainerSpecified():
+                self._on_trainer_specified(event)
             case GpuFailed():
                 self._on_gpu_failed(now_s)
             case Finish():
@@ -188,6 +199,15 @@ class Session:
     def _on_trainer_joined(self) -> None:
         if self._forbidden is None:
             self._commands.append(ResetClock())
+
+    def _on_trainer_specified(self, event: TrainerSpecified) -> None:
+        if event.spec_fingerprint == self._spec_fingerprint:
+            return
+        self._spec_fingerprint = event.spec_fingerprint
+        self._is_accepted = False
+        self._drop_plans()  # they were made for something else
+        if self._is_connected:
+            self._announce()
 
     def _on_gpu_failed(self, now_s: float) -> None:
         self._leave(RankLeftReason.GPU_FAILED, now_s)
@@ -251,8 +271,19 @@ class Session:
 
     def _announce(self) -> None:
         self._announce_at_s = None
+        if self._spec_fingerprint is None:
+            return
         in_force = self._in_force.plan if self._in_force else NO_PLAN
-        self._send(RankJoined(self.rank, self._gpu, self._begun_iteration, in_force, self._after_sequence))
+        self._send(
+            RankJoined(
+                self.rank,
+                self._gpu,
+                self._begun_iteration,
+                in_force,
+                self._after_sequence,
+                self._spec_fingerprint,
+            )
+        )
 
     def _send(self, message: RankJoined | PlanAnswer | PlanInForce) -> None:
         if self._is_connected:

@@ -76,6 +76,10 @@ class GuardedGpu:
         """See `Gpu.power_w`."""
         return self._gpu.power_w()
 
+    def power_limit_w(self) -> float:
+        """See `Gpu.power_limit_w`."""
+        return self._gpu.power_limit_w()
+
     def clock_event_reasons(self) -> int:
         """See `Gpu.clock_event_reasons`."""
         return self._gpu.clock_event_reasons()

@@ -62,7 +62,7 @@ class ServedRank:
     """A rank from its trainer's hello to its end.
 
     `say` takes what is for the coordinator, `report` what went wrong with the GPU. Telemetry up to
-    `after_sequence` was there before.
+    `after_sequence` was there before. `is_registered`: the trainer will not say what it belongs to.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class ServedRank:
         *,
         observe: bool,
         after_sequence: int,
+        is_registered: bool,
         say: Callable[[FromSession], None],
         report: Callable[[GpuError], None],
     ) -> None:
@@ -86,9 +87,10 @@ class ServedRank:
         self._log = structlog.get_logger(__name__).bind(rank=str(rank), gpu=gpu.uuid)
         self._session = Session(
             rank,
-            GpuDescription(gpu.uuid, gpu.name, gpu.supported_clocks_mhz),
+            GpuDescription(gpu.uuid, gpu.name, gpu.supported_clocks_mhz, self._power_limit_w()),
             observe=observe,
             after_sequence=after_sequence,
+            is_registered=is_registered,
         )
         self._ending: asyncio.Task[None] | None = None
         self._worker = ClockWorker(gpu, lambda result: self._hand_over(self._clock_result, result))
@@ -151,6 +153,13 @@ class ServedRank:
         for message in last_words:
             self._note(message)
             self._say(message)
+
+    def _power_limit_w(self) -> float:
+        try:
+            return self._gpu.power_limit_w()
+        except GpuError as error:  # of a GPU that fails: who polls its counter will say so
+            self._log.warning("power limit not known", reason=str(error))
+            return 0.0
 
     def _hand_over(self, take: Callable[[T], None], value: T) -> None:
         self._loop.call_soon_threadsafe(take, value)

@@ -32,12 +32,22 @@ from perseus.agent.link.packets import (
     Hello,
     IterationMark,
     MalformedPacket,
+    Membership,
     Message,
     Registration,
     Reply,
 )
-from perseus.agent.rank.events import AgentStops, Connected, Disconnected, Heard, Tick, TrainerGone
+from perseus.agent.rank.events import (
+    AgentStops,
+    Connected,
+    Disconnected,
+    Heard,
+    Tick,
+    TrainerGone,
+    TrainerSpecified,
+)
 from perseus.agent.rank.messages import (
+    JOB_ALREADY_EXISTS,
     JOB_NOT_FOUND,
     AgentIdentity,
     GpuErrorReport,
@@ -228,6 +238,7 @@ class Agent:
             self._estimator,
             observe=observe,
             after_sequence=self._coordinator.telemetry_sequence,
+            is_registered=hello.is_registered,
             say=self._coordinator.say,
             report=lambda error: self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error)),
         )
@@ -252,15 +263,25 @@ class Agent:
             case IterationMark() | ComputationMark() | Finish():
                 if rank in self._ranks:
                     self._ranks[rank].handle(message)
-            case Registration(spec):
-                reply = _reply(await self._registrar.register(rank.job_id, spec))
+            case Registration():
+                reply = _reply(await self._registrar.register(rank.job_id, message))
                 if not reply.ok:
                     _log.error("registration refused", job=rank.job_id, reason=reply.message)
                 line.reply(reply)
+                self._specify(rank, message.spec_fingerprint)
+            case Membership(spec_fingerprint):
+                self._specify(rank, spec_fingerprint)
             case Hello() | Reply():
-                raise MalformedPacket(f"expected a registration or a mark, found {type(message).__name__}")
+                raise MalformedPacket(
+                    f"expected a registration, a membership or a mark, found {type(message).__name__}"
+                )
             case _:
                 assert_never(message)
+
+    def _specify(self, rank: Rank, spec_fingerprint: str) -> None:
+        """Its trainer has said what it belongs to; the coordinator refuses what was not registered."""
+        if rank in self._ranks:
+            self._ranks[rank].handle(TrainerSpecified(spec_fingerprint))
 
     def _forget(self, hello: Hello) -> None:
         rank = hello.rank
@@ -346,4 +367,6 @@ def _reply(outcome: Outcome) -> Reply:
         case Unreachable(message):
             return Reply(True, message=f"the job is registered as soon as possible: {message}")
         case Refused(reason, message):
+            if reason == JOB_ALREADY_EXISTS:
+                message = f"{message}: this training goes on at stock clocks while they are"
             return Reply(False, reason, message)

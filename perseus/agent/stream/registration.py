@@ -2,11 +2,11 @@
 
 A registration is kept for as long as the job has trainers here. A coordinator that was absent when it was
 made, or that has lost its state, refuses the job's ranks, as it does not know the job: it is told of it then.
+So it is, and with the same request, where ranks of another specification stood in the way: they may be gone.
 """
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 import structlog
@@ -14,7 +14,14 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from perseus.agent.link.computation import Rank
-from perseus.agent.rank.messages import JOB_NOT_FOUND, RankRefused
+from perseus.agent.link.packets import Registration
+from perseus.agent.rank.messages import (
+    JOB_ALREADY_EXISTS,
+    JOB_FINISHED,
+    JOB_NOT_FOUND,
+    SPEC_MISMATCH,
+    RankRefused,
+)
 from perseus.agent.stream.connection import CHANNEL_OPTIONS
 from perseus.agent.stream.translate import register_job_request
 from perseus.v1.job_service_pb2 import RegisterJobRequest
@@ -63,14 +70,16 @@ class Registrar:
         self._target = target
         # To be made again whenever the coordinator does not know the job.
         self._requests: dict[str, RegisterJobRequest] = {}
+        # The jobs among them that the coordinator has taken, as far as known.
+        self._taken: set[str] = set()
         self._under_way: dict[str, asyncio.Task[None]] = {}
         # Why the coordinator refused a rank last.
         self._refusals: dict[Rank, str] = {}
 
-    async def register(self, job_id: str, spec: dict[str, Any]) -> Outcome:
-        """Register a job, and keep it registered unless it is refused; `spec`: proto3 JSON of its JobSpec."""
+    async def register(self, job_id: str, registration: Registration) -> Outcome:
+        """Register a job, and keep it registered unless it is refused for good."""
         try:
-            request = register_job_request(spec)
+            request = register_job_request(registration)
         except ValueError as error:
             return Refused(_INVALID, str(error))
         if request.spec.job_id != job_id:
@@ -96,7 +105,8 @@ class Registrar:
                 message=refused.message,
             )
         self._refusals[rank] = reason
-        if reason == JOB_NOT_FOUND:
+        is_taken = rank.job_id in self._taken
+        if reason == JOB_NOT_FOUND or (reason in (JOB_FINISHED, SPEC_MISMATCH) and not is_taken):
             self._register_again(rank.job_id)
 
     def forget_rank(self, rank: Rank) -> None:
@@ -106,6 +116,7 @@ class Registrar:
     def forget_job(self, job_id: str) -> None:
         """Its last trainer here is gone: whoever else has trainers of it sees to its registration."""
         self._requests.pop(job_id, None)
+        self._taken.discard(job_id)
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -114,10 +125,14 @@ class Registrar:
 
     async def _register(self, request: RegisterJobRequest) -> Outcome:
         outcome = await register_job(self._target, request)
-        if isinstance(outcome, Refused):
-            self._requests.pop(request.spec.job_id, None)
-        else:
-            self._requests[request.spec.job_id] = request
+        job_id = request.spec.job_id
+        self._taken.discard(job_id)
+        if isinstance(outcome, Refused) and outcome.reason != JOB_ALREADY_EXISTS:
+            self._requests.pop(job_id, None)
+            return outcome
+        self._requests[job_id] = request
+        if isinstance(outcome, Registered):
+            self._taken.add(job_id)
         return outcome
 
     def _register_again(self, job_id: str) -> None:

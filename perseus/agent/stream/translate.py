@@ -9,13 +9,14 @@ Every number that arrives is checked here.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.link.packets import Registration
 from perseus.agent.rank.messages import (
     AgentIdentity,
     ClockStatistics,
@@ -107,7 +108,7 @@ def request(message: Sendable) -> wire.ConnectRequest:
     match message:
         case Batch():
             return wire.ConnectRequest(telemetry=_telemetry(message))
-        case RankJoined(rank, gpu, iteration, in_force, after_sequence):
+        case RankJoined(rank, gpu, iteration, in_force, after_sequence, spec_fingerprint):
             return wire.ConnectRequest(
                 rank_joined=wire.RankJoined(
                     job_id=rank.job_id,
@@ -117,6 +118,7 @@ def request(message: Sendable) -> wire.ConnectRequest:
                     in_force_epoch=in_force.epoch,
                     in_force_version=in_force.version,
                     after_sequence=after_sequence,
+                    spec_fingerprint=spec_fingerprint,
                 )
             )
         case RankLeft(rank, reason):
@@ -176,12 +178,15 @@ def request(message: Sendable) -> wire.ConnectRequest:
             )
 
 
-def register_job_request(spec: dict[str, Any]) -> job_service_pb2.RegisterJobRequest:
-    """The request for a registration's JSON. ValueError, naming the field, if it is no JobSpec."""
+def register_job_request(registration: Registration) -> job_service_pb2.RegisterJobRequest:
+    """The request for a registration. ValueError, naming the field, if it holds no JobSpec."""
     try:
-        return job_service_pb2.RegisterJobRequest(spec=json_format.ParseDict(spec, job_pb2.JobSpec()))
+        spec = json_format.ParseDict(registration.spec, job_pb2.JobSpec())
     except json_format.ParseError as error:
         raise ValueError(f"registration: expected a JobSpec as JSON: {error}") from error
+    return job_service_pb2.RegisterJobRequest(
+        spec=spec, request_id=registration.request_id, spec_fingerprint=registration.spec_fingerprint
+    )
 
 
 def _sentence(text: str) -> str:
@@ -195,7 +200,12 @@ def _coordinates(rank: Rank) -> rank_pb2.RankCoordinates:
 
 
 def _gpu(gpu: GpuDescription) -> wire.Gpu:
-    return wire.Gpu(uuid=gpu.uuid, model=gpu.model, supported_clocks_mhz=gpu.supported_clocks_mhz)
+    return wire.Gpu(
+        uuid=gpu.uuid,
+        model=gpu.model,
+        supported_clocks_mhz=gpu.supported_clocks_mhz,
+        power_limit_w=gpu.power_limit_w,
+    )
 
 
 def _telemetry(batch: Batch) -> wire.TelemetryBatch:

@@ -609,6 +609,15 @@ nvmlReturn_t nvmlDeviceGetPowerUsage(device_t *device, unsigned *power_mw)
     return SUCCESS;
 }
 
+/* The board's: what full activity draws at the highest clock. */
+nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(device_t *device, unsigned *limit_mw)
+{
+    CALL("nvmlDeviceGetEnforcedPowerLimit");
+    const model_t *model = &device->model;
+    *limit_mw = (unsigned)((model->static_power_w + model->memory_power_w + model->core_power_w) * 1000);
+    return SUCCESS;
+}
+
 /* Knows the instant power; an average (field 185) is not supported, as on GPUs before Ampere. */
 nvmlReturn_t nvmlDeviceGetFieldValues(device_t *device, int count, field_value *values)
 {

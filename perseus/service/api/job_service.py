@@ -28,7 +28,8 @@ from perseus.service.api.translate_jobs import (
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
 from perseus.service.domain.model import IterationSummary, JobView
-from perseus.service.shell.coordinator import Coordinator
+from perseus.service.domain.specification import Registration
+from perseus.service.shell.coordinator import LATEST, Coordinator
 from perseus.v1 import job_service_pb2 as pb
 from perseus.v1 import job_service_pb2_grpc
 
@@ -44,14 +45,14 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def RegisterJob(self, request: pb.RegisterJobRequest, context: Context) -> pb.RegisterJobResponse:
         """See the contract."""
-        return pb.RegisterJobResponse(
-            job=job_to_proto(await self._coordinator.register(spec_from_proto(request.spec)))
-        )
+        registration = Registration(request.request_id, request.spec_fingerprint)
+        view = await self._coordinator.register(spec_from_proto(request.spec), registration)
+        return pb.RegisterJobResponse(job=job_to_proto(view))
 
     @mapped
     async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.GetJobResponse:
         """See the contract."""
-        view = self._coordinator.job(
+        view = await self._coordinator.job(
             request.job_id, request.run_number, has_details=is_full(request.view, default=True)
         )
         return pb.GetJobResponse(job=job_to_proto(view))
@@ -77,6 +78,15 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         return pb.ListRanksResponse(ranks=ranks, next_page_token=next_page_token)
 
     @mapped
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.ListRunsResponse:
+        """See the contract."""
+        page = Page.asked(request)
+        before = page.first_number - 1 if page.after else LATEST
+        views = await self._coordinator.runs(request.job_id, before, page.size + 1)
+        runs, next_page_token = page.fill((view.run_number, job_to_proto(view)) for view in views)
+        return pb.ListRunsResponse(runs=runs, next_page_token=next_page_token)
+
+    @mapped
     async def ListJobEvents(
         self, request: pb.ListJobEventsRequest, context: Context
     ) -> pb.ListJobEventsResponse:
@@ -89,6 +99,17 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             (event.happening.sequence, event_to_proto(event)) for event in found
         )
         return pb.ListJobEventsResponse(events=events, next_page_token=next_page_token)
+
+    @mapped
+    async def DeleteJob(self, request: pb.DeleteJobRequest, context: Context) -> pb.DeleteJobResponse:
+        """See the contract."""
+        await self._coordinator.delete(request.job_id, allow_missing=request.allow_missing)
+        return pb.DeleteJobResponse()
+
+    @mapped
+    async def ResumeJob(self, request: pb.ResumeJobRequest, context: Context) -> pb.ResumeJobResponse:
+        """See the contract."""
+        return pb.ResumeJobResponse(job=job_to_proto(await self._coordinator.resume(request.job_id)))
 
     @mapped
     async def FinishJob(self, request: pb.FinishJobRequest, context: Context) -> pb.FinishJobResponse:
@@ -122,19 +143,18 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         self, request: pb.MeasureBaselineRequest, context: Context
     ) -> pb.MeasureBaselineResponse:
         """See the contract."""
-        return pb.MeasureBaselineResponse(
-            job=job_to_proto(await self._coordinator.measure_baseline(request.job_id))
-        )
+        view = await self._coordinator.measure_baseline(request.job_id, request.request_id)
+        return pb.MeasureBaselineResponse(job=job_to_proto(view))
 
     @mapped
     async def GetReport(self, request: pb.GetReportRequest, context: Context) -> pb.GetReportResponse:
         """See the contract."""
         page = Page.asked(request)
-        found = self._coordinator.report(request.job_id, request.run_number, page.first_number)
+        found = await self._coordinator.report(request.job_id, request.run_number, page.first_number)
         periods, next_page_token = page.fill(
             (period.number, period_to_proto(period, saving)) for period, saving in found
         )
-        view = self._coordinator.job(request.job_id, request.run_number, has_details=False)
+        view = await self._coordinator.job(request.job_id, request.run_number, has_details=False)
         return pb.GetReportResponse(
             periods=periods,
             profiling_cost=cost_to_proto(view.profiling_cost),
@@ -157,7 +177,10 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                 field="after_sequence", expected="0 or more", found=request.after_sequence
             )
         async for update in self._coordinator.watch(
-            request.job_id, request.after_sequence, has_details=is_full(request.view, default=False)
+            request.job_id,
+            request.run_number,
+            request.after_sequence,
+            has_details=is_full(request.view, default=False),
         ):
             match update:
                 case JobView():

@@ -19,7 +19,9 @@ from perseus.service.api.translate_problems import (
 from perseus.service.domain.bounds import (
     MAX_CLOCK_COUNT,
     MAX_COUNT,
+    MAX_RANK_POWER_W,
     MAX_SENTENCE_LENGTH,
+    check_ascii,
     check_range,
     check_size,
     check_text,
@@ -45,6 +47,7 @@ from perseus.service.domain.model import (
     stage_clocks,
 )
 from perseus.service.domain.specification import (
+    MAX_FINGERPRINT_LENGTH,
     Coordinates,
 )
 from perseus.service.domain.telemetry import (
@@ -142,6 +145,8 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
             expected=f"at least one clock from 1 to {MAX_CLOCK_MHZ}, each once, highest first",
             found=list(clocks_mhz),
         )
+    check_range("rank_joined.gpu.power_limit_w", message.gpu.power_limit_w, 0, MAX_RANK_POWER_W)
+    check_ascii("rank_joined.spec_fingerprint", message.spec_fingerprint, 0, MAX_FINGERPRINT_LENGTH)
     check_range("rank_joined.iteration", message.iteration, -1, MAX_COUNT)
     check_range("rank_joined.in_force_version", message.in_force_version, 0, MAX_COUNT)
     check_range("rank_joined.after_sequence", message.after_sequence, 0, MAX_COUNT)
@@ -154,11 +159,13 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
             check_text("rank_joined.gpu.uuid", message.gpu.uuid, least=1),
             check_text("rank_joined.gpu.model", message.gpu.model),
             clocks_mhz,
+            message.gpu.power_limit_w,
         ),
         iteration=message.iteration,
         in_force_epoch=message.in_force_epoch,
         in_force_version=message.in_force_version,
         after_sequence=message.after_sequence,
+        spec_fingerprint=message.spec_fingerprint,
     )
 
 

@@ -169,7 +169,12 @@ def _clock_given_up(evidence: domain.ClockGivenUp) -> event_pb2.ClockGivenUp:
 
 
 def _profile_adopted(evidence: domain.ProfileAdopted) -> event_pb2.ProfileAdopted:
-    return event_pb2.ProfileAdopted(stages=evidence.stages, clock_count=evidence.clock_count)
+    return event_pb2.ProfileAdopted(
+        stages=evidence.stages,
+        clock_count=evidence.clock_count,
+        source_job_id=evidence.source_job_id,
+        source_run_number=evidence.source_run_number,
+    )
 
 
 def _profiling_ended(evidence: domain.ProfilingEnded) -> event_pb2.ProfilingEnded:

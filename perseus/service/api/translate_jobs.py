@@ -65,6 +65,7 @@ def spec_from_proto(message: job_pb2.JobSpec) -> JobSpec:
         parallelism=Parallelism(counts.pipeline_count, counts.stage_count, counts.tensor_count),
         schedule=schedule_spec_from_proto(message.schedule),
         policy=policy_from_proto(message.policy) if message.HasField("policy") else OperatingPolicy(),
+        stage_work=tuple(work.fingerprint for work in message.stage_work),
     )
 
 
@@ -306,6 +307,7 @@ def _add_details(job: job_pb2.Job, details: JobDetails) -> None:
     job.spec.parallelism.CopyFrom(_parallelism_to_proto(spec.parallelism))
     job.spec.schedule.CopyFrom(schedule_spec_to_proto(spec.schedule))
     job.spec.policy.CopyFrom(policy_to_proto(spec.policy))
+    job.spec.stage_work.extend(job_pb2.StageWork(fingerprint=fingerprint) for fingerprint in spec.stage_work)
     for pipeline, time_s in sorted(details.straggler_times_s.items()):
         job.stragglers.add(
             pipeline=pipeline, iteration_time_s=time_s, is_detected=pipeline in details.detected_stragglers

@@ -71,6 +71,20 @@ def check_text(field: str, text: str, least: int = 0, most: int = MAX_NAME_LENGT
     return text
 
 
+def check_ascii(field: str, text: str, least: int, most: int) -> None:
+    """Refuse an identifier of another length, or with characters other than printable ASCII.
+
+    Raises:
+        InvalidFieldError: names the field.
+    """
+    if not (least <= len(text) <= most and text.isascii() and text.isprintable()):
+        raise InvalidFieldError(
+            field=field,
+            expected=f"{least} to {most} printable ASCII characters",
+            found=repr(text[: most + 1]),
+        )
+
+
 def between(least: float, most: float) -> str:
     """Return bounds for an error's text."""
     return f"{_shown(least)} to {_shown(most)}"

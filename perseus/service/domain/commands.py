@@ -39,7 +39,12 @@ class EndStream:
 
 @dataclass(frozen=True, slots=True)
 class FindProfile:
-    """Look for a profile of the same GPUs and job shape; it comes back as ProfileFound, if there is one."""
+    """Look for what is known of each stage's work; it comes back as ProfileFound, if there is anything.
+
+    `keys`: what identifies it, stage 0 first (`perseus.service.job.profiling.work_keys`).
+    """
+
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

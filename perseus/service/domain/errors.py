@@ -15,12 +15,14 @@
     │   └── HelloRepeatedError      it came twice
     ├── JobNotFoundError
     ├── RunNotFoundError            the job has no run of that number
-    ├── JobAlreadyExistsError       another specification has that identifier
+    ├── JobAlreadyExistsError       another specification has that identifier, and live ranks
     ├── JobFinishedError            the job has ended
+    ├── JobNotFinishedError         the job has not ended yet
     ├── JobNotSolvedError           there is no frontier yet
     ├── TimelineNotReadyError       no whole iteration has been seen yet
     ├── RankAlreadyServedError      another agent serves the rank, or its lease still runs
     ├── GpuAlreadyServedError       another rank is on the GPU, or its lease still runs
+    ├── SpecMismatchError           the rank belongs to another specification than the job's run
     ├── StreamReplacedError         the agent opened a newer stream
     ├── LeaseExpiredError           the agent was silent for too long
     ├── ReaderTooSlowError          a stream's reader does not keep up
@@ -172,15 +174,23 @@ class RunNotFoundError(CoordinatorError):
 
 
 class JobAlreadyExistsError(CoordinatorError):
-    """Another specification has that identifier."""
+    """Another specification has that identifier, and live ranks."""
 
-    template = "job {job_id!r} is registered with another specification: its {field} differs"
+    template = (
+        "job {job_id!r} is registered with another specification, and has live ranks: its {field} differs"
+    )
 
 
 class JobFinishedError(CoordinatorError):
     """The job has ended."""
 
     template = "job {job_id!r} has finished"
+
+
+class JobNotFinishedError(CoordinatorError):
+    """The job has not ended yet."""
+
+    template = "job {job_id!r} has not finished: it is {state}"
 
 
 class JobNotSolvedError(CoordinatorError):
@@ -210,6 +220,15 @@ class GpuAlreadyServedError(CoordinatorError):
     template = (
         "GPU {gpu_uuid!r} is that of pipeline {pipeline}, stage {stage}, tensor {tensor} of job {job_id!r}: "
         "a GPU runs one rank"
+    )
+
+
+class SpecMismatchError(CoordinatorError):
+    """The rank belongs to another specification than the job's run."""
+
+    template = (
+        "pipeline {pipeline}, stage {stage}, tensor {tensor} belongs to specification {spec_fingerprint!r}, "
+        "with which run {run_number} of job {job_id!r} was not registered"
     )
 
 

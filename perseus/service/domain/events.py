@@ -9,7 +9,7 @@ from perseus.service.domain.model import EventType, JobState
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something that happened to a job; numbered within the job from 1. `message` is for people."""
+    """Something that happened to a job; numbered within the run from 1. `message` is for people."""
 
     sequence: int
     type: EventType
@@ -18,15 +18,16 @@ class Happening:
 
     @property
     def is_end(self) -> bool:
-        """Whether this is the job's end."""
+        """Whether this is the run's end."""
         return isinstance(self.evidence, StateChanged) and self.evidence.after is JobState.FINISHED
 
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """Something happened to a job, at this time on the wall clock."""
+    """Something happened to a run of a job, at this time on the wall clock."""
 
     job_id: str
+    run_number: int
     create_time_s: float
     happening: Happening
 

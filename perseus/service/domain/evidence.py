@@ -81,10 +81,12 @@ class ClockGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class ProfileAdopted:
-    """A profile from before is used for these stages; `clock_count` is that of the stage with the fewest."""
+    """What another run has measured is used for these stages; `clock_count`: of the stage with the fewest."""
 
     stages: tuple[int, ...]
     clock_count: int
+    source_job_id: str
+    source_run_number: int
 
 
 @dataclass(frozen=True, slots=True)

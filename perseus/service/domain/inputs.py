@@ -6,9 +6,9 @@ say.
 
 from dataclasses import dataclass
 
-from perseus.service.domain.measured import StageProfile
+from perseus.service.domain.measured import KnownProfile
 from perseus.service.domain.model import Gpu, GpuErrorReason, RankLeftReason, RefusalReason, Straggler
-from perseus.service.domain.specification import Coordinates, OperatingPolicy
+from perseus.service.domain.specification import Coordinates, OperatingPolicy, Registration
 from perseus.service.domain.telemetry import TelemetryBatch
 from perseus.solver import Frontier
 
@@ -17,7 +17,8 @@ from perseus.solver import Frontier
 class RankJoined:
     """An agent serves a rank. An empty epoch in force means stock without a plan.
 
-    Telemetry up to `after_sequence` is of an earlier trainer.
+    Telemetry up to `after_sequence` is of an earlier trainer. `spec_fingerprint`: the specification that the
+    trainer belongs to, empty if it says none.
     """
 
     rank: Coordinates
@@ -28,6 +29,7 @@ class RankJoined:
     in_force_epoch: str
     in_force_version: int
     after_sequence: int
+    spec_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,20 +131,41 @@ class PolicySet:
 
 
 @dataclass(frozen=True, slots=True)
+class RegisteredAgain:
+    """Somebody registers the same specification again: the run goes on."""
+
+    registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """Another specification was registered, and no rank is live: the run ends; why."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class FinishRequested:
     """Somebody ends the job."""
 
 
 @dataclass(frozen=True, slots=True)
+class ResumeRequested:
+    """Somebody wants the job to go on from stock."""
+
+
+@dataclass(frozen=True, slots=True)
 class BaselineRequested:
-    """Somebody wants the stock baseline measured again."""
+    """Somebody wants the stock baseline measured again; the same request comes once or often."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileFound:
-    """The answer to FindProfile: what is known of the same GPUs and job shape."""
+    """The answer to FindProfile: what is known of the same work on the same GPUs, stage by stage."""
 
-    profiles: tuple[StageProfile, ...]
+    found: tuple[KnownProfile, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +200,10 @@ Input = (
     | StragglerReported
     | StragglerCleared
     | PolicySet
+    | RegisteredAgain
+    | Abandoned
     | FinishRequested
+    | ResumeRequested
     | BaselineRequested
     | ProfileFound
     | Solved

@@ -27,6 +27,16 @@ class StageProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownProfile:
+    """What a run has measured of a stage's work, all its clocks; `stage` is the stage that asked for it."""
+
+    stage: int
+    profiles: tuple[StageProfile, ...]
+    source_job_id: str
+    source_run_number: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobIteration:
     """One iteration of the whole job. `versions` is None if some pipeline's stages were not of one plan.
 

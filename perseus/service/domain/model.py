@@ -90,6 +90,7 @@ class EventType(enum.Enum):
     PROMISE_BROKEN = "promise broken"
     PROFILE_CORRECTED = "profile corrected"
     BASELINE_REQUESTED = "baseline requested"
+    RESUMED = "resumed"
     STALLED = "stalled"
     STALL_ENDED = "stall ended"
     PROFILING_ENDED = "profiling ended"
@@ -97,11 +98,12 @@ class EventType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as its agent sees it; its clocks highest first."""
+    """A GPU as its agent sees it; its clocks highest first. The power limit is 0 where it is not known."""
 
     uuid: str
     model: str
     supported_clocks_mhz: tuple[int, ...]
+    power_limit_w: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +157,6 @@ def stage_clocks(clocks: Clocks, stage: int) -> tuple[int, ...] | int:
         case StockClocks():
             return STOCK_MHZ
 
-
-FIRST_RUN = 1
-"""Number of a job's first run."""
 
 NO_VERSION = 0
 """The version of stock without a plan."""

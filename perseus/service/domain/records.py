@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import JobState, PipelineOffer, Rank, StockIteration, Straggler
 from perseus.service.domain.profiling import GivenUpClock, ProfilingCost
-from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy
+from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Registration
 from perseus.service.domain.stall import Stall
 from perseus.service.domain.telemetry import IterationColumns
 
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job's own figures; `lag_s` is 0 before plans showed it.
+    """A run's own figures; `lag_s` is 0 before plans showed it.
 
     `state_reason` is the sentence of the last change of state, `finish_time_s` on the wall clock.
     `profiling_cost` and `given_up_clocks` are those of profiling so far; `stall` is what was told last of why
-    the job does not get on, None once it does.
+    the job does not get on, None once it does. `baseline_request_ids`: the latest requests to measure the
+    baseline again.
     """
 
     policy: OperatingPolicy
@@ -32,6 +33,31 @@ class JobRecord:
     given_up_clocks: tuple[GivenUpClock, ...]
     stall: Stall | None
     finish_time_s: float | None
+    baseline_request_ids: tuple[str, ...] = ()
+
+
+MOST_REQUEST_IDS = 64
+"""So many of the latest requests are known; an older one counts as new."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registrations:
+    """The latest registrations that led to a run, the newest last."""
+
+    registrations: tuple[Registration, ...]
+
+    def with_newest(self, newest: Registration) -> "Registrations":
+        """Return these with one more; it is there once."""
+        others = (some for some in self.registrations if some != newest)
+        return Registrations((*others, newest)[-MOST_REQUEST_IDS:])
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledWork:
+    """A stage's work is profiled well enough to be planned on, and may be of use to others under its key."""
+
+    stage: int
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +82,17 @@ class ForgetIterations:
     """The stored rows of incomplete iterations are no longer needed."""
 
 
-Record = JobRecord | Rank | OfferRecord | StageProfile | Period | IterationRows | ForgetIterations
+Record = (
+    JobRecord
+    | Registrations
+    | Rank
+    | OfferRecord
+    | StageProfile
+    | ProfiledWork
+    | Period
+    | IterationRows
+    | ForgetIterations
+)
 
 
 def record_key(record: Record) -> Hashable:
@@ -64,6 +100,8 @@ def record_key(record: Record) -> Hashable:
     match record:
         case JobRecord():
             return (JobRecord,)
+        case Registrations():
+            return (Registrations,)
         case ForgetIterations():
             return (ForgetIterations,)
         case Rank():
@@ -72,6 +110,8 @@ def record_key(record: Record) -> Hashable:
             return OfferRecord, record.pipeline
         case StageProfile():
             return StageProfile, record.stage, record.clock_mhz
+        case ProfiledWork():
+            return ProfiledWork, record.stage
         case Period():
             return Period, record.number
         case IterationRows():
@@ -80,10 +120,12 @@ def record_key(record: Record) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """What the store knows of a job: all that a machine needs to go on after a restart."""
+    """What the store knows of a run of a job: all that a machine needs to go on after a restart."""
 
     spec: JobSpec
+    run_number: int
     create_time_s: float
+    registrations: Registrations
     record: JobRecord | None
     ranks: tuple[Rank, ...]
     offers: tuple[OfferRecord, ...]

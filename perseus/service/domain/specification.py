@@ -11,6 +11,7 @@ from perseus.service.domain.bounds import (
     MAX_TOTAL_TIME_S,
     MIN_DURATION_S,
     MIN_POWER_W,
+    check_ascii,
     check_range,
 )
 from perseus.service.domain.errors import (
@@ -30,6 +31,9 @@ MAX_RANK_COUNT = 65_536
 MAX_MICROBATCH_COUNT = 4096
 MAX_CHUNK_COUNT = 256
 MAX_COMPUTATION_COUNT = 500_000
+MAX_FINGERPRINT_LENGTH = 64
+MAX_WORK_FINGERPRINT_LENGTH = 128
+MAX_REQUEST_ID_LENGTH = 64
 """Limits far above any job known, so that a slip of the pen can't take the coordinator's memory."""
 
 
@@ -213,13 +217,40 @@ class OperatingPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class Registration:
+    """Who registered a job: a request, and what its ranks say that they belong to, if they say anything."""
+
+    request_id: str
+    spec_fingerprint: str = ""
+
+    def check(self) -> None:
+        """Refuse texts that can't be.
+
+        Raises:
+            InvalidFieldError: names the text.
+        """
+        check_request_id(self.request_id)
+        check_ascii("spec_fingerprint", self.spec_fingerprint, 0, MAX_FINGERPRINT_LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
 class JobSpec:
-    """A job as it was registered."""
+    """A job as it was registered.
+
+    `stage_work`: a fingerprint of what each stage computes, stage 0 first, "" where it is not known; empty if
+    nothing is known.
+    """
 
     job_id: str
     parallelism: Parallelism
     schedule: ScheduleSpec
     policy: OperatingPolicy = field(default_factory=OperatingPolicy)
+    stage_work: tuple[str, ...] = ()
+
+    def difference(self, other: "JobSpec") -> str | None:
+        """Return the name of a part in which another specification differs, if one does."""
+        parts = ("parallelism", "schedule", "policy", "stage_work")
+        return next((name for name in parts if getattr(self, name) != getattr(other, name)), None)
 
     def check(self) -> Schedule:
         """Check everything and return the schedule written out.
@@ -231,6 +262,16 @@ class JobSpec:
         check_job_id(self.job_id)
         self.parallelism.check()
         self.policy.check()
+        stage_count = self.parallelism.stage_count
+        if self.stage_work and len(self.stage_work) != stage_count:
+            raise InvalidFieldError(
+                field="stage_work",
+                expected=f"none, or one for each of {stage_count} stages",
+                found=len(self.stage_work),
+            )
+        for stage, fingerprint in enumerate(self.stage_work):
+            name = f"stage_work[{stage}].fingerprint"
+            check_ascii(name, fingerprint, 0, MAX_WORK_FINGERPRINT_LENGTH)
         return build_schedule(self.schedule, self.parallelism.stage_count)
 
     def check_rank(self, rank: Coordinates) -> None:
@@ -265,3 +306,12 @@ class JobSpec:
             raise PipelineOutOfRangeError(
                 job_id=self.job_id, last_pipeline=self.parallelism.pipeline_count - 1, pipeline=pipeline
             )
+
+
+def check_request_id(request_id: str) -> None:
+    """Refuse what identifies no request.
+
+    Raises:
+        InvalidFieldError: it is empty, too long or not of printable ASCII characters.
+    """
+    check_ascii("request_id", request_id, 1, MAX_REQUEST_ID_LENGTH)

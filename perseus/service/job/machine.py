@@ -1,4 +1,4 @@
-"""A job's life, as a pure state machine: inputs and the time in, commands out.
+"""The life of a job's run, as a pure state machine: inputs and the time in, commands out.
 
 Theory of operation
 ===================
@@ -18,7 +18,7 @@ on a Tick only. The time is any clock that never goes back; only differences cou
 there to be told to people, and nothing is decided by it.
 """
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import singledispatchmethod
 
@@ -28,9 +28,11 @@ from perseus.service.domain.errors import (
     JobFinishedError,
     JobNotSolvedError,
     RankNotServedError,
+    SpecMismatchError,
     TimelineNotReadyError,
 )
 from perseus.service.domain.inputs import (
+    Abandoned,
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
@@ -44,6 +46,8 @@ from perseus.service.domain.inputs import (
     ProfileFound,
     RankJoined,
     RankLeft,
+    RegisteredAgain,
+    ResumeRequested,
     Solved,
     SolveFailed,
     StragglerCleared,
@@ -51,13 +55,13 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.measured import JobIteration, Period, Saving, StageProfile, Timeline
+from perseus.service.domain.measured import JobIteration, Period, Saving, Timeline
 from perseus.service.domain.model import (
-    FIRST_RUN,
     FOREIGN_VERSION,
     NO_VERSION,
     STOCK,
     EventType,
+    Gpu,
     HoldClocks,
     JobDetails,
     JobState,
@@ -69,8 +73,16 @@ from perseus.service.domain.model import (
     RankState,
     StockClocks,
 )
-from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, StoredJob
-from perseus.service.domain.specification import Coordinates, JobSpec
+from perseus.service.domain.records import (
+    MOST_REQUEST_IDS,
+    ForgetIterations,
+    IterationRows,
+    JobRecord,
+    ProfiledWork,
+    Registrations,
+    StoredJob,
+)
+from perseus.service.domain.specification import Coordinates, JobSpec, Registration
 from perseus.service.domain.telemetry import Order
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.iterations.iteration_log import IterationLog
@@ -81,6 +93,7 @@ from perseus.service.job.planning.operating_point import check_straggler
 from perseus.service.job.planning.planner import Planner
 from perseus.service.job.planning.refusals import Refusals
 from perseus.service.job.profiling.profiler import Profiler
+from perseus.service.job.profiling.work_keys import work_keys
 from perseus.service.job.progress import Progress
 from perseus.service.job.ranks.rank_table import LIVE, RankTable
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, stages_at_stock
@@ -91,10 +104,12 @@ from perseus.solver import Computation, Frontier, SolverError
 
 
 class JobMachine:
-    """One job. `handle` is the only way in; what it returns is the only way out.
+    """One run of a job. `handle` is the only way in; what it returns is the only way out.
 
     Attributes:
         spec: the job as registered.
+        run_number: which run of it this is, from 1.
+        registrations: who registered it.
         schedule: its order of computations.
         state: where the job stands.
         state_reason: why it is there; one sentence.
@@ -106,18 +121,27 @@ class JobMachine:
     """
 
     def __init__(
-        self, spec: JobSpec, rules: Rules, epoch: str, create_time_s: float, created_s: float
+        self,
+        spec: JobSpec,
+        run_number: int,
+        rules: Rules,
+        epoch: str,
+        create_time_s: float,
+        created_s: float,
     ) -> None:
         """Begin where nothing is known.
 
         Args:
             spec: the job.
+            run_number: which run of it this is, from 1.
             rules: what the operator has set.
             epoch: of the coordinator's state.
             create_time_s: when it was registered, on the wall clock.
             created_s: the same on the clock that never goes back.
         """
         self.spec = spec
+        self.run_number = run_number
+        self.registrations = Registrations(())
         self.schedule = spec.check()
         self._orders = [Order(order) for order in self.schedule.orders]
         self.state = JobState.WAITING
@@ -150,6 +174,7 @@ class JobMachine:
             self._stragglers,
             self._journal,
         )
+        self._baseline_request_ids: tuple[str, ...] = ()
         self._progress = Progress(
             self._ranks,
             self.log,
@@ -167,9 +192,11 @@ class JobMachine:
 
     # ------------------------------------------------------------------ the way in and out
 
-    def register(self) -> list[Command]:
-        """Begin the job's life: what is to be stored and told of a new job."""
+    def register(self, registration: Registration, version: int) -> list[Command]:
+        """Begin the run's life: what is to be stored and told of it. Versions up to `version` are used up."""
         counts = self.spec.parallelism
+        self._offers.version = version
+        self._note_registration(registration)
         self._journal.announce(
             EventType.REGISTERED,
             f"registered with {counts.pipeline_count} pipelines × {counts.stage_count} stages × "
@@ -187,7 +214,8 @@ class JobMachine:
         A frontier is not stored: a complete profile is solved again, while plans in force stay as they are.
         """
         created_s = now_s - (wall_time_s - stored.create_time_s)
-        machine = cls(stored.spec, rules, epoch, stored.create_time_s, created_s)
+        machine = cls(stored.spec, stored.run_number, rules, epoch, stored.create_time_s, created_s)
+        machine.registrations = stored.registrations
         version = NO_VERSION
         if (record := stored.record) is not None:
             machine._planner.policy, machine.state, version = record.policy, record.state, record.version
@@ -196,6 +224,7 @@ class JobMachine:
             machine._planner.lag_s = record.lag_s
             machine.is_profile_complete = record.is_profile_complete
             machine._stragglers.restore(record.stragglers)
+            machine._baseline_request_ids = record.baseline_request_ids
             machine.profiler.cost, machine.profiler.given_up = record.profiling_cost, record.given_up_clocks
         machine._offers.restore(version, stored.offers)
         machine._ranks.restore(stored.ranks, now_s)
@@ -211,6 +240,8 @@ class JobMachine:
             machine.log.add(rows.rank, rows.rows, stored.create_time_s)
         if machine.is_profile_complete and machine.state not in (JobState.STOCK, JobState.FINISHED):
             machine._solve()
+        if machine.state is JobState.PROFILING:
+            machine._find_profile()
         return machine, machine._take_commands()
 
     def handle(self, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
@@ -241,7 +272,7 @@ class JobMachine:
         min_planned_s, max_planned_s = self._offers.planned_range_s
         return JobView(
             job_id=self.spec.job_id,
-            run_number=FIRST_RUN,
+            run_number=self.run_number,
             state=self.state,
             state_reason=self.state_reason,
             stall=self._progress.stall,
@@ -297,6 +328,21 @@ class JobMachine:
         """Whether the job has ended."""
         return self.state is JobState.FINISHED
 
+    @property
+    def has_live_rank(self) -> bool:
+        """Whether a rank is connected, or may come back within its lease."""
+        return any(rank.state in LIVE for rank in self._ranks)
+
+    @property
+    def version(self) -> int:
+        """The highest version of clocks that was used so far."""
+        return self._offers.version
+
+    def takes(self, spec_fingerprint: str) -> bool:
+        """Tell whether ranks of this specification may join; what names none is not checked."""
+        known = (some.spec_fingerprint for some in self.registrations.registrations)
+        return not spec_fingerprint or spec_fingerprint in known
+
     def order(self, stage: int) -> tuple[Computation, ...]:
         """Return what the ranks of a stage compute, in order."""
         return self.schedule.orders[stage]
@@ -311,11 +357,6 @@ class JobMachine:
     def gpus(self) -> dict[Coordinates, str]:
         """Return the UUIDs of the GPUs that the ranks are on, or were last."""
         return {rank.coordinates: rank.gpu.uuid for rank in self._ranks if rank.gpu is not None}
-
-    def difference(self, spec: JobSpec) -> str | None:
-        """Return the name of a part in which a specification differs from the registered one, if one does."""
-        parts = ("parallelism", "schedule", "policy")
-        return next((name for name in parts if getattr(self.spec, name) != getattr(spec, name)), None)
 
     def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
         """Yield what was measured, from the period of a number on, and what it saved against stock."""
@@ -333,16 +374,6 @@ class JobMachine:
         if timeline is None:
             raise TimelineNotReadyError(job_id=self.spec.job_id, pipeline=pipeline)
         return timeline
-
-    def complete_profiles(self) -> tuple[StageProfile, ...]:
-        """Return what is measured of the stages, if that is enough to plan on; nothing otherwise."""
-        return tuple(self.profiler.profiles) if self.is_profile_complete else ()
-
-    def profile_key(self) -> Hashable:
-        """Return what two jobs have in common that may share a profile."""
-        counts = self.spec.parallelism
-        models = tuple(sorted({rank.gpu.model for rank in self._ranks if rank.gpu}))
-        return models, counts.stage_count, counts.tensor_count, self.spec.schedule
 
     def solved_frontier(self) -> Frontier:
         """Return the frontier.
@@ -368,6 +399,7 @@ class JobMachine:
             given_up_clocks=self.profiler.given_up,
             stall=self._progress.told,
             finish_time_s=self._finish_time_s,
+            baseline_request_ids=self._baseline_request_ids,
         )
         if record != self._stored_record:
             self._stored_record = record
@@ -381,9 +413,26 @@ class JobMachine:
         raise TypeError(f"unknown input {event!r}")
 
     @_on.register
+    def _on_registered_again(self, event: RegisteredAgain, _now_s: float) -> None:
+        self._note_registration(event.registration)
+
+    @_on.register
+    def _on_abandoned(self, event: Abandoned, _now_s: float) -> None:
+        self._enter(JobState.FINISHED, f"abandoned: {event.why}")
+
+    @_on.register
     def _on_rank_joined(self, event: RankJoined, now_s: float) -> None:
         self._check_running()
         self.spec.check_rank(event.rank)
+        if not self.takes(event.spec_fingerprint):
+            raise SpecMismatchError(
+                job_id=self.spec.job_id,
+                run_number=self.run_number,
+                pipeline=event.rank.pipeline,
+                stage=event.rank.stage,
+                tensor=event.rank.tensor,
+                spec_fingerprint=event.spec_fingerprint,
+            )
         rank = self._ranks[event.rank]
         if rank.instance_id == event.instance_id and rank.state in LIVE and event.iteration < rank.iteration:
             self._lose([rank], "its trainer is back at an earlier iteration")
@@ -503,7 +552,21 @@ class JobMachine:
             self._enter(JobState.FINISHED, "ended on request")
 
     @_on.register
-    def _on_baseline_requested(self, _event: BaselineRequested, _now_s: float) -> None:
+    def _on_resume_requested(self, _event: ResumeRequested, _now_s: float) -> None:
+        if self.state is not JobState.STOCK:
+            return
+        self._journal.announce(EventType.RESUMED, "the job goes on from stock, as it was asked to")
+        self._planner.drop_frontier()
+        self._planner.watch.forgive()
+        self.profiler.renew()
+        self._baseline.forget()
+        everybody = self._ranks.are_all(RankState.CONNECTED)
+        self._enter(JobState.BASELINE if everybody else JobState.WAITING, "it was asked to go on")
+
+    @_on.register
+    def _on_baseline_requested(self, event: BaselineRequested, _now_s: float) -> None:
+        if event.request_id in self._baseline_request_ids:
+            return
         self._check_running()
         if self.state is not JobState.PLANNED:
             raise JobNotSolvedError(job_id=self.spec.job_id, state=self.state.value)
@@ -512,12 +575,13 @@ class JobMachine:
             f"the stock iteration, {self._baseline.time_s:.6f} s so far, is measured again",
             evidence.BaselineRequested(self._baseline.time_s),
         )
+        self._baseline_request_ids = (*self._baseline_request_ids, event.request_id)[-MOST_REQUEST_IDS:]
         self._baseline.forget()
         self._enter(JobState.BASELINE, "the stock baseline is measured again")
 
     @_on.register
     def _on_profile_found(self, event: ProfileFound, _now_s: float) -> None:
-        self.profiler.offered = event.profiles
+        self.profiler.known = event.found
 
     @_on.register
     def _on_solved(self, event: Solved, _now_s: float) -> None:
@@ -574,6 +638,12 @@ class JobMachine:
         self.is_profile_complete = False
         if self.state in (JobState.PROFILING, JobState.SOLVING, JobState.PLANNED):
             self._enter(JobState.PROFILING, why)
+
+    def _note_registration(self, registration: Registration) -> None:
+        registrations = self.registrations.with_newest(registration)
+        if registrations != self.registrations:
+            self.registrations = registrations
+            self._journal.store(registrations)
 
     def _check_running(self) -> None:
         if self.state is JobState.FINISHED:
@@ -689,8 +759,7 @@ class JobMachine:
         self._progress.enter(state, self._now_s)
         match state:
             case JobState.PROFILING:
-                if not self.profiler.profiles:
-                    self._journal.do(FindProfile())
+                self._find_profile()
                 self._profile(held=None)
             case JobState.PLANNED:
                 self._retarget()
@@ -715,9 +784,23 @@ class JobMachine:
             self._offers.wish(range(len(self._offers)), following)
         elif following.is_enough:
             self.is_profile_complete = True
+            for stage, key in enumerate(self._work_keys()):
+                self._journal.store(ProfiledWork(stage, key))
             self._enter(JobState.SOLVING, following.why)
         else:
             self._fall_back(following.why)
+
+    def _find_profile(self) -> None:
+        """Ask for what is known from before, as long as it can be held against the first measurements."""
+        if self.profiler.clock_count < LEAST_CLOCKS:
+            self._journal.do(FindProfile(self._work_keys()))
+
+    def _work_keys(self) -> tuple[str, ...]:
+        gpus: list[list[Gpu]] = [[] for _ in range(self.spec.parallelism.stage_count)]
+        for rank in self._ranks:
+            if rank.gpu is not None:
+                gpus[rank.coordinates.stage].append(rank.gpu)
+        return work_keys(self.spec, self.schedule, gpus)
 
     def _release_clocks(self) -> None:
         """Hold nothing while nobody knows what the clocks cost; the round begins anew once that is known."""

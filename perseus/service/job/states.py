@@ -5,7 +5,7 @@
        │
        └──── a rank is lost ◄── any of these; what was measured is kept, and the way back skips it
 
-    STOCK      something failed: stock on every rank until the job ends
+    STOCK      something failed: stock on every rank until the job ends, or is told to resume at the baseline
     FINISHED   all ranks are done, or the job was ended: stock on every rank that is left
 
 Ways that the picture leaves out lead back: to PROFILING where other clocks are to be had than were measured,
@@ -53,7 +53,7 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
             JobState.FINISHED,
         }
     ),
-    JobState.STOCK: frozenset({JobState.FINISHED}),
+    JobState.STOCK: frozenset({JobState.WAITING, JobState.BASELINE, JobState.FINISHED}),
     JobState.FINISHED: frozenset(),
 }
 """Where a job can go from each state."""

@@ -8,7 +8,7 @@ import asyncio
 import json
 import sqlite3
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from perseus.service.domain.errors import DatabaseUnavailableError
 from perseus.service.domain.events import ALL_EVENTS, EventFilter, Happening, JobEvent
 from perseus.service.domain.evidence import EVIDENCE, Evidence
-from perseus.service.domain.measured import Period, StageKey, StageProfile
+from perseus.service.domain.measured import KnownProfile, Period, StageKey, StageProfile
 from perseus.service.domain.model import (
     Clocks,
     EventType,
@@ -35,12 +35,14 @@ from perseus.service.domain.records import (
     IterationRows,
     JobRecord,
     OfferRecord,
+    ProfiledWork,
     Record,
+    Registrations,
     StoredJob,
 )
-from perseus.service.domain.specification import Coordinates, JobSpec
+from perseus.service.domain.specification import Coordinates, JobSpec, Registration
 from perseus.service.domain.telemetry import IterationColumns
-from perseus.service.storage.store import Entry, JobEntry, JobStore, NewJob, TelemetrySequence
+from perseus.service.storage.store import Entry, JobDeleted, JobEntry, JobStore, NewRun, TelemetrySequence
 from perseus.solver import Measurement
 
 T = TypeVar("T")
@@ -48,35 +50,55 @@ T = TypeVar("T")
 SCHEMA_VERSION = 5
 
 _SCHEMA = """
-CREATE TABLE coordinator (epoch TEXT NOT NULL);
-CREATE TABLE jobs (job_id TEXT PRIMARY KEY, create_time_s REAL NOT NULL, spec TEXT NOT NULL, record TEXT);
+CREATE TABLE coordinator (epoch TEXT NOT NULL, deleted_version INTEGER NOT NULL);
+CREATE TABLE runs (
+    job_id TEXT, run_number INTEGER, create_time_s REAL NOT NULL, spec TEXT NOT NULL,
+    registrations TEXT NOT NULL, record TEXT, PRIMARY KEY (job_id, run_number)) WITHOUT ROWID;
 CREATE TABLE ranks (
-    job_id TEXT, pipeline INTEGER, stage INTEGER, tensor INTEGER, rank TEXT NOT NULL,
-    PRIMARY KEY (job_id, pipeline, stage, tensor)) WITHOUT ROWID;
+    job_id TEXT, run_number INTEGER, pipeline INTEGER, stage INTEGER, tensor INTEGER, rank TEXT NOT NULL,
+    PRIMARY KEY (job_id, run_number, pipeline, stage, tensor)) WITHOUT ROWID;
 CREATE TABLE offers (
-    job_id TEXT, pipeline INTEGER, stage_versions TEXT NOT NULL, start_iteration INTEGER NOT NULL,
-    clocks_type TEXT NOT NULL, clocks TEXT NOT NULL,
-    PRIMARY KEY (job_id, pipeline)) WITHOUT ROWID;
+    job_id TEXT, run_number INTEGER, pipeline INTEGER, stage_versions TEXT NOT NULL,
+    start_iteration INTEGER NOT NULL, clocks_type TEXT NOT NULL, clocks TEXT NOT NULL,
+    PRIMARY KEY (job_id, run_number, pipeline)) WITHOUT ROWID;
 CREATE TABLE profiles (
-    job_id TEXT, stage INTEGER, clock_mhz INTEGER, measurements TEXT NOT NULL,
+    job_id TEXT, run_number INTEGER, stage INTEGER, clock_mhz INTEGER, measurements TEXT NOT NULL,
     blocking_power_w REAL, blocking_power_se_w REAL NOT NULL,
-    PRIMARY KEY (job_id, stage, clock_mhz)) WITHOUT ROWID;
+    PRIMARY KEY (job_id, run_number, stage, clock_mhz)) WITHOUT ROWID;
+CREATE TABLE profiled_work (
+    job_id TEXT, run_number INTEGER, stage INTEGER, work_key TEXT NOT NULL,
+    PRIMARY KEY (job_id, run_number, stage)) WITHOUT ROWID;
+CREATE INDEX profiled_work_by_key ON profiled_work (work_key);
 CREATE TABLE periods (
-    job_id TEXT, number INTEGER, period TEXT NOT NULL, PRIMARY KEY (job_id, number)) WITHOUT ROWID;
+    job_id TEXT, run_number INTEGER, number INTEGER, period TEXT NOT NULL,
+    PRIMARY KEY (job_id, run_number, number)) WITHOUT ROWID;
 CREATE TABLE open_iterations (
-    job_id TEXT, pipeline INTEGER, stage INTEGER, tensor INTEGER, iteration INTEGER, plan_version INTEGER
-    NOT NULL, duration_s REAL NOT NULL, energy_j REAL NOT NULL, is_regular INTEGER NOT NULL, PRIMARY KEY
-    (job_id, iteration, pipeline, stage, tensor)) WITHOUT ROWID;
+    job_id TEXT, run_number INTEGER, pipeline INTEGER, stage INTEGER, tensor INTEGER, iteration INTEGER,
+    plan_version INTEGER NOT NULL, duration_s REAL NOT NULL, energy_j REAL NOT NULL,
+    is_regular INTEGER NOT NULL,
+    PRIMARY KEY (job_id, run_number, iteration, pipeline, stage, tensor)) WITHOUT ROWID;
 CREATE TABLE events (
-    job_id TEXT, sequence INTEGER, create_time_s REAL NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL,
-    evidence TEXT,
-    PRIMARY KEY (job_id, sequence)) WITHOUT ROWID;
-CREATE INDEX events_by_type ON events (job_id, type, sequence);
-CREATE INDEX events_by_time ON events (job_id, create_time_s);
+    job_id TEXT, run_number INTEGER, sequence INTEGER, create_time_s REAL NOT NULL, type TEXT NOT NULL,
+    message TEXT NOT NULL, evidence TEXT,
+    PRIMARY KEY (job_id, run_number, sequence)) WITHOUT ROWID;
+CREATE INDEX events_by_type ON events (job_id, run_number, type, sequence);
+CREATE INDEX events_by_time ON events (job_id, run_number, create_time_s);
 CREATE TABLE telemetry (instance_id TEXT PRIMARY KEY, sequence INTEGER NOT NULL) WITHOUT ROWID;
 """
 
+_TABLES_OF_JOBS = (
+    "runs",
+    "ranks",
+    "offers",
+    "profiles",
+    "profiled_work",
+    "periods",
+    "open_iterations",
+    "events",
+)
+
 _SPEC = TypeAdapter(JobSpec)
+_REGISTRATIONS = TypeAdapter(tuple[Registration, ...])
 _RECORD = TypeAdapter(JobRecord)
 _RANK = TypeAdapter(Rank)
 _PERIOD = TypeAdapter(Period)
@@ -120,6 +142,10 @@ class SqliteStore(JobStore):
         """See JobStore."""
         return str((await self._read("SELECT epoch FROM coordinator"))[0][0])
 
+    async def deleted_version(self) -> int:
+        """See JobStore."""
+        return int((await self._read("SELECT deleted_version FROM coordinator"))[0][0])
+
     async def write(self, entries: Sequence[Entry]) -> None:
         """See JobStore."""
         await self._run(partial(_write_all, self._connection, entries))
@@ -128,13 +154,42 @@ class SqliteStore(JobStore):
         """See JobStore."""
         return await self._run(partial(_load_jobs, self._connection))
 
+    async def load_run(self, job_id: str, run_number: int) -> StoredJob | None:
+        """See JobStore."""
+        return await self._run(partial(_load_run, self._connection, job_id, run_number))
+
+    async def run_numbers(self, job_id: str) -> list[int]:
+        """See JobStore."""
+        statement = "SELECT run_number FROM runs WHERE job_id = ? ORDER BY run_number DESC"
+        return [number for (number,) in await self._read(statement, (job_id,))]
+
+    async def known_requests(self) -> Mapping[str, Mapping[str, int]]:
+        """See JobStore."""
+        known: dict[str, dict[str, int]] = {}
+        rows = await self._read("SELECT job_id, run_number, registrations FROM runs ORDER BY run_number")
+        for job_id, run_number, registrations in rows:
+            for registration in _REGISTRATIONS.validate_json(registrations):
+                known.setdefault(job_id, {})[registration.request_id] = run_number
+        return known
+
+    async def known_profiles(self, keys: Sequence[str]) -> Collection[KnownProfile]:
+        """See JobStore."""
+        return await self._run(partial(_known_profiles, self._connection, keys))
+
     async def events(
-        self, job_id: str, after_sequence: int, limit: int, wanted: EventFilter = ALL_EVENTS
+        self,
+        job_id: str,
+        run_number: int,
+        after_sequence: int,
+        limit: int,
+        wanted: EventFilter = ALL_EVENTS,
     ) -> list[JobEvent]:
         """See JobStore."""
-        statement, values = events_query(job_id, after_sequence, limit, wanted)
+        statement, values = events_query(job_id, run_number, after_sequence, limit, wanted)
         return [
-            JobEvent(job_id, time_s, _load_happening(sequence, EventType(kind), message, evidence))
+            JobEvent(
+                job_id, run_number, time_s, _load_happening(sequence, EventType(kind), message, evidence)
+            )
             for sequence, time_s, kind, message, evidence in await self._read(statement, values)
         ]
 
@@ -170,7 +225,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         if found == 0:
             for statement in _SCHEMA.split(";"):
                 connection.execute(statement)
-            connection.execute("INSERT INTO coordinator VALUES (?)", (uuid.uuid4().hex,))
+            connection.execute("INSERT INTO coordinator VALUES (?, 0)", (uuid.uuid4().hex,))
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif found != SCHEMA_VERSION:
             raise DatabaseUnavailableError(
@@ -188,18 +243,30 @@ def _write_all(connection: sqlite3.Connection, entries: Iterable[Entry]) -> None
     try:
         for entry in entries:
             match entry:
-                case NewJob(spec, create_time_s):
+                case NewRun(spec, run_number, create_time_s):
                     connection.execute(
-                        "INSERT INTO jobs VALUES (?, ?, ?, NULL)",
-                        (spec.job_id, create_time_s, _SPEC.dump_json(spec).decode()),
+                        "INSERT INTO runs VALUES (?, ?, ?, ?, '[]', NULL)",
+                        (spec.job_id, run_number, create_time_s, _SPEC.dump_json(spec).decode()),
                     )
-                case JobEntry(job_id, record):
-                    _write_record(connection, job_id, record)
-                case JobEvent(job_id, create_time_s, event):
-                    evidence = _dump_evidence(event.evidence)
+                case JobDeleted(job_id, version):
+                    for table in _TABLES_OF_JOBS:
+                        connection.execute(f"DELETE FROM {table} WHERE job_id = ?", (job_id,))
+                    statement = "UPDATE coordinator SET deleted_version = max(deleted_version, ?)"
+                    connection.execute(statement, (version,))
+                case JobEntry(job_id, run_number, record):
+                    _write_record(connection, (job_id, run_number), record)
+                case JobEvent(job_id, run_number, create_time_s, event):
                     connection.execute(
-                        "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)",
-                        (job_id, event.sequence, create_time_s, event.type.value, event.message, evidence),
+                        "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)",
+                        (
+                            job_id,
+                            run_number,
+                            event.sequence,
+                            create_time_s,
+                            event.type.value,
+                            event.message,
+                            _dump_evidence(event.evidence),
+                        ),
                     )
                 case TelemetrySequence(instance_id, sequence):
                     connection.execute("REPLACE INTO telemetry VALUES (?, ?)", (instance_id, sequence))
@@ -209,23 +276,33 @@ def _write_all(connection: sqlite3.Connection, entries: Iterable[Entry]) -> None
     connection.execute("COMMIT")
 
 
-def _write_record(connection: sqlite3.Connection, job_id: str, record: Record) -> None:
+_RunKey = tuple[str, int]
+"""(job_id, run_number)."""
+
+
+def _write_record(connection: sqlite3.Connection, run: _RunKey, record: Record) -> None:
     match record:
         case JobRecord():
             connection.execute(
-                "UPDATE jobs SET record = ? WHERE job_id = ?", (_RECORD.dump_json(record).decode(), job_id)
+                "UPDATE runs SET record = ? WHERE job_id = ? AND run_number = ?",
+                (_RECORD.dump_json(record).decode(), *run),
+            )
+        case Registrations(registrations):
+            connection.execute(
+                "UPDATE runs SET registrations = ? WHERE job_id = ? AND run_number = ?",
+                (_REGISTRATIONS.dump_json(registrations).decode(), *run),
             )
         case Rank(Coordinates(pipeline, stage, tensor)):
             connection.execute(
-                "REPLACE INTO ranks VALUES (?, ?, ?, ?, ?)",
-                (job_id, pipeline, stage, tensor, _RANK.dump_json(record).decode()),
+                "REPLACE INTO ranks VALUES (?, ?, ?, ?, ?, ?)",
+                (*run, pipeline, stage, tensor, _RANK.dump_json(record).decode()),
             )
         case OfferRecord(pipeline, PipelineOffer(stage_versions, start_iteration, clocks)):
             kind = _CLOCKS_TYPE[type(clocks)]
             connection.execute(
-                "REPLACE INTO offers VALUES (?, ?, ?, ?, ?, ?)",
+                "REPLACE INTO offers VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
-                    job_id,
+                    *run,
                     pipeline,
                     json.dumps(stage_versions),
                     start_iteration,
@@ -236,58 +313,67 @@ def _write_record(connection: sqlite3.Connection, job_id: str, record: Record) -
         case StageProfile(stage, clock_mhz, measurements, power_w, power_se_w):
             text = _MEASUREMENTS.dump_json(list(measurements.items())).decode()
             connection.execute(
-                "REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?)",
-                (job_id, stage, clock_mhz, text, power_w, power_se_w),
+                "REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (*run, stage, clock_mhz, text, power_w, power_se_w),
             )
+        case ProfiledWork(stage, key):
+            connection.execute("REPLACE INTO profiled_work VALUES (?, ?, ?, ?)", (*run, stage, key))
         case Period():
             connection.execute(
-                "REPLACE INTO periods VALUES (?, ?, ?)",
-                (job_id, record.number, _PERIOD.dump_json(record).decode()),
+                "REPLACE INTO periods VALUES (?, ?, ?, ?)",
+                (*run, record.number, _PERIOD.dump_json(record).decode()),
             )
         case IterationRows():
-            _write_iterations(connection, job_id, record)
+            _write_iterations(connection, run, record)
         case ForgetIterations():
-            connection.execute("DELETE FROM open_iterations WHERE job_id = ?", (job_id,))
+            connection.execute("DELETE FROM open_iterations WHERE job_id = ? AND run_number = ?", run)
 
 
-def _write_iterations(connection: sqlite3.Connection, job_id: str, record: IterationRows) -> None:
+def _write_iterations(connection: sqlite3.Connection, run: _RunKey, record: IterationRows) -> None:
     rank, rows = record.rank, record.rows
     columns = (rows.iteration, rows.plan_version, rows.duration_s, rows.energy_j, rows.is_regular)
     connection.executemany(
-        "INSERT OR IGNORE INTO open_iterations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT OR IGNORE INTO open_iterations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            (job_id, rank.pipeline, rank.stage, rank.tensor, *row)
+            (*run, rank.pipeline, rank.stage, rank.tensor, *row)
             for row in zip(*(column.tolist() for column in columns), strict=True)
             if row[0] > record.closed_through
         ),
     )
     connection.execute(
-        "DELETE FROM open_iterations WHERE job_id = ? AND iteration <= ?", (job_id, record.closed_through)
+        "DELETE FROM open_iterations WHERE job_id = ? AND run_number = ? AND iteration <= ?",
+        (*run, record.closed_through),
     )
 
 
 def events_query(
-    job_id: str, after_sequence: int, limit: int, wanted: EventFilter
+    job_id: str, run_number: int, after_sequence: int, limit: int, wanted: EventFilter
 ) -> tuple[str, dict[str, object]]:
-    """Return the query for a page of events, and its values.
+    """Return the query for a page of a run's events, and its values.
 
     However many events there are, it reads little more than the page: along the primary key, or along the
     index of each type, these merged. The wall clock may be set back, so times need not follow the sequence:
     bounds on time become bounds on the sequence, along an index of their own, and are tested for each event.
     """
-    values: dict[str, object] = {"job_id": job_id, "after": after_sequence, "limit": limit}
-    conditions = "job_id = :job_id AND sequence > :after"
+    run = "job_id = :job_id AND run_number = :run_number"
+    values: dict[str, object] = {
+        "job_id": job_id,
+        "run_number": run_number,
+        "after": after_sequence,
+        "limit": limit,
+    }
+    conditions = f"{run} AND sequence > :after"
     if wanted.start_time_s is not None:
         values["start_s"] = wanted.start_time_s
         conditions += (
             " AND create_time_s >= :start_s AND sequence >= (SELECT min(sequence) "
-            "FROM events INDEXED BY events_by_time WHERE job_id = :job_id AND create_time_s >= :start_s)"
+            f"FROM events INDEXED BY events_by_time WHERE {run} AND create_time_s >= :start_s)"
         )
     if wanted.end_time_s is not None:
         values["end_s"] = wanted.end_time_s
         conditions += (
             " AND create_time_s < :end_s AND sequence <= (SELECT max(sequence) "
-            "FROM events INDEXED BY events_by_time WHERE job_id = :job_id AND create_time_s < :end_s)"
+            f"FROM events INDEXED BY events_by_time WHERE {run} AND create_time_s < :end_s)"
         )
     columns = "sequence, create_time_s, type, message, evidence"
     if not wanted.types:
@@ -313,25 +399,34 @@ def _load_happening(sequence: int, kind: EventType, message: str, evidence: str 
 
 
 def _load_jobs(connection: sqlite3.Connection) -> list[StoredJob]:
-    jobs = connection.execute(
-        "SELECT job_id, create_time_s, spec, record FROM jobs ORDER BY job_id"
+    latest = connection.execute(
+        "SELECT job_id, max(run_number) FROM runs GROUP BY job_id ORDER BY job_id"
     ).fetchall()
-    return [_load_job(connection, *row) for row in jobs]
+    return [job for run in latest if (job := _load_run(connection, *run)) is not None]
 
 
-def _load_job(
-    connection: sqlite3.Connection, job_id: str, create_time_s: float, spec: str, record: str | None
-) -> StoredJob:
+def _load_run(connection: sqlite3.Connection, job_id: str, run_number: int) -> StoredJob | None:
     def rows(statement: str) -> list[tuple[Any, ...]]:
-        return connection.execute(statement, (job_id,)).fetchall()
+        found: list[tuple[Any, ...]] = connection.execute(statement, (job_id, run_number)).fetchall()
+        return found
 
+    runs = rows(
+        "SELECT create_time_s, spec, registrations, record FROM runs WHERE job_id = ? AND run_number = ?"
+    )
+    if not runs:
+        return None
+    ((create_time_s, spec, registrations, record),) = runs
     return StoredJob(
         spec=_SPEC.validate_json(spec),
+        run_number=run_number,
         create_time_s=create_time_s,
+        registrations=Registrations(_REGISTRATIONS.validate_json(registrations)),
         record=_RECORD.validate_json(record) if record else None,
         ranks=tuple(
             _RANK.validate_json(rank)
-            for (rank,) in rows("SELECT rank FROM ranks WHERE job_id = ? ORDER BY pipeline, stage, tensor")
+            for (rank,) in rows(
+                "SELECT rank FROM ranks WHERE job_id = ? AND run_number = ? ORDER BY pipeline, stage, tensor"
+            )
         ),
         offers=tuple(
             OfferRecord(
@@ -339,31 +434,60 @@ def _load_job(
             )
             for pipeline, versions, start, kind, clocks in rows(
                 "SELECT pipeline, stage_versions, start_iteration, clocks_type, clocks FROM offers "
-                "WHERE job_id = ? ORDER BY pipeline"
+                "WHERE job_id = ? AND run_number = ? ORDER BY pipeline"
             )
         ),
         profiles=tuple(
-            StageProfile(
-                stage, clock_mhz, dict(_MEASUREMENTS.validate_json(measurements)), power_w, power_se_w
-            )
-            for stage, clock_mhz, measurements, power_w, power_se_w in rows(
+            _load_profile(*row)
+            for row in rows(
                 "SELECT stage, clock_mhz, measurements, blocking_power_w, blocking_power_se_w FROM profiles "
-                "WHERE job_id = ? ORDER BY stage, clock_mhz"
+                "WHERE job_id = ? AND run_number = ? ORDER BY stage, clock_mhz"
             )
         ),
         periods=tuple(
             _PERIOD.validate_json(period)
-            for (period,) in rows("SELECT period FROM periods WHERE job_id = ? ORDER BY number")
+            for (period,) in rows(
+                "SELECT period FROM periods WHERE job_id = ? AND run_number = ? ORDER BY number"
+            )
         ),
         open_rows=tuple(
             _load_iteration(*row)
             for row in rows(
                 "SELECT pipeline, stage, tensor, iteration, plan_version, duration_s, energy_j, is_regular "
-                "FROM open_iterations WHERE job_id = ? ORDER BY iteration"
+                "FROM open_iterations WHERE job_id = ? AND run_number = ? ORDER BY iteration"
             )
         ),
-        last_sequence=rows("SELECT coalesce(max(sequence), 0) FROM events WHERE job_id = ?")[0][0],
+        last_sequence=rows(
+            "SELECT coalesce(max(sequence), 0) FROM events WHERE job_id = ? AND run_number = ?"
+        )[0][0],
     )
+
+
+def _known_profiles(connection: sqlite3.Connection, keys: Sequence[str]) -> list[KnownProfile]:
+    found = []
+    for stage, key in enumerate(keys):
+        source = connection.execute(
+            "SELECT job_id, run_number, stage FROM profiled_work JOIN runs USING (job_id, run_number) "
+            "WHERE work_key = ? ORDER BY create_time_s DESC, run_number DESC LIMIT 1",
+            (key,),
+        ).fetchone()
+        if source is not None:
+            job_id, run_number, _ = source
+            rows = connection.execute(
+                "SELECT clock_mhz, measurements, blocking_power_w, blocking_power_se_w FROM profiles "
+                "WHERE job_id = ? AND run_number = ? AND stage = ? ORDER BY clock_mhz",
+                source,
+            )
+            profiles = tuple(_load_profile(stage, *row) for row in rows)
+            found.append(KnownProfile(stage, profiles, job_id, run_number))
+    return found
+
+
+def _load_profile(
+    stage: int, clock_mhz: int, measurements: str, power_w: float, power_se_w: float
+) -> StageProfile:
+    by_key = dict(_MEASUREMENTS.validate_json(measurements))
+    return StageProfile(stage, clock_mhz, by_key, power_w, power_se_w)
 
 
 def _load_clocks(kind: str, text: str) -> Clocks:

@@ -1,32 +1,44 @@
 """What outlives the coordinator, behind one interface that any database can implement.
 
-Everything is written as a list of entries in one transaction, and read back only at the start (jobs), when
-an agent introduces itself (its last sequence) and when somebody asks for a job's events. An entry of a key
-that is already there replaces the older one.
+Everything is written as a list of entries in one transaction, and read back only at the start (the jobs'
+latest runs), when an agent introduces itself (its last sequence), when somebody asks for events or for an
+earlier run, and when a stage may have been profiled before. An entry of a key that is already there replaces
+the older one.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
+from perseus.service.domain.measured import KnownProfile
 from perseus.service.domain.records import Record, StoredJob
 from perseus.service.domain.specification import JobSpec
 
 
 @dataclass(frozen=True, slots=True)
-class NewJob:
-    """A job is registered."""
+class NewRun:
+    """A run of a job begins."""
 
     spec: JobSpec
+    run_number: int
     create_time_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class JobEntry:
-    """Something of a job is as its record says."""
+class JobDeleted:
+    """A job is forgotten with all its runs. Of its versions, those up to `version` are never used again."""
 
     job_id: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobEntry:
+    """Something of a run of a job is as its record says."""
+
+    job_id: str
+    run_number: int
     record: Record
 
 
@@ -38,15 +50,19 @@ class TelemetrySequence:
     sequence: int
 
 
-Entry = NewJob | JobEntry | JobEvent | TelemetrySequence
+Entry = NewRun | JobDeleted | JobEntry | JobEvent | TelemetrySequence
 
 
 class JobStore(abc.ABC):
-    """Jobs, their profiles, offers, reports and events, and how far each agent's telemetry was taken."""
+    """Jobs by runs: profiles, offers, reports and events; and how far each agent's telemetry was taken."""
 
     @abc.abstractmethod
     async def epoch(self) -> str:
         """Return the identifier of this database's state; made when it was created."""
+
+    @abc.abstractmethod
+    async def deleted_version(self) -> int:
+        """Return the highest version that a deleted job has used, 0 if none."""
 
     @abc.abstractmethod
     async def write(self, entries: Sequence[Entry]) -> None:
@@ -54,13 +70,34 @@ class JobStore(abc.ABC):
 
     @abc.abstractmethod
     async def load_jobs(self) -> list[StoredJob]:
-        """Return all jobs, by identifier."""
+        """Return the latest run of every job, by identifier."""
+
+    @abc.abstractmethod
+    async def load_run(self, job_id: str, run_number: int) -> StoredJob | None:
+        """Return a run of a job, if there is such a one."""
+
+    @abc.abstractmethod
+    async def run_numbers(self, job_id: str) -> list[int]:
+        """Return the numbers of a job's runs, the latest first."""
+
+    @abc.abstractmethod
+    async def known_requests(self) -> Mapping[str, Mapping[str, int]]:
+        """Return, by job, the run that each request to register has led to."""
+
+    @abc.abstractmethod
+    async def known_profiles(self, keys: Sequence[str]) -> Collection[KnownProfile]:
+        """Return what is profiled of the work under each stage's key, stage 0 first, by the youngest run."""
 
     @abc.abstractmethod
     async def events(
-        self, job_id: str, after_sequence: int, limit: int, wanted: EventFilter = ALL_EVENTS
+        self,
+        job_id: str,
+        run_number: int,
+        after_sequence: int,
+        limit: int,
+        wanted: EventFilter = ALL_EVENTS,
     ) -> list[JobEvent]:
-        """Return a job's first `limit` events above a sequence that are wanted, in their order."""
+        """Return a run's first `limit` events above a sequence that are wanted, in their order."""
 
     @abc.abstractmethod
     async def telemetry_sequence(self, instance_id: str) -> int:

@@ -16,6 +16,7 @@ from perseus.agent.link.packets import (
     IterationMark,
     MalformedPacket,
     MarkType,
+    Membership,
     Message,
     Registration,
     Reply,
@@ -30,8 +31,9 @@ edges = st.sampled_from(Edge)
 computations = st.builds(Computation, st.sampled_from(Kind), int32, int32)
 texts = st.text(max_size=50)
 messages: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Hello, st.builds(Rank, texts, int32, int32, int32), texts),
-    st.builds(Registration, st.dictionaries(texts, st.one_of(texts, int32, st.lists(int32)))),
+    st.builds(Hello, st.builds(Rank, texts, int32, int32, int32), texts, st.booleans()),
+    st.builds(Registration, st.dictionaries(texts, st.one_of(texts, int32, st.lists(int32))), texts, texts),
+    st.builds(Membership, texts),
     st.builds(Reply, st.booleans(), texts, texts),
     st.builds(IterationMark, edges, int64, int64),
     st.builds(ComputationMark, edges, int64, int32, computations, int64),
@@ -71,7 +73,7 @@ def test_marks_are_small() -> None:
 
 def test_a_registration_with_long_orders_fits_a_packet() -> None:
     computation = {"kind": 1, "microbatch": 1023, "chunk": 3}
-    registration = Registration({"stages": [[computation] * 1024] * 16})
+    registration = Registration({"stages": [[computation] * 1024] * 16}, "request", "fingerprint")
     assert len(json.dumps(registration.spec)) > MAX_PACKET_BYTES
     packet = encode(registration)
     assert len(packet) <= MAX_PACKET_BYTES
@@ -81,11 +83,11 @@ def test_a_registration_with_long_orders_fits_a_packet() -> None:
 def test_a_registration_that_can_not_be_deflated_enough_is_refused() -> None:
     incompressible = "".join(f"{n * 2654435761 % 2**32:08x}" for n in range(60_000))
     with pytest.raises(ValueError, match=f"registration: expected at most {MAX_PACKET_BYTES} bytes"):
-        encode(Registration({"x": incompressible}))
+        encode(Registration({"x": incompressible}, "request", ""))
 
 
 def test_a_deflated_bomb_is_refused() -> None:
-    bomb = encode(Registration({"x": "0" * (MAX_JSON_BYTES + 1)}))
+    bomb = encode(Registration({"x": "0" * (MAX_JSON_BYTES + 1)}, "request", ""))
     with pytest.raises(MalformedPacket, match="truncated or exceeds"):
         decode(bomb)
 
@@ -93,15 +95,18 @@ def test_a_deflated_bomb_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"version": 2, "type": "hello"}, "hello: expected protocol version 1, found 2"),
-        ({"version": 1, "type": "greeting"}, "expected type hello, registration or reply, found 'greeting'"),
-        ({"version": 1}, "field 'type': expected str, found null"),
+        ({"version": 1, "type": "hello"}, "hello: expected protocol version 2, found 1"),
+        (
+            {"version": 2, "type": "greeting"},
+            "expected type hello, registration, membership or reply, found 'greeting'",
+        ),
+        ({"version": 2}, "field 'type': expected str, found null"),
         ({"version": True, "type": "hello"}, "field 'version': expected int, found true"),
         (
-            {"version": 1, "type": "hello", "job_id": "j", "pipeline": -1},
+            {"version": 2, "type": "hello", "job_id": "j", "pipeline": -1},
             "field 'pipeline': expected 0 to 2147483647, found -1",
         ),
-        ({"version": 1, "type": "reply", "ok": 1}, "field 'ok': expected bool, found 1"),
+        ({"version": 2, "type": "reply", "ok": 1}, "field 'ok': expected bool, found 1"),
     ],
 )
 def test_json_errors_name_the_field(fields: dict[str, object], text: str) -> None:
@@ -112,10 +117,10 @@ def test_json_errors_name_the_field(fields: dict[str, object], text: str) -> Non
 @pytest.mark.parametrize(
     ("packet", "text"),
     [
-        (mark_packer(MarkType.FINISH)(0, 0, 0, 0, 0, 0)[:1] + b"\x02" + bytes(30), "version 1, found 2"),
-        (struct.pack("<BBBBiiiqq", 0x50, 1, 9, 0, 0, 0, 0, 0, 0), "type 1 to 5, found 9"),
-        (struct.pack("<BBBBiiiqq", 0x50, 1, 3, 7, 0, 0, 0, 0, 0), "kind 1 to 6, found 7"),
-        (struct.pack("<BBBBiiiqq", 0x50, 1, 1, 0, 0, 0, 0, -4, 0), "no negative field, found .*iteration -4"),
+        (mark_packer(MarkType.FINISH)(0, 0, 0, 0, 0, 0)[:1] + b"\x01" + bytes(30), "version 2, found 1"),
+        (struct.pack("<BBBBiiiqq", 0x50, 2, 9, 0, 0, 0, 0, 0, 0), "type 1 to 5, found 9"),
+        (struct.pack("<BBBBiiiqq", 0x50, 2, 3, 7, 0, 0, 0, 0, 0), "kind 1 to 6, found 7"),
+        (struct.pack("<BBBBiiiqq", 0x50, 2, 1, 0, 0, 0, 0, -4, 0), "no negative field, found .*iteration -4"),
         (bytes(32), "first byte 0x00"),
         (b"", "1 to 131072 bytes, found 0"),
     ],

@@ -64,26 +64,19 @@ def test_the_first_iteration_registers_the_job_as_it_was_executed(marks: MarksSt
 
 
 @pytest.mark.parametrize(
-    ("place", "is_asked"),
+    "place",
     [
-        (Placement(pipeline=0, pipeline_count=2, stage=1, stage_count=2), True),
-        (Placement(pipeline=1, pipeline_count=2, stage=0, stage_count=2), False),
-        (
-            Placement(pipeline=0, pipeline_count=1, stage=0, stage_count=2, tensor=1, tensor_count=2),
-            False,
-        ),
+        Placement(pipeline=0, pipeline_count=2, stage=1, stage_count=2),
+        Placement(pipeline=1, pipeline_count=2, stage=0, stage_count=2),
+        Placement(pipeline=0, pipeline_count=2, stage=0, stage_count=2, tensor=1, tensor_count=2),
     ],
 )
-def test_the_others_only_train(marks: MarksStub, place: Placement, is_asked: bool) -> None:
-    asked: list[ExecutedOrder] = []
-
-    def gather(order: ExecutedOrder) -> list[ExecutedOrder]:
-        asked.append(order)
-        return [order]
-
-    train(Attachment(place, marks, gather))
-    assert asked == ([ExecutedOrder(1, ORDER)] if is_asked else [])
-    assert not marks.registered
+def test_every_rank_says_what_its_pipeline_executed(marks: MarksStub, place: Placement) -> None:
+    other = ExecutedOrder(1 - place.stage, OTHER.computations)
+    train(Attachment(place, marks, lambda own: [own, other]))
+    (said,) = marks.registered
+    in_order = [ORDER, OTHER.computations] if place.stage == 0 else [OTHER.computations, ORDER]
+    assert said["schedule"] == in_order
 
 
 def test_an_iteration_that_was_not_executed_whole_is_not_registered(marks: MarksStub) -> None:

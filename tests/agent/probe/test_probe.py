@@ -21,13 +21,14 @@ from perseus.agent.link.packets import (
     Finish,
     Hello,
     IterationMark,
+    Membership,
     Message,
     Registration,
     Reply,
     decode,
     encode,
 )
-from perseus.agent.probe.client import NamedSchedule, Probe, job_spec
+from perseus.agent.probe.client import NamedSchedule, Probe, job_spec, spec_fingerprint
 from perseus.agent.probe.rejoin import PERIOD_NS
 from perseus.v1 import job_pb2
 
@@ -78,8 +79,8 @@ def agent(tmp_path: Path) -> Iterator[AgentStub]:
     stub.close()
 
 
-def connect(path: Path) -> Probe:
-    return Probe.connect(path, job_id="job", pipeline=1, stage=2, tensor=3, gpu_uuid="GPU-1", timeout_s=5)
+def connect(path: Path, stage: int = 0) -> Probe:
+    return Probe.connect(path, job_id="job", pipeline=0, stage=stage, gpu_uuid="GPU-1", timeout_s=5)
 
 
 def test_it_needs_the_standard_library_only() -> None:
@@ -348,6 +349,43 @@ def test_a_registration_is_a_job_spec_and_its_refusal_is_logged(
     assert len(agent.marks()) == 2, "training is marked all the same"
     probe.close()
     agent.close()
+
+
+def test_the_other_ranks_say_that_they_belong_to_what_the_first_one_registers(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    agents = [
+        AgentStub(tmp_path / "first" / "agent.sock", [Reply(True), Reply(True)]),
+        AgentStub(tmp_path / "second" / "agent.sock", [Reply(True)]),
+    ]
+    probes = [connect(agent.path, stage) for stage, agent in enumerate(agents)]
+    for probe in probes:
+        assert probe.register(pipeline_count=1, stage_count=2, schedule=NamedSchedule("1f1b", 4))
+    registration = agents[0].asked[1]
+    assert isinstance(registration, Registration)
+    assert agents[1].marks() == [Membership(registration.spec_fingerprint)]
+    for probe, agent in zip(probes, agents, strict=True):
+        probe.close()
+        agent.close()
+
+
+def test_other_work_has_another_fingerprint() -> None:
+    def spec(microbatch_count: int, *stage_work: str) -> dict[str, object]:
+        return job_spec(
+            "job",
+            pipeline_count=1,
+            stage_count=2,
+            tensor_count=1,
+            schedule=NamedSchedule("1f1b", microbatch_count),
+            max_slowdown_percent=0,
+            stage_work=stage_work,
+        )
+
+    specs = [spec(4), spec(6), spec(4, "12 layers", "10 layers"), spec(4, "11 layers", "11 layers")]
+    assert len({spec_fingerprint(some) for some in specs}) == 4
+    assert spec_fingerprint(spec(4)) == spec_fingerprint(specs[0])
+    message = json_format.ParseDict(specs[2], job_pb2.JobSpec())
+    assert [work.fingerprint for work in message.stage_work] == ["12 layers", "10 layers"]
 
 
 @pytest.mark.parametrize(("name", "number"), [("gpipe", 1), ("1f1b", 2)])

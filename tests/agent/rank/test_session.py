@@ -19,6 +19,7 @@ from perseus.agent.rank.events import (
     Tick,
     TrainerGone,
     TrainerJoined,
+    TrainerSpecified,
 )
 from perseus.agent.rank.messages import (
     NO_PLAN,
@@ -56,8 +57,10 @@ LEASE_S = 3.0
 class Bench:
     """A session and its time; `do` checks the invariants after every event."""
 
-    def __init__(self, order: tuple[Computation, ...] = ORDER, *, observe: bool = False) -> None:
-        self.session = Session(RANK, GPU, observe=observe)
+    def __init__(
+        self, order: tuple[Computation, ...] = ORDER, *, observe: bool = False, is_registered: bool = True
+    ) -> None:
+        self.session = Session(RANK, GPU, observe=observe, is_registered=is_registered)
         self.order = order
         self.now_s = 100.0
 
@@ -168,6 +171,34 @@ def test_a_refused_rank_is_announced_again_until_accepted() -> None:
     assert bench.after(JOIN_RETRY_S, Tick()) == announcement
     bench.do(RankAccepted(RANK, ORDER))
     assert bench.after(JOIN_RETRY_S, Tick()) == []
+
+
+def test_a_rank_is_announced_once_its_trainer_has_said_what_it_belongs_to() -> None:
+    bench = Bench(is_registered=False)
+    announcement = [Send(RankJoined(RANK, GPU, -1, NO_PLAN, 0, "work"))]
+    assert bench.do(Connected(LEASE_S)) == []
+    assert bench.after(10 * JOIN_RETRY_S, Tick()) == []
+    assert bench.do(TrainerSpecified("work")) == announcement
+    assert bench.do(TrainerSpecified("work")) == [], "said again, after it lost the agent"
+    bench.do(Disconnected())
+    assert bench.do(Connected(LEASE_S)) == announcement
+
+
+def test_what_a_trainer_says_before_there_is_a_coordinator_is_announced_later() -> None:
+    bench = Bench(is_registered=False)
+    assert bench.do(TrainerSpecified("work")) == []
+    assert bench.do(Connected(LEASE_S)) == [Send(RankJoined(RANK, GPU, -1, NO_PLAN, 0, "work"))]
+
+
+def test_a_plan_ends_with_what_it_was_made_for(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(1000))
+    bench.iteration(Edge.BEGIN, 0)
+    assert bench.do(TrainerSpecified("other work")) == [
+        ResetClock(),
+        in_force(0, 1),
+        Send(RankJoined(RANK, GPU, 0, NO_PLAN, 0, "other work")),
+    ]
+    assert refusal(bench.offer(2, 5, Hold(1000)))[0] is PlanRefusalReason.UNKNOWN_RANK
 
 
 def test_reconnecting_announces_what_is_in_force(bench: Bench) -> None:

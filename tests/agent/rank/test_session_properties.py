@@ -61,7 +61,7 @@ class SessionMachine(RuleBasedStateMachine):
     @initialize(observe=st.booleans())
     def begin(self, observe: bool) -> None:
         self.observe = observe
-        self.session = Session(RANK, GPU, observe=observe)
+        self.session = Session(RANK, GPU, observe=observe, is_registered=True)
         self.now_s = 100.0
         self.iteration = 0
         self.position = 0

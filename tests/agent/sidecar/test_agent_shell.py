@@ -48,7 +48,7 @@ class Trainer:
         await asyncio.to_thread(self._thread.join)
 
     def _train(self) -> None:
-        probe = Probe.connect(self._socket, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID)
+        probe = connected_probe(self._socket)
         if self._registers:
             self.is_registered = probe.register(
                 pipeline_count=1, stage_count=1, schedule=NamedSchedule("1f1b", 1)
@@ -66,11 +66,15 @@ class Trainer:
         probe.close()
 
 
-def connected_probe(socket: Path) -> Probe:
-    """The next trainer's, once the agent is done with the one before."""
-    while not (probe := Probe.connect(socket, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID)).is_connected:
+def connected_probe(socket: Path, *, is_registered: bool = False) -> Probe:
+    """A trainer's, once the agent is done with the one before."""
+    while True:
+        probe = Probe.connect(
+            socket, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID, is_registered=is_registered
+        )
+        if probe.is_connected:
+            return probe
         time.sleep(0.02)
-    return probe
 
 
 @pytest.fixture
@@ -197,7 +201,8 @@ async def test_a_trainer_that_left_is_told_of_before_the_one_that_came_after(
         assert coordinator.book.all("rank_joined")[-1].rank_joined.after_sequence == 0
         await coordinator.stop()
         await first.stop()
-        second = await asyncio.to_thread(connected_probe, tmp_path / "run" / "agent.sock")
+        socket = tmp_path / "run" / "agent.sock"
+        second = await asyncio.to_thread(connected_probe, socket, is_registered=True)
         remembered = Book(acknowledged_sequence=coordinator.book.acknowledged_sequence)
         coordinator = await start(remembered, coordinator.port)
         await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry sent again")
@@ -271,6 +276,48 @@ async def test_a_refused_registration_reaches_the_probe(
         await trainer.stop()
     assert not trainer.is_registered
     assert "job 'job' has 4 stages, found 1" in caplog.text
+
+
+async def test_a_rank_is_announced_once_its_trainer_has_said_what_it_belongs_to(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    coordinator = await start(Book())
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = Trainer(tmp_path / "run" / "agent.sock", gpu, registers=False)
+        await until(lambda: trainer.iteration_count > 0, "training")
+        await coordinator.until(lambda book: len(book.all("heartbeat")) > 1, "time to pass")
+        assert coordinator.book.all("rank_joined") == []
+        await trainer.stop()
+        trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
+        request = coordinator.book.jobs["job"]
+        joined = coordinator.book.all("rank_joined")[-1].rank_joined
+        assert joined.spec_fingerprint == request.spec_fingerprint != ""
+        assert joined.gpu.power_limit_w == A100_SXM.board_power_w
+        await trainer.stop()
+
+
+async def test_every_training_registers_by_a_request_of_its_own(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    coordinator = await start(Book())
+    requests = []
+    async with serving(settings(tmp_path, coordinator.port)):
+        for _ in range(2):
+            coordinator.book.jobs.clear()
+            trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+            await coordinator.until(lambda book: "job" in book.jobs, "the job registered")
+            requests.append(coordinator.book.jobs["job"])
+            # A coordinator that lost its state is told again, by the same request.
+            coordinator.book.jobs.clear()
+            refused = wire.RankRefused(job_id="job", rank=RANK, reason="JOB_NOT_FOUND")
+            coordinator.say(wire.ConnectResponse(rank_refused=refused))
+            await coordinator.until(lambda book: "job" in book.jobs, "the job registered again")
+            assert coordinator.book.jobs["job"] == requests[-1]
+            await trainer.stop()
+    first, second = requests
+    assert first.request_id != second.request_id
+    assert (first.spec, first.spec_fingerprint) == (second.spec, second.spec_fingerprint)
 
 
 async def test_what_a_hello_may_not_ask_for(

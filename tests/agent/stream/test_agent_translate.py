@@ -3,6 +3,7 @@ import math
 import pytest
 
 from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.link.packets import Registration
 from perseus.agent.rank.messages import (
     ClockStatistics,
     ComputationRow,
@@ -238,6 +239,7 @@ def test_what_the_contract_does_not_allow_is_named() -> None:
 
 
 def test_a_registration_that_is_no_job_spec_is_refused() -> None:
-    assert translate.register_job_request({"jobId": "j"}).spec.job_id == "j"
+    request = translate.register_job_request(Registration({"jobId": "j"}, "r", "f"))
+    assert (request.spec.job_id, request.request_id, request.spec_fingerprint) == ("j", "r", "f")
     with pytest.raises(ValueError, match=r"registration: expected a JobSpec as JSON: .*stages"):
-        translate.register_job_request({"stages": 3})
+        translate.register_job_request(Registration({"stages": 3}, "r", "f"))

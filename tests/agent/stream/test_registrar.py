@@ -6,15 +6,18 @@ import pytest
 from structlog.testing import capture_logs
 
 from perseus.agent.link.computation import Rank
-from perseus.agent.rank.messages import JOB_NOT_FOUND, RankRefused
+from perseus.agent.link.packets import Registration
+from perseus.agent.rank.messages import JOB_FINISHED, JOB_NOT_FOUND, SPEC_MISMATCH, RankRefused
 from perseus.agent.stream.registration import Refused, Registered, Registrar, Unreachable
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.agent.coordinator_stub import Book, CoordinatorStub, until
 
 RANK = Rank("job", 0, 0, 0)
-SPEC = {"jobId": "job"}
+REGISTRATION = Registration({"jobId": "job"}, "request", "fingerprint")
 UNKNOWN = RankRefused(RANK, JOB_NOT_FOUND, "no job 'job'")
-KNOWN = job_service_pb2.RegisterJobRequest(spec=job_pb2.JobSpec(job_id="job"))
+KNOWN = job_service_pb2.RegisterJobRequest(
+    spec=job_pb2.JobSpec(job_id="job"), request_id="request", spec_fingerprint="fingerprint"
+)
 
 
 @pytest.fixture
@@ -37,7 +40,7 @@ async def registered(coordinator: CoordinatorStub) -> None:
 async def test_a_job_is_registered_again_when_the_coordinator_does_not_know_it(
     coordinator: CoordinatorStub, registrar: Registrar
 ) -> None:
-    assert await registrar.register("job", SPEC) == Registered()
+    assert await registrar.register("job", REGISTRATION) == Registered()
     assert coordinator.book.jobs == {"job": KNOWN}
     for _ in range(2):
         coordinator.book.jobs.clear()
@@ -50,7 +53,7 @@ async def test_a_job_is_registered_as_soon_as_there_is_a_coordinator() -> None:
     await coordinator.start(0)
     await coordinator.stop()
     registrar = Registrar(f"127.0.0.1:{coordinator.port}")
-    outcome = await registrar.register("job", SPEC)
+    outcome = await registrar.register("job", REGISTRATION)
     assert isinstance(outcome, Unreachable)
     assert f"127.0.0.1:{coordinator.port}: UNAVAILABLE" in outcome.message
     restarted = CoordinatorStub(Book(), [])  # type: ignore[abstract] # it serves RegisterJob only
@@ -70,8 +73,8 @@ async def test_a_job_is_registered_as_soon_as_there_is_a_coordinator() -> None:
 async def test_what_can_not_be_a_registration_is_refused_and_changes_nothing(
     coordinator: CoordinatorStub, registrar: Registrar, spec: dict[str, object], message: str
 ) -> None:
-    assert await registrar.register("job", SPEC) == Registered()
-    refused = await registrar.register("job", spec)
+    assert await registrar.register("job", REGISTRATION) == Registered()
+    refused = await registrar.register("job", Registration(spec, "request", "fingerprint"))
     assert isinstance(refused, Refused)
     assert refused.reason == "INVALID_REGISTRATION"
     assert message in refused.message
@@ -84,17 +87,19 @@ async def test_what_can_not_be_a_registration_is_refused_and_changes_nothing(
 async def test_a_job_that_is_refused_or_forgotten_is_not_registered_again(
     coordinator: CoordinatorStub, registrar: Registrar
 ) -> None:
-    assert await registrar.register("job", SPEC) == Registered()
+    assert await registrar.register("job", REGISTRATION) == Registered()
     coordinator.book.refusal = "job 'job' has 4 stages, found 1"
-    assert await registrar.register("job", SPEC) == Refused("JOB_EXISTS", "job 'job' has 4 stages, found 1")
+    assert await registrar.register("job", REGISTRATION) == Refused(
+        "JOB_EXISTS", "job 'job' has 4 stages, found 1"
+    )
     coordinator.book.refusal = ""
-    assert await registrar.register("other", {"jobId": "other"}) == Registered()
+    assert await registrar.register("other", Registration({"jobId": "other"}, "other", "")) == Registered()
     registrar.forget_job("other")
     coordinator.book.jobs.clear()
     registrar.rank_refused(UNKNOWN)
     registrar.rank_refused(RankRefused(Rank("other", 0, 0, 0), JOB_NOT_FOUND, ""))
     # What were under way would be done by the time that this one is.
-    assert await registrar.register("last", {"jobId": "last"}) == Registered()
+    assert await registrar.register("last", Registration({"jobId": "last"}, "last", "")) == Registered()
     assert set(coordinator.book.jobs) == {"last"}
 
 
@@ -110,3 +115,27 @@ async def test_a_refusal_is_said_once_for_each_reason(registrar: Registrar) -> N
         registrar.forget_rank(RANK)
         registrar.rank_refused(UNKNOWN)
         assert len(logs) == 4
+
+
+@pytest.mark.parametrize("reason", [SPEC_MISMATCH, JOB_FINISHED])
+async def test_a_job_that_others_run_is_registered_by_the_same_request_when_they_are_gone(
+    coordinator: CoordinatorStub, registrar: Registrar, reason: str
+) -> None:
+    coordinator.book.refusal = "job 'job' has live ranks"
+    coordinator.book.refusal_reason = "JOB_ALREADY_EXISTS"
+    refused = await registrar.register("job", REGISTRATION)
+    assert refused == Refused("JOB_ALREADY_EXISTS", "job 'job' has live ranks")
+    coordinator.book.refusal = ""
+    registrar.rank_refused(RankRefused(RANK, reason, ""))
+    await registered(coordinator)
+    assert coordinator.book.jobs == {"job": KNOWN}
+    # It is taken now, and has ended since: it is not for this agent to begin another run.
+    coordinator.book.jobs.clear()
+    await registered_no_more(registrar, reason)
+    assert coordinator.book.jobs.keys() == {"last"}
+
+
+async def registered_no_more(registrar: Registrar, reason: str) -> None:
+    registrar.rank_refused(RankRefused(RANK, reason, ""))
+    # What were under way would be done by the time that this one is.
+    assert await registrar.register("last", Registration({"jobId": "last"}, "last", "")) == Registered()

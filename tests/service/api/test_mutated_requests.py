@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 from perseus.service.api.agent_service import AgentService
 from perseus.service.domain.model import RankFilter, RankState
-from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.specification import Coordinates, Registration
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.solving import SolverPool
@@ -229,7 +229,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
     try:
-        await coordinator.register(JOB)
+        await coordinator.register(JOB, Registration("one"))
         others = _Context()
         over = asyncio.Event()
 
@@ -257,7 +257,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
             assert context.status.details.startswith("Connect: expected hello once")
         await coordinator.flush()
         assert said_by(coordinator, THEIRS) == before
-        for job in coordinator._jobs.values():
+        for job in coordinator._runs.values():
             job.machine.validate()
 
         over.set()

@@ -29,10 +29,11 @@ from tests.service.service_fakes import make_spec
 
 
 def spec_through_the_wire(spec: JobSpec) -> JobSpec:
-    machine = JobMachine(make_spec(), Rules(), "epoch", create_time_s=1.5, created_s=0.0)
+    machine = JobMachine(make_spec(), 3, Rules(), "epoch", create_time_s=1.5, created_s=0.0)
     view = replace(machine.summary(), details=replace(machine.details(), spec=spec))
     message = job_pb2.Job.FromString(job_to_proto(view).SerializeToString())
     assert message.create_time.ToNanoseconds() == 1_500_000_000
+    assert message.run_number == 3
     return spec_from_proto(message.spec)
 
 
@@ -40,7 +41,8 @@ def spec_through_the_wire(spec: JobSpec) -> JobSpec:
 @pytest.mark.parametrize("percent", [0.0, 12.5])
 def test_a_named_specification_comes_back(name: specification.ScheduleName, percent: float) -> None:
     schedule = specification.NamedSchedule(name, 7)
-    spec = JobSpec("a.b-c_1", Parallelism(3, 4, 2), schedule, OperatingPolicy(percent))
+    work = ("embedding", "", "12 layers", "head")
+    spec = JobSpec("a.b-c_1", Parallelism(3, 4, 2), schedule, OperatingPolicy(percent), work)
     assert spec_through_the_wire(spec) == spec
 
 

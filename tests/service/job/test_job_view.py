@@ -80,7 +80,7 @@ def test_a_planned_job_shows_its_baseline_its_frontier_and_its_plans() -> None:
 
 def test_a_baseline_that_is_measured_again_is_not_shown_before_it_is_there() -> None:
     cluster = planned()
-    cluster.send(BaselineRequested())
+    cluster.send(BaselineRequested("request"))
     assert cluster.machine.summary().baseline is None
     assert cluster.machine.summary().max_planned_time_s == 0.0
     cluster.iterate_until(JobState.PLANNED)
@@ -212,4 +212,4 @@ def test_ranks_are_selected_by_state_pipeline_and_stage_from_any_place(
 )
 def test_a_place_that_the_job_does_not_have_is_refused(wanted: RankFilter, error: type[Exception]) -> None:
     with pytest.raises(error):
-        JobMachine(make_spec(), Rules(), EPOCH, 0.0, 0.0).ranks(wanted)
+        JobMachine(make_spec(), 1, Rules(), EPOCH, 0.0, 0.0).ranks(wanted)

@@ -22,6 +22,7 @@ from perseus.service.domain.inputs import (
     OfferAnswered,
     PolicySet,
     RankLeft,
+    ResumeRequested,
     Solved,
     StragglerCleared,
     StragglerReported,
@@ -276,6 +277,12 @@ class RandomLife(RuleBasedStateMachine):
     @rule(percent=st.sampled_from([0.0, 5.0, 20.0]))
     def set_policy(self, percent: float) -> None:
         self.take(self.cluster.tell(PolicySet(OperatingPolicy(percent))))
+
+    @rule()
+    def resume(self) -> None:
+        if self.cluster.machine.state is JobState.STOCK:
+            self.may_be_at_stock = False
+        self.take(self.cluster.tell(ResumeRequested()))
 
     @rule(seconds=st.sampled_from([0.1, 4.0, LEASE_S]))
     def let_time_pass(self, seconds: float) -> None:

@@ -1,16 +1,20 @@
 """Promises, drift, baselines and profiles from before, on an emulated cluster whose plans may be wrong."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from perseus.service.domain import evidence
 from perseus.service.domain.commands import Announce, FindProfile
 from perseus.service.domain.errors import JobNotSolvedError
 from perseus.service.domain.inputs import BaselineRequested, PolicySet, ProfileFound, StragglerReported
+from perseus.service.domain.measured import KnownProfile, StageProfile
 from perseus.service.domain.model import JobState, Straggler
 from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingBudget
 from perseus.service.domain.specification import Coordinates, Deadline, OperatingPolicy
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
+from perseus.service.job.profiling.stage_profiles import corrected
 from perseus.service.job.rules import Rules
 from tests.service.job.truthful_cluster import TruthfulCluster
 from tests.service.service_fakes import CLOCKS_MHZ, Cluster, make_spec
@@ -81,11 +85,11 @@ def test_the_baseline_is_measured_again_on_request_and_the_plans_return() -> Non
     cluster = TruthfulCluster()
     cluster.join_all()
     with pytest.raises(JobNotSolvedError):
-        cluster.tell(BaselineRequested())
+        cluster.tell(BaselineRequested("too early"))
     cluster = TruthfulCluster().plan()
     planned = cluster.machine._offers[0].clocks
     cluster.run(3)
-    cluster.send(BaselineRequested())
+    cluster.send(BaselineRequested("request"))
     cluster.expect(JobState.BASELINE)
     cluster.run_until(JobState.PLANNED)
     assert cluster.machine._offers[0].clocks == planned
@@ -120,11 +124,43 @@ def test_a_profile_from_before_is_verified_and_used() -> None:
     cluster.join_all()
     cluster.run_until(JobState.PROFILING)
     assert any(isinstance(command, FindProfile) for command in cluster.history)
-    cluster.send(ProfileFound(before))
+    cluster.send(ProfileFound(known(before, 0, 1)))
     cluster.run_until(JobState.PLANNED)
     assert len(cluster.announced(evidence.ClockProfiled)) == 2
-    assert len(cluster.announced(evidence.ProfileAdopted)) == 1
+    (adopted,) = cluster.announced(evidence.ProfileAdopted)
+    assert adopted == evidence.ProfileAdopted((0, 1), len(CLOCKS_MHZ), "before", 3)
     assert cluster.machine.profiler.profiles == before
+
+
+def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees() -> None:
+    rules = Rules(30.0, 2, ProfilingRules(iterations=2, accuracy=1e-9))
+    before = TruthfulCluster(rules=rules).plan().machine.profiler.profiles
+    slower = corrected(
+        before,
+        {
+            (1, profile.clock_mhz, key): 1.1 * m.time_s
+            for profile in before
+            if profile.stage == 1
+            for key, m in profile.measurements.items()
+        },
+    )
+    cluster = TruthfulCluster(rules=rules)
+    cluster.join_all()
+    cluster.run_until(JobState.PROFILING)
+    cluster.send(ProfileFound(known(slower, 0, 1)))
+    cluster.run_until(JobState.PLANNED)
+    (adopted,) = cluster.announced(evidence.ProfileAdopted)
+    assert adopted.stages == (0,)
+    measured = [profile for profile in cluster.machine.profiler.profiles if profile.stage == 1]
+    assert measured == [profile for profile in before if profile.stage == 1]
+
+
+def known(profiles: Iterable[StageProfile], *stages: int) -> tuple[KnownProfile, ...]:
+    """What a run before has measured of some stages."""
+    return tuple(
+        KnownProfile(stage, tuple(profile for profile in profiles if profile.stage == stage), "before", 3)
+        for stage in stages
+    )
 
 
 @pytest.mark.parametrize(

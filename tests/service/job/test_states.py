@@ -21,7 +21,9 @@ def test_a_state_that_needs_all_ranks_can_be_left_when_one_is_lost() -> None:
 
 
 def test_what_the_table_does_not_have_is_refused_with_what_was_expected() -> None:
-    with pytest.raises(TransitionError, match="from STOCK: expected FINISHED, found PLANNED"):
+    with pytest.raises(
+        TransitionError, match="from STOCK: expected BASELINE, FINISHED, WAITING, found PLANNED"
+    ):
         check_transition(JobState.STOCK, JobState.PLANNED)
     with pytest.raises(TransitionError, match="from FINISHED: expected no other state, found WAITING"):
         check_transition(JobState.FINISHED, JobState.WAITING)

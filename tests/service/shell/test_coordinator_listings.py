@@ -199,7 +199,7 @@ async def test_a_hundred_jobs_of_4096_ranks_are_a_small_page(client: Client) -> 
     for number in range(100):
         spec = spec_message(f"pretraining-of-something-large-{number}", 64, 8, 32)
         spec.parallelism.tensor_count = 8
-        await client.jobs.RegisterJob(pb.RegisterJobRequest(spec=spec), timeout=TIMEOUT_S)
+        await client.jobs.RegisterJob(pb.RegisterJobRequest(spec=spec, request_id="r"), timeout=TIMEOUT_S)
     listed = await client.jobs.ListJobs(pb.ListJobsRequest(), timeout=TIMEOUT_S)
     assert len(listed.jobs) == 100
     assert all(job.rank_counts.expected_count == 4096 for job in listed.jobs)
@@ -232,7 +232,7 @@ async def test_jobs_in_full_are_listed_in_pages_of_limited_size(
         spec.schedule.explicit.stages.add(computations=order)
     names = [f"job-{number}" for number in range(10)]
     for spec.job_id in names:
-        await client.jobs.RegisterJob(pb.RegisterJobRequest(spec=spec), timeout=TIMEOUT_S)
+        await client.jobs.RegisterJob(pb.RegisterJobRequest(spec=spec, request_id="r"), timeout=TIMEOUT_S)
     size_bytes = (await client.job(names[0])).ByteSize()
     assert 3 * size_bytes < paging.PAGE_BYTES < 4 * size_bytes
     pages = await job_pages(client, pb.ListJobsRequest(page_size=1000, view=job_pb2.JOB_VIEW_FULL))

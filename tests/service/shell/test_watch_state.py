@@ -24,12 +24,12 @@ from perseus.service.shell.watch_state import (
 
 
 def event(sequence: int) -> JobEvent:
-    return JobEvent("job", 1.0, Happening(sequence, EventType.SOLVE_FAILED, "", SolveFailed("")))
+    return JobEvent("job", 1, 1.0, Happening(sequence, EventType.SOLVE_FAILED, "", SolveFailed("")))
 
 
 def end(sequence: int) -> JobEvent:
     ended = StateChanged(JobState.WAITING, JobState.FINISHED, "")
-    return JobEvent("job", 1.0, Happening(sequence, EventType.STATE_CHANGED, "", ended))
+    return JobEvent("job", 1, 1.0, Happening(sequence, EventType.STATE_CHANGED, "", ended))
 
 
 def iteration(number: int) -> IterationSummary:

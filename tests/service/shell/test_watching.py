@@ -13,7 +13,7 @@ from perseus.service.shell.watching import Watcher
 from tests.service.service_fakes import Cluster, make_spec
 
 VIEW: JobView = Cluster(make_spec()).machine.view()
-STORED = [JobEvent("job", 1.0, Happening(n, EventType.REGISTERED, "", None)) for n in (1, 2, 3)]
+STORED = [JobEvent("job", 1, 1.0, Happening(n, EventType.REGISTERED, "", None)) for n in (1, 2, 3)]
 
 
 async def fetch(after_sequence: int, limit: int) -> Sequence[JobEvent]:
@@ -28,7 +28,7 @@ async def test_a_reader_gets_what_is_stored_and_wakes_up_for_news() -> None:
     waiting = asyncio.ensure_future(anext(updates))
     await asyncio.sleep(0)
     assert not waiting.done()
-    news = JobEvent("job", 1.0, Happening(4, EventType.REGISTERED, "", None))
+    news = JobEvent("job", 1, 1.0, Happening(4, EventType.REGISTERED, "", None))
     watcher.tell(STORED[2])
     watcher.tell(news)
     assert await waiting == news

@@ -60,7 +60,8 @@ async def test_through_all_joins_of_a_large_job(tmp_path: Path) -> None:
         )
 
     async with connected(make_settings(tmp_path, lease_s=TIMEOUT_S)) as client:
-        await client.jobs.RegisterJob(job_service_pb2.RegisterJobRequest(spec=SPEC), timeout=TIMEOUT_S)
+        registration = job_service_pb2.RegisterJobRequest(spec=SPEC, request_id="r")
+        await client.jobs.RegisterJob(registration, timeout=TIMEOUT_S)
         late = watch(client)
         await anext(late)
 

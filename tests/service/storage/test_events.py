@@ -17,7 +17,7 @@ from perseus.service.domain.events import EventFilter, Happening, JobEvent
 from perseus.service.domain.evidence import SolveFailed
 from perseus.service.domain.model import EventType
 from perseus.service.storage.sqlite_store import SqliteStore, events_query
-from perseus.service.storage.store import JobStore, NewJob
+from perseus.service.storage.store import JobStore, NewRun
 from tests.service.evidence_strategies import events
 from tests.service.service_fakes import make_spec
 
@@ -47,8 +47,8 @@ def test_evidence_of_every_type_comes_back_as_it_was(drawn: tuple[JobEvent, ...]
 
     async def write_and_read() -> list[JobEvent]:
         async with opened() as store:
-            await store.write([NewJob(make_spec(), 1.0), *written])
-            return await store.events("job", 0, ALL)
+            await store.write([NewRun(make_spec(), 1, 1.0), *written])
+            return await store.events("job", 1, 0, ALL)
 
     assert asyncio.run(write_and_read()) == written
 
@@ -56,7 +56,7 @@ def test_evidence_of_every_type_comes_back_as_it_was(drawn: tuple[JobEvent, ...]
 TYPES = (EventType.SOLVE_FAILED, EventType.STATE_CHANGED, EventType.RANK_CHANGED)
 EVENTS = st.lists(
     st.builds(
-        lambda kind, time_s: JobEvent("job", time_s, Happening(1, kind, "", None)),
+        lambda kind, time_s: JobEvent("job", 1, time_s, Happening(1, kind, "", None)),
         st.sampled_from(TYPES),
         st.integers(0, 5).map(float),
     ),
@@ -85,10 +85,12 @@ def test_pages_hold_what_is_wanted_in_order_wherever_the_clock_was(
     async def read_pages() -> list[JobEvent]:
         async with opened() as store:
             other = [replace(event, job_id="other") for event in written]
-            await store.write([NewJob(make_spec(), 1.0), NewJob(make_spec("other"), 1.0), *written, *other])
+            next_run = [replace(event, run_number=2) for event in written]
+            runs = [NewRun(make_spec(job_id), n, 1.0) for job_id, n in (("job", 1), ("other", 1), ("job", 2))]
+            await store.write([*runs, *written, *other, *next_run])
             found: list[JobEvent] = []
             after = after_sequence
-            while page := await store.events("job", after, limit, wanted):
+            while page := await store.events("job", 1, after, limit, wanted):
                 assert len(page) <= limit
                 found += page
                 after = page[-1].happening.sequence
@@ -111,7 +113,7 @@ async def test_no_page_is_looked_for_among_all_events(
 ) -> None:
     await (await SqliteStore.open(tmp_path / "jobs.db")).close()
     connection = sqlite3.connect(tmp_path / "jobs.db")
-    statement, values = events_query("job", 0, 10, wanted)
+    statement, values = events_query("job", 1, 0, 10, wanted)
     plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}", values)]
     connection.close()
     assert any(index in step for step in plan), plan
@@ -121,13 +123,13 @@ async def test_no_page_is_looked_for_among_all_events(
 async def test_deleted_events_leave_a_hole(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     failed = SolveFailed("no")
-    written = [JobEvent("job", 1.0, Happening(n, EventType.SOLVE_FAILED, "", failed)) for n in range(1, 7)]
+    written = [JobEvent("job", 1, 1.0, Happening(n, EventType.SOLVE_FAILED, "", failed)) for n in range(1, 7)]
     store = await SqliteStore.open(path)
-    await store.write([NewJob(make_spec(), 1.0), *written])
+    await store.write([NewRun(make_spec(), 1, 1.0), *written])
     await store.close()
     with sqlite3.connect(path) as connection:
         connection.execute("DELETE FROM events WHERE sequence IN (1, 4, 5)")
     connection.close()
     store = await SqliteStore.open(path)
-    assert [event.happening.sequence for event in await store.events("job", 0, ALL)] == [2, 3, 6]
+    assert [event.happening.sequence for event in await store.events("job", 1, 0, ALL)] == [2, 3, 6]
     await store.close()

@@ -12,6 +12,7 @@ from perseus.service.domain.commands import Announce, Store
 from perseus.service.domain.errors import DatabaseUnavailableError
 from perseus.service.domain.events import Happening, JobEvent
 from perseus.service.domain.evidence import Registered
+from perseus.service.domain.measured import KnownProfile, Period, StageProfile
 from perseus.service.domain.model import (
     STOCK,
     EventType,
@@ -24,21 +25,30 @@ from perseus.service.domain.model import (
     Straggler,
 )
 from perseus.service.domain.profiling import ClockGivenUpReason, GivenUpClock, ProfilingCost
-from perseus.service.domain.records import ForgetIterations, IterationRows, JobRecord, OfferRecord
+from perseus.service.domain.records import (
+    ForgetIterations,
+    IterationRows,
+    JobRecord,
+    OfferRecord,
+    ProfiledWork,
+    Record,
+    Registrations,
+)
 from perseus.service.domain.specification import (
     Coordinates,
     ExplicitSchedule,
     JobSpec,
     OperatingPolicy,
     Parallelism,
+    Registration,
 )
 from perseus.service.domain.stall import Stall, StallReason
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.storage.sqlite_store import SqliteStore
-from perseus.service.storage.store import Entry, JobEntry, JobStore, NewJob, TelemetrySequence
-from perseus.solver import Computation, Kind
+from perseus.service.storage.store import Entry, JobDeleted, JobEntry, JobStore, NewRun, TelemetrySequence
+from perseus.solver import Computation, Kind, Measurement
 from tests.service.service_fakes import EPOCH, Cluster, make_gpu, make_spec
 
 Open = Callable[[], Awaitable[JobStore]]
@@ -72,6 +82,8 @@ RECORD = JobRecord(
     1e9 / 7,
 )
 
+PERIOD = Period(0, JobState.BASELINE, False, (1, 1), 0, 1, 1.5, 2.5, 2, 0.8, 0.0, 80.0, 0.0, (40.0, 40.0))
+
 
 def rows(rank: Coordinates, iterations: list[int], closed_through: int) -> IterationRows:
     count = len(iterations)
@@ -101,12 +113,12 @@ async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> Non
     cluster.join_all()
     cluster.iterate_until(JobState.PLANNED)
     cluster.iterate(3)
-    entries: list[Entry] = [NewJob(cluster.spec, 12.5)]
+    entries: list[Entry] = [NewRun(cluster.spec, 1, 12.5)]
     for command in cluster.history:
         if isinstance(command, Store):
-            entries.append(JobEntry("job", command.record))
+            entries.append(JobEntry("job", 1, command.record))
         elif isinstance(command, Announce):
-            entries.append(JobEvent("job", 13.5, command.happening))
+            entries.append(JobEvent("job", 1, 13.5, command.happening))
     store = await open_store()
     await store.write(entries)
     await store.close()
@@ -116,7 +128,9 @@ async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> Non
     expected = replace(cluster.stored(), create_time_s=12.5)
     assert replace(stored, open_rows=()) == replace(expected, open_rows=())
     assert stored.open_rows == ()
-    assert await store.events("job", 0, 10_000) == [entry for entry in entries if isinstance(entry, JobEvent)]
+    assert await store.events("job", 1, 0, 10_000) == [
+        entry for entry in entries if isinstance(entry, JobEvent)
+    ]
     machine, commands = JobMachine.restore(stored, Rules(), EPOCH, now_s=0.0, wall_time_s=14.5)
     machine.validate()
     assert len(commands) == 2  # The record as it is, and the problem to solve.
@@ -132,7 +146,7 @@ async def test_an_explicit_schedule_and_all_kinds_come_back(open_store: Open) ->
     )
     spec = JobSpec("job", Parallelism(1, 1, 1), ExplicitSchedule((order,)), OperatingPolicy(2.5))
     store = await open_store()
-    await store.write([NewJob(spec, 1.0)])
+    await store.write([NewRun(spec, 1, 1.0)])
     (stored,) = await store.load_jobs()
     assert stored.spec == spec
     assert stored.record is None
@@ -146,10 +160,10 @@ async def test_a_later_entry_replaces_one_of_the_same_key(open_store: Open) -> N
     )
     await store.write(
         [
-            NewJob(make_spec(), 1.0),
-            JobEntry("job", RECORD),
-            JobEntry("job", rank),
-            JobEntry("job", OfferRecord(1, PipelineOffer((3, 2), 20, HoldClocks((1200, 0))))),
+            NewRun(make_spec(), 1, 1.0),
+            JobEntry("job", 1, RECORD),
+            JobEntry("job", 1, rank),
+            JobEntry("job", 1, OfferRecord(1, PipelineOffer((3, 2), 20, HoldClocks((1200, 0))))),
         ]
     )
     newer = replace(
@@ -157,9 +171,9 @@ async def test_a_later_entry_replaces_one_of_the_same_key(open_store: Open) -> N
     )
     await store.write(
         [
-            JobEntry("job", replace(RECORD, version=10)),
-            JobEntry("job", newer),
-            JobEntry("job", OfferRecord(1, PipelineOffer((4, 3), 22, STOCK))),
+            JobEntry("job", 1, replace(RECORD, version=10)),
+            JobEntry("job", 1, newer),
+            JobEntry("job", 1, OfferRecord(1, PipelineOffer((4, 3), 22, STOCK))),
         ]
     )
     (stored,) = await store.load_jobs()
@@ -174,11 +188,11 @@ async def test_jobs_do_not_see_each_others_entries(open_store: Open) -> None:
     event = Happening(1, EventType.REGISTERED, "registered", Registered(Parallelism(1, 1, 1)))
     await store.write(
         [
-            NewJob(make_spec("b"), 1.0),
-            NewJob(make_spec("a"), 2.0),
-            JobEntry("b", RECORD),
-            JobEntry("b", rows(Coordinates(0, 0, 0), [1], -1)),
-            JobEvent("b", 1.0, event),
+            NewRun(make_spec("b"), 1, 1.0),
+            NewRun(make_spec("a"), 1, 2.0),
+            JobEntry("b", 1, RECORD),
+            JobEntry("b", 1, rows(Coordinates(0, 0, 0), [1], -1)),
+            JobEvent("b", 1, 1.0, event),
         ]
     )
     first, second = await store.load_jobs()
@@ -195,15 +209,128 @@ async def test_rows_of_open_iterations_stay_until_they_are_closed_or_forgotten(o
         (stored,) = await store.load_jobs()
         return [(row.rank, int(row.rows.iteration[0])) for row in stored.open_rows]
 
-    await store.write([NewJob(make_spec(), 1.0), JobEntry("job", rows(first, [5, 6], -1))])
+    await store.write([NewRun(make_spec(), 1, 1.0), JobEntry("job", 1, rows(first, [5, 6], -1))])
     assert await open_iterations() == [(first, 5), (first, 6)]
-    await store.write([JobEntry("job", rows(second, [5], 5))])
+    await store.write([JobEntry("job", 1, rows(second, [5], 5))])
     assert await open_iterations() == [(first, 6)]
     (stored,) = await store.load_jobs()
     (row,) = stored.open_rows
     assert (row.rows.duration_s[0], row.rows.energy_j[0], row.rows.plan_version[0]) == (1 / 3, 2 / 3, 4)
-    await store.write([JobEntry("job", ForgetIterations())])
+    await store.write([JobEntry("job", 1, ForgetIterations())])
     assert await open_iterations() == []
+    await store.close()
+
+
+async def test_runs_of_a_job_do_not_see_each_others_entries_and_the_latest_is_loaded(
+    open_store: Open,
+) -> None:
+    store = await open_store()
+    event = Happening(1, EventType.REGISTERED, "registered", Registered(Parallelism(1, 1, 1)))
+    registrations = Registrations((Registration("first", "work"), Registration("second", "")))
+    entries: list[Entry] = []
+    for number in range(1, 11):  # by number, not as text
+        entries += [
+            NewRun(replace(make_spec(), stage_work=(f"run {number}", "")), number, float(number)),
+            JobEntry("job", number, replace(RECORD, version=number, baseline_request_ids=("a", "b"))),
+            JobEvent("job", number, float(number), event),
+        ]
+    entries.append(JobEntry("job", 3, registrations))
+    entries.append(JobEntry("job", 10, Registrations((Registration("third", "work"),))))
+    await store.write(entries)
+    await store.close()
+
+    store = await open_store()
+    (latest,) = await store.load_jobs()
+    third = await store.load_run("job", 3)
+    assert third is not None
+    assert (latest.run_number, third.run_number) == (10, 3)
+    assert (latest.spec.stage_work, third.spec.stage_work) == (("run 10", ""), ("run 3", ""))
+    assert (latest.create_time_s, third.create_time_s) == (10.0, 3.0)
+    assert latest.record == replace(RECORD, version=10, baseline_request_ids=("a", "b"))
+    assert third.registrations == registrations
+    assert latest.registrations.registrations == (Registration("third", "work"),)
+    assert await store.load_run("job", 11) is None
+    assert await store.load_run("another", 1) is None
+    assert await store.run_numbers("job") == list(range(10, 0, -1))
+    assert await store.run_numbers("another") == []
+    assert await store.events("job", 3, 0, 10) == [JobEvent("job", 3, 3.0, event)]
+    assert await store.known_requests() == {"job": {"first": 3, "second": 3, "third": 10}}
+    await store.close()
+
+
+async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open_store: Open) -> None:
+    store = await open_store()
+    rank = Rank(Coordinates(0, 0, 0))
+    profile = StageProfile(0, 1200, {}, 60.0, 0.5)
+    event = Happening(1, EventType.REGISTERED, "registered", Registered(Parallelism(1, 1, 1)))
+    for job_id in ("gone", "stays"):
+        entries: list[Entry] = []
+        for number in (1, 2):
+            records: list[Record] = [
+                RECORD,
+                Registrations((Registration(f"request {number}", ""),)),
+                rank,
+                OfferRecord(0, PipelineOffer((3, 2), 20, STOCK)),
+                profile,
+                ProfiledWork(0, f"work of {job_id}"),
+                PERIOD,
+                rows(rank.coordinates, [1], -1),
+            ]
+            entries.append(NewRun(make_spec(job_id), number, 1.0))
+            entries += [JobEntry(job_id, number, record) for record in records]
+            entries.append(JobEvent(job_id, number, 1.0, event))
+        await store.write(entries)
+    assert await store.deleted_version() == 0
+    await store.write([JobDeleted("gone", 17)])
+    await store.write([NewRun(make_spec("gone"), 1, 2.0), JobDeleted("gone", 5)])
+    await store.close()
+
+    store = await open_store()
+    assert await store.deleted_version() == 17
+    (stored,) = await store.load_jobs()
+    assert (stored.spec.job_id, stored.run_number, stored.record) == ("stays", 2, RECORD)
+    assert (stored.ranks, stored.profiles, stored.periods) == ((rank,), (profile,), (PERIOD,))
+    assert len(stored.offers) == len(stored.open_rows) == stored.last_sequence == 1
+    assert await store.known_requests() == {"stays": {"request 1": 1, "request 2": 2}}
+    assert await store.known_profiles(["work of gone"]) == []
+    assert await store.events("gone", 1, 0, 10) == []
+    # What comes under its name finds nothing of it.
+    await store.write([NewRun(make_spec("gone"), 1, 3.0)])
+    again = await store.load_run("gone", 1)
+    assert again is not None
+    assert (again.ranks, again.offers, again.profiles, again.periods, again.open_rows) == ((),) * 5
+    assert (again.record, again.last_sequence) == (None, 0)
+    await store.close()
+
+
+async def test_profiles_are_found_by_the_work_of_each_stage_the_youngest_first(open_store: Open) -> None:
+    store = await open_store()
+
+    def profile(stage: int, clock_mhz: int, time_s: float) -> StageProfile:
+        measurement = Measurement(clock_mhz, time_s, 10.0)
+        return StageProfile(stage, clock_mhz, {(0, Kind.FORWARD): measurement}, 60.0, 0.5)
+
+    await store.write(
+        [
+            NewRun(make_spec("old"), 1, 1.0),
+            JobEntry("old", 1, profile(0, 1200, 0.1)),
+            JobEntry("old", 1, ProfiledWork(0, "light")),
+            NewRun(make_spec("young"), 1, 2.0),
+            NewRun(make_spec("young"), 2, 3.0),
+            *(JobEntry("young", 2, profile(1, clock_mhz, 0.2)) for clock_mhz in (1300, 900)),
+            JobEntry("young", 2, profile(0, 1300, 0.3)),
+            JobEntry("young", 2, ProfiledWork(1, "light")),
+            # Not known by any key: its run is not done with it.
+            NewRun(make_spec("younger"), 1, 4.0),
+            JobEntry("younger", 1, profile(0, 1200, 0.4)),
+        ]
+    )
+    expected = tuple(replace(profile(1, mhz, 0.2), stage=3) for mhz in (900, 1300))
+    assert await store.known_profiles(["heavy", "", "none", "light"]) == [
+        KnownProfile(3, expected, "young", 2)
+    ]
+    await store.write([JobDeleted("young", 0)])
+    assert await store.known_profiles(["light"]) == [KnownProfile(0, (profile(0, 1200, 0.1),), "old", 1)]
     await store.close()
 
 
@@ -218,9 +345,9 @@ async def test_the_telemetry_sequence_is_kept_per_instance(open_store: Open) -> 
 
 async def test_a_write_that_fails_leaves_nothing_behind(open_store: Open) -> None:
     store = await open_store()
-    await store.write([NewJob(make_spec(), 1.0)])
+    await store.write([NewRun(make_spec(), 1, 1.0)])
     with pytest.raises(Exception, match=r"(?i)unique"):
-        await store.write([TelemetrySequence("a", 7), NewJob(make_spec(), 2.0)])
+        await store.write([TelemetrySequence("a", 7), NewRun(make_spec(), 1, 2.0)])
     assert await store.telemetry_sequence("a") == 0
     await store.write([TelemetrySequence("a", 1)])
     assert await store.telemetry_sequence("a") == 1

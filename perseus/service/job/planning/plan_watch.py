@@ -57,6 +57,10 @@ class PlanWatch:
         self._guard.restart()
         self._drift.restart()
 
+    def forgive(self) -> None:
+        """Promises that were broken so far count for nothing."""
+        self._broken_count = 0
+
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank measured under the plan that it has now."""
         self._drift.take_estimate(rank, estimate)

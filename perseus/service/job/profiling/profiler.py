@@ -14,8 +14,8 @@ stage are the least; without them there is nothing to plan.
 A round that is dear (it has taken its share of the extra time, that of one clock out of the most) is content
 with the first iteration that is measured whole.
 
-A profile of the same GPUs and job shape may be there from before. It is taken over if it agrees with what the
-first rounds measured.
+A profile of the same work on the same GPUs may be known from before, stage by stage. It is adopted where it
+agrees with what the first rounds measured of the stage.
 """
 
 import math
@@ -30,7 +30,7 @@ from perseus.service.domain.evidence import (
     ProfilingEnded,
     StagePower,
 )
-from perseus.service.domain.measured import JobIteration, StageProfile
+from perseus.service.domain.measured import JobIteration, KnownProfile, StageProfile
 from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks, StockIteration
 from perseus.service.domain.profiling import (
     ClockGivenUpReason,
@@ -92,8 +92,8 @@ class Profiler:
 
     Attributes:
         profiles: what is measured so far.
-        offered: a profile of the same GPUs and job shape from before.
-        cost: what profiling has taken so far.
+        known: what is known of the stages' work from before, and not yet held against measurements.
+        cost: what profiling has taken so far, since it was begun or renewed.
         whole_round_count: rounds in which every stage was measured that was to be, since the last restart.
         given_up: the clocks that could not be measured, in the order in which they were given up.
     """
@@ -102,7 +102,7 @@ class Profiler:
         self, parallelism: Parallelism, schedule: Schedule, rules: ProfilingRules, journal: Journal
     ) -> None:
         self.profiles: tuple[StageProfile, ...] = ()
-        self.offered: tuple[StageProfile, ...] = ()
+        self.known: tuple[KnownProfile, ...] = ()
         self._parallelism = parallelism
         self._schedule = schedule
         self._rules = rules
@@ -133,6 +133,12 @@ class Profiler:
         """Clocks measured at the stage that has the fewest."""
         counts = Counter(profile.stage for profile in self.profiles)
         return min(counts[stage] for stage in range(self._parallelism.stage_count))
+
+    def renew(self) -> None:
+        """Begin with a whole budget, and with every clock that is not measured; what is measured is kept."""
+        self.cost = ProfilingCost()
+        self.given_up = ()
+        self._silent_s = self._silent_extra_s = 0.0
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank's counter says of the clock that it holds."""
@@ -202,7 +208,7 @@ class Profiler:
         limit = self._rules.budget.used_up(self.cost)
         if held is not None and not self._end_round(held, clocks_mhz, is_last=limit is not None):
             return held
-        self._adopt_offered()
+        self._adopt_known()
         barred = {(clock.stage, clock.clock_mhz) for clock in self.given_up}
         choice = choose_clocks(self.profiles, self._schedule, clocks_mhz, barred)
         end = self._find_end(choice, limit)
@@ -405,18 +411,24 @@ class Profiler:
             ProfilingEnded(end.is_enough, end.limit, self.cost),
         )
 
-    def _adopt_offered(self) -> None:
-        if not self.offered or self.clock_count < LEAST_CLOCKS:
+    def _adopt_known(self) -> None:
+        """Hold what is known from before against the first clocks, and adopt it where it agrees."""
+        if not self.known or self.clock_count < LEAST_CLOCKS:
             return
-        offered, self.offered = self.offered, ()
-        if agree(self.profiles, offered, _SAME_TIME_SHARE, _SAME_ENERGY_SHARE):
-            known = self._measured_places()
-            adopted = [p for p in offered if (p.stage, p.clock_mhz) not in known]
-            self.replace(adopted)
+        known, self.known = self.known, ()
+        by_source: dict[tuple[str, int], list[int]] = {}
+        measured = self._measured_places()
+        for stage in known:
+            own = [profile for profile in self.profiles if profile.stage == stage.stage]
+            if agree(own, stage.profiles, _SAME_TIME_SHARE, _SAME_ENERGY_SHARE):
+                self.replace(p for p in stage.profiles if (p.stage, p.clock_mhz) not in measured)
+                by_source.setdefault((stage.source_job_id, stage.source_run_number), []).append(stage.stage)
+        for (job_id, run_number), stages in by_source.items():
             self._journal.announce(
                 EventType.PROFILE_ADOPTED,
-                f"a profile from before agrees with what is measured: {self.clock_count} clocks",
-                ProfileAdopted(tuple(sorted({p.stage for p in adopted})), self.clock_count),
+                f"what run {run_number} of job {job_id} measured agrees with what is measured of stages "
+                f"{', '.join(map(str, stages))}: {self.least_clock_count} clocks",
+                ProfileAdopted(tuple(stages), self.least_clock_count, job_id, run_number),
             )
 
 

@@ -108,7 +108,9 @@ async def replay(directory: Path, trace: Trace, step_count: int | None = None) -
             stages=trace.schedule.stage_count,
             microbatches=trace.microbatch_count,
         )
-        await client.jobs.RegisterJob(job_service_pb2.RegisterJobRequest(spec=spec), timeout=TIMEOUT_S)
+        await client.jobs.RegisterJob(
+            job_service_pb2.RegisterJobRequest(spec=spec, request_id="r"), timeout=TIMEOUT_S
+        )
         agent = TraceAgent(client, trace)
         await agent.join()
         for iteration in range(step_count or len(trace.steps)):

@@ -1,0 +1,79 @@
+"""Which run of its job a registration leads to. Pure.
+
+    there is no run yet                     the first begins
+    an earlier run knows the request        that run is returned
+    the latest run has finished
+        and knows the request               it is returned
+        and does not                        a new one begins
+    it has not finished
+        and the specification is the same   it goes on
+        it differs, and a rank is live      refused
+        it differs, and none is             it is abandoned, and a new one begins
+
+A request that the latest run knows, which has not finished, but that asks for another specification is no
+retry: it is treated by what it asks for.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LatestRun:
+    """How a job's latest run stands to a registration.
+
+    Attributes:
+        number: of the run, from 1.
+        has_finished: whether it has ended.
+        has_live_rank: whether a rank is connected, or may come back within its lease.
+        difference: the part in which the specification differs from the run's; None for the same.
+    """
+
+    number: int
+    has_finished: bool
+    has_live_rank: bool
+    difference: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """The request has led to this run before, and changes nothing."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """The latest run goes on: plan, profile and versions stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Ranks that are live run another specification: this part of it differs."""
+
+    difference: str
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A new run begins; the latest one is abandoned because of this difference, or has ended (None)."""
+
+    number: int
+    abandons: str | None = None
+
+
+Way = Return | GoOn | Refuse | Begin
+
+
+def way(latest: LatestRun | None, known_to: int | None) -> Way:
+    """Return where a registration leads; `known_to` is the run that its request has led to before, if any."""
+    if latest is None:
+        return Begin(1)
+    if known_to is not None and (known_to != latest.number or latest.has_finished):
+        return Return(known_to)
+    if latest.has_finished:
+        return Begin(latest.number + 1)
+    if latest.difference is None:
+        return GoOn()
+    if latest.has_live_rank:
+        return Refuse(latest.difference)
+    return Begin(latest.number + 1, abandons=latest.difference)

@@ -1,0 +1,282 @@
+"""A run from its registration to its end: who may join, what it begins with, and the way out of stock."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from perseus.service.domain import evidence
+from perseus.service.domain.commands import Announce, Command, FindProfile, Solve, Store
+from perseus.service.domain.errors import SpecMismatchError
+from perseus.service.domain.inputs import (
+    Abandoned,
+    BaselineRequested,
+    FinishRequested,
+    RankLeft,
+    RegisteredAgain,
+    ResumeRequested,
+    SolveFailed,
+)
+from perseus.service.domain.model import Gpu, JobState, RankLeftReason
+from perseus.service.domain.records import MOST_REQUEST_IDS, ProfiledWork
+from perseus.service.domain.specification import Registration
+from perseus.service.job.machine import JobMachine
+from perseus.service.job.planning.drift import BLOCK
+from perseus.service.job.planning.plan_watch import MOST_BROKEN_PROMISES
+from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
+from perseus.service.job.profiling.work_keys import work_keys
+from perseus.service.job.rules import Rules
+from tests.service.job.truthful_cluster import TruthfulCluster
+from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, REGISTRATION, Cluster, FakeRank, make_spec
+
+
+def joined_as(cluster: Cluster, rank: FakeRank, spec_fingerprint: str) -> None:
+    cluster.send(replace(rank.joined(), spec_fingerprint=spec_fingerprint))
+
+
+def states(cluster: Cluster) -> list[str]:
+    """The states that were entered, in order."""
+    return [change.after.name for change in changes(cluster)]
+
+
+def changes(cluster: Cluster) -> list[evidence.StateChanged]:
+    told = (command.happening.evidence for command in cluster.history if isinstance(command, Announce))
+    return [some for some in told if isinstance(some, evidence.StateChanged)]
+
+
+def test_ranks_of_another_specification_are_refused_and_nothing_changes() -> None:
+    cluster = Cluster(make_spec())
+    first, second, *_ = cluster.ranks.values()
+    joined_as(cluster, first, REGISTRATION.spec_fingerprint)
+    before = cluster.machine.view()
+    with pytest.raises(SpecMismatchError) as caught:
+        joined_as(cluster, second, "other")
+    assert caught.value.metadata["spec_fingerprint"] == "other"
+    assert cluster.machine.view() == before
+    joined_as(cluster, second, "")  # whoever says nothing is not checked
+    cluster.send(RegisteredAgain(Registration("another request", "other")))
+    joined_as(cluster, second, "other")
+
+
+def test_who_registered_a_run_is_known_after_a_restart_as_far_back_as_the_limit() -> None:
+    cluster = Cluster(make_spec())
+    for number in range(MOST_REQUEST_IDS):
+        cluster.send(RegisteredAgain(Registration(f"request {number}", f"fingerprint {number}")))
+    assert not cluster.machine.takes(REGISTRATION.spec_fingerprint), "the oldest one is forgotten"
+    cluster.restart()
+    known = cluster.machine.registrations.registrations
+    assert [some.request_id for some in known] == [f"request {n}" for n in range(MOST_REQUEST_IDS)]
+    before = len(cluster.history)
+    cluster.send(RegisteredAgain(known[-1]))
+    assert len(cluster.history) == before, "a retry stores nothing"
+
+
+def test_versions_of_a_new_run_follow_those_of_the_run_before() -> None:
+    first = Cluster(make_spec())
+    first.join_all()
+    first.iterate_until(JobState.PLANNED)
+    second = Cluster(make_spec())
+    second.machine = JobMachine(second.spec, 2, second.rules, EPOCH, create_time_s=1.0, created_s=0.0)
+    second.history = second.machine.register(REGISTRATION, first.machine.version)
+    second.restart()  # also of a run in which nothing has happened yet
+    second.join_all()
+    second.iterate_until(JobState.PROFILING)
+    assert min(second.offered_versions) > max(first.offered_versions)
+
+
+def test_an_abandoned_run_has_ended_and_says_why() -> None:
+    cluster = Cluster(make_spec())
+    cluster.send(Abandoned("its schedule differs"))
+    cluster.expect(JobState.FINISHED)
+    assert changes(cluster)[-1].reason == "abandoned: its schedule differs"
+    assert cluster.machine.summary().state_reason == "abandoned: its schedule differs"
+
+
+def test_the_same_request_for_a_baseline_is_carried_out_once() -> None:
+    cluster = TruthfulCluster().plan()
+    cluster.send(BaselineRequested("request"))
+    cluster.run_until(JobState.PLANNED)
+    cluster.send(BaselineRequested("request"))
+    cluster.expect(JobState.PLANNED)
+    cluster.restart()
+    cluster.send(BaselineRequested("request"))
+    assert len(cluster.announced(evidence.BaselineRequested)) == 1
+    cluster.send(BaselineRequested("another"))
+    cluster.expect(JobState.BASELINE)
+    cluster.send(FinishRequested())
+    cluster.send(BaselineRequested("another"))  # its answer was lost, and the job has ended since
+    cluster.expect(JobState.FINISHED)
+
+
+# ---------------------------------------------------------------------- the way out of stock
+
+
+def test_a_job_that_could_not_be_solved_begins_again_at_the_baseline_with_its_profile() -> None:
+    cluster = UnluckyCluster(make_spec())
+    cluster.join_all()
+    cluster.iterate_until(JobState.STOCK)
+    profile = cluster.machine.profiler.profiles
+    cluster.has_luck = True
+    cluster.send(ResumeRequested())
+    cluster.expect(JobState.BASELINE)
+    cluster.iterate_until(JobState.PLANNED)
+    assert cluster.machine.profiler.profiles == profile
+    assert states(cluster)[-4:] == ["STOCK", "BASELINE", "SOLVING", "PLANNED"]
+
+
+def test_a_restart_does_not_lead_back_to_stock() -> None:
+    cluster = UnluckyCluster(make_spec())
+    cluster.join_all()
+    cluster.iterate_until(JobState.STOCK)
+    cluster.restart()
+    cluster.expect(JobState.STOCK)
+    cluster.has_luck = True
+    cluster.join_all()
+    cluster.send(ResumeRequested())
+    cluster.restart()
+    cluster.expect(JobState.BASELINE)
+    cluster.join_all()
+    cluster.iterate_until(JobState.PLANNED)
+
+
+def test_the_count_of_broken_promises_begins_anew() -> None:
+    cluster = TruthfulCluster(lag_s=0.006).plan()
+    cluster.run(BLOCK)
+    for lag_s in (0.010, 0.013):  # transfers take longer and longer
+        cluster.lag_s = lag_s
+        cluster.run(BLOCK)
+    cluster.expect(JobState.STOCK)
+    assert len(cluster.announced(evidence.PromiseBroken)) == MOST_BROKEN_PROMISES + 1
+    cluster.send(ResumeRequested())
+    cluster.run_until(JobState.PLANNED)
+    assert states(cluster)[-4:] == ["STOCK", "BASELINE", "SOLVING", "PLANNED"], (
+        "not on the frontier that failed"
+    )
+    cluster.slowness = lambda stage, mhz: 1.3 if stage == 1 and mhz < CLOCKS_MHZ[0] else 1.0
+    cluster.run(BLOCK)
+    assert len(cluster.announced(evidence.PromiseBroken)) == MOST_BROKEN_PROMISES + 2
+    cluster.expect(JobState.PLANNED)
+
+
+def test_what_was_given_up_is_tried_again() -> None:
+    cluster = Cluster(make_spec(), Rules(30.0, 1, ProfilingRules(iterations=1)))
+    cluster.join_all()
+    for rank in cluster.ranks.values():
+        rank.tells_energy = rank.place.stage != 1
+    cluster.iterate_until(JobState.STOCK, limit=len(CLOCKS_MHZ) * (HOLD_LIMIT + 4))
+    for rank in cluster.ranks.values():
+        rank.tells_energy = True
+    cluster.send(ResumeRequested())
+    cluster.iterate_until(JobState.PLANNED)
+
+
+def test_a_job_that_lacks_ranks_waits_for_them_before_it_goes_on() -> None:
+    cluster = UnluckyCluster(make_spec())
+    cluster.join_all()
+    cluster.iterate_until(JobState.STOCK)
+    first, *_ = cluster.ranks.values()
+    cluster.send(RankLeft(first.place, first.instance_id, RankLeftReason.TRAINER_GONE))
+    cluster.has_luck = True
+    cluster.send(ResumeRequested())
+    cluster.expect(JobState.WAITING)
+    first.start_trainer(cluster.machine._ranks.highest_iteration())
+    cluster.send(first.joined())
+    cluster.iterate_until(JobState.PLANNED)
+
+
+@pytest.mark.parametrize(
+    "state", [JobState.BASELINE, JobState.PROFILING, JobState.PLANNED, JobState.FINISHED]
+)
+def test_a_job_in_another_state_stays_as_it_is(state: JobState) -> None:
+    cluster = Cluster(make_spec())
+    cluster.join_all()
+    if state is JobState.FINISHED:
+        cluster.send(FinishRequested())
+    else:
+        cluster.iterate_until(state)
+    before = cluster.machine.view()
+    assert cluster.tell(ResumeRequested()) == []
+    assert cluster.machine.view() == before
+
+
+class UnluckyCluster(Cluster):
+    """No problem can be solved until it `has_luck`."""
+
+    has_luck = False
+
+    def carry_out(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Solve) and not self.has_luck:
+                self.send(SolveFailed("no luck"))
+            else:
+                super().carry_out([command])
+
+
+# ---------------------------------------------------------------------- profiles for others
+
+
+def test_what_is_profiled_is_kept_for_others_and_asked_for_by_the_same_keys() -> None:
+    cluster = Cluster(make_spec())
+    cluster.join_all()
+    cluster.iterate_until(JobState.PROFILING)
+    (asked,) = [command for command in cluster.history if isinstance(command, FindProfile)]
+    assert profiled(cluster) == []
+    cluster.iterate_until(JobState.PLANNED)
+    assert profiled(cluster) == [ProfiledWork(stage, key) for stage, key in enumerate(asked.keys)]
+
+
+def test_a_restart_asks_again_as_long_as_an_answer_is_of_use() -> None:
+    cluster = Cluster(make_spec())
+    cluster.join_all()
+    cluster.iterate_until(JobState.PROFILING)
+    cluster.restart()
+    assert isinstance(cluster.history[-1], FindProfile)
+    cluster.join_all()
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.restart()
+    assert not isinstance(cluster.history[-1], FindProfile)
+
+
+def profiled(cluster: Cluster) -> list[ProfiledWork]:
+    records = [command.record for command in cluster.history if isinstance(command, Store)]
+    return [record for record in records if isinstance(record, ProfiledWork)]
+
+
+GPU = Gpu("GPU-1", "A40", CLOCKS_MHZ, 300.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu", "is_same"),
+    [
+        ({}, GPU, True),
+        ({}, replace(GPU, uuid="GPU-2", supported_clocks_mhz=(900,)), True),
+        ({}, replace(GPU, model="A100"), False),
+        ({}, replace(GPU, power_limit_w=250.0), False),
+        ({}, replace(GPU, power_limit_w=0.0), False),
+        ({"pipelines": 5}, GPU, True),
+        ({"tensors": 2}, GPU, False),
+        ({"microbatches": 4}, GPU, False),
+        ({"stages": 3}, GPU, False),
+    ],
+)
+def test_work_without_a_fingerprint_is_known_by_its_place_in_the_schedule(
+    changes: dict[str, int], gpu: Gpu, is_same: bool
+) -> None:
+    def keys(gpu: Gpu, **changes: int) -> tuple[str, ...]:
+        spec = make_spec(**changes)  # type: ignore[arg-type]
+        return work_keys(spec, spec.check(), [[gpu, gpu]] * spec.parallelism.stage_count)
+
+    first, second = keys(GPU)
+    assert first != second
+    assert (keys(gpu, **changes)[0] == first) is is_same
+
+
+def test_work_with_a_fingerprint_is_known_wherever_it_stands() -> None:
+    def keys(*stage_work: str, microbatches: int = 3) -> tuple[str, ...]:
+        spec = replace(make_spec(microbatches=microbatches, stages=len(stage_work)), stage_work=stage_work)
+        return work_keys(spec, spec.check(), [[GPU]] * len(stage_work))
+
+    first, last = keys("12 layers", "11 layers, head")
+    middle = keys("12 layers", "12 layers", "", microbatches=7)
+    assert middle[:2] == (first, first)
+    assert last not in middle

@@ -89,6 +89,7 @@ from perseus.service.domain.specification import (
     Registration,
     check_request_id,
 )
+from perseus.service.fleet.gpus import GpuIndex
 from perseus.service.job import runs
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
@@ -162,6 +163,7 @@ class Coordinator:
         self._requests: dict[str, dict[str, int]] = {}
         self._deleted_version = 0
         self._agents: dict[str, _Agent] = {}
+        self._gpus = GpuIndex(self._is_on_gpu)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------ life
@@ -177,6 +179,9 @@ class Coordinator:
             )
             self._runs[stored.spec.job_id] = run = _Run(machine)
             self._perform(run, commands)
+            for place, gpu_uuid in machine.gpus().items():
+                if machine.is_on_gpu(place, gpu_uuid):
+                    self._gpus.put(run.job_id, place, gpu_uuid)
         log.info("jobs loaded", job_count=len(self._runs), epoch=self._epoch)
 
     async def run(self) -> None:
@@ -476,10 +481,11 @@ class Coordinator:
 
         Raises:
             JobNotFoundError, JobFinishedError, RankOutOfRangeError, RankAlreadyServedError,
-            SpecMismatchError: it is refused.
+            GpuAlreadyServedError, SpecMismatchError: it is refused.
         """
         run = self._find(job_id)
         self.tick()  # An older lease may have run out since the last one.
+        self._gpus.check(job_id, event.rank, event.gpu.uuid)
         try:
             self._perform(run, _handle(run.machine, event))
         except SpecMismatchError:
@@ -487,6 +493,7 @@ class Coordinator:
             left = RankLeft(event.rank, event.instance_id, RankLeftReason.TRAINER_GONE)
             self._perform(run, _handle(run.machine, left))
             raise
+        self._gpus.put(job_id, event.rank, event.gpu.uuid)
         agent = self._agents.get(event.instance_id)
         if agent is not None:
             agent.job_ids.add(job_id)
@@ -494,16 +501,11 @@ class Coordinator:
     def tell(self, job_id: str, event: RankLeft | OfferAnswered | PlanInForce) -> None:
         """Take what an agent says of a rank.
 
-        A job that is not known is no error: the agent may have served it under a coordinator that lost its
-        state.
-
         Raises:
+            JobNotFoundError: the agent may have served the job under a coordinator that lost its state.
             RankOutOfRangeError: the job has no such rank.
         """
-        run = self._runs.get(job_id)
-        if run is None:
-            log.warning("message for an unknown job ignored", job_id=job_id, message=type(event).__name__)
-            return
+        run = self._find(job_id)
         self._perform(run, _handle(run.machine, event))
 
     def note_gpu_error(self, job_id: str, event: GpuErrorReported) -> None:
@@ -520,7 +522,9 @@ class Coordinator:
         """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.
 
         Raises:
-            InvalidInputError: the batch can't be of that rank; it is neither taken nor acknowledged.
+            JobNotFoundError: the job is not registered.
+            InvalidInputError: the batch can't be of that rank. It is neither taken nor acknowledged yet:
+                `pass_telemetry` is to follow.
         """
         instance_id, sequence = event.instance_id, event.batch.sequence
         agent = self._agents.get(instance_id)
@@ -530,17 +534,31 @@ class Coordinator:
         commands: list[Command] = []
         entries: list[Entry] = []
         if sequence > agent.received_sequence:
-            if run is None:
-                log.warning("telemetry of an unknown job dropped", job_id=job_id, instance_id=instance_id)
-            else:
-                commands = _handle(run.machine, event)
+            commands = _handle(self._find(job_id).machine, event)
             agent.received_sequence = sequence
             entries = [TelemetrySequence(instance_id, sequence)]
         taken = agent.received_sequence
         await (self._writer.later(entries) if run is None else self._perform(run, commands, entries))
         agent.port.acknowledge(taken)
 
+    async def pass_telemetry(self, instance_id: str, sequence: int) -> None:
+        """Acknowledge a batch that was refused, so that the agent goes on, and doesn't send it again."""
+        agent = self._agents.get(instance_id)
+        if agent is None:
+            return
+        entries: list[Entry] = []
+        if sequence > agent.received_sequence:
+            agent.received_sequence = sequence
+            entries = [TelemetrySequence(instance_id, sequence)]
+        taken = agent.received_sequence
+        await self._writer.later(entries)
+        agent.port.acknowledge(taken)
+
     # ------------------------------------------------------------------ carrying out
+
+    def _is_on_gpu(self, job_id: str, rank: Coordinates, gpu_uuid: str) -> bool:
+        run = self._runs.get(job_id)
+        return run is not None and run.machine.is_on_gpu(rank, gpu_uuid)
 
     def _find(self, job_id: str) -> _Run:
         try:

@@ -10,6 +10,10 @@ const FIRST_DELAY_S = 0.25;
 const LONGEST_DELAY_S = 15;
 const JOIN_AGAIN_S = 1;
 const TICK_S = 0.25;
+// To connect again would not help: the agent has a mistake, or another stream has taken over.
+const PERMANENT = new Set(['HELLO_EXPECTED', 'HELLO_REPEATED', 'INVALID_FIELD', 'STREAM_REPLACED']);
+// Time alone, or a registration, may change these.
+const JOIN_AGAIN = new Set(['JOB_NOT_FOUND', 'RANK_ALREADY_SERVED', 'GPU_ALREADY_SERVED', 'SPEC_MISMATCH']);
 const KEPT_BATCHES = 4096;
 const WINDOW = 64; // batches under way, not yet acknowledged
 
@@ -37,9 +41,11 @@ export class Agent {
     const ticking = setInterval(() => this.#tick(), 1000 * TICK_S);
     let ceilingS = FIRST_DELAY_S;
     while (!this.#isClosing) {
-      const { wasWelcome, end } = await this.#connect();
+      const { wasWelcome, status } = await this.#connect();
       if (this.#isClosing) break;
-      this.log(`stream ended: ${end}`);
+      const reason = reasonOf(status);
+      this.log(`stream ended: ${status.code} ${reason || status.details}`);
+      if (PERMANENT.has(reason)) throw new Error(`the coordinator ended the stream for good: ${status.details}`);
       if (wasWelcome) ceilingS = FIRST_DELAY_S;
       await sleep(1000 * Math.random() * ceilingS); // full jitter: agents must not come back all at once
       ceilingS = Math.min(2 * ceilingS, LONGEST_DELAY_S);
@@ -96,7 +102,7 @@ export class Agent {
         const wasWelcome = this.#stream !== null;
         this.#call = this.#stream = null;
         for (const rank of this.#ranks.values()) rank.disconnect();
-        resolve({ wasWelcome, end: `${status.code} ${reasonOf(status) || status.details}` });
+        resolve({ wasWelcome, status });
       });
       const hello = { instanceId: this.#instanceId, agentVersion: 'nodejs', hostname: hostname() };
       call.write({ hello: { ...hello, protocolVersion: PROTOCOL_VERSION } });
@@ -154,12 +160,13 @@ export class Agent {
     return answer;
   }
 
-  /** A rank that is refused has no plan, and may be taken later. */
+  /** A rank that is refused has no plan; it may be taken later. */
   #onRankRefused(rank, { jobId, reason, message }) {
     this.log(`rank refused: ${reason}: ${message}`);
     if (!rank) return;
     this.tellInForce(rank.dropPlans());
     if (reason === 'JOB_NOT_FOUND') this.onJobUnknown(jobId);
+    if (!JOIN_AGAIN.has(reason)) return;
     setTimeout(() => this.#send({ rankJoined: rank.joined() }), 1000 * JOIN_AGAIN_S).unref();
   }
 

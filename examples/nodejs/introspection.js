@@ -8,7 +8,7 @@ import health from 'grpc-health-check';
 const DEADLINE_S = 5;
 
 const require = createRequire(import.meta.url);
-const reflectionProto = require.resolve('@grpc/reflection/build/proto/grpc/reflection/v1alpha/reflection.proto');
+const reflectionProto = require.resolve('@grpc/reflection/build/proto/grpc/reflection/v1/reflection.proto');
 const { grpc: standard } = grpc.loadPackageDefinition(protoLoader.loadSync(reflectionProto));
 const Health = grpc.makeGenericClientConstructor(health.service, 'Health');
 
@@ -26,7 +26,7 @@ export function serving(target, service) {
 
 /** The names of all services. */
 export function services(target) {
-  const client = new standard.reflection.v1alpha.ServerReflection(target, grpc.credentials.createInsecure());
+  const client = new standard.reflection.v1.ServerReflection(target, grpc.credentials.createInsecure());
   return new Promise((resolve, reject) => {
     const stream = client.serverReflectionInfo({ deadline: deadline() });
     stream.on('error', reject);

@@ -10,8 +10,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from google.protobuf import descriptor_pool, message_factory
+from google.protobuf import message_factory
 from google.protobuf.message import Message
+
+from perseus.v1 import agent_service_pb2, frontier_service_pb2, job_service_pb2
+
+SERVICES = {
+    service.full_name: service
+    for module in (agent_service_pb2, job_service_pb2, frontier_service_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+}
 
 UNKNOWN = b"\xc0\x3e\x01"
 """Field 1000, a number."""
@@ -59,6 +67,7 @@ class _Forwarder(grpc.GenericRpcHandler):
                 context.set_details(error.details())
             finally:
                 sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
 
         return grpc.stream_stream_rpc_method_handler(forward)
 
@@ -75,10 +84,10 @@ async def _send(method: str, requests: AsyncIterator[bytes], call: Any) -> None:
 
 def _grown(method: str, data: bytes, *, is_request: bool) -> bytes:
     """Return a message with a field more than its type has, and each message in it likewise."""
-    if not method.startswith("/perseus."):
-        return data
     service, name = method[1:].split("/")
-    described = descriptor_pool.Default().FindServiceByName(service).methods_by_name[name]
+    if service not in SERVICES:
+        return data
+    described = SERVICES[service].methods_by_name[name]
     kind = described.input_type if is_request else described.output_type
     message = message_factory.GetMessageClass(kind)()
     message.ParseFromString(data)

@@ -9,6 +9,8 @@ FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 MEGATRON_CORES := 0.12.3 0.13.1 0.14.0 0.15.3
 PROTOS := $(wildcard protos/perseus/v1/*.proto)
 SERVICES := $(wildcard protos/perseus/v1/*_service.proto)
+# The contract that is promised: what it has may be added to, and nothing in it may change.
+CONTRACT := protos/contract.binpb
 # Where `make protos` writes; a test regenerates elsewhere and compares.
 OUT ?= .
 
@@ -18,7 +20,7 @@ NVML ?=
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-frameworks test-languages torture check bench protos clean
+.PHONY: demo test test-frameworks test-languages torture check bench protos contract clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -45,6 +47,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/buf lint
+	$(BIN)/buf breaking --against $(CONTRACT)
 	$(BIN)/mypy
 
 bench: $(STAMP)
@@ -59,6 +62,10 @@ protos: $(STAMP)
 	  --python_out=$(OUT) --mypy_out=quiet:$(OUT) $(PROTOS:protos/%=%)
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc --proto_path=protos \
 	  --grpc_python_out=$(OUT) --mypy_grpc_out=quiet:$(OUT) $(SERVICES:protos/%=%)
+
+# To be run, and looked at, when a change of the contract is meant: it is promised from then on.
+contract: $(STAMP)
+	$(BIN)/buf build --exclude-source-info --output $(CONTRACT)
 
 $(STAMP): pyproject.toml
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)

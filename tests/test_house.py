@@ -97,10 +97,12 @@ HOUSE: Mapping[str, Room] = {
         "service.job.stragglers",
         "solver",
     ),
+    "service.fleet": pure("service.domain"),
     "service.storage": room("service.domain", "solver", needs=["numpy", "pydantic"]),
     "service.shell.watch_state": pure("service.domain"),
     "service.shell": room(
         "service.domain",
+        "service.fleet",
         "service.job.machine",
         "service.job.planning",
         "service.job.rules",
@@ -115,7 +117,7 @@ HOUSE: Mapping[str, Room] = {
         "service.shell",
         "solver",
         "v1",
-        needs=["google", "grpc", "grpc_status", "numpy", "structlog"],
+        needs=["google", "grpc", "grpc_reflection", "grpc_status", "numpy", "structlog"],
     ),
     "service.settings": room("logs", needs=["pydantic", "pydantic_settings"]),
     "service.server": room(
@@ -128,7 +130,7 @@ HOUSE: Mapping[str, Room] = {
         "service.shell",
         "service.storage",
         "v1",
-        needs=["grpc", "grpc_health", "grpc_reflection", "structlog"],
+        needs=["grpc", "grpc_health", "structlog"],
     ),
     # Both processes on a GPU node meet in the link only.
     "agent.link": pure(),

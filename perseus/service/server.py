@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from perseus.service.api.agent_service import AgentService
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
+from perseus.service.api.reflection import enable_reflection
 from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.job.planning.guard import GuardRules
@@ -133,7 +133,7 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(FrontierService(coordinator), server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    enable_reflection((*_SERVICES, health.SERVICE_NAME), server)
     try:
         port = server.add_insecure_port(settings.listen)
     except RuntimeError as error:

@@ -4,6 +4,7 @@ Pure computation on numpy and igraph. Start at :class:`Pipeline` and :func:`solv
 use is in :mod:`perseus.solver.study`.
 """
 
+from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_POWER_W, MAX_TIME_S
 from perseus.solver.change import Recheck, recheck
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.dwell import dwell
@@ -34,6 +35,9 @@ from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.schedule import Path, Schedule
 
 __all__ = [
+    "MAX_CLOCK_MHZ",
+    "MAX_POWER_W",
+    "MAX_TIME_S",
     "Computation",
     "DeadlineError",
     "FittedTimes",

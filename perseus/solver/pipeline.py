@@ -1,13 +1,18 @@
 """The problem statement: one pipeline's iteration, all its figures checked."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from perseus.solver.bounds import MAX_POWER_W, MAX_TIME_S
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import PipelineError, ProfileError
 from perseus.solver.profile import Measurement
 from perseus.solver.schedule import Schedule
+
+MAX_TOTAL_TIME_S = 4e6
+"""Of all computations and transfers of an iteration, one after another: its picoseconds fit 63 bits."""
 
 ProfileKey = tuple[int, int, Kind]
 """(stage, chunk, kind): computations that share it share their measurements."""
@@ -28,8 +33,8 @@ class Pipeline:
 
     Raises:
         ProfileError: a computation has no measurements, or a clock is measured twice.
-        PipelineError: a power, lag or fixed time is not finite or negative, or belongs to nothing in the
-            schedule.
+        PipelineError: a power, lag or fixed time is out of bounds (`perseus.solver.bounds`), or belongs to
+            nothing in the schedule; or all together take longer than MAX_TOTAL_TIME_S.
     """
 
     schedule: Schedule
@@ -50,10 +55,10 @@ class Pipeline:
                 found=len(self.blocking_power_w),
             )
         for stage, power_w in enumerate(self.blocking_power_w):
-            _check_amount(power_w, "blocking_power_w", f"stage {stage}")
+            _check_amount(power_w, "blocking_power_w", f"stage {stage}", MAX_POWER_W)
         for name in ("activation_lags_s", "gradient_lags_s"):
             for (sender, receiver), lag_s in getattr(self, name).items():
-                _check_amount(lag_s, name, f"stages {sender} → {receiver}")
+                _check_amount(lag_s, name, f"stages {sender} → {receiver}", MAX_TIME_S)
                 if not (0 <= sender < stage_count and 0 <= receiver < stage_count):
                     raise PipelineError(
                         f"{name}: expected stages 0 to {stage_count - 1}, found {sender} → {receiver}",
@@ -62,6 +67,7 @@ class Pipeline:
                     )
         self._check_fixed_times()
         self._check_profiles()
+        self._check_total_time()
 
     def _check_fixed_times(self) -> None:
         fixed = {computation for computation in self.schedule.computations if computation.kind is Kind.FIXED}
@@ -78,7 +84,7 @@ class Pipeline:
                     field="fixed_times_s",
                     computation=computation,
                 )
-            _check_amount(self.fixed_times_s[computation], "fixed_times_s", str(computation))
+            _check_amount(self.fixed_times_s[computation], "fixed_times_s", str(computation), MAX_TIME_S)
 
     def _check_profiles(self) -> None:
         for stage, chunk, kind in sorted(
@@ -93,23 +99,41 @@ class Pipeline:
                     chunk=chunk,
                     kind=kind.value,
                 )
-            clocks_mhz = [m.clock_mhz for m in measurements]
-            for clock_mhz in clocks_mhz:
-                if clocks_mhz.count(clock_mhz) > 1:
+            for clock_mhz, count in Counter(m.clock_mhz for m in measurements).items():
+                if count > 1:
                     raise ProfileError(
-                        f"{where}: expected one measurement per clock, found {clocks_mhz.count(clock_mhz)} "
-                        f"at {clock_mhz} MHz",
+                        f"{where}: expected one measurement per clock, found {count} at {clock_mhz} MHz",
                         stage=stage,
                         chunk=chunk,
                         kind=kind.value,
                         clock_mhz=clock_mhz,
                     )
 
+    def _check_total_time(self) -> None:
+        slowest_s = {key: max(m.time_s for m in some) for key, some in self.profiles.items() if some}
+        counts = Counter(
+            (c.stage, c.chunk, c.kind) for c in self.schedule.computations if c.kind is not Kind.FIXED
+        )
+        longest_lag_s = max([0.0, *self.activation_lags_s.values(), *self.gradient_lags_s.values()])
+        total_s = math.fsum(
+            [
+                *(count * slowest_s[key] for key, count in counts.items()),
+                *self.fixed_times_s.values(),
+                len(self.schedule.dependencies) * longest_lag_s,
+            ]
+        )
+        if total_s > MAX_TOTAL_TIME_S:
+            raise PipelineError(
+                f"expected computations and transfers of at most {MAX_TOTAL_TIME_S:g} s together, "
+                f"found {total_s:g} s",
+                found=total_s,
+            )
 
-def _check_amount(value: float, name: str, where: str) -> None:
-    if not (math.isfinite(value) and value >= 0):
+
+def _check_amount(value: float, name: str, where: str, most: float) -> None:
+    if not 0 <= value <= most:
         raise PipelineError(
-            f"{name}, {where}: expected a finite number of 0 or more, found {value}",
+            f"{name}, {where}: expected a finite number from 0 to {most:g}, found {value}",
             field=name,
             where=where,
             found=value,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_ENERGY_J, MAX_TIME_S, MIN_ENERGY_J
 from perseus.solver.errors import ProfileError
 
 PS_PER_S = 10**12
@@ -23,6 +24,15 @@ def to_ps(time_s: float) -> int:
     return round(time_s * PS_PER_S)
 
 
+_MOST = {
+    "clock_mhz": MAX_CLOCK_MHZ,
+    "time_s": MAX_TIME_S,
+    "energy_j": MAX_ENERGY_J,
+    "time_se_s": MAX_TIME_S,
+    "energy_se_j": MAX_ENERGY_J,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """Time and energy of one computation at one clock.
@@ -32,7 +42,8 @@ class Measurement:
     clock that was not measured itself (see :mod:`perseus.solver.measurements`).
 
     Raises:
-        ProfileError: a figure is not finite, or not positive (standard errors: negative).
+        ProfileError: a figure is not finite, not positive (standard errors: negative), or out of bounds
+            (`perseus.solver.bounds`).
     """
 
     clock_mhz: int
@@ -55,6 +66,18 @@ class Measurement:
                 raise ProfileError(
                     f"{name}: expected a finite number of 0 or more, found {value}", field=name, found=value
                 )
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if value > most:
+                raise ProfileError(
+                    f"{name}: expected at most {most:g}, found {value:g}", field=name, found=value
+                )
+        if self.energy_j < MIN_ENERGY_J:
+            raise ProfileError(
+                f"energy_j: expected at least {MIN_ENERGY_J:g}, found {self.energy_j}",
+                field="energy_j",
+                found=self.energy_j,
+            )
         if not to_ps(self.time_s):
             raise ProfileError(
                 f"time_s: expected at least a picosecond, found {self.time_s}",

@@ -10,12 +10,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_ENERGY_J, MAX_TIME_S, MIN_ENERGY_J
 from perseus.solver.computation import Kind
 from perseus.solver.errors import ProfileError
 from perseus.solver.pipeline import ProfileKey
 from perseus.solver.profile import Measurement
 
 _COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
+_MAX_STAGE = 4095
+_PS = 1e-12
 _INSTRUCTIONS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}
 
 
@@ -82,13 +85,14 @@ class _Cells:
         )
 
     def measurement(self, gpus_per_stage: int) -> tuple[tuple[int, Kind, int], Measurement]:
-        stage = self._integer("stage", minimum=0)
+        stage = self._integer("stage", 0, _MAX_STAGE)
         instruction = self._text("instruction")
         if instruction not in _INSTRUCTIONS:
             self.refuse("instruction", "forward or backward", repr(instruction))
-        clock_mhz = self._integer("frequency", minimum=1)
-        time_s = self._positive("time", "seconds")
-        energy_j = self._positive("energy", "joules") * gpus_per_stage
+        clock_mhz = self._integer("frequency", 1, MAX_CLOCK_MHZ)
+        time_s = self._positive("time", "seconds", _PS, MAX_TIME_S)
+        least_j, most_j = MIN_ENERGY_J / gpus_per_stage, MAX_ENERGY_J / gpus_per_stage
+        energy_j = self._positive("energy", "joules", least_j, most_j) * gpus_per_stage
         return (stage, _INSTRUCTIONS[instruction], clock_mhz), Measurement(clock_mhz, time_s, energy_j)
 
     def _text(self, column: str) -> str:
@@ -97,17 +101,19 @@ class _Cells:
             self.refuse(column, "a value", "nothing")
         return str(value).strip()
 
-    def _integer(self, column: str, minimum: int) -> int:
+    def _integer(self, column: str, least: int, most: int) -> int:
         text = self._text(column)
         try:
             number = float(text)
         except ValueError:
             number = math.nan
-        if not (number.is_integer() and number >= minimum):
-            self.refuse(column, f"a whole number of at least {minimum}", repr(text))
+        if not (number.is_integer() and number >= least):
+            self.refuse(column, f"a whole number of at least {least}", repr(text))
+        if number > most:
+            self.refuse(column, f"a whole number of at most {most}", repr(text))
         return int(number)
 
-    def _positive(self, column: str, unit: str) -> float:
+    def _positive(self, column: str, unit: str, least: float, most: float) -> float:
         text = self._text(column)
         try:
             number = float(text)
@@ -115,6 +121,8 @@ class _Cells:
             number = math.nan
         if not (math.isfinite(number) and number > 0):
             self.refuse(column, f"a positive, finite number of {unit}", repr(text))
+        if not least <= number <= most:
+            self.refuse(column, f"from {least:g} to {most:g} {unit}", repr(text))
         return number
 
 

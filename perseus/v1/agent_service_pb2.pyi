@@ -7,6 +7,28 @@ The agent speaks first (Hello) and is welcomed. Then it announces its ranks, str
 every plan offer; the coordinator acknowledges telemetry and offers plans. Either side may speak at any
 time. The stream's end without a Goodbye means that the agent is disconnected: it reconnects by itself, and
 its ranks keep their plans while the lease runs.
+
+What ends a stream, with the reason in its status's ErrorInfo, and what the agent then does:
+
+    HELLO_EXPECTED, INVALID_FIELD   the first message was no Hello, or one that can't be: mend the agent
+    HELLO_REPEATED                  Hello came again: mend the agent
+    STREAM_REPLACED                 a newer stream has the same instance identifier: leave it to that one
+    LEASE_EXPIRED                   the agent was silent for its lease, and its ranks are lost: connect, join
+    READER_TOO_SLOW                 the agent does not read what it is sent: connect, join
+    INTERNAL                        a fault of the coordinator's before the Welcome: connect later
+    OK after a Drain                the coordinator stops: connect later
+    OK after a Goodbye              nothing more
+
+Nothing else does: whatever else can't be is refused by itself. A mistake in RankJoined is answered by
+RankRefused, one in a TelemetryBatch by TelemetryRefused, one in any other message, an empty message and one
+that the receiver does not know by MessageRefused, both ways. A MessageRefused is never answered. Fields that
+the receiver does not know, in a message that it does know, are ignored: whoever needs them to be understood
+raises the protocol version.
+
+Limits, of all messages of this stream, beside those said at the fields. Numbers are finite. Iterations,
+versions and sequences, and counts that are 64 bits wide: at most 2^53. Times: at most 1e6 s, sums over a whole
+plan 1e10 s. Energies: at most 1e12 J. Powers: at most 1e7 W. Clocks: at most 100,000 MHz. Texts have no
+control characters. A RankCoordinates is never absent where a message has one.
 """
 
 import builtins
@@ -43,6 +65,7 @@ class ConnectRequest(google.protobuf.message.Message):
     HEARTBEAT_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
     GPU_ERROR_FIELD_NUMBER: builtins.int
+    MESSAGE_REFUSED_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___Hello:
         """First message on every stream."""
@@ -79,6 +102,10 @@ class ConnectRequest(google.protobuf.message.Message):
     def gpu_error(self) -> Global___GpuError:
         """A GPU, or the way to it, refused or failed to do something."""
 
+    @property
+    def message_refused(self) -> Global___MessageRefused:
+        """A message of the coordinator's was not understood, or says what can't be; it was dropped."""
+
     def __init__(
         self,
         *,
@@ -91,10 +118,11 @@ class ConnectRequest(google.protobuf.message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         goodbye: Global___Goodbye | None = ...,
         gpu_error: Global___GpuError | None = ...,
+        message_refused: Global___MessageRefused | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "rank_joined", "rank_left", "telemetry", "plan_answer", "plan_in_force", "heartbeat", "goodbye", "gpu_error"] | None: ...
+    def HasField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "rank_joined", "rank_left", "telemetry", "plan_answer", "plan_in_force", "heartbeat", "goodbye", "gpu_error", "message_refused"] | None: ...
 
 Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 
@@ -111,6 +139,8 @@ class ConnectResponse(google.protobuf.message.Message):
     PLAN_OFFER_FIELD_NUMBER: builtins.int
     HEARTBEAT_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
+    TELEMETRY_REFUSED_FIELD_NUMBER: builtins.int
+    MESSAGE_REFUSED_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___Welcome:
         """Answer to Hello."""
@@ -139,6 +169,14 @@ class ConnectResponse(google.protobuf.message.Message):
     def drain(self) -> Global___Drain:
         """The coordinator is about to stop: reconnect later; plans stay in force while the lease runs."""
 
+    @property
+    def telemetry_refused(self) -> Global___TelemetryRefused:
+        """A batch of telemetry is refused by itself: drop it, and go on."""
+
+    @property
+    def message_refused(self) -> Global___MessageRefused:
+        """A message of the agent's was not understood, or says what can't be; it was dropped."""
+
     def __init__(
         self,
         *,
@@ -149,12 +187,100 @@ class ConnectResponse(google.protobuf.message.Message):
         plan_offer: Global___PlanOffer | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         drain: Global___Drain | None = ...,
+        telemetry_refused: Global___TelemetryRefused | None = ...,
+        message_refused: Global___MessageRefused | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "rank_accepted", "rank_refused", "telemetry_ack", "plan_offer", "heartbeat", "drain"] | None: ...
+    def HasField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "rank_accepted", "rank_refused", "telemetry_ack", "plan_offer", "heartbeat", "drain", "telemetry_refused", "message_refused"] | None: ...
 
 Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
+
+@typing.final
+class MessageRefused(google.protobuf.message.Message):
+    """One message is refused by itself; the stream goes on. Whoever sent it does not send it again on this stream."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    FIELD_FIELD_NUMBER: builtins.int
+    EXPECTED_FIELD_NUMBER: builtins.int
+    FOUND_FIELD_NUMBER: builtins.int
+    JOB_ID_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    """Stable reason, as in the ErrorInfo of unary calls: UNKNOWN_MESSAGE for a message (of a newer version, say)
+    that the receiver does not know, EMPTY_MESSAGE for none, INVALID_FIELD for a value that can't be or that the
+    receiver does not know, INTERNAL for a fault of the receiver's own.
+    """
+    field: builtins.str
+    """The field, by its path from the message of the stream, such as "plan_answer.version"; with
+    UNKNOWN_MESSAGE the numbers of the fields that were found instead. Empty where it is not about one.
+    """
+    expected: builtins.str
+    """What was expected there, for people."""
+    found: builtins.str
+    """What was found there, for people."""
+    job_id: builtins.str
+    """The job that it was about; empty if none."""
+    @property
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
+        """The rank that it was about; absent if none."""
+
+    def __init__(
+        self,
+        *,
+        reason: builtins.str = ...,
+        field: builtins.str = ...,
+        expected: builtins.str = ...,
+        found: builtins.str = ...,
+        job_id: builtins.str = ...,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["expected", b"expected", "field", b"field", "found", b"found", "job_id", b"job_id", "rank", b"rank", "reason", b"reason"]) -> None: ...
+
+Global___MessageRefused: typing_extensions.TypeAlias = MessageRefused
+
+@typing.final
+class TelemetryRefused(google.protobuf.message.Message):
+    """A batch of telemetry that can't be is not stored, and neither is it kept from being acknowledged: TelemetryAck
+    goes past it. The agent drops it and counts it in dropped_batch_count. Always told before the acknowledgement.
+    Where the stream ends in between, the next Welcome acknowledges what was refused, too.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    FIELD_FIELD_NUMBER: builtins.int
+    EXPECTED_FIELD_NUMBER: builtins.int
+    FOUND_FIELD_NUMBER: builtins.int
+    sequence: builtins.int
+    """The batch."""
+    reason: builtins.str
+    """Stable reason, as in the ErrorInfo of unary calls: INVALID_FIELD, JOB_NOT_FOUND, RANK_OUT_OF_RANGE,
+    RANK_NOT_SERVED (this agent has not joined the rank on this stream), TELEMETRY_OUTDATED (it is of an earlier
+    trainer of the rank: not above the after_sequence of its RankJoined).
+    """
+    field: builtins.str
+    """The field, such as "iterations.duration_s[3]"; empty where it is not about one."""
+    expected: builtins.str
+    """What was expected there, for people."""
+    found: builtins.str
+    """What was found there, for people."""
+    def __init__(
+        self,
+        *,
+        sequence: builtins.int = ...,
+        reason: builtins.str = ...,
+        field: builtins.str = ...,
+        expected: builtins.str = ...,
+        found: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expected", b"expected", "field", b"field", "found", b"found", "reason", b"reason", "sequence", b"sequence"]) -> None: ...
+
+Global___TelemetryRefused: typing_extensions.TypeAlias = TelemetryRefused
 
 @typing.final
 class Hello(google.protobuf.message.Message):
@@ -165,20 +291,26 @@ class Hello(google.protobuf.message.Message):
     INSTANCE_ID_FIELD_NUMBER: builtins.int
     AGENT_VERSION_FIELD_NUMBER: builtins.int
     HOSTNAME_FIELD_NUMBER: builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     instance_id: builtins.str
-    """Random identifier of this agent process; the same on every stream that it opens."""
+    """Random identifier of this agent process; the same on every stream that it opens. 1 to 256 characters."""
     agent_version: builtins.str
-    """Version of the agent."""
+    """Version of the agent; at most 256 characters."""
     hostname: builtins.str
-    """Host that it runs on, for people."""
+    """Host that it runs on, for people; at most 256 characters."""
+    protocol_version: builtins.int
+    """Version of this protocol that the agent speaks; 1 is this one, and 0 counts as 1. It rises when a message or
+    a value is added that the other side has to know to do its part.
+    """
     def __init__(
         self,
         *,
         instance_id: builtins.str = ...,
         agent_version: builtins.str = ...,
         hostname: builtins.str = ...,
+        protocol_version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "hostname", b"hostname", "instance_id", b"instance_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "hostname", b"hostname", "instance_id", b"instance_id", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
@@ -191,6 +323,7 @@ class Welcome(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     lease_s: builtins.float
@@ -198,15 +331,20 @@ class Welcome(google.protobuf.message.Message):
     at least every third of it.
     """
     acknowledged_sequence: builtins.int
-    """Highest telemetry sequence that the coordinator has stored from this instance; 0 if none."""
+    """Highest telemetry sequence that the coordinator has stored, or refused, from this instance; 0 if none."""
+    protocol_version: builtins.int
+    """Version of this protocol that the coordinator speaks; 0 counts as 1. Both sides go by the lower of the two
+    and refuse by itself what they do not know.
+    """
     def __init__(
         self,
         *,
         epoch: builtins.str = ...,
         lease_s: builtins.float = ...,
         acknowledged_sequence: builtins.int = ...,
+        protocol_version: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "epoch", b"epoch", "lease_s", b"lease_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "epoch", b"epoch", "lease_s", b"lease_s", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -221,14 +359,16 @@ class Gpu(google.protobuf.message.Message):
     SUPPORTED_CLOCKS_MHZ_FIELD_NUMBER: builtins.int
     POWER_LIMIT_W_FIELD_NUMBER: builtins.int
     uuid: builtins.str
-    """NVML UUID."""
+    """NVML UUID; 1 to 256 characters. A GPU runs one rank: while a rank is served, no other rank of any job is on
+    the same GPU (GPU_ALREADY_SERVED).
+    """
     model: builtins.str
-    """Model name."""
+    """Model name; at most 256 characters."""
     power_limit_w: builtins.float
     """Power limit in force, watts; 0 where it is not known. Profiles are adopted only under the same one."""
     @property
     def supported_clocks_mhz(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Supported SM clocks, MHz, highest first."""
+        """Supported SM clocks, MHz, each once, highest first; 1 to 1024 of them."""
 
     def __init__(
         self,
@@ -261,7 +401,9 @@ class RankJoined(google.protobuf.message.Message):
     iteration: builtins.int
     """Highest iteration that has begun; -1 if none."""
     in_force_epoch: builtins.str
-    """Epoch of the plan in force; empty for stock without a plan."""
+    """Epoch of the plan in force, as its offer said it, even if it is not that of the Welcome; empty for stock
+    without a plan. At most 256 characters.
+    """
     in_force_version: builtins.int
     """Version of the plan in force; 0 for stock without a plan."""
     after_sequence: builtins.int
@@ -316,11 +458,11 @@ class GpuError(google.protobuf.message.Message):
     job_id: builtins.str
     """The job."""
     gpu_uuid: builtins.str
-    """NVML UUID of the GPU, as the trainer gave it."""
+    """NVML UUID of the GPU, as the trainer gave it; at most 256 characters."""
     reason: perseus.v1.rank_pb2.GpuErrorReason.ValueType
     """What it was."""
     message: builtins.str
-    """One sentence for people: the call that failed, how, and what can be done."""
+    """One sentence for people: the call that failed, how, and what can be done. At most 1024 characters."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -431,7 +573,10 @@ class RankRefused(google.protobuf.message.Message):
     job_id: builtins.str
     """The job."""
     reason: builtins.str
-    """Stable reason, as in the ErrorInfo of unary calls, such as RANK_ALREADY_SERVED."""
+    """Stable reason, as in the ErrorInfo of unary calls: JOB_NOT_FOUND (register it, and join again),
+    RANK_ALREADY_SERVED and GPU_ALREADY_SERVED (until the other one has left, or its lease has run out: join again
+    every second), JOB_FINISHED, RANK_OUT_OF_RANGE, INVALID_FIELD.
+    """
     message: builtins.str
     """One sentence for people."""
     @property
@@ -458,7 +603,7 @@ Global___RankRefused: typing_extensions.TypeAlias = RankRefused
 
 @typing.final
 class IterationColumns(google.protobuf.message.Message):
-    """Iterations of one rank, in parallel columns of equal length."""
+    """Iterations of one rank, in parallel columns of equal length, at most 10,000 rows."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -478,7 +623,7 @@ class IterationColumns(google.protobuf.message.Message):
 
     @property
     def duration_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """From the iteration's begin to its end, seconds."""
+        """From the iteration's begin to its end, seconds; at least 1e-9."""
 
     @property
     def energy_j(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
@@ -486,7 +631,9 @@ class IterationColumns(google.protobuf.message.Message):
 
     @property
     def is_regular(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
-        """Whether the computations were those of the registered order, in that order, and measured without a gap."""
+        """Whether the computations were those of the registered order, in that order, and measured without a gap. The
+        rows of ComputationColumns for such an iteration are exactly these, in this order.
+        """
 
     @property
     def clock_event_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -511,7 +658,7 @@ Global___IterationColumns: typing_extensions.TypeAlias = IterationColumns
 
 @typing.final
 class ComputationColumns(google.protobuf.message.Message):
-    """Computations of one rank, in parallel columns of equal length."""
+    """Computations of one rank, in parallel columns of equal length, at most 1,000,000 rows."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -524,7 +671,7 @@ class ComputationColumns(google.protobuf.message.Message):
     CLOCK_MHZ_FIELD_NUMBER: builtins.int
     @property
     def iteration(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Iteration, from 0."""
+        """Iteration; one of those in IterationColumns."""
 
     @property
     def kind(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[perseus.v1.computation_pb2.ComputationKind.ValueType]:
@@ -588,13 +735,15 @@ class EnergySample(google.protobuf.message.Message):
     clock_mhz: builtins.int
     """Locked clock during the whole computation, MHz; 0 for stock."""
     computation_count: builtins.int
-    """Computations in the sample."""
+    """Computations in the sample; at least 1."""
     time_s: builtins.float
-    """Typical time, seconds: the median, which marks that come late now and then do not stretch."""
+    """Typical time, seconds: the median, which marks that come late now and then do not stretch. At least 1e-9."""
     time_se_s: builtins.float
     """Standard error of time_s."""
     energy_j: builtins.float
-    """Energy in that time, joules; power by regression on the counter's windows."""
+    """Energy in that time, joules; power by regression on the counter's windows. It may be 0 or less while few
+    windows are in: such a sample counts as not measured yet.
+    """
     energy_se_j: builtins.float
     """Standard error of energy_j."""
     def __init__(
@@ -631,9 +780,11 @@ class EnergyEstimate(google.protobuf.message.Message):
     iteration_count: builtins.int
     """Iterations in the estimate."""
     blocking_power_w: builtins.float
-    """Power while waiting, watts; 0 while the windows do not determine it (the rank may hardly ever wait)."""
+    """Power while waiting, watts, at least 1e-3; absent while the windows do not determine it (the rank may hardly
+    ever wait). It is never taken for 0: a stage of which no rank tells it is planned with the mean of the others.
+    """
     blocking_power_se_w: builtins.float
-    """Standard error of blocking_power_w."""
+    """Standard error of blocking_power_w; 0 where that is absent."""
     window_count: builtins.int
     """Counter windows used."""
     discarded_window_count: builtins.int
@@ -642,7 +793,7 @@ class EnergyEstimate(google.protobuf.message.Message):
     """
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EnergySample]:
-        """One sample per kind, chunk and clock."""
+        """One sample per kind, chunk and clock; at most 10,000."""
 
     def __init__(
         self,
@@ -650,18 +801,20 @@ class EnergyEstimate(google.protobuf.message.Message):
         plan_version: builtins.int = ...,
         iteration_count: builtins.int = ...,
         samples: collections.abc.Iterable[Global___EnergySample] | None = ...,
-        blocking_power_w: builtins.float = ...,
+        blocking_power_w: builtins.float | None = ...,
         blocking_power_se_w: builtins.float = ...,
         window_count: builtins.int = ...,
         discarded_window_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocking_power_se_w", b"blocking_power_se_w", "blocking_power_w", b"blocking_power_w", "discarded_window_count", b"discarded_window_count", "iteration_count", b"iteration_count", "plan_version", b"plan_version", "samples", b"samples", "window_count", b"window_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_blocking_power_w", b"_blocking_power_w", "blocking_power_w", b"blocking_power_w"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_blocking_power_w", b"_blocking_power_w", "blocking_power_se_w", b"blocking_power_se_w", "blocking_power_w", b"blocking_power_w", "discarded_window_count", b"discarded_window_count", "iteration_count", b"iteration_count", "plan_version", b"plan_version", "samples", b"samples", "window_count", b"window_count"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_blocking_power_w", b"_blocking_power_w"]) -> typing.Literal["blocking_power_w"] | None: ...
 
 Global___EnergyEstimate: typing_extensions.TypeAlias = EnergyEstimate
 
 @typing.final
 class TelemetryBatch(google.protobuf.message.Message):
-    """Measurements of one rank."""
+    """Measurements of one rank that the agent has joined. One that can't be is refused whole, and by itself."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -674,11 +827,13 @@ class TelemetryBatch(google.protobuf.message.Message):
     DROPPED_BATCH_COUNT_FIELD_NUMBER: builtins.int
     CLOCKS_FIELD_NUMBER: builtins.int
     sequence: builtins.int
-    """Number within the agent instance, from 1, without gaps but for dropped batches."""
+    """Number within the agent instance, from 1, without gaps but for dropped batches. They are sent in order; one
+    that is not above what was acknowledged is only acknowledged again.
+    """
     job_id: builtins.str
     """The job."""
     dropped_batch_count: builtins.int
-    """Batches that this agent instance had to drop so far because they were not acknowledged in time."""
+    """Batches that this agent instance had to drop so far because they were not acknowledged in time, or refused."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -718,13 +873,13 @@ Global___TelemetryBatch: typing_extensions.TypeAlias = TelemetryBatch
 
 @typing.final
 class TelemetryAck(google.protobuf.message.Message):
-    """Everything up to a sequence is stored."""
+    """Everything up to a sequence is stored, or was refused."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: builtins.int
     sequence: builtins.int
-    """The highest stored sequence."""
+    """The highest such sequence."""
     def __init__(
         self,
         *,
@@ -853,7 +1008,7 @@ class PlanAnswer(google.protobuf.message.Message):
     refusal_reason: perseus.v1.rank_pb2.PlanRefusalReason.ValueType
     """Why not; UNSPECIFIED when accepted."""
     message: builtins.str
-    """One sentence for people; empty when accepted."""
+    """One sentence for people, at most 1024 characters; empty when accepted."""
     iteration: builtins.int
     """Highest iteration that has begun; -1 if none."""
     @property
@@ -862,7 +1017,7 @@ class PlanAnswer(google.protobuf.message.Message):
 
     @property
     def refused_clocks_mhz(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """With CLOCK_NOT_SUPPORTED the clocks that the GPU does not have, MHz."""
+        """With CLOCK_NOT_SUPPORTED the clocks that the GPU does not have, MHz; at most 1024."""
 
     def __init__(
         self,

@@ -7,6 +7,28 @@ The agent speaks first (Hello) and is welcomed. Then it announces its ranks, str
 every plan offer; the coordinator acknowledges telemetry and offers plans. Either side may speak at any
 time. The stream's end without a Goodbye means that the agent is disconnected: it reconnects by itself, and
 its ranks keep their plans while the lease runs.
+
+What ends a stream, with the reason in its status's ErrorInfo, and what the agent then does:
+
+    HELLO_EXPECTED, INVALID_FIELD   the first message was no Hello, or one that can't be: mend the agent
+    HELLO_REPEATED                  Hello came again: mend the agent
+    STREAM_REPLACED                 a newer stream has the same instance identifier: leave it to that one
+    LEASE_EXPIRED                   the agent was silent for its lease, and its ranks are lost: connect, join
+    READER_TOO_SLOW                 the agent does not read what it is sent: connect, join
+    INTERNAL                        a fault of the coordinator's before the Welcome: connect later
+    OK after a Drain                the coordinator stops: connect later
+    OK after a Goodbye              nothing more
+
+Nothing else does: whatever else can't be is refused by itself. A mistake in RankJoined is answered by
+RankRefused, one in a TelemetryBatch by TelemetryRefused, one in any other message, an empty message and one
+that the receiver does not know by MessageRefused, both ways. A MessageRefused is never answered. Fields that
+the receiver does not know, in a message that it does know, are ignored: whoever needs them to be understood
+raises the protocol version.
+
+Limits, of all messages of this stream, beside those said at the fields. Numbers are finite. Iterations,
+versions and sequences, and counts that are 64 bits wide: at most 2^53. Times: at most 1e6 s, sums over a whole
+plan 1e10 s. Energies: at most 1e12 J. Powers: at most 1e7 W. Clocks: at most 100,000 MHz. Texts have no
+control characters. A RankCoordinates is never absent where a message has one.
 """
 
 import abc
@@ -68,7 +90,8 @@ class AgentServiceStub(typing.Generic[_AgentServiceConnectType]):
 
     Connect: _AgentServiceConnectType
     """One stream per agent, without a deadline. A stream with the instance identifier of an older one replaces
-    it.
+    it. The agent connects again whenever its stream has ended, at random intervals that grow (so that not all
+    agents come at once), and announces its ranks anew; it sends again what telemetry is not acknowledged.
     """
 
 AgentServiceAsyncStub: typing_extensions.TypeAlias = AgentServiceStub[
@@ -88,7 +111,8 @@ class AgentServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[perseus.v1.agent_service_pb2.ConnectResponse], collections.abc.AsyncIterator[perseus.v1.agent_service_pb2.ConnectResponse]]:
         """One stream per agent, without a deadline. A stream with the instance identifier of an older one replaces
-        it.
+        it. The agent connects again whenever its stream has ended, at random intervals that grow (so that not all
+        agents come at once), and announces its ranks anew; it sends again what telemetry is not acknowledged.
         """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -95,9 +95,9 @@ class Computation(google.protobuf.message.Message):
     kind: Global___ComputationKind.ValueType
     """What is computed."""
     microbatch: builtins.int
-    """The microbatch, from 0."""
+    """The microbatch, from 0; below 4096."""
     chunk: builtins.int
-    """The model chunk (virtual stage) on this stage, from 0. Always 0 without interleaving."""
+    """The model chunk (virtual stage) on this stage, from 0; below 256. Always 0 without interleaving."""
     def __init__(
         self,
         *,
@@ -140,7 +140,7 @@ class NamedSchedule(google.protobuf.message.Message):
     name: Global___ScheduleName.ValueType
     """The name."""
     microbatch_count: builtins.int
-    """Microbatches in one iteration of one pipeline; at least 1."""
+    """Microbatches in one iteration of one pipeline; 1 to 4096."""
     def __init__(
         self,
         *,
@@ -195,7 +195,10 @@ Global___Path: typing_extensions.TypeAlias = Path
 
 @typing.final
 class ExplicitSchedule(google.protobuf.message.Message):
-    """A schedule given as each stage's order, as the framework itself exports it."""
+    """A schedule given as each stage's order, as the framework itself exports it: at most 256 stages and 500,000
+    computations. Microbatches and chunks are numbered without large gaps: stages × chunks × microbatches, counted
+    up to the highest number, are at most 500,000, too.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -31,11 +31,11 @@ class Measurement(google.protobuf.message.Message):
     TIME_SE_S_FIELD_NUMBER: builtins.int
     ENERGY_SE_J_FIELD_NUMBER: builtins.int
     clock_mhz: builtins.int
-    """SM clock, MHz."""
+    """SM clock, MHz; 1 to 100,000."""
     time_s: builtins.float
-    """Time, seconds: the largest over the stage's ranks."""
+    """Time, seconds: the largest over the stage's ranks. 1e-12 to 1e6."""
     energy_j: builtins.float
-    """Energy, joules: the sum over the stage's GPUs."""
+    """Energy, joules: the sum over the stage's GPUs. 1e-12 to 1e15."""
     time_se_s: builtins.float
     """Standard error of time_s; 0 where unknown."""
     energy_se_j: builtins.float
@@ -71,7 +71,7 @@ class ComputationProfile(google.protobuf.message.Message):
     """What was measured."""
     @property
     def measurements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Measurement]:
-        """One measurement per clock."""
+        """One measurement per clock; at most 1024."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class PipelineProblem(google.protobuf.message.Message):
     """Number of stages; an explicit schedule must agree with it."""
     transfer_lag_s: builtins.float
     """Lag of every transfer of activations or gradients between two stages, either way, seconds: from the end of
-    the computation that sends to the earliest start of the one that receives.
+    the computation that sends to the earliest start of the one that receives; 0 to 1e6.
     """
     @property
     def schedule(self) -> perseus.v1.computation_pb2.Schedule:
@@ -108,11 +108,11 @@ class PipelineProblem(google.protobuf.message.Message):
 
     @property
     def profiles(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ComputationProfile]:
-        """Profiles of every stage, chunk and kind in the schedule."""
+        """Profiles of every stage, chunk and kind in the schedule; at most 10,000."""
 
     @property
     def blocking_power_w(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Power that each stage's GPUs together draw while they wait, watts, stage 0 first."""
+        """Power that each stage's GPUs together draw while they wait, watts, stage 0 first; 0 to 1e10."""
 
     def __init__(
         self,

@@ -67,7 +67,7 @@ class GetPlanRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """The job."""
     iteration_time_s: builtins.float
-    """The plan may not be slower than this, seconds. At least T_min."""
+    """The plan may not be slower than this, seconds. At least T_min, at most 1e6."""
     def __init__(
         self,
         *,

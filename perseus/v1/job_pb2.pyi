@@ -101,11 +101,11 @@ class Parallelism(google.protobuf.message.Message):
     STAGE_COUNT_FIELD_NUMBER: builtins.int
     TENSOR_COUNT_FIELD_NUMBER: builtins.int
     pipeline_count: builtins.int
-    """Pipelines: data-parallel replicas; at least 1."""
+    """Pipelines: data-parallel replicas; 1 to 4096. A job has at most 65,536 ranks."""
     stage_count: builtins.int
-    """Stages of each pipeline; at least 1."""
+    """Stages of each pipeline; 1 to 256."""
     tensor_count: builtins.int
-    """Ranks of each stage of each pipeline (tensor parallel); at least 1. They share the stage's plan."""
+    """Ranks of each stage of each pipeline (tensor parallel); 1 to 256. They share the stage's plan."""
     def __init__(
         self,
         *,
@@ -132,8 +132,8 @@ class OperatingPolicy(google.protobuf.message.Message):
     max_slowdown_percent: builtins.float
     """Slower than T_min by at most this many percent; 0 to 100."""
     max_average_power_w: builtins.float
-    """As fast as a cap on a pipeline's average power over an iteration allows, watts, all its GPUs together.
-    If no plan keeps it, the one that draws the least.
+    """As fast as a cap on a pipeline's average power over an iteration allows, watts, all its GPUs together;
+    1e-3 to 1e10. If no plan keeps it, the one that draws the least.
     """
     @property
     def no_slowdown(self) -> Global___NoSlowdown:
@@ -168,9 +168,9 @@ class Deadline(google.protobuf.message.Message):
     ITERATION_COUNT_FIELD_NUMBER: builtins.int
     TIME_S_FIELD_NUMBER: builtins.int
     iteration_count: builtins.int
-    """Iterations that remain; at least 1."""
+    """Iterations that remain; 1 to 2^53."""
     time_s: builtins.float
-    """Time for all of them, seconds; above 0."""
+    """Time for all of them, seconds; 1e-9 to 1e10."""
     def __init__(
         self,
         *,

@@ -497,9 +497,9 @@ class ReportStragglerRequest(google.protobuf.message.Message):
     pipeline: builtins.int
     """The slow pipeline, from 0."""
     iteration_time_s: builtins.float
-    """Its whole iteration, as measured from outside, seconds."""
+    """Its whole iteration, as measured from outside, seconds; 1e-9 to 1e6."""
     slowdown_factor: builtins.float
-    """Its iteration time as a factor of T_min; at least 1."""
+    """Its iteration time as a factor of T_min; 1 to 1e6."""
     def __init__(
         self,
         *,

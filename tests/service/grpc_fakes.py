@@ -167,6 +167,8 @@ class FakeAgent:
         self.received: list[ConnectResponse] = []
         self.offers: list[agent_service_pb2.PlanOffer] = []
         self.refused: list[agent_service_pb2.RankRefused] = []
+        self.messages_refused: list[agent_service_pb2.MessageRefused] = []
+        self.telemetry_refused: list[agent_service_pb2.TelemetryRefused] = []
         self.accepted: list[agent_service_pb2.RankAccepted] = []
         self.welcome = agent_service_pb2.Welcome()
         self.epoch = ""
@@ -193,6 +195,10 @@ class FakeAgent:
                     self.accepted.append(message.rank_accepted)
                 case "rank_refused":
                     self.refused.append(message.rank_refused)
+                case "message_refused":
+                    self.messages_refused.append(message.message_refused)
+                case "telemetry_refused":
+                    self.telemetry_refused.append(message.telemetry_refused)
                 case "telemetry_ack":
                     self.acknowledged = message.telemetry_ack.sequence
                 case "plan_offer":
@@ -211,9 +217,14 @@ class FakeAgent:
         async with self.writing:  # Two writes at once fail.
             await self.call.write(ConnectRequest(**message))
 
-    async def hello(self) -> None:
+    async def hello(self, protocol_version: int = 1) -> None:
         self.received.clear()
-        hello = agent_service_pb2.Hello(instance_id=self.instance_id, agent_version="0", hostname="host")
+        hello = agent_service_pb2.Hello(
+            instance_id=self.instance_id,
+            agent_version="0",
+            hostname="host",
+            protocol_version=protocol_version,
+        )
         await self.say(hello=hello)
         await self.until(lambda: any(message.HasField("welcome") for message in self.received))
         self.epoch = self.welcome.epoch
@@ -221,6 +232,10 @@ class FakeAgent:
     async def join(self) -> None:
         """Say hello and announce all ranks."""
         await self.hello()
+        await self.join_ranks()
+
+    async def join_ranks(self) -> None:
+        self.refused.clear()
         self.accepted.clear()
         for rank in self.ranks.values():
             await self.say(rank_joined=self.joined(rank))
@@ -322,7 +337,8 @@ class FakeAgent:
         if energy is not None:
             message.energy.plan_version = energy.plan_version
             message.energy.iteration_count = energy.iteration_count
-            message.energy.blocking_power_w = energy.blocking_power_w
+            if energy.blocking_power_w is not None:
+                message.energy.blocking_power_w = energy.blocking_power_w
             message.energy.blocking_power_se_w = energy.blocking_power_se_w
             for sample in energy.samples:
                 message.energy.samples.add(

@@ -3,11 +3,13 @@
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 import numpy as np
 
 from perseus.service.domain.commands import Announce, Command, EndStream, SendOffer, Solve, Store
+from perseus.service.domain.errors import RankNotServedError
 from perseus.service.domain.inputs import (
     Input,
     OfferAnswered,
@@ -192,7 +194,8 @@ def solved(command: Solve) -> Solved | SolveFailed:
 class FakeRank:
     """One rank and its agent: follows offers, and tells what it does.
 
-    It may not be allowed to set clocks (`is_permitted`), or its GPU may lack some (`missing_mhz`).
+    It may not be allowed to set clocks (`is_permitted`), its GPU may lack some (`missing_mhz`), its energy
+    may never be determined (`tells_energy`), or what it draws while it waits may not (`tells_power`).
     """
 
     place: Coordinates
@@ -205,6 +208,8 @@ class FakeRank:
     sequence: int = 0
     after_sequence: int = 0
     is_permitted: bool = True
+    tells_energy: bool = True
+    tells_power: bool = True
     missing_mhz: frozenset[int] = frozenset()
 
     def joined(self, in_force_epoch: str | None = None) -> RankJoined:
@@ -276,6 +281,10 @@ class FakeRank:
         if isinstance(held_mhz, int):
             count = self.iteration - self.in_force_since + 1
             energy = estimate(self.order, self.in_force.version, count, held_mhz)
+            if not self.tells_energy:
+                energy = replace(energy, samples=())
+            if not self.tells_power:
+                energy = replace(energy, blocking_power_w=None, blocking_power_se_w=0.0)
         telemetry = batch(
             self.sequence,
             [self.iteration],
@@ -351,7 +360,8 @@ class Cluster:
                     self.send(in_force)
             self.now_s += duration_s
             for rank in self.ranks.values():
-                self.send(rank.end(duration_s))
+                with suppress(RankNotServedError):  # its agent is told, and goes on
+                    self.send(rank.end(duration_s))
 
     def iterate_until(self, state: JobState, limit: int = 100) -> None:
         for _ in range(limit):

@@ -62,3 +62,24 @@ def test_a_clock_is_measured_once() -> None:
     twice = measurements((1400, 0.01, 4.0), (1400, 0.011, 4.0))
     with pytest.raises(ProfileError, match=r"stage 0, chunk 0, forward: .* found 2 at 1400 MHz"):
         replace(pipeline, profiles={**pipeline.profiles, (0, 0, Kind.FORWARD): twice})
+
+
+def test_figures_out_of_bounds_are_refused() -> None:
+    pipeline = small_pipeline()
+    with pytest.raises(
+        PipelineError, match=r"blocking_power_w, stage 1: expected .* to 1e\+10, found 1e\+308"
+    ):
+        replace(pipeline, blocking_power_w=(80.0, 1e308))
+    with pytest.raises(PipelineError, match=r"activation_lags_s, stages 0 → 1: .* to 1e\+06, found 1e\+308"):
+        replace(pipeline, activation_lags_s={(0, 1): 1e308})
+
+
+def test_all_computations_together_fit_the_arithmetic() -> None:
+    """Each within its bounds, and 64 bits of picoseconds would not hold them one after another."""
+    pipeline = small_pipeline()
+    slow = {key: measurements((1400, 9e5, 4.0)) for key in pipeline.profiles}
+    with pytest.raises(PipelineError, match=r"at most 4e\+06 s together, found .*e\+06 s"):
+        replace(pipeline, profiles=slow)
+    lags_s = {(0, 1): 1e6}
+    with pytest.raises(PipelineError, match=r"at most 4e\+06 s together"):
+        replace(pipeline, activation_lags_s=lags_s)

@@ -37,6 +37,24 @@ def test_zeros_are_refused(figures: tuple[int, float, float]) -> None:
         Measurement(*figures)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("clock_mhz", 100_001),
+        ("time_s", 1e308),
+        ("energy_j", 1e308),
+        ("energy_j", 5e-324),
+        ("time_se_s", 1e308),
+        ("energy_se_j", 1e308),
+    ],
+)
+def test_figures_out_of_bounds_are_refused(name: str, value: float) -> None:
+    figures: dict[str, Any] = {"clock_mhz": 1410, "time_s": 0.05, "energy_j": 20.0} | {name: value}
+    with pytest.raises(ProfileError, match=rf"{name}: expected at (most|least) .* found") as caught:
+        Measurement(**figures)
+    assert caught.value.details["field"] == name
+
+
 def test_pareto_is_on_effective_energy() -> None:
     # The slower clock takes more energy, but less than waiting in its place would.
     options = pareto_options(

@@ -57,6 +57,13 @@ def test_byte_order_mark_is_no_part_of_the_header(read: Callable[[list[str]], ob
             "0,forward,1410,0.05,inf",
             "row 2, column energy: expected a positive, finite number of joules, found 'inf'",
         ),
+        (
+            "0,forward,1410,1e308,20",
+            r"row 2, column time: expected from 1e-12 to 1e\+06 seconds, found '1e308'",
+        ),
+        ("0,forward,1410,0.05,1e308", r"row 2, column energy: expected from 1.25e-13 to 1.25e\+14 joules"),
+        ("0,forward,100001,0.05,20", "row 2, column frequency: expected a whole number of at most 100000"),
+        ("1e300,forward,1410,0.05,20", "row 2, column stage: expected a whole number of at most 4095"),
         ("0,forward,1410,-0.05,20", "row 2, column time: .* found '-0.05'"),
         ("0,forward,1410,0,20", "row 2, column time: .* found '0'"),
         ("0,forward,1410,0.05,", "row 2, column energy: .* found ''"),

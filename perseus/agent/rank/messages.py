@@ -210,6 +210,17 @@ class ClockStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageRefused:
+    """A message is not understood, or can't be; said both ways. `rank` is None where it was about none."""
+
+    reason: str
+    field: str
+    expected: str
+    found: str
+    rank: Rank | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Telemetry:
     """Measurements of one rank. `clocks` is None where none may be set."""
 
@@ -234,6 +245,7 @@ class Welcome:
     epoch: str
     lease_s: float
     acknowledged_sequence: int
+    protocol_version: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +283,17 @@ class TelemetryAck:
     """Everything up to a sequence is stored."""
 
     sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryRefused:
+    """A batch can't be, and is not stored; the acknowledgement goes past it."""
+
+    sequence: int
+    reason: str
+    field: str
+    expected: str
+    found: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,4 +342,4 @@ class PlanOffer:
 ToSession = RankAccepted | RankRefused | PlanOffer
 """What concerns one rank."""
 
-Incoming = Welcome | ToSession | TelemetryAck | HeartbeatAnswer | Drain
+Incoming = Welcome | ToSession | TelemetryAck | TelemetryRefused | MessageRefused | HeartbeatAnswer | Drain

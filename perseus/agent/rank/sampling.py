@@ -28,6 +28,8 @@ from perseus.agent.rank.messages import EnergyEstimate, EnergySample
 _NEGLIGIBLE_GAP_S = 0.001
 # An estimate is refreshed when the plan has been in force for this share longer than at the one before.
 _REFRESH_SHARE = 0.125
+# Less is no power.
+_LEAST_BLOCKING_W = 1e-3
 
 # Kind, chunk and clock (MHz, None for stock).
 Key = tuple[Kind, int, int | None]
@@ -122,10 +124,17 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
     for each in pure:
         durations_s.setdefault(each.key, []).append(each.end_s - each.begin_s)
     blocking = fit.blocking_power_w
+    if blocking is not None and blocking.value < _LEAST_BLOCKING_W:
+        blocking = None  # few windows may say what can't be
+    typical_s = {key: typical_duration_s(some) for key, some in durations_s.items()}
     return EnergyEstimate(
         plan_version=request.plan_version,
         iteration_count=len(regular),
-        samples=tuple(_sample(key, durations_s[key], power_w) for key, power_w in fit.power_w.items()),
+        samples=tuple(
+            _sample(key, len(durations_s[key]), typical_s[key], power_w)
+            for key, power_w in fit.power_w.items()
+            if typical_s[key].value > 0
+        ),
         blocking_power_w=blocking.value if blocking else None,
         blocking_power_se_w=blocking.standard_error if blocking else 0.0,
         window_count=fit.window_count,
@@ -133,15 +142,14 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
     )
 
 
-def _sample(key: Key, durations_s: Sequence[float], power_w: Estimate) -> EnergySample:
+def _sample(key: Key, count: int, duration_s: Estimate, power_w: Estimate) -> EnergySample:
     kind, chunk, clock_mhz = key
-    duration_s = typical_duration_s(durations_s)
     energy_j = computation_energy_j(power_w, duration_s)
     return EnergySample(
         kind=kind,
         chunk=chunk,
         clock_mhz=clock_mhz,
-        computation_count=len(durations_s),
+        computation_count=count,
         time_s=duration_s.value,
         time_se_s=duration_s.standard_error,
         energy_j=energy_j.value,

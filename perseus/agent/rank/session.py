@@ -413,7 +413,8 @@ class Session:
         if iteration is None or iteration.number != mark.iteration:
             return
         self._iteration = None
-        if iteration.begin_s is not None and self._order is not None:
+        # One of no length (marks whose times were the same) is no iteration.
+        if iteration.begin_s is not None and end_s > iteration.begin_s and self._order is not None:
             self._recorder.finish(iteration, end_s)
 
     def _on_computation_begin(self, mark: ComputationMark, now_s: float) -> None:

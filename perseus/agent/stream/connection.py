@@ -5,6 +5,9 @@ once. Every end of a stream is followed by another attempt; CANCELLED and INTERN
 busy server turns calls away, so they are as ordinary as UNAVAILABLE. The coordinator answers heartbeats:
 a lease's silence means that the stream is dead, whatever TCP says.
 
+What the coordinator says and this agent does not understand (it may be newer) is refused by itself, and the
+stream goes on.
+
 Concurrent writes on one stream fail, hence one queue and one writer task. What was queued for a stream that
 has ended is forgotten; whoever sent it says it anew when `connected` is called.
 """
@@ -18,8 +21,9 @@ from typing import Protocol
 import grpc
 import structlog
 
-from perseus.agent.rank.messages import AgentIdentity, Incoming, Welcome
+from perseus.agent.rank.messages import AgentIdentity, Incoming, MessageRefused, Welcome
 from perseus.agent.stream import translate
+from perseus.agent.stream.once import Once
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
 
@@ -33,6 +37,10 @@ _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.Statu
 CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
 _Call = grpc.aio.StreamStreamCall[wire.ConnectRequest, wire.ConnectResponse]
+
+
+class _NoWelcomeError(Exception):
+    """The coordinator's first word on a stream is another."""
 
 
 class Backoff:
@@ -86,6 +94,7 @@ class Connection:
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
         self._is_closing = False
+        self._once = Once(_log)
 
     @property
     def is_connected(self) -> bool:
@@ -115,7 +124,7 @@ class Connection:
                 reason = f"{error.code().name}: {error.details()}"
                 if error.code() not in _TRANSIENT:
                     _log.error("coordinator refuses the stream", coordinator=self._target, reason=reason)
-            except (TimeoutError, translate.MalformedMessageError) as error:
+            except (TimeoutError, _NoWelcomeError, translate.MalformedMessageError) as error:
                 reason = str(error)
             if not self._is_closing:
                 delay_s = self._backoff.next_s()
@@ -132,6 +141,14 @@ class Connection:
             self._heard_at_s = time.monotonic()
             self._outbox = asyncio.Queue()
             _log.info("connected", coordinator=self._target, epoch=welcome.epoch, lease_s=welcome.lease_s)
+            if welcome.protocol_version != translate.PROTOCOL_VERSION:
+                self._once.warn(
+                    "the coordinator speaks another protocol version: what one side doesn't know is refused",
+                    str(welcome.protocol_version),
+                    coordinator=self._target,
+                    protocol_version=welcome.protocol_version,
+                    own_protocol_version=translate.PROTOCOL_VERSION,
+                )
             self._handler.connected(welcome)
             writer = asyncio.create_task(self._write(call, self._outbox))
             reader = asyncio.create_task(self._read(call))
@@ -158,15 +175,22 @@ class Connection:
             async with asyncio.timeout(_HANDSHAKE_S):
                 with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
                     await call.write(translate.hello(self._agent))
-                answer = await call.read()
+                while True:
+                    answer = await call.read()
+                    if not isinstance(answer, wire.ConnectResponse):
+                        raise _NoWelcomeError("expected a welcome, found the end of the stream")
+                    try:
+                        welcome = translate.response(answer)
+                    except translate.MalformedMessageError as error:
+                        if answer.HasField("welcome"):
+                            raise
+                        await call.write(translate.request(self._refusal(error)))
+                        continue
+                    if isinstance(welcome, Welcome):
+                        return welcome
+                    raise _NoWelcomeError(f"expected a welcome, found {type(welcome).__name__}")
         except TimeoutError:
             raise TimeoutError(f"expected a welcome within {_HANDSHAKE_S} s, found silence") from None
-        if not isinstance(answer, wire.ConnectResponse):
-            raise translate.MalformedMessageError("expected a welcome, found the end of the stream")
-        welcome = translate.response(answer)
-        if not isinstance(welcome, Welcome):
-            raise translate.MalformedMessageError(f"expected a welcome, found {type(welcome).__name__}")
-        return welcome
 
     async def _write(self, call: _Call, outbox: asyncio.Queue[wire.ConnectRequest | None]) -> None:
         while (request := await outbox.get()) is not None:
@@ -182,9 +206,21 @@ class Connection:
             try:
                 message = translate.response(answer)
             except translate.MalformedMessageError as error:
-                _log.error("message ignored", coordinator=self._target, reason=str(error))
+                self.send(self._refusal(error))
                 continue
             self._handler.received(message)
+
+    def _refusal(self, error: translate.MalformedMessageError) -> MessageRefused:
+        """Say in the log what the coordinator said wrong, or newly, and return what it is told."""
+        refused = error.refused
+        self._once.warn(
+            "message of the coordinator refused",
+            refused.reason,
+            refused.field,
+            coordinator=self._target,
+            reason=str(error),
+        )
+        return refused
 
     async def _beat(self, outbox: asyncio.Queue[wire.ConnectRequest | None], lease_s: float) -> None:
         while time.monotonic() - self._heard_at_s < lease_s:

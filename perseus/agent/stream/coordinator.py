@@ -17,16 +17,19 @@ from perseus.agent.rank.messages import (
     GpuErrorReport,
     HeartbeatAnswer,
     Incoming,
+    MessageRefused,
     PlanOffer,
     RankAccepted,
     RankLeft,
     RankRefused,
     Telemetry,
     TelemetryAck,
+    TelemetryRefused,
     ToSession,
     Welcome,
 )
 from perseus.agent.stream.connection import Connection
+from perseus.agent.stream.once import Once
 from perseus.agent.stream.telemetry import TelemetryRing
 
 _log = structlog.get_logger(__name__)
@@ -58,6 +61,7 @@ class Coordinator:
         self._ring = TelemetryRing()
         self._farewells: list[RankLeft | GpuErrorReport] = []
         self._connection = Connection(target, agent, self, random)
+        self._once = Once(_log)
 
     @property
     def is_connected(self) -> bool:
@@ -117,6 +121,19 @@ class Coordinator:
             case TelemetryAck(sequence):
                 self._acknowledge(sequence)
                 self._send_telemetry()
+            case TelemetryRefused():
+                self._drop_refused(message)
+            case MessageRefused(reason, field, expected, found, rank):
+                self._once.warn(
+                    "the coordinator refuses a message",
+                    reason,
+                    field,
+                    reason=reason,
+                    field=field,
+                    expected=expected,
+                    found=found,
+                    rank=str(rank) if rank is not None else None,
+                )
             case Drain(reason):
                 _log.info("the coordinator is about to stop", reason=reason)
             case HeartbeatAnswer():
@@ -126,11 +143,31 @@ class Coordinator:
             case _:
                 assert_never(message)
 
+    def _drop_refused(self, refused: TelemetryRefused) -> None:
+        dropped_batch_count = self._ring.refuse(refused.sequence)
+        if dropped_batch_count is not None:
+            self._once.warn(
+                "telemetry refused, and dropped",
+                refused.reason,
+                refused.field,
+                sequence=refused.sequence,
+                reason=refused.reason,
+                field=refused.field,
+                expected=refused.expected,
+                found=refused.found,
+                dropped_batch_count=dropped_batch_count,
+            )
+        self._send_telemetry()
+
     def _acknowledge(self, sequence: int) -> None:
         try:
             self._ring.acknowledge(sequence)
         except ValueError as error:
             _log.error("message ignored", reason=str(error))
+            expected = f"at most {self._ring.sequence}, the latest that was sent"
+            self._connection.send(
+                MessageRefused("INVALID_FIELD", "telemetry_ack.sequence", expected, str(sequence))
+            )
 
     def _send_telemetry(self) -> None:
         if self.is_connected:

@@ -1,5 +1,7 @@
 """Telemetry on its way to the coordinator: numbered, kept until acknowledged, sent again after a reconnect.
 
+A batch that the coordinator refuses is dropped, and counted as such.
+
 Pure. Memory is bounded twice: the ring holds `CAPACITY` batches, of which the oldest is dropped (and counted)
 when it is full; and at most `WINDOW` batches are under way at a time, since HTTP/2 itself pushes back only
 after megabytes.
@@ -7,7 +9,7 @@ after megabytes.
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 from perseus.agent.rank.messages import Telemetry
 
@@ -54,7 +56,7 @@ class TelemetryRing:
 
     def sendable(self) -> list[Batch]:
         """What is to be sent now, oldest first; it then counts as sent."""
-        in_flight_count = max(0, self._sent_sequence + 1 - self._kept[0][0]) if self._kept else 0
+        in_flight_count = sum(1 for _ in takewhile(lambda kept: kept[0] <= self._sent_sequence, self._kept))
         batches = [
             Batch(sequence, telemetry, self._dropped_batch_count)
             for sequence, telemetry in islice(self._kept, in_flight_count, self._window)
@@ -72,6 +74,17 @@ class TelemetryRing:
         self._acknowledged_sequence = max(self._acknowledged_sequence, sequence)
         while self._kept and self._kept[0][0] <= self._acknowledged_sequence:
             self._kept.popleft()
+
+    def refuse(self, sequence: int) -> int | None:
+        """Drop a batch that the coordinator refuses; return how many were by now, None if it is not kept."""
+        for index, (kept, _) in enumerate(self._kept):
+            if kept == sequence:
+                del self._kept[index]
+                self._dropped_batch_count += 1
+                return self._dropped_batch_count
+            if kept > sequence:
+                break
+        return None
 
     def rewind(self) -> None:
         """A new stream: everything not acknowledged is to be sent again."""

@@ -3,12 +3,17 @@
 Every number that arrives is checked here.
 
     ValueError
-     └─ MalformedMessageError     the coordinator sent what the contract does not allow
+     └─ MalformedMessageError     the coordinator sent what the contract, as known here, does not allow
 """
 
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import Registration
@@ -24,6 +29,7 @@ from perseus.agent.rank.messages import (
     Hold,
     Incoming,
     IterationRow,
+    MessageRefused,
     PlanAnswer,
     PlanId,
     PlanInForce,
@@ -35,17 +41,41 @@ from perseus.agent.rank.messages import (
     StageClocks,
     Stock,
     TelemetryAck,
+    TelemetryRefused,
     Welcome,
 )
 from perseus.agent.stream.telemetry import Batch
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import clock_statistics_pb2, computation_pb2, frontier_pb2, job_pb2, job_service_pb2, rank_pb2
 
-Sendable = RankJoined | RankLeft | GpuErrorReport | PlanAnswer | PlanInForce | Batch
+N = TypeVar("N", int, float)
+
+Sendable = RankJoined | RankLeft | GpuErrorReport | PlanAnswer | PlanInForce | MessageRefused | Batch
+
+PROTOCOL_VERSION = 1
+"""Of the contract; `Hello` in it says when it rises."""
+
+_UNKNOWN_MESSAGE = "UNKNOWN_MESSAGE"
+_EMPTY_MESSAGE = "EMPTY_MESSAGE"
+_INVALID_FIELD = "INVALID_FIELD"
+
+_MAX_SENTENCE_LENGTH = 1024
+_MAX_COUNT = 2**53
+_MIN_LEASE_S = 0.01
+_MAX_TIME_S = 1e6
+_SHOWN_COUNT = 10
 
 
 class MalformedMessageError(ValueError):
-    """A message that the contract does not allow; the text names the field."""
+    """A message that the contract, as it is known here, does not allow; the text names the field.
+
+    Attributes:
+        refused: what the coordinator is told of it.
+    """
+
+    def __init__(self, field: str, expected: str, found: object, reason: str = _INVALID_FIELD) -> None:
+        super().__init__(f"{field}: expected {expected}, found {found}")
+        self.refused = MessageRefused(reason, field, expected, str(found)[:_MAX_SENTENCE_LENGTH])
 
 
 # --- What the agent says ------------------------------------------------------------------------------------
@@ -54,7 +84,12 @@ class MalformedMessageError(ValueError):
 def hello(agent: AgentIdentity) -> wire.ConnectRequest:
     """The first message on a stream."""
     return wire.ConnectRequest(
-        hello=wire.Hello(instance_id=agent.instance_id, agent_version=agent.version, hostname=agent.hostname)
+        hello=wire.Hello(
+            instance_id=agent.instance_id,
+            agent_version=agent.version,
+            hostname=agent.hostname,
+            protocol_version=PROTOCOL_VERSION,
+        )
     )
 
 
@@ -101,7 +136,7 @@ def request(message: Sendable) -> wire.ConnectRequest:
                     rank=_coordinates(rank),
                     gpu_uuid=gpu_uuid,
                     reason=rank_pb2.GpuErrorReason.ValueType(int(gpu_reason)),
-                    message=text,
+                    message=_sentence(text),
                 )
             )
         case PlanAnswer(rank, plan, refusal, iteration):
@@ -115,7 +150,7 @@ def request(message: Sendable) -> wire.ConnectRequest:
                     refusal_reason=rank_pb2.PlanRefusalReason.ValueType(
                         int(refusal.reason) if refusal else 0
                     ),
-                    message=refusal.message if refusal else "",
+                    message=_sentence(refusal.message) if refusal else "",
                     iteration=iteration,
                     refused_clocks_mhz=refusal.clocks_mhz if refusal else (),
                 )
@@ -130,6 +165,17 @@ def request(message: Sendable) -> wire.ConnectRequest:
                     iteration=iteration,
                 )
             )
+        case MessageRefused(refused_reason, field, expected, found, about):
+            return wire.ConnectRequest(
+                message_refused=wire.MessageRefused(
+                    reason=refused_reason,
+                    field=field,
+                    expected=expected,
+                    found=_sentence(found),
+                    job_id=about.job_id if about is not None else "",
+                    rank=_coordinates(about) if about is not None else None,
+                )
+            )
 
 
 def register_job_request(registration: Registration) -> job_service_pb2.RegisterJobRequest:
@@ -141,6 +187,12 @@ def register_job_request(registration: Registration) -> job_service_pb2.Register
     return job_service_pb2.RegisterJobRequest(
         spec=spec, request_id=registration.request_id, spec_fingerprint=registration.spec_fingerprint
     )
+
+
+def _sentence(text: str) -> str:
+    """The text as the contract allows it: a driver's message may be long, and hold line breaks."""
+    printable = "".join(each if each.isprintable() else " " for each in text[:_MAX_SENTENCE_LENGTH])
+    return printable if len(text) <= _MAX_SENTENCE_LENGTH else f"{printable[:-1]}…"
 
 
 def _coordinates(rank: Rank) -> rank_pb2.RankCoordinates:
@@ -230,7 +282,7 @@ def _energy(estimate: EnergyEstimate) -> wire.EnergyEstimate:
             )
             for sample in estimate.samples
         ],
-        blocking_power_w=estimate.blocking_power_w or 0.0,
+        blocking_power_w=estimate.blocking_power_w,
         blocking_power_se_w=estimate.blocking_power_se_w,
         window_count=estimate.window_count,
         discarded_window_count=estimate.discarded_window_count,
@@ -241,54 +293,87 @@ def _energy(estimate: EnergyEstimate) -> wire.EnergyEstimate:
 
 
 def response(message: wire.ConnectResponse) -> Incoming:
-    """What the coordinator said. MalformedMessageError if the contract does not allow it."""
+    """What the coordinator said. MalformedMessageError if the contract, as known here, does not allow it."""
     name = message.WhichOneof("message")
     match name:
         case "welcome":
             welcome = message.welcome
             return Welcome(
                 welcome.epoch,
-                _positive("welcome.lease_s", welcome.lease_s),
+                _within("welcome.lease_s", welcome.lease_s, _MIN_LEASE_S, _MAX_TIME_S),
                 _count("welcome.acknowledged_sequence", welcome.acknowledged_sequence),
+                _count("welcome.protocol_version", welcome.protocol_version) or 1,
             )
-        case "rank_accepted":
-            accepted = message.rank_accepted
-            order = tuple(
-                _computation(f"rank_accepted.order.computations[{index}]", each)
-                for index, each in enumerate(accepted.order.computations)
-            )
-            if not order or len(set(order)) != len(order):
-                raise MalformedMessageError(
-                    f"rank_accepted.order: expected at least one computation, each once, found {len(order)}, "
-                    f"of which {len(set(order))} differ"
-                )
-            return RankAccepted(_rank(accepted.job_id, accepted.rank), order)
-        case "rank_refused":
-            refused = message.rank_refused
-            return RankRefused(_rank(refused.job_id, refused.rank), refused.reason, refused.message)
         case "telemetry_ack":
             return TelemetryAck(_count("telemetry_ack.sequence", message.telemetry_ack.sequence))
-        case "plan_offer":
-            return _plan_offer(message.plan_offer)
+        case "telemetry_refused":
+            batch = message.telemetry_refused
+            return TelemetryRefused(batch.sequence, batch.reason, batch.field, batch.expected, batch.found)
+        case "message_refused":
+            refused = message.message_refused
+            about = _place(refused.job_id, refused.rank) if refused.HasField("rank") else None
+            return MessageRefused(refused.reason, refused.field, refused.expected, refused.found, about)
         case "heartbeat":
             return HeartbeatAnswer()
         case "drain":
             return Drain(message.drain.reason)
+        case "rank_accepted":
+            return _rank_accepted(message.rank_accepted)
+        case "rank_refused":
+            turned_away = message.rank_refused
+            rank = _rank("rank_refused", turned_away)
+            return RankRefused(rank, turned_away.reason, turned_away.message)
+        case "plan_offer":
+            return _plan_offer(message.plan_offer)
         case _:
-            raise MalformedMessageError(f"message: expected one that this agent knows, found {name}")
+            numbers = _unknown_fields(message)
+            if not numbers:
+                raise MalformedMessageError("message", "a message", "an empty one", _EMPTY_MESSAGE)
+            raise MalformedMessageError(
+                numbers,
+                f"a message of protocol version {PROTOCOL_VERSION}",
+                f"field {numbers}",
+                _UNKNOWN_MESSAGE,
+            )
+
+
+def _rank_accepted(accepted: wire.RankAccepted) -> RankAccepted:
+    rank = _rank("rank_accepted", accepted)
+    with _about(rank):
+        order = tuple(
+            _computation(f"rank_accepted.order.computations[{index}]", each)
+            for index, each in enumerate(accepted.order.computations)
+        )
+        if not order or len(set(order)) != len(order):
+            raise MalformedMessageError(
+                "rank_accepted.order",
+                "at least one computation, each once",
+                f"{len(order)}, of which {len(set(order))} differ",
+            )
+    return RankAccepted(rank, order)
 
 
 def _plan_offer(offer: wire.PlanOffer) -> PlanOffer:
-    name = offer.WhichOneof("clocks")
-    clocks: Stock | Hold | StageClocks
-    match name:
+    rank = _rank("plan_offer", offer)
+    with _about(rank):
+        return PlanOffer(
+            rank=rank,
+            plan=PlanId(offer.epoch, _within("plan_offer.version", offer.version, 1, _MAX_COUNT)),
+            start_iteration=_count("plan_offer.start_iteration", offer.start_iteration),
+            lease_s=_within("plan_offer.lease_s", offer.lease_s, _MIN_LEASE_S, _MAX_TIME_S),
+            clocks=_clocks_of(offer),
+        )
+
+
+def _clocks_of(offer: wire.PlanOffer) -> Stock | Hold | StageClocks:
+    match offer.WhichOneof("clocks"):
         case "stock":
-            clocks = Stock()
+            return Stock()
         case "hold":
-            clocks = Hold(offer.hold.clock_mhz)
+            return Hold(offer.hold.clock_mhz)
         case "stage_plan":
             planned = offer.stage_plan.computations
-            clocks = StageClocks(
+            return StageClocks(
                 tuple(
                     _computation(f"plan_offer.stage_plan.computations[{index}]", each)
                     for index, each in enumerate(planned)
@@ -296,27 +381,43 @@ def _plan_offer(offer: wire.PlanOffer) -> PlanOffer:
                 tuple(each.clock_mhz for each in planned),
             )
         case _:
-            raise MalformedMessageError("plan_offer.clocks: expected stock, hold or stage_plan, found none")
-    if offer.version < 1:
-        raise MalformedMessageError(f"plan_offer.version: expected at least 1, found {offer.version}")
-    return PlanOffer(
-        rank=_rank(offer.job_id, offer.rank),
-        plan=PlanId(offer.epoch, offer.version),
-        start_iteration=_count("plan_offer.start_iteration", offer.start_iteration),
-        lease_s=_positive("plan_offer.lease_s", offer.lease_s),
-        clocks=clocks,
-    )
+            numbers = _unknown_fields(offer)
+            found = f"field {numbers}" if numbers else "none"
+            raise MalformedMessageError("plan_offer.clocks", "stock, hold or stage_plan", found)
 
 
-def _rank(job_id: str, coordinates: rank_pb2.RankCoordinates) -> Rank:
+@contextmanager
+def _about(rank: Rank) -> Iterator[None]:
+    """Name the rank that a message is about in whatever is wrong with it."""
+    try:
+        yield
+    except MalformedMessageError as error:
+        error.refused = replace(error.refused, rank=rank)
+        raise
+
+
+def _rank(where: str, message: wire.RankAccepted | wire.RankRefused | wire.PlanOffer) -> Rank:
+    """The rank that a message is about: absent coordinates are not the first rank."""
+    if not message.HasField("rank"):
+        raise MalformedMessageError(f"{where}.rank", "a rank's place", "none")
+    return _place(message.job_id, message.rank)
+
+
+def _place(job_id: str, coordinates: rank_pb2.RankCoordinates) -> Rank:
     return Rank(job_id, coordinates.pipeline, coordinates.stage, coordinates.tensor)
+
+
+def _unknown_fields(message: Message) -> str:
+    fields = UnknownFieldSet(message)
+    numbers = sorted({fields[index].field_number for index in range(min(len(fields), _SHOWN_COUNT))})
+    return ", ".join(str(number) for number in numbers)
 
 
 def _computation(
     where: str, computation: computation_pb2.Computation | frontier_pb2.PlannedComputation
 ) -> Computation:
     if not Kind.FORWARD <= computation.kind <= Kind.FIXED:
-        raise MalformedMessageError(f"{where}.kind: expected 1 to {Kind.FIXED}, found {computation.kind}")
+        raise MalformedMessageError(f"{where}.kind", f"1 to {Kind.FIXED}", computation.kind)
     return Computation(
         Kind(computation.kind),
         _count(f"{where}.microbatch", computation.microbatch),
@@ -325,12 +426,10 @@ def _computation(
 
 
 def _count(where: str, value: int) -> int:
-    if value < 0:
-        raise MalformedMessageError(f"{where}: expected at least 0, found {value}")
-    return value
+    return _within(where, value, 0, _MAX_COUNT)
 
 
-def _positive(where: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise MalformedMessageError(f"{where}: expected a positive number, found {value}")
+def _within(where: str, value: N, least: float, most: float) -> N:
+    if not least <= value <= most:
+        raise MalformedMessageError(where, f"{least} to {most}", value)
     return value

@@ -2,44 +2,71 @@
 
 The reader takes one message after another; telemetry is read on only when the batch before is stored, so
 that an agent can't fill the coordinator's memory. One writer task sends what the outbox holds.
+
+A message that can't be, is not known here or makes the coordinator fail is refused by itself, and the stream
+goes on: other ranks share it. What ends a stream is listed in the contract, at the top of its file.
 """
 
 # ruff: noqa: N802 (the contract names the methods)
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
 
 import grpc
 import structlog
 
 from perseus.service.api.outbox import Outbox
-from perseus.service.api.statuses import MAPPED, error_info, to_status
+from perseus.service.api.statuses import (
+    MAPPED,
+    MappedError,
+    error_info,
+    refused_parts,
+    to_status,
+    unexpected,
+)
 from perseus.service.api.translate_agents import (
+    RankMessage,
     answer_from_proto,
+    check_hello,
     gpu_error_from_proto,
     in_force_from_proto,
     joined_from_proto,
     left_from_proto,
     offer_to_proto,
     telemetry_from_proto,
-    text_from_proto,
+    unknown_fields,
 )
 from perseus.service.api.translate_jobs import coordinates_to_proto
 from perseus.service.api.translate_problems import order_to_proto
+from perseus.service.domain.bounds import MAX_COUNT
 from perseus.service.domain.errors import (
     CoordinatorError,
     EmptyMessageError,
     HelloExpectedError,
     HelloRepeatedError,
+    InternalError,
+    JobNotFoundError,
+    UnknownMessageError,
+    cut,
 )
 from perseus.service.domain.model import Offer
-from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.coordinator import Coordinator
 from perseus.solver import Computation
-from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, rank_pb2
+from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 
 log = structlog.get_logger(__name__)
+
+PROTOCOL_VERSION = 1
+"""Of the contract; `Hello` in it says when it rises."""
+
+_KINDS_LIMIT = 64
+"""Kinds of misunderstanding that are logged, of one stream; each once."""
+
+M = TypeVar("M", bound=RankMessage)
 
 Context = grpc.aio.ServicerContext[ConnectRequest, ConnectResponse]
 
@@ -100,6 +127,12 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         except MAPPED as error:
             log.warning("agent stream ended", instance_id=stream.instance_id, error=str(error))
             await context.abort_with_status(to_status(error))
+        except Exception as error:
+            if context.done():  # the agent has gone while something was on its way to it
+                log.info("agent stream broke", instance_id=stream.instance_id, error=repr(error))
+            else:
+                failure = unexpected(error, "Connect", instance_id=stream.instance_id)
+                await context.abort_with_status(to_status(failure))
         finally:
             for task in (reader, writer):
                 task.cancel()
@@ -118,6 +151,7 @@ class _Stream:
         self._outbox = Outbox()
         self._port = OutboxPort(self._outbox, coordinator.rules.lease_s)
         self._is_goodbye = False
+        self._logged: set[tuple[str, str, str]] = set()
 
     async def write(self) -> None:
         """Send what the outbox holds, as it comes, until it is closed."""
@@ -133,7 +167,7 @@ class _Stream:
             if not self.instance_id:
                 await self._greet(request)
             elif request.WhichOneof("message") == "goodbye":
-                log.info("agent left", instance_id=self.instance_id, reason=request.goodbye.reason)
+                log.info("agent left", instance_id=self.instance_id, reason=cut(request.goodbye.reason))
                 self._is_goodbye = True
                 return
             else:
@@ -148,15 +182,27 @@ class _Stream:
         kind = request.WhichOneof("message")
         if kind != "hello":
             raise HelloExpectedError(found=kind or "an empty message")
-        instance_id = text_from_proto(request.hello.instance_id, "hello.instance_id")
+        check_hello(request.hello)
+        instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
         self._port.epoch, sequence = await self._coordinator.greet(instance_id, self._port)
         self.instance_id = instance_id
         log.info("agent connected", instance_id=instance_id, hostname=self._hostname)
+        their_version = request.hello.protocol_version or 1
+        if their_version != PROTOCOL_VERSION:
+            log.warning(
+                "agent speaks another protocol version: what one side doesn't know is refused",
+                instance_id=instance_id,
+                hostname=self._hostname,
+                agent_version=request.hello.agent_version,
+                protocol_version=their_version,
+                own_protocol_version=PROTOCOL_VERSION,
+            )
         welcome = agent_service_pb2.Welcome(
             epoch=self._port.epoch,
             lease_s=self._coordinator.rules.lease_s,
             acknowledged_sequence=sequence,
+            protocol_version=PROTOCOL_VERSION,
         )
         self._outbox.answer(ConnectResponse(welcome=welcome))
 
@@ -164,47 +210,136 @@ class _Stream:
         match request.WhichOneof("message"):
             case "hello":
                 raise HelloRepeatedError(instance_id=self.instance_id)
-            case "rank_joined":
-                self._join(request.rank_joined)
-            case "rank_left":
-                left = left_from_proto(request.rank_left, self.instance_id)
-                self._coordinator.tell(request.rank_left.job_id, left)
-            case "gpu_error":
-                self._note_gpu_error(request.gpu_error)
-            case "telemetry":
-                telemetry = telemetry_from_proto(request.telemetry, self.instance_id)
-                await self._coordinator.take_telemetry(request.telemetry.job_id, telemetry)
-            case "plan_answer":
-                answer = answer_from_proto(request.plan_answer, self.instance_id)
-                self._coordinator.tell(request.plan_answer.job_id, answer)
-            case "plan_in_force":
-                in_force = in_force_from_proto(request.plan_in_force, self.instance_id)
-                self._coordinator.tell(request.plan_in_force.job_id, in_force)
             case "heartbeat":
                 self._coordinator.hear(self.instance_id)
                 answer_beat = ConnectResponse(heartbeat=agent_service_pb2.Heartbeat())
                 self._outbox.replace("heartbeat", answer_beat)
+            case "telemetry":
+                await self._take_telemetry(request.telemetry)
+            case "message_refused":
+                self._note_refusal(request.message_refused)
+            case "rank_joined":
+                self._take_one(request.rank_joined, self._join)
+            case "rank_left":
+                self._take_one(request.rank_left, self._leave)
+            case "plan_answer":
+                self._take_one(request.plan_answer, self._take_answer)
+            case "plan_in_force":
+                self._take_one(request.plan_in_force, self._take_in_force)
+            case "gpu_error":
+                self._take_one(request.gpu_error, self._take_gpu_error)
             case _:
-                raise EmptyMessageError()
+                numbers = unknown_fields(request)
+                self._refuse(
+                    UnknownMessageError(field_numbers=numbers, protocol_version=PROTOCOL_VERSION)
+                    if numbers
+                    else EmptyMessageError()
+                )
+
+    def _take_one(self, message: M, take: Callable[[M], None]) -> None:
+        """Take a message about one rank; what is wrong with it concerns nothing else."""
+        try:
+            check_job_id(message.job_id)
+            take(message)
+        except CoordinatorError as error:
+            self._answer_mistake(message, error)
+        except Exception as error:
+            self._answer_mistake(message, self._unexpected(error, message))
 
     def _join(self, message: agent_service_pb2.RankJoined) -> None:
-        """Let the coordinator take the rank; a refusal concerns that rank only, the stream goes on."""
-        event = joined_from_proto(message, self.instance_id, self._hostname)
-        try:
-            self._coordinator.join(message.job_id, event)
-        except CoordinatorError as error:
-            self._refuse(message.job_id, message.rank, error)
+        self._coordinator.join(message.job_id, joined_from_proto(message, self.instance_id, self._hostname))
 
-    def _note_gpu_error(self, message: agent_service_pb2.GpuError) -> None:
-        event = gpu_error_from_proto(message)
-        try:
-            self._coordinator.note_gpu_error(message.job_id, event)
-        except CoordinatorError as error:
-            self._refuse(message.job_id, message.rank, error)
+    def _leave(self, message: agent_service_pb2.RankLeft) -> None:
+        self._coordinator.tell(message.job_id, left_from_proto(message, self.instance_id))
 
-    def _refuse(self, job_id: str, rank: rank_pb2.RankCoordinates, error: CoordinatorError) -> None:
+    def _take_answer(self, message: agent_service_pb2.PlanAnswer) -> None:
+        self._coordinator.tell(message.job_id, answer_from_proto(message, self.instance_id))
+
+    def _take_in_force(self, message: agent_service_pb2.PlanInForce) -> None:
+        self._coordinator.tell(message.job_id, in_force_from_proto(message, self.instance_id))
+
+    def _take_gpu_error(self, message: agent_service_pb2.GpuError) -> None:
+        self._coordinator.note_gpu_error(message.job_id, gpu_error_from_proto(message))
+
+    async def _take_telemetry(self, message: agent_service_pb2.TelemetryBatch) -> None:
+        try:
+            check_job_id(message.job_id)
+            telemetry = telemetry_from_proto(message, self.instance_id)
+            await self._coordinator.take_telemetry(message.job_id, telemetry)
+        except CoordinatorError as error:
+            await self._refuse_telemetry(message, error)
+        except Exception as error:
+            await self._refuse_telemetry(message, self._unexpected(error, message))
+
+    async def _refuse_telemetry(
+        self, message: agent_service_pb2.TelemetryBatch, error: CoordinatorError
+    ) -> None:
+        self._log_refusal("telemetry", error)
+        parts = refused_parts(error)
+        refused = agent_service_pb2.TelemetryRefused(sequence=message.sequence, **parts)
+        self._outbox.answer(ConnectResponse(telemetry_refused=refused))
+        if 1 <= message.sequence <= MAX_COUNT:
+            await self._coordinator.pass_telemetry(self.instance_id, message.sequence)
+
+    def _answer_mistake(self, message: RankMessage, error: CoordinatorError) -> None:
+        """Refuse a rank, where one is announced (or may be, once its job is registered), else the message."""
+        is_rank_refused = isinstance(message, agent_service_pb2.RankJoined) or (
+            isinstance(message, agent_service_pb2.GpuError) and isinstance(error, JobNotFoundError)
+        )
+        if not is_rank_refused or not message.HasField("rank"):
+            self._refuse(error, message)
+            return
         info = error_info(error)
         refused = agent_service_pb2.RankRefused(
-            job_id=job_id, rank=rank, reason=info.reason, message=str(error), metadata=info.metadata
+            job_id=cut(message.job_id),
+            rank=message.rank,
+            reason=info.reason,
+            message=str(error),
+            metadata=info.metadata,
         )
         self._outbox.answer(ConnectResponse(rank_refused=refused))
+
+    def _refuse(self, error: MappedError, about: RankMessage | None = None) -> None:
+        self._log_refusal(type(about).__name__ if about is not None else "message", error)
+        refused = agent_service_pb2.MessageRefused(
+            **refused_parts(error),
+            job_id=cut(about.job_id) if about is not None else "",
+            rank=about.rank if about is not None and about.HasField("rank") else None,
+        )
+        self._outbox.answer(ConnectResponse(message_refused=refused))
+
+    def _note_refusal(self, refused: agent_service_pb2.MessageRefused) -> None:
+        """The agent did not understand something. Never answered: two refusals would chase each other."""
+        self._log_once(
+            "agent refuses a message",
+            ("theirs", refused.reason, _kind(refused.field)),
+            reason=cut(refused.reason),
+            field=cut(refused.field),
+            expected=cut(refused.expected),
+            found=cut(refused.found),
+            job_id=cut(refused.job_id),
+        )
+
+    def _log_refusal(self, what: str, error: MappedError) -> None:
+        parts = refused_parts(error)
+        key = (what, parts["reason"], _kind(parts["field"]))
+        self._log_once("message of an agent refused", key, message=what, error=str(error))
+
+    def _log_once(self, event: str, kind: tuple[str, str, str], **details: str) -> None:
+        """Warn, once of each kind and stream: an agent that errs may do so a thousand times a second."""
+        if kind not in self._logged and len(self._logged) < _KINDS_LIMIT:
+            self._logged.add(kind)
+            log.warning(event, instance_id=self.instance_id, hostname=self._hostname, **details)
+
+    def _unexpected(self, error: Exception, message: RankMessage) -> InternalError:
+        where = type(message).__name__
+        kind = (where, "INTERNAL", type(error).__name__)
+        if kind in self._logged:
+            return InternalError(cause=type(error).__name__)
+        self._logged.add(kind)
+        return unexpected(error, where, instance_id=self.instance_id, job_id=cut(message.job_id))
+
+
+def _kind(field: str) -> str:
+    """Return a field's path without the rows in it."""
+    return re.sub(r"\[\d+\]", "", cut(field))

@@ -2,13 +2,13 @@
 
 # ruff: noqa: N802 (the contract names the methods)
 
-import math
 from typing import Any
 
 import grpc
 
 from perseus.service.api.statuses import mapped
 from perseus.service.api.translate_problems import frontier_to_proto, plan_to_proto, problem_from_proto
+from perseus.service.domain.bounds import MAX_DURATION_S, check_range
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.solving import POINT_COUNT
@@ -36,8 +36,7 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
     async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.GetPlanResponse:
         """See the contract."""
         time_s = request.iteration_time_s
-        if not math.isfinite(time_s):
-            raise InvalidFieldError(field="iteration_time_s", expected="a finite number", found=time_s)
+        check_range("iteration_time_s", time_s, 0, MAX_DURATION_S)
         return pb.GetPlanResponse(plan=plan_to_proto(await self._coordinator.plan(request.job_id, time_s)))
 
     @mapped

@@ -1,18 +1,23 @@
 """Every domain and solver error, and the gRPC status that callers see.
 
-The details of a status hold one ErrorInfo of domain "perseus": a stable reason, and every changing value by
-name.
+The details of a status hold one ErrorInfo of domain "perseus" (a stable reason, and every changing value by
+name), and a RetryInfo if the same request may be answered otherwise later. What is no error of ours is a
+fault of the coordinator's: its callers see INTERNAL, its log the traceback.
 """
 
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any as Anything
 from typing import TypeVar, cast
 
 import grpc
+import structlog
 from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.rpc.code_pb2 import Code
-from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
@@ -22,39 +27,61 @@ from perseus.solver import DeadlineError, LagError, PipelineError, ProfileError,
 Unary = TypeVar("Unary", bound=Callable[..., Coroutine[Anything, Anything, Anything]])
 Stream = TypeVar("Stream", bound=Callable[..., AsyncIterator[Anything]])
 
+log = structlog.get_logger(__name__)
+
 DOMAIN = "perseus"
 
-STATUSES: dict[type[Exception], tuple[int, str]] = {
-    errors.InvalidFieldError: (Code.INVALID_ARGUMENT, "INVALID_FIELD"),
-    errors.InvalidJobIdError: (Code.INVALID_ARGUMENT, "INVALID_JOB_ID"),
-    errors.RankOutOfRangeError: (Code.INVALID_ARGUMENT, "RANK_OUT_OF_RANGE"),
-    errors.PipelineOutOfRangeError: (Code.INVALID_ARGUMENT, "PIPELINE_OUT_OF_RANGE"),
-    errors.HelloExpectedError: (Code.INVALID_ARGUMENT, "HELLO_EXPECTED"),
-    errors.HelloRepeatedError: (Code.INVALID_ARGUMENT, "HELLO_REPEATED"),
-    errors.EmptyMessageError: (Code.INVALID_ARGUMENT, "EMPTY_MESSAGE"),
-    errors.JobNotFoundError: (Code.NOT_FOUND, "JOB_NOT_FOUND"),
-    errors.RunNotFoundError: (Code.NOT_FOUND, "RUN_NOT_FOUND"),
-    errors.JobAlreadyExistsError: (Code.ALREADY_EXISTS, "JOB_ALREADY_EXISTS"),
-    errors.JobFinishedError: (Code.FAILED_PRECONDITION, "JOB_FINISHED"),
-    errors.JobNotFinishedError: (Code.FAILED_PRECONDITION, "JOB_NOT_FINISHED"),
-    errors.JobNotSolvedError: (Code.FAILED_PRECONDITION, "JOB_NOT_SOLVED"),
-    errors.TimelineNotReadyError: (Code.FAILED_PRECONDITION, "TIMELINE_NOT_READY"),
-    errors.RankAlreadyServedError: (Code.FAILED_PRECONDITION, "RANK_ALREADY_SERVED"),
-    errors.SpecMismatchError: (Code.FAILED_PRECONDITION, "SPEC_MISMATCH"),
-    errors.StreamReplacedError: (Code.ABORTED, "STREAM_REPLACED"),
-    errors.LeaseExpiredError: (Code.UNAVAILABLE, "LEASE_EXPIRED"),
-    errors.ReaderTooSlowError: (Code.RESOURCE_EXHAUSTED, "READER_TOO_SLOW"),
-    errors.SolverBusyError: (Code.RESOURCE_EXHAUSTED, "SOLVER_BUSY"),
-    errors.SolverCrashedError: (Code.INTERNAL, "SOLVER_CRASHED"),
-    errors.DrainingError: (Code.UNAVAILABLE, "DRAINING"),
-    ScheduleError: (Code.INVALID_ARGUMENT, "INVALID_SCHEDULE"),
-    ProfileError: (Code.INVALID_ARGUMENT, "INVALID_PROFILE"),
-    PipelineError: (Code.INVALID_ARGUMENT, "INVALID_PIPELINE"),
-    DeadlineError: (Code.OUT_OF_RANGE, "ITERATION_TIME_TOO_SHORT"),
-    LagError: (Code.FAILED_PRECONDITION, "LAG_NOT_FOUND"),
-    SolverError: (Code.INVALID_ARGUMENT, "INVALID_PROBLEM"),
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """How callers see an error. `is_retryable`: later, the same request may be answered otherwise."""
+
+    code: int
+    reason: str
+    is_retryable: bool = False
+
+
+STATUSES: dict[type[Exception], Mapped] = {
+    errors.InvalidFieldError: Mapped(Code.INVALID_ARGUMENT, "INVALID_FIELD"),
+    errors.InvalidJobIdError: Mapped(Code.INVALID_ARGUMENT, "INVALID_JOB_ID"),
+    errors.RankOutOfRangeError: Mapped(Code.INVALID_ARGUMENT, "RANK_OUT_OF_RANGE"),
+    errors.PipelineOutOfRangeError: Mapped(Code.INVALID_ARGUMENT, "PIPELINE_OUT_OF_RANGE"),
+    errors.RankNotServedError: Mapped(Code.INVALID_ARGUMENT, "RANK_NOT_SERVED"),
+    errors.TelemetryOutdatedError: Mapped(Code.INVALID_ARGUMENT, "TELEMETRY_OUTDATED"),
+    errors.UnknownMessageError: Mapped(Code.UNIMPLEMENTED, "UNKNOWN_MESSAGE"),
+    errors.HelloExpectedError: Mapped(Code.INVALID_ARGUMENT, "HELLO_EXPECTED"),
+    errors.HelloRepeatedError: Mapped(Code.INVALID_ARGUMENT, "HELLO_REPEATED"),
+    errors.EmptyMessageError: Mapped(Code.INVALID_ARGUMENT, "EMPTY_MESSAGE"),
+    errors.JobNotFoundError: Mapped(Code.NOT_FOUND, "JOB_NOT_FOUND"),
+    errors.RunNotFoundError: Mapped(Code.NOT_FOUND, "RUN_NOT_FOUND"),
+    errors.JobAlreadyExistsError: Mapped(Code.ALREADY_EXISTS, "JOB_ALREADY_EXISTS"),
+    errors.JobFinishedError: Mapped(Code.FAILED_PRECONDITION, "JOB_FINISHED"),
+    errors.JobNotFinishedError: Mapped(Code.FAILED_PRECONDITION, "JOB_NOT_FINISHED"),
+    errors.JobNotSolvedError: Mapped(Code.FAILED_PRECONDITION, "JOB_NOT_SOLVED", is_retryable=True),
+    errors.TimelineNotReadyError: Mapped(Code.FAILED_PRECONDITION, "TIMELINE_NOT_READY", is_retryable=True),
+    errors.RankAlreadyServedError: Mapped(Code.FAILED_PRECONDITION, "RANK_ALREADY_SERVED", is_retryable=True),
+    errors.SpecMismatchError: Mapped(Code.FAILED_PRECONDITION, "SPEC_MISMATCH"),
+    errors.GpuAlreadyServedError: Mapped(Code.FAILED_PRECONDITION, "GPU_ALREADY_SERVED", is_retryable=True),
+    errors.StreamReplacedError: Mapped(Code.ABORTED, "STREAM_REPLACED"),
+    errors.LeaseExpiredError: Mapped(Code.UNAVAILABLE, "LEASE_EXPIRED", is_retryable=True),
+    errors.ReaderTooSlowError: Mapped(Code.RESOURCE_EXHAUSTED, "READER_TOO_SLOW", is_retryable=True),
+    errors.SolverBusyError: Mapped(Code.RESOURCE_EXHAUSTED, "SOLVER_BUSY", is_retryable=True),
+    errors.SolverCrashedError: Mapped(Code.INTERNAL, "SOLVER_CRASHED", is_retryable=True),
+    errors.DrainingError: Mapped(Code.UNAVAILABLE, "DRAINING", is_retryable=True),
+    errors.InternalError: Mapped(Code.INTERNAL, "INTERNAL"),
+    ScheduleError: Mapped(Code.INVALID_ARGUMENT, "INVALID_SCHEDULE"),
+    ProfileError: Mapped(Code.INVALID_ARGUMENT, "INVALID_PROFILE"),
+    PipelineError: Mapped(Code.INVALID_ARGUMENT, "INVALID_PIPELINE"),
+    DeadlineError: Mapped(Code.OUT_OF_RANGE, "ITERATION_TIME_TOO_SHORT"),
+    LagError: Mapped(Code.FAILED_PRECONDITION, "LAG_NOT_FOUND"),
+    SolverError: Mapped(Code.INVALID_ARGUMENT, "INVALID_PROBLEM"),
 }
-"""Code and reason of every error class that can be raised; those that only gather others have none."""
+"""Every error class that can be raised; those that only gather others are not here. See docs/errors.md."""
+
+RETRY_DELAY_S = 1
+
+_MAX_MESSAGE_LENGTH = 1024
+"""Characters of a status's message: it travels in a header."""
 
 MappedError = errors.CoordinatorError | SolverError
 MAPPED = (errors.CoordinatorError, SolverError)
@@ -62,18 +89,42 @@ MAPPED = (errors.CoordinatorError, SolverError)
 
 def error_info(error: MappedError) -> ErrorInfo:
     """Return the error's reason and changing values."""
-    _, reason = STATUSES[type(error)]
+    reason = STATUSES[type(error)].reason
     metadata = error.details if isinstance(error, SolverError) else error.metadata
+    metadata = {name: errors.cut(value) for name, value in metadata.items()}
     return ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
 
 
 def to_status(error: MappedError) -> grpc.Status:
     """Return the error as what `context.abort_with_status` takes."""
-    code, _ = STATUSES[type(error)]
-    detail = Any()
-    detail.Pack(error_info(error))
-    status: grpc.Status = rpc_status.to_status(Status(code=code, message=str(error), details=[detail]))
+    mapped_to = STATUSES[type(error)]
+    details = [_packed(error_info(error))]
+    if mapped_to.is_retryable:
+        details.append(_packed(RetryInfo(retry_delay=Duration(seconds=RETRY_DELAY_S))))
+    status: grpc.Status = rpc_status.to_status(
+        Status(code=mapped_to.code, message=errors.cut(error, _MAX_MESSAGE_LENGTH), details=details)
+    )
     return status
+
+
+def refused_parts(error: MappedError) -> dict[str, str]:
+    """Return reason, field, expected and found, as the refusals on a stream have them."""
+    reason = STATUSES[type(error)].reason
+    if isinstance(error, errors.InvalidInputError):
+        return {"reason": reason, "field": error.field, "expected": error.expected, "found": error.found}
+    return {"reason": reason, "field": "", "expected": "", "found": str(error)}
+
+
+def unexpected(error: Exception, where: str, **context: object) -> errors.InternalError:
+    """Log an exception that nobody thought of, and return what callers are told of it."""
+    log.error("unexpected error", where=where, exc_info=error, **context)
+    return errors.InternalError(cause=type(error).__name__)
+
+
+def _packed(message: Message) -> Any:
+    detail = Any()
+    detail.Pack(message)
+    return detail
 
 
 def mapped(method: Unary) -> Unary:
@@ -86,7 +137,10 @@ def mapped(method: Unary) -> Unary:
         try:
             return await method(self, request, context)
         except MAPPED as error:
-            await context.abort_with_status(to_status(error))
+            status = to_status(error)
+        except Exception as error:
+            status = to_status(unexpected(error, method.__name__))
+        return await context.abort_with_status(status)
 
     return cast(Unary, answer)
 
@@ -102,6 +156,11 @@ def mapped_stream(method: Stream) -> Stream:
             async for message in method(self, request, context):
                 yield message
         except MAPPED as error:
-            await context.abort_with_status(to_status(error))
+            status = to_status(error)
+        except Exception as error:
+            status = to_status(unexpected(error, method.__name__))
+        else:
+            return
+        await context.abort_with_status(status)
 
     return cast(Stream, answer)

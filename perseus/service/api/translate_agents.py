@@ -1,17 +1,30 @@
 """Between the messages of agents' streams and the coordinator's values.
 
 `…_from_proto` checks what the types can't say (a missing message, an unknown enum, a column of another
-length, NaN) and raises InvalidFieldError with the field's name. Repeated fields become numpy columns at
+length, a number or a text out of bounds) and raises InvalidFieldError with the field's path: of telemetry
+from the batch on, of all else from the message of the stream on. Repeated fields become numpy columns at
 once.
 """
 
 import numpy as np
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from perseus.service.api.translate_jobs import coordinates_from_proto, coordinates_to_proto
 from perseus.service.api.translate_problems import (
     KIND_FROM_PROTO,
     kind_from_proto,
     stage_plan_to_proto,
+)
+from perseus.service.domain.bounds import (
+    MAX_CLOCK_COUNT,
+    MAX_COUNT,
+    MAX_RANK_POWER_W,
+    MAX_SENTENCE_LENGTH,
+    check_ascii,
+    check_range,
+    check_size,
+    check_text,
 )
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.inputs import (
@@ -36,7 +49,6 @@ from perseus.service.domain.model import (
 from perseus.service.domain.specification import (
     MAX_FINGERPRINT_LENGTH,
     Coordinates,
-    check_text,
 )
 from perseus.service.domain.telemetry import (
     KINDS,
@@ -47,11 +59,24 @@ from perseus.service.domain.telemetry import (
     IterationColumns,
     TelemetryBatch,
 )
+from perseus.solver import MAX_CLOCK_MHZ
 from perseus.v1 import (
     agent_service_pb2,
     clock_statistics_pb2,
     rank_pb2,
 )
+
+_SHOWN_COUNT = 10
+
+RankMessage = (
+    agent_service_pb2.RankJoined
+    | agent_service_pb2.RankLeft
+    | agent_service_pb2.GpuError
+    | agent_service_pb2.PlanAnswer
+    | agent_service_pb2.PlanInForce
+    | agent_service_pb2.TelemetryBatch
+)
+"""What is about one rank."""
 
 _LEFT_REASON = {
     rank_pb2.RankLeftReason.Value(f"RANK_LEFT_REASON_{reason.name}"): reason for reason in RankLeftReason
@@ -68,19 +93,37 @@ _KIND_INDEX = np.full(max(KIND_FROM_PROTO) + 1, -1, dtype=np.int64)
 for _number, _kind in KIND_FROM_PROTO.items():
     _KIND_INDEX[_number] = KINDS.index(_kind)
 
-MAX_TEXT_LENGTH = 256
-MAX_POWER_LIMIT_W = 1e5
+
+def unknown_fields(message: Message) -> str:
+    """Return the numbers of the fields that are not in the contract as it is known here; empty if none."""
+    fields = UnknownFieldSet(message)
+    numbers = sorted({fields[index].field_number for index in range(min(len(fields), _SHOWN_COUNT))})
+    return ", ".join(str(number) for number in numbers)
 
 
-def text_from_proto(text: str, field: str) -> str:
-    """Return a text that must be there, and short.
+def check_hello(message: agent_service_pb2.Hello) -> None:
+    """Refuse an introduction that can't be.
 
     Raises:
-        InvalidFieldError: it is not.
+        InvalidFieldError: names the field.
     """
-    if not 1 <= len(text) <= MAX_TEXT_LENGTH:
-        raise InvalidFieldError(field=field, expected=f"1 to {MAX_TEXT_LENGTH} characters", found=len(text))
-    return text
+    check_text("hello.instance_id", message.instance_id, least=1)
+    check_text("hello.agent_version", message.agent_version)
+    check_text("hello.hostname", message.hostname)
+    check_range("hello.protocol_version", message.protocol_version, 0, MAX_COUNT)
+
+
+def place_from_proto(message: RankMessage, field: str = "") -> Coordinates:
+    """Return the rank that a message is about, not yet checked against its job.
+
+    Raises:
+        InvalidFieldError: there is none: absent coordinates are not the first rank.
+    """
+    if not message.HasField("rank"):
+        raise InvalidFieldError(
+            field=f"{field}.rank" if field else "rank", expected="a rank's place", found="none"
+        )
+    return coordinates_from_proto(message.rank)
 
 
 def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, hostname: str) -> RankJoined:
@@ -89,28 +132,32 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
     Raises:
         InvalidFieldError: a number is out of range, or the GPU has no clocks.
     """
+    rank = place_from_proto(message, "rank_joined")
     clocks_mhz = tuple(message.gpu.supported_clocks_mhz)
-    if not clocks_mhz or min(clocks_mhz) <= 0 or list(clocks_mhz) != sorted(set(clocks_mhz), reverse=True):
+    check_size("rank_joined.gpu.supported_clocks_mhz", len(clocks_mhz), MAX_CLOCK_COUNT)
+    if (
+        not clocks_mhz
+        or not 1 <= min(clocks_mhz) <= max(clocks_mhz) <= MAX_CLOCK_MHZ
+        or list(clocks_mhz) != sorted(set(clocks_mhz), reverse=True)
+    ):
         raise InvalidFieldError(
-            field="gpu.supported_clocks_mhz",
-            expected="at least one clock above 0, each once, highest first",
+            field="rank_joined.gpu.supported_clocks_mhz",
+            expected=f"at least one clock from 1 to {MAX_CLOCK_MHZ}, each once, highest first",
             found=list(clocks_mhz),
         )
-    if not 0 <= message.gpu.power_limit_w <= MAX_POWER_LIMIT_W:
-        raise InvalidFieldError(
-            field="gpu.power_limit_w", expected=f"0 to {MAX_POWER_LIMIT_W:g}", found=message.gpu.power_limit_w
-        )
-    check_text("spec_fingerprint", message.spec_fingerprint, 0, MAX_FINGERPRINT_LENGTH)
-    _check_at_least(message.iteration, -1, "iteration")
-    _check_at_least(message.in_force_version, 0, "in_force_version")
-    _check_at_least(message.after_sequence, 0, "after_sequence")
+    check_range("rank_joined.gpu.power_limit_w", message.gpu.power_limit_w, 0, MAX_RANK_POWER_W)
+    check_ascii("rank_joined.spec_fingerprint", message.spec_fingerprint, 0, MAX_FINGERPRINT_LENGTH)
+    check_range("rank_joined.iteration", message.iteration, -1, MAX_COUNT)
+    check_range("rank_joined.in_force_version", message.in_force_version, 0, MAX_COUNT)
+    check_range("rank_joined.after_sequence", message.after_sequence, 0, MAX_COUNT)
+    check_text("rank_joined.in_force_epoch", message.in_force_epoch)
     return RankJoined(
-        rank=coordinates_from_proto(message.rank),
+        rank=rank,
         instance_id=instance_id,
         hostname=hostname,
         gpu=Gpu(
-            text_from_proto(message.gpu.uuid, "gpu.uuid"),
-            message.gpu.model,
+            check_text("rank_joined.gpu.uuid", message.gpu.uuid, least=1),
+            check_text("rank_joined.gpu.model", message.gpu.model),
             clocks_mhz,
             message.gpu.power_limit_w,
         ),
@@ -131,7 +178,7 @@ def left_from_proto(message: agent_service_pb2.RankLeft, instance_id: str) -> Ra
     reason = _LEFT_REASON.get(message.reason)
     if reason is None:
         raise InvalidFieldError(field="rank_left.reason", expected="a known reason", found=message.reason)
-    return RankLeft(coordinates_from_proto(message.rank), instance_id, reason)
+    return RankLeft(place_from_proto(message, "rank_left"), instance_id, reason)
 
 
 def gpu_error_from_proto(message: agent_service_pb2.GpuError) -> GpuErrorReported:
@@ -143,7 +190,12 @@ def gpu_error_from_proto(message: agent_service_pb2.GpuError) -> GpuErrorReporte
     reason = _GPU_ERROR_REASON.get(message.reason)
     if reason is None:
         raise InvalidFieldError(field="gpu_error.reason", expected="a known reason", found=message.reason)
-    return GpuErrorReported(coordinates_from_proto(message.rank), message.gpu_uuid, reason, message.message)
+    return GpuErrorReported(
+        place_from_proto(message, "gpu_error"),
+        check_text("gpu_error.gpu_uuid", message.gpu_uuid),
+        reason,
+        check_text("gpu_error.message", message.message, most=MAX_SENTENCE_LENGTH),
+    )
 
 
 def answer_from_proto(message: agent_service_pb2.PlanAnswer, instance_id: str) -> OfferAnswered:
@@ -152,20 +204,23 @@ def answer_from_proto(message: agent_service_pb2.PlanAnswer, instance_id: str) -
     Raises:
         InvalidFieldError: a number is out of range, or a refusal has no reason.
     """
-    _check_at_least(message.version, 1, "plan_answer.version")
-    _check_at_least(message.iteration, -1, "plan_answer.iteration")
+    check_range("plan_answer.version", message.version, 1, MAX_COUNT)
+    check_range("plan_answer.iteration", message.iteration, -1, MAX_COUNT)
+    check_size("plan_answer.refused_clocks_mhz", len(message.refused_clocks_mhz), MAX_CLOCK_COUNT)
+    for row, clock_mhz in enumerate(message.refused_clocks_mhz):
+        check_range(f"plan_answer.refused_clocks_mhz[{row}]", clock_mhz, 1, MAX_CLOCK_MHZ)
     refusal = _REFUSAL_REASON.get(message.refusal_reason)
     if not message.accepted and refusal is None:
         raise InvalidFieldError(
             field="plan_answer.refusal_reason", expected="a known reason", found=message.refusal_reason
         )
     return OfferAnswered(
-        rank=coordinates_from_proto(message.rank),
+        rank=place_from_proto(message, "plan_answer"),
         instance_id=instance_id,
-        epoch=message.epoch,
+        epoch=check_text("plan_answer.epoch", message.epoch),
         version=message.version,
         refusal=None if message.accepted else refusal,
-        message=message.message,
+        message=check_text("plan_answer.message", message.message, most=MAX_SENTENCE_LENGTH),
         iteration=message.iteration,
         refused_clocks_mhz=tuple(message.refused_clocks_mhz),
     )
@@ -177,10 +232,14 @@ def in_force_from_proto(message: agent_service_pb2.PlanInForce, instance_id: str
     Raises:
         InvalidFieldError: a number is out of range.
     """
-    _check_at_least(message.version, 0, "plan_in_force.version")
-    _check_at_least(message.iteration, -1, "plan_in_force.iteration")
+    check_range("plan_in_force.version", message.version, 0, MAX_COUNT)
+    check_range("plan_in_force.iteration", message.iteration, -1, MAX_COUNT)
     return PlanInForce(
-        coordinates_from_proto(message.rank), instance_id, message.epoch, message.version, message.iteration
+        place_from_proto(message, "plan_in_force"),
+        instance_id,
+        check_text("plan_in_force.epoch", message.epoch),
+        message.version,
+        message.iteration,
     )
 
 
@@ -216,7 +275,7 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
         clocks=_clocks_from_proto(message.clocks) if message.HasField("clocks") else None,
     )
     batch.check()
-    return TelemetryArrived(coordinates_from_proto(message.rank), instance_id, batch)
+    return TelemetryArrived(place_from_proto(message), instance_id, batch)
 
 
 def _clocks_from_proto(message: clock_statistics_pb2.ClockStatistics) -> ClockStatistics:
@@ -235,6 +294,8 @@ def _clocks_from_proto(message: clock_statistics_pb2.ClockStatistics) -> ClockSt
 
 
 def _estimate_from_proto(message: agent_service_pb2.EnergyEstimate) -> EnergyEstimate:
+    for name in ("window_count", "discarded_window_count"):
+        check_range(f"energy.{name}", getattr(message, name), 0, MAX_COUNT)
     return EnergyEstimate(
         plan_version=message.plan_version,
         iteration_count=message.iteration_count,
@@ -251,7 +312,7 @@ def _estimate_from_proto(message: agent_service_pb2.EnergyEstimate) -> EnergyEst
             )
             for row, sample in enumerate(message.samples)
         ),
-        blocking_power_w=message.blocking_power_w,
+        blocking_power_w=message.blocking_power_w if message.HasField("blocking_power_w") else None,
         blocking_power_se_w=message.blocking_power_se_w,
     )
 
@@ -277,8 +338,3 @@ def offer_to_proto(
         case HoldClocks(clocks_mhz):
             message.hold.clock_mhz = clocks_mhz[rank.stage]
     return message
-
-
-def _check_at_least(value: int, least: int, field: str) -> None:
-    if value < least:
-        raise InvalidFieldError(field=field, expected=f"{least} or more", found=value)

@@ -3,9 +3,15 @@
 Jobs and agents need them, and so does a solve without a job.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 
+from perseus.service.domain.bounds import (
+    MAX_CLOCK_COUNT,
+    MAX_DURATION_S,
+    MAX_PROFILE_COUNT,
+    check_range,
+    check_size,
+)
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.specification import (
     MAX_COMPUTATION_COUNT,
@@ -185,19 +191,15 @@ def problem_from_proto(message: frontier_pb2.PipelineProblem) -> Pipeline:
         InvalidFieldError: a part is missing, there twice or out of range.
         SolverError: the solver refuses it.
     """
-    if not 1 <= message.stage_count <= MAX_STAGE_COUNT:
-        raise InvalidFieldError(
-            field="stage_count", expected=f"1 to {MAX_STAGE_COUNT}", found=message.stage_count
-        )
-    if not (math.isfinite(message.transfer_lag_s) and message.transfer_lag_s >= 0):
-        raise InvalidFieldError(
-            field="transfer_lag_s", expected="a finite number of 0 or more", found=message.transfer_lag_s
-        )
+    check_range("stage_count", message.stage_count, 1, MAX_STAGE_COUNT)
+    check_range("transfer_lag_s", message.transfer_lag_s, 0, MAX_DURATION_S)
+    check_size("profiles", len(message.profiles), MAX_PROFILE_COUNT)
     schedule = build_schedule(schedule_spec_from_proto(message.schedule), message.stage_count)
     profiles: dict[tuple[int, int, Kind], tuple[Measurement, ...]] = {}
     fixed_s: dict[tuple[int, int], float] = {}
     for position, profile in enumerate(message.profiles):
         kind = kind_from_proto(profile.kind, f"profiles[{position}].kind")
+        check_size(f"profiles[{position}].measurements", len(profile.measurements), MAX_CLOCK_COUNT)
         key = (profile.stage, profile.chunk, kind)
         if key in profiles or (kind is Kind.FIXED and key[:2] in fixed_s):
             raise InvalidFieldError(
@@ -207,10 +209,10 @@ def problem_from_proto(message: frontier_pb2.PipelineProblem) -> Pipeline:
             )
         if kind is Kind.FIXED:
             times_s = [m.time_s for m in profile.measurements]
-            if len(times_s) != 1 or not math.isfinite(times_s[0]) or times_s[0] < 0:
+            if len(times_s) != 1 or not 0 <= times_s[0] <= MAX_DURATION_S:
                 raise InvalidFieldError(
                     field=f"profiles[{position}].measurements",
-                    expected="one time of 0 or more",
+                    expected=f"one time of 0 to {MAX_DURATION_S:g}",
                     found=times_s,
                 )
             fixed_s[key[:2]] = times_s[0]

@@ -5,11 +5,14 @@
     │   ├── InvalidFieldError       a value is missing, out of range or inconsistent
     │   ├── InvalidJobIdError       not an identifier
     │   ├── RankOutOfRangeError     the job's parallelism has no such rank
-    │   └── PipelineOutOfRangeError the job's parallelism has no such pipeline
+    │   ├── PipelineOutOfRangeError the job's parallelism has no such pipeline
+    │   ├── RankNotServedError      telemetry of a rank that this agent has not joined
+    │   ├── TelemetryOutdatedError  telemetry of an earlier trainer of the rank
+    │   ├── UnknownMessageError     a message of a newer protocol, say
+    │   └── EmptyMessageError       a message without content
     ├── ProtocolError               a stream that does not follow the protocol
     │   ├── HelloExpectedError      something else came first
-    │   ├── HelloRepeatedError      it came twice
-    │   └── EmptyMessageError       a message without content
+    │   └── HelloRepeatedError      it came twice
     ├── JobNotFoundError
     ├── RunNotFoundError            the job has no run of that number
     ├── JobAlreadyExistsError       another specification has that identifier, and live ranks
@@ -18,22 +21,34 @@
     ├── JobNotSolvedError           there is no frontier yet
     ├── TimelineNotReadyError       no whole iteration has been seen yet
     ├── RankAlreadyServedError      another agent serves the rank, or its lease still runs
+    ├── GpuAlreadyServedError       another rank is on the GPU, or its lease still runs
     ├── SpecMismatchError           the rank belongs to another specification than the job's run
     ├── StreamReplacedError         the agent opened a newer stream
     ├── LeaseExpiredError           the agent was silent for too long
     ├── ReaderTooSlowError          a stream's reader does not keep up
     ├── SolverBusyError             too many problems wait to be solved
     ├── SolverCrashedError          the solver's process died
-    └── DrainingError               the coordinator is about to stop
+    ├── DrainingError               the coordinator is about to stop
+    └── InternalError               a fault of the coordinator's own
     StartupError                    the coordinator can not start; never seen over gRPC
     ├── AddressUnavailableError
     └── DatabaseUnavailableError
 
-Each error's text is its class's template filled with `metadata`: the changing values by name. `statuses.py`
-maps every class to its gRPC status.
+Each error's text is its class's template filled with `metadata`: the changing values by name, cut where they
+are long: whoever sends a megabyte of nonsense gets a line back. `statuses.py` maps every class to its gRPC
+status.
 """
 
 from typing import ClassVar
+
+_MAX_VALUE_LENGTH = 256
+"""Characters of a value that an error quotes."""
+
+
+def cut(value: object, most: int = _MAX_VALUE_LENGTH) -> str:
+    """Return a value as text of at most so many characters."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 class ServiceError(Exception):
@@ -42,8 +57,8 @@ class ServiceError(Exception):
     template: ClassVar[str]
 
     def __init__(self, **metadata: object) -> None:
-        super().__init__(self.template.format(**metadata))
-        self.metadata = {name: str(value) for name, value in metadata.items()}
+        self.metadata = {name: cut(value) for name, value in metadata.items()}
+        super().__init__(self.template.format(**self.metadata))
 
 
 class CoordinatorError(ServiceError):
@@ -51,37 +66,83 @@ class CoordinatorError(ServiceError):
 
 
 class InvalidInputError(CoordinatorError):
-    """What arrived is not what the contract says."""
+    """What arrived is not what the contract says.
+
+    Attributes:
+        field: where, by its path from the message that it is in.
+        expected, found: what should be there, and what is.
+    """
+
+    parts: ClassVar[tuple[str, str, str]]
+    """Templates of the three."""
+
+    def __init_subclass__(cls) -> None:
+        cls.template = "{}: expected {}, found {}".format(*cls.parts)
+
+    def __init__(self, **metadata: object) -> None:
+        super().__init__(**metadata)
+        self.field, self.expected, self.found = (part.format(**self.metadata) for part in self.parts)
 
 
 class InvalidFieldError(InvalidInputError):
     """A value is missing, out of range or inconsistent."""
 
-    template = "{field}: expected {expected}, found {found}"
+    parts = ("{field}", "{expected}", "{found}")
 
 
 class InvalidJobIdError(InvalidInputError):
     """Not an identifier."""
 
-    template = (
-        "job_id: expected 1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit, "
-        "found {job_id!r}"
+    parts = (
+        "job_id",
+        "1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit",
+        "{job_id!r}",
     )
 
 
 class RankOutOfRangeError(InvalidInputError):
     """The job's parallelism has no such rank."""
 
-    template = (
-        "rank: expected pipeline < {pipeline_count}, stage < {stage_count} and tensor < {tensor_count} "
-        "in job {job_id!r}, none negative, found pipeline {pipeline}, stage {stage}, tensor {tensor}"
+    parts = (
+        "rank",
+        "pipeline < {pipeline_count}, stage < {stage_count} and tensor < {tensor_count} in job {job_id!r}, "
+        "none negative",
+        "pipeline {pipeline}, stage {stage}, tensor {tensor}",
     )
 
 
 class PipelineOutOfRangeError(InvalidInputError):
     """The job's parallelism has no such pipeline."""
 
-    template = "pipeline: expected 0 to {last_pipeline} in job {job_id!r}, found {pipeline}"
+    parts = ("pipeline", "0 to {last_pipeline} in job {job_id!r}", "{pipeline}")
+
+
+class RankNotServedError(InvalidInputError):
+    """Telemetry of a rank that the agent has not joined on this stream."""
+
+    parts = (
+        "rank",
+        "a rank of job {job_id!r} that this agent has joined",
+        "pipeline {pipeline}, stage {stage}, tensor {tensor}",
+    )
+
+
+class TelemetryOutdatedError(InvalidInputError):
+    """Telemetry of an earlier trainer of the rank."""
+
+    parts = ("sequence", "above {after_sequence}, where the rank's trainer begins", "{sequence}")
+
+
+class UnknownMessageError(InvalidInputError):
+    """A message that is not known here: the sender speaks a newer protocol, say."""
+
+    parts = ("{field_numbers}", "a message of protocol version {protocol_version}", "field {field_numbers}")
+
+
+class EmptyMessageError(InvalidInputError):
+    """A message without content."""
+
+    parts = ("message", "a message", "an empty one")
 
 
 class ProtocolError(CoordinatorError):
@@ -98,12 +159,6 @@ class HelloRepeatedError(ProtocolError):
     """Hello came twice."""
 
     template = "Connect: expected hello once, found it again from instance {instance_id!r}"
-
-
-class EmptyMessageError(ProtocolError):
-    """A message without content."""
-
-    template = "Connect: expected a message, found an empty one"
 
 
 class JobNotFoundError(CoordinatorError):
@@ -159,6 +214,15 @@ class RankAlreadyServedError(CoordinatorError):
     )
 
 
+class GpuAlreadyServedError(CoordinatorError):
+    """Another rank is on the GPU, or its lease still runs."""
+
+    template = (
+        "GPU {gpu_uuid!r} is that of pipeline {pipeline}, stage {stage}, tensor {tensor} of job {job_id!r}: "
+        "a GPU runs one rank"
+    )
+
+
 class SpecMismatchError(CoordinatorError):
     """The rank belongs to another specification than the job's run."""
 
@@ -202,6 +266,12 @@ class DrainingError(CoordinatorError):
     """The coordinator is about to stop."""
 
     template = "the coordinator is about to stop"
+
+
+class InternalError(CoordinatorError):
+    """A fault of the coordinator's own; its log has the traceback."""
+
+    template = "the coordinator failed: {cause}"
 
 
 class StartupError(ServiceError):

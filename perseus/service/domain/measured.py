@@ -16,13 +16,13 @@ StageKey = tuple[int, Kind]
 class StageProfile:
     """One stage at one clock, measured on all its ranks and merged. Energies and powers are the stage's.
 
-    The blocking power is 0 where no rank told what it is (it may hardly ever wait).
+    The blocking power is None where no rank told what it is (it may hardly ever wait).
     """
 
     stage: int
     clock_mhz: int
     measurements: Mapping[StageKey, Measurement]
-    blocking_power_w: float
+    blocking_power_w: float | None
     blocking_power_se_w: float
 
 

@@ -1,11 +1,19 @@
 """What a client says of a job, and the checks that it must pass to be registered."""
 
 import enum
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from perseus.service.domain.bounds import (
+    MAX_COUNT,
+    MAX_PIPELINE_POWER_W,
+    MAX_TOTAL_TIME_S,
+    MIN_DURATION_S,
+    MIN_POWER_W,
+    check_ascii,
+    check_range,
+)
 from perseus.service.domain.errors import (
     InvalidFieldError,
     InvalidJobIdError,
@@ -21,11 +29,23 @@ MAX_STAGE_COUNT = 256
 MAX_TENSOR_COUNT = 256
 MAX_RANK_COUNT = 65_536
 MAX_MICROBATCH_COUNT = 4096
+MAX_CHUNK_COUNT = 256
 MAX_COMPUTATION_COUNT = 500_000
 MAX_FINGERPRINT_LENGTH = 64
 MAX_WORK_FINGERPRINT_LENGTH = 128
 MAX_REQUEST_ID_LENGTH = 64
 """Limits far above any job known, so that a slip of the pen can't take the coordinator's memory."""
+
+
+def check_job_id(job_id: str) -> str:
+    """Return a job's identifier, if it is one.
+
+    Raises:
+        InvalidJobIdError: it is none.
+    """
+    if not _JOB_ID.fullmatch(job_id):
+        raise InvalidJobIdError(job_id=job_id)
+    return job_id
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,9 +88,7 @@ class Parallelism:
             ("stage_count", MAX_STAGE_COUNT),
             ("tensor_count", MAX_TENSOR_COUNT),
         ):
-            count = getattr(self, name)
-            if not 1 <= count <= limit:
-                raise InvalidFieldError(field=f"parallelism.{name}", expected=f"1 to {limit}", found=count)
+            check_range(f"parallelism.{name}", getattr(self, name), 1, limit)
         ranks = self.pipeline_count * self.stage_count * self.tensor_count
         if ranks > MAX_RANK_COUNT:
             expected = f"at most {MAX_RANK_COUNT} ranks"
@@ -112,10 +130,7 @@ def build_schedule(spec: ScheduleSpec, stage_count: int) -> Schedule:
     """
     if isinstance(spec, NamedSchedule):
         limit = min(MAX_MICROBATCH_COUNT, MAX_COMPUTATION_COUNT // (2 * stage_count))
-        if not 1 <= spec.microbatch_count <= limit:
-            raise InvalidFieldError(
-                field="schedule.named.microbatch_count", expected=f"1 to {limit}", found=spec.microbatch_count
-            )
+        check_range("schedule.named.microbatch_count", spec.microbatch_count, 1, limit)
         build = gpipe if spec.name is ScheduleName.GPIPE else one_forward_one_backward
         return build(stage_count, spec.microbatch_count)
     if len(spec.orders) != stage_count:
@@ -131,6 +146,7 @@ def build_schedule(spec: ScheduleSpec, stage_count: int) -> Schedule:
             expected=f"at most {MAX_COMPUTATION_COUNT} computations",
             found=computations,
         )
+    _check_numbering(spec.orders)
     step_count = sum(len(path) for path in spec.paths)
     if step_count > MAX_COMPUTATION_COUNT:
         raise InvalidFieldError(
@@ -139,6 +155,21 @@ def build_schedule(spec: ScheduleSpec, stage_count: int) -> Schedule:
             found=step_count,
         )
     return Schedule(spec.orders, spec.paths)
+
+
+def _check_numbering(orders: Sequence[Sequence[Computation]]) -> None:
+    """Refuse numbers of microbatches and chunks with large gaps: tables are as wide as the highest."""
+    microbatch = max((each.microbatch for order in orders for each in order), default=0)
+    chunk = max((each.chunk for order in orders for each in order), default=0)
+    check_range("schedule.explicit.stages.computations.microbatch", microbatch, 0, MAX_MICROBATCH_COUNT - 1)
+    check_range("schedule.explicit.stages.computations.chunk", chunk, 0, MAX_CHUNK_COUNT - 1)
+    place_count = len(orders) * (1 + chunk) * (1 + microbatch)
+    if place_count > MAX_COMPUTATION_COUNT:
+        raise InvalidFieldError(
+            field="schedule.explicit.stages",
+            expected=f"at most {MAX_COMPUTATION_COUNT} stages × chunks × microbatches, without large gaps",
+            found=place_count,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,19 +208,12 @@ class OperatingPolicy:
             InvalidFieldError: names the figure.
         """
         if self.deadline is not None:
-            if not self.deadline.iteration_count >= 1:
-                raise InvalidFieldError(
-                    field="policy.deadline.iteration_count",
-                    expected="1 or more",
-                    found=self.deadline.iteration_count,
-                )
-            _check_positive("policy.deadline.time_s", self.deadline.time_s)
+            check_range("policy.deadline.iteration_count", self.deadline.iteration_count, 1, MAX_COUNT)
+            check_range("policy.deadline.time_s", self.deadline.time_s, MIN_DURATION_S, MAX_TOTAL_TIME_S)
         if self.max_average_power_w is not None:
-            _check_positive("policy.max_average_power_w", self.max_average_power_w)
-        if not (math.isfinite(self.max_slowdown_percent) and 0 <= self.max_slowdown_percent <= 100):
-            raise InvalidFieldError(
-                field="policy.max_slowdown_percent", expected="0 to 100", found=self.max_slowdown_percent
-            )
+            power_w = self.max_average_power_w
+            check_range("policy.max_average_power_w", power_w, MIN_POWER_W, MAX_PIPELINE_POWER_W)
+        check_range("policy.max_slowdown_percent", self.max_slowdown_percent, 0, 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +230,7 @@ class Registration:
             InvalidFieldError: names the text.
         """
         check_request_id(self.request_id)
-        check_text("spec_fingerprint", self.spec_fingerprint, 0, MAX_FINGERPRINT_LENGTH)
+        check_ascii("spec_fingerprint", self.spec_fingerprint, 0, MAX_FINGERPRINT_LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +259,7 @@ class JobSpec:
             InvalidJobIdError, InvalidFieldError: a value that can't be.
             ScheduleError: the orders are inconsistent, or deadlock.
         """
-        if not _JOB_ID.fullmatch(self.job_id):
-            raise InvalidJobIdError(job_id=self.job_id)
+        check_job_id(self.job_id)
         self.parallelism.check()
         self.policy.check()
         stage_count = self.parallelism.stage_count
@@ -248,7 +271,7 @@ class JobSpec:
             )
         for stage, fingerprint in enumerate(self.stage_work):
             name = f"stage_work[{stage}].fingerprint"
-            check_text(name, fingerprint, 0, MAX_WORK_FINGERPRINT_LENGTH)
+            check_ascii(name, fingerprint, 0, MAX_WORK_FINGERPRINT_LENGTH)
         return build_schedule(self.schedule, self.parallelism.stage_count)
 
     def check_rank(self, rank: Coordinates) -> None:
@@ -291,23 +314,4 @@ def check_request_id(request_id: str) -> None:
     Raises:
         InvalidFieldError: it is empty, too long or not of printable ASCII characters.
     """
-    check_text("request_id", request_id, 1, MAX_REQUEST_ID_LENGTH)
-
-
-def check_text(field: str, text: str, least: int, most: int) -> None:
-    """Refuse a text of another length, or with characters other than printable ASCII.
-
-    Raises:
-        InvalidFieldError: names the field.
-    """
-    if not (least <= len(text) <= most and text.isascii() and (text.isprintable() or not text)):
-        raise InvalidFieldError(
-            field=field,
-            expected=f"{least} to {most} printable ASCII characters",
-            found=repr(text[: most + 1]),
-        )
-
-
-def _check_positive(field: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise InvalidFieldError(field=field, expected="a positive number", found=value)
+    check_ascii("request_id", request_id, 1, MAX_REQUEST_ID_LENGTH)

@@ -27,6 +27,7 @@ from perseus.service.domain.commands import AcceptRank, Command, EndStream, Find
 from perseus.service.domain.errors import (
     JobFinishedError,
     JobNotSolvedError,
+    RankNotServedError,
     SpecMismatchError,
     TimelineNotReadyError,
 )
@@ -81,7 +82,8 @@ from perseus.service.domain.records import (
     Registrations,
     StoredJob,
 )
-from perseus.service.domain.specification import JobSpec, Registration
+from perseus.service.domain.specification import Coordinates, JobSpec, Registration
+from perseus.service.domain.telemetry import Order
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
@@ -141,6 +143,7 @@ class JobMachine:
         self.run_number = run_number
         self.registrations = Registrations(())
         self.schedule = spec.check()
+        self._orders = [Order(order) for order in self.schedule.orders]
         self.state = JobState.WAITING
         self.state_reason = "some ranks have not joined yet"
         self.log = IterationLog(list(spec.parallelism.all_coordinates()))
@@ -344,6 +347,17 @@ class JobMachine:
         """Return what the ranks of a stage compute, in order."""
         return self.schedule.orders[stage]
 
+    def is_on_gpu(self, place: Coordinates, gpu_uuid: str) -> bool:
+        """Tell whether a rank is served, or its lease still runs, on a GPU, and may have clocks there."""
+        if place not in self._ranks or self.has_finished:
+            return False
+        rank = self._ranks[place]
+        return rank.state in LIVE and rank.gpu is not None and rank.gpu.uuid == gpu_uuid
+
+    def gpus(self) -> dict[Coordinates, str]:
+        """Return the UUIDs of the GPUs that the ranks are on, or were last."""
+        return {rank.coordinates: rank.gpu.uuid for rank in self._ranks if rank.gpu is not None}
+
     def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
         """Yield what was measured, from the period of a number on, and what it saved against stock."""
         return self.log.report(first_number)
@@ -463,13 +477,17 @@ class JobMachine:
     @_on.register
     def _on_telemetry_arrived(self, event: TelemetryArrived, now_s: float) -> None:
         if not self._ranks.hear(event.rank, event.instance_id, now_s):
-            return
+            raise RankNotServedError(
+                job_id=self.spec.job_id,
+                pipeline=event.rank.pipeline,
+                stage=event.rank.stage,
+                tensor=event.rank.tensor,
+            )
         gpu, batch = self._ranks[event.rank].gpu, event.batch
-        if not self._ranks.is_of_trainer(event.rank, batch.sequence):
-            return
+        self._ranks.check_trainer(event.rank, batch.sequence)
         assert gpu is not None
         batch.check_clocks(gpu.supported_clocks_mhz)
-        batch.check_order(self.schedule.orders[event.rank.stage])
+        batch.check_order(self._orders[event.rank.stage])
         self._stragglers.take_telemetry(event.rank, batch)
         if len(batch.iterations.iteration):
             self._ranks.note_iteration(event.rank, int(batch.iterations.iteration.max()))

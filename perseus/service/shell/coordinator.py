@@ -1,9 +1,8 @@
 """The coordinator itself: the jobs' state machines, and what they want done.
 
-A thin shell. It feeds the machines and carries out their commands: first the records are stored, all that
-have gathered in one transaction, and only then anything leaves for an agent, a watcher or the caller. One
-writer task does this for all jobs, so commands are carried out in the order in which the machines gave
-them.
+A thin shell. It feeds the machines and hands their commands to the writer (`writer.py`): first the records
+are stored, and only then anything leaves for an agent, a watcher or the caller, in the order in which the
+machines gave it.
 """
 
 import asyncio
@@ -14,7 +13,6 @@ from collections.abc import (
     Callable,
     Collection,
     Coroutine,
-    Hashable,
     Iterable,
     Iterator,
     Sequence,
@@ -83,7 +81,7 @@ from perseus.service.domain.model import (
     RankLeftReason,
     Straggler,
 )
-from perseus.service.domain.records import JobRecord, OfferRecord, record_key
+from perseus.service.domain.records import JobRecord, OfferRecord
 from perseus.service.domain.specification import (
     Coordinates,
     JobSpec,
@@ -91,6 +89,7 @@ from perseus.service.domain.specification import (
     Registration,
     check_request_id,
 )
+from perseus.service.fleet.gpus import GpuIndex
 from perseus.service.job import runs
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
@@ -98,6 +97,7 @@ from perseus.service.job.rules import Rules
 from perseus.service.shell.solving import SolverPool
 from perseus.service.shell.watch_state import WatchState
 from perseus.service.shell.watching import Update, Watcher
+from perseus.service.shell.writer import Writer
 from perseus.service.storage.store import Entry, JobDeleted, JobEntry, JobStore, NewRun, TelemetrySequence
 from perseus.solver import Computation, Frontier, Pipeline, Plan, SolverError
 
@@ -105,12 +105,6 @@ log = structlog.get_logger(__name__)
 
 LATEST = 0
 """Stands for the number of a job's latest run."""
-
-GATHERING_S = 0.005
-"""How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
-
-TURN_S = 0.005
-"""How long actions keep the event loop at a time."""
 
 
 class AgentPort(Protocol):
@@ -155,20 +149,13 @@ class _Agent:
     job_ids: set[str] = field(default_factory=set)
 
 
-@dataclass(slots=True)
-class _Work:
-    """Entries to be stored, and what follows once they are."""
-
-    entries: list[Entry]
-    then: list[Callable[[], None]]
-
-
 class Coordinator:
     """All jobs of one coordinator. Every method runs on the event loop; none but the awaited ones waits."""
 
     def __init__(self, store: JobStore, solver: SolverPool, rules: Rules) -> None:
         self.rules = rules
         self._store = store
+        self._writer = Writer(store)
         self._solver = solver
         self._epoch = ""
         self._runs: dict[str, _Run] = {}
@@ -176,8 +163,7 @@ class Coordinator:
         self._requests: dict[str, dict[str, int]] = {}
         self._deleted_version = 0
         self._agents: dict[str, _Agent] = {}
-        self._work: list[_Work] = []
-        self._has_work = asyncio.Event()
+        self._gpus = GpuIndex(self._is_on_gpu)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------ life
@@ -193,6 +179,9 @@ class Coordinator:
             )
             self._runs[stored.spec.job_id] = run = _Run(machine)
             self._perform(run, commands)
+            for place, gpu_uuid in machine.gpus().items():
+                if machine.is_on_gpu(place, gpu_uuid):
+                    self._gpus.put(run.job_id, place, gpu_uuid)
         log.info("jobs loaded", job_count=len(self._runs), epoch=self._epoch)
 
     async def run(self) -> None:
@@ -201,21 +190,7 @@ class Coordinator:
         Raises:
             Exception: the store failed. Nothing can be promised any more: stop.
         """
-        while True:
-            await self._has_work.wait()
-            await asyncio.sleep(GATHERING_S)
-            self._has_work.clear()
-            work, self._work = self._work, []
-            entries = [entry for item in work for entry in item.entries]
-            if entries:
-                await self._store.write(_latest(entries))
-            turn_ends_s = time.monotonic() + TURN_S
-            for item in work:
-                for action in item.then:
-                    action()
-                if time.monotonic() >= turn_ends_s:
-                    await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
-                    turn_ends_s = time.monotonic() + TURN_S
+        await self._writer.run()
 
     def tick(self) -> None:
         """Let leases run out. To be called about every second."""
@@ -235,7 +210,7 @@ class Coordinator:
 
     async def flush(self) -> None:
         """Wait until everything that happened so far is stored and carried out."""
-        await self._later([])
+        await self._writer.flush()
 
     async def close(self) -> None:
         """Drop what is being solved."""
@@ -313,7 +288,7 @@ class Coordinator:
         del self._runs[job_id]
         self._requests.pop(job_id, None)
         self._deleted_version = max(self._deleted_version, run.machine.version)
-        await self._later([JobDeleted(job_id, run.machine.version)])
+        await self._writer.later([JobDeleted(job_id, run.machine.version)])
 
     async def job(self, job_id: str, run_number: int, *, has_details: bool) -> JobView:
         """Return a run of a job as it is.
@@ -506,10 +481,11 @@ class Coordinator:
 
         Raises:
             JobNotFoundError, JobFinishedError, RankOutOfRangeError, RankAlreadyServedError,
-            SpecMismatchError: it is refused.
+            GpuAlreadyServedError, SpecMismatchError: it is refused.
         """
         run = self._find(job_id)
         self.tick()  # An older lease may have run out since the last one.
+        self._gpus.check(job_id, event.rank, event.gpu.uuid)
         try:
             self._perform(run, _handle(run.machine, event))
         except SpecMismatchError:
@@ -517,6 +493,7 @@ class Coordinator:
             left = RankLeft(event.rank, event.instance_id, RankLeftReason.TRAINER_GONE)
             self._perform(run, _handle(run.machine, left))
             raise
+        self._gpus.put(job_id, event.rank, event.gpu.uuid)
         agent = self._agents.get(event.instance_id)
         if agent is not None:
             agent.job_ids.add(job_id)
@@ -524,16 +501,11 @@ class Coordinator:
     def tell(self, job_id: str, event: RankLeft | OfferAnswered | PlanInForce) -> None:
         """Take what an agent says of a rank.
 
-        A job that is not known is no error: the agent may have served it under a coordinator that lost its
-        state.
-
         Raises:
+            JobNotFoundError: the agent may have served the job under a coordinator that lost its state.
             RankOutOfRangeError: the job has no such rank.
         """
-        run = self._runs.get(job_id)
-        if run is None:
-            log.warning("message for an unknown job ignored", job_id=job_id, message=type(event).__name__)
-            return
+        run = self._find(job_id)
         self._perform(run, _handle(run.machine, event))
 
     def note_gpu_error(self, job_id: str, event: GpuErrorReported) -> None:
@@ -550,7 +522,9 @@ class Coordinator:
         """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.
 
         Raises:
-            InvalidInputError: the batch can't be of that rank; it is neither taken nor acknowledged.
+            JobNotFoundError: the job is not registered.
+            InvalidInputError: the batch can't be of that rank. It is neither taken nor acknowledged yet:
+                `pass_telemetry` is to follow.
         """
         instance_id, sequence = event.instance_id, event.batch.sequence
         agent = self._agents.get(instance_id)
@@ -560,17 +534,31 @@ class Coordinator:
         commands: list[Command] = []
         entries: list[Entry] = []
         if sequence > agent.received_sequence:
-            if run is None:
-                log.warning("telemetry of an unknown job dropped", job_id=job_id, instance_id=instance_id)
-            else:
-                commands = _handle(run.machine, event)
+            commands = _handle(self._find(job_id).machine, event)
             agent.received_sequence = sequence
             entries = [TelemetrySequence(instance_id, sequence)]
         taken = agent.received_sequence
-        await (self._later(entries) if run is None else self._perform(run, commands, entries))
+        await (self._writer.later(entries) if run is None else self._perform(run, commands, entries))
+        agent.port.acknowledge(taken)
+
+    async def pass_telemetry(self, instance_id: str, sequence: int) -> None:
+        """Acknowledge a batch that was refused, so that the agent goes on, and doesn't send it again."""
+        agent = self._agents.get(instance_id)
+        if agent is None:
+            return
+        entries: list[Entry] = []
+        if sequence > agent.received_sequence:
+            agent.received_sequence = sequence
+            entries = [TelemetrySequence(instance_id, sequence)]
+        taken = agent.received_sequence
+        await self._writer.later(entries)
         agent.port.acknowledge(taken)
 
     # ------------------------------------------------------------------ carrying out
+
+    def _is_on_gpu(self, job_id: str, rank: Coordinates, gpu_uuid: str) -> bool:
+        run = self._runs.get(job_id)
+        return run is not None and run.machine.is_on_gpu(rank, gpu_uuid)
 
     def _find(self, job_id: str) -> _Run:
         try:
@@ -623,18 +611,7 @@ class Coordinator:
                     then.append(lambda command=command: self._do(run, command))  # type: ignore[misc]
         if is_job_changed:
             then.append(lambda: self._publish_job(run))
-        return self._later(to_store, then)
-
-    def _later(self, entries: list[Entry], then: Sequence[Callable[[], None]] = ()) -> asyncio.Future[None]:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def finish() -> None:
-            if not done.done():
-                done.set_result(None)
-
-        self._work.append(_Work(entries, [*then, finish]))
-        self._has_work.set()
-        return done
+        return self._writer.later(to_store, then)
 
     def _do(self, run: _Run, command: Command) -> None:
         match command:
@@ -703,17 +680,3 @@ def _latest_run(run: _Run | None, spec: JobSpec) -> runs.LatestRun | None:
     return runs.LatestRun(
         machine.run_number, machine.has_finished, machine.has_live_rank, machine.spec.difference(spec)
     )
-
-
-def _latest(entries: Sequence[Entry]) -> list[Entry]:
-    """Drop records that a later one replaces, so that a burst is written once."""
-    last: dict[Hashable, Entry] = {}
-    for entry in entries:
-        key: Hashable = id(entry)
-        if isinstance(entry, JobEntry):
-            key = (entry.job_id, entry.run_number, record_key(entry.record))
-        elif isinstance(entry, TelemetrySequence):
-            key = entry.instance_id
-        last.pop(key, None)
-        last[key] = entry
-    return list(last.values())

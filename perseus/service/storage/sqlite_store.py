@@ -63,7 +63,7 @@ CREATE TABLE offers (
     PRIMARY KEY (job_id, run_number, pipeline)) WITHOUT ROWID;
 CREATE TABLE profiles (
     job_id TEXT, run_number INTEGER, stage INTEGER, clock_mhz INTEGER, measurements TEXT NOT NULL,
-    blocking_power_w REAL NOT NULL, blocking_power_se_w REAL NOT NULL,
+    blocking_power_w REAL, blocking_power_se_w REAL NOT NULL,
     PRIMARY KEY (job_id, run_number, stage, clock_mhz)) WITHOUT ROWID;
 CREATE TABLE profiled_work (
     job_id TEXT, run_number INTEGER, stage INTEGER, work_key TEXT NOT NULL,

@@ -629,9 +629,13 @@ def test_times_come_from_no_future_and_never_go_back(bench: Bench) -> None:
     counted(bench, 0.0)
     bench.do(IterationMark(Edge.BEGIN, 0, int(1e18)))
     bench.now_s += 0.5
-    bench.do(IterationMark(Edge.END, 0, 0))
+    bench.do(IterationMark(Edge.END, 0, int(1e18)))
+    bench.do(IterationMark(Edge.BEGIN, 1, int(1e18)))
+    bench.now_s += 0.5
+    bench.do(IterationMark(Edge.END, 1, 0))  # not after its begin: an iteration of no length is none
     (message,) = telemetry(counted(bench, 50.0))
-    assert message.iterations[0].duration_s == 0.0
+    assert [row.iteration for row in message.iterations] == [0]
+    assert message.iterations[0].duration_s == pytest.approx(0.5)
 
 
 def test_the_energy_estimate_is_that_of_the_plan_and_its_clock(bench: Bench) -> None:

@@ -135,7 +135,38 @@ async def test_ranks_hear_what_concerns_them_and_the_rest_is_said_in_the_log(ser
     assert welcome == Welcome("e", 3.0, 0)
     assert set(heard) == {"heard"}
     assert len(heard) >= 4
+    (told,) = server.book.all("message_refused")
+    assert (told.message_refused.field, told.message_refused.found) == ("telemetry_ack.sequence", "9")
     reasons = [str(line["reason"]) for line in logs if "reason" in line]
     assert "an update" in reasons
     assert "telemetry: expected an acknowledgement up to 0, found 9" in reasons
     assert "expected one welcome on a stream, found another" in reasons
+
+
+async def test_refused_telemetry_is_dropped_counted_said_once_and_all_goes_on(
+    server: CoordinatorStub,
+) -> None:
+    agent = Agent(f"127.0.0.1:{server.port}")
+    with capture_logs() as logs:
+        async with running(agent):
+            await until(lambda: agent.coordinator.is_connected, "connected")
+            server.book.acknowledges = False
+            for _ in range(3):
+                agent.coordinator.say(TELEMETRY)
+            await server.until(lambda book: len(book.all("telemetry")) == 3, "telemetry")
+            for sequence in (1, 2):
+                refused = wire.TelemetryRefused(
+                    sequence=sequence, reason="INVALID_FIELD", field=f"a[{sequence}]", expected="x", found="y"
+                )
+                server.say(wire.ConnectResponse(telemetry_refused=refused))
+            server.say(wire.ConnectResponse(message_refused=wire.MessageRefused(reason="R", field="f")))
+            server.say(wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=3)))
+            heard = agent.seen.count("heard")
+            await until(lambda: agent.seen.count("heard") >= heard + 4, "all is heard")
+            agent.coordinator.say(TELEMETRY)
+            await server.until(lambda book: len(book.all("telemetry")) == 4, "telemetry")
+    assert server.book.all("telemetry")[-1].telemetry.dropped_batch_count == 2
+    assert "disconnected" not in agent.seen[:-1]
+    (line,) = [line for line in logs if line["event"] == "telemetry refused, and dropped"]
+    assert (line["reason"], line["field"], line["dropped_batch_count"]) == ("INVALID_FIELD", "a[1]", 1)
+    assert [line["field"] for line in logs if line["event"] == "the coordinator refuses a message"] == ["f"]

@@ -11,9 +11,12 @@ from perseus.agent.rank.messages import (
     EnergyEstimate,
     EnergySample,
     GpuDescription,
+    GpuErrorReason,
+    GpuErrorReport,
     HeartbeatAnswer,
     Hold,
     IterationRow,
+    MessageRefused,
     PlanAnswer,
     PlanId,
     PlanInForce,
@@ -29,6 +32,7 @@ from perseus.agent.rank.messages import (
     Stock,
     Telemetry,
     TelemetryAck,
+    TelemetryRefused,
     Welcome,
 )
 from perseus.agent.stream import translate
@@ -86,6 +90,15 @@ def test_what_a_session_says() -> None:
     assert in_force == wire.PlanInForce(job_id="job", rank=COORDINATES, epoch="e", version=3, iteration=9)
 
 
+def test_a_drivers_words_are_said_as_the_contract_allows_them() -> None:
+    report = GpuErrorReport(RANK, "GPU-1", GpuErrorReason.LOST, "fell\noff the bus\x00" + "x" * 2000)
+    text = translate.request(report).gpu_error.message
+    assert text.startswith("fell off the bus xx")
+    assert text.endswith("x…")
+    assert len(text) == 1024
+    assert text.isprintable()
+
+
 def test_rows_become_columns() -> None:
     sample = EnergySample(Kind.FORWARD, 1, None, 4, 0.05, 0.001, 20.0, 0.5)
     telemetry = Telemetry(
@@ -109,7 +122,7 @@ def test_rows_become_columns() -> None:
     assert list(batch.computations.chunk) == [0, 1]
     assert list(batch.computations.clock_mhz) == [1410, 0]
     assert list(batch.computations.begin_s) == [0.1, 0.2]
-    assert batch.energy.blocking_power_w == 0
+    assert not batch.energy.HasField("blocking_power_w")
     assert (batch.clocks.set_count, batch.clocks.late_raise_count, batch.clocks.missed_count) == (40, 2, 1)
     assert (batch.clocks.computation_time_s, batch.clocks.on_clock_time_s) == (4.0, 3.5)
     assert not batch.clocks.HasField("prediction_error_s")
@@ -144,6 +157,22 @@ def test_rows_become_columns() -> None:
             RankRefused(RANK, "R", "m"),
         ),
         (wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=9)), TelemetryAck(9)),
+        (
+            wire.ConnectResponse(
+                telemetry_refused=wire.TelemetryRefused(
+                    sequence=9, reason="R", field="f", expected="e", found="g"
+                )
+            ),
+            TelemetryRefused(9, "R", "f", "e", "g"),
+        ),
+        (
+            wire.ConnectResponse(
+                message_refused=wire.MessageRefused(
+                    reason="R", field="f", expected="e", found="g", job_id="job", rank=COORDINATES
+                )
+            ),
+            MessageRefused("R", "f", "e", "g", RANK),
+        ),
         (wire.ConnectResponse(heartbeat=wire.Heartbeat()), HeartbeatAnswer()),
         (wire.ConnectResponse(drain=wire.Drain(reason="r")), Drain("r")),
     ],
@@ -191,15 +220,15 @@ def test_what_the_contract_does_not_allow_is_named() -> None:
             translate.response(message)
         return str(caught.value)
 
-    assert refused(wire.ConnectResponse()) == "message: expected one that this agent knows, found None"
+    assert refused(wire.ConnectResponse()) == "message: expected a message, found an empty one"
     assert refused(offer()) == "plan_offer.clocks: expected stock, hold or stage_plan, found none"
-    for lease_s in (0.0, -1.0, math.nan, math.inf):
+    for lease_s in (0.0, -1.0, 1e308, math.nan, math.inf):
         message = offer(stock=wire.StockClocks())
         message.plan_offer.lease_s = lease_s
-        assert refused(message) == f"plan_offer.lease_s: expected a positive number, found {lease_s}"
+        assert refused(message) == f"plan_offer.lease_s: expected 0.01 to 1000000.0, found {lease_s}"
     message = offer(stock=wire.StockClocks())
     message.plan_offer.version = 0
-    assert refused(message) == "plan_offer.version: expected at least 1, found 0"
+    assert refused(message) == "plan_offer.version: expected 1 to 9007199254740992, found 0"
     message = offer(stage_plan=frontier_pb2.StagePlan(computations=[frontier_pb2.PlannedComputation()]))
     assert refused(message) == "plan_offer.stage_plan.computations[0].kind: expected 1 to 6, found 0"
     message = wire.ConnectResponse(rank_accepted=wire.RankAccepted(job_id="job", rank=COORDINATES))

@@ -1,14 +1,18 @@
 """Reconnection: the backoff, and a coordinator that misbehaves on a real stream."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 
 import grpc
+import pytest
+from structlog.testing import capture_logs
 
 from perseus.agent.rank.messages import AgentIdentity, Incoming, TelemetryAck, Welcome
 from perseus.agent.stream.connection import Backoff, Connection
+from perseus.agent.stream.translate import PROTOCOL_VERSION
 from perseus.v1 import agent_service_pb2 as wire
-from perseus.v1 import agent_service_pb2_grpc
+from perseus.v1 import agent_service_pb2_grpc, computation_pb2, rank_pb2
 from tests.agent.coordinator_stub import until
 
 Script = Callable[[AsyncIterator[wire.ConnectRequest]], AsyncIterator[wire.ConnectResponse]]
@@ -122,13 +126,70 @@ async def test_streams_that_end_fail_or_begin_wrongly_are_followed_by_another() 
     assert witness.seen[0] == Welcome("e", 0.2, 0)
 
 
-async def test_a_malformed_message_is_ignored_and_the_stream_goes_on() -> None:
-    async def careless(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
-        yield welcome(lease_s=30)
-        yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=-1))
+# Field 99 of the oneof, with a message of its own in it.
+NEWER = wire.ConnectResponse.FromString(b"\x9a\x06\x02\x08\x01")
+RANK = rank_pb2.RankCoordinates(stage=1)
+
+
+async def test_a_newer_coordinator_is_followed_and_told_what_is_not_understood() -> None:
+    """Each malformed or unknown message is refused by itself, even before the welcome; the stream goes on."""
+    told: list[wire.MessageRefused] = []
+    hello = wire.Hello()
+    odd_kind = computation_pb2.Computation()
+    odd_kind.kind = 42  # type: ignore[assignment] # a value of a newer contract
+    order = computation_pb2.StageOrder(computations=[odd_kind])
+    refused = [
+        wire.ConnectResponse(),
+        wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=-1)),
+        wire.ConnectResponse(rank_accepted=wire.RankAccepted(job_id="job", rank=RANK, order=order)),
+        wire.ConnectResponse(plan_offer=wire.PlanOffer(job_id="job", rank=RANK, version=1, lease_s=3)),
+        wire.ConnectResponse(plan_offer=wire.PlanOffer(job_id="job", version=1, lease_s=3)),
+        wire.ConnectResponse(rank_refused=wire.RankRefused(job_id="job", reason="R")),
+    ]
+
+    async def newer(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+        hello.CopyFrom((await anext(requests)).hello)
+        yield NEWER
+        yield wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=30, protocol_version=9))
+        for _ in range(3):
+            yield NEWER
+        for response in refused:
+            yield response
         yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=1))
-        await asyncio.sleep(30)
+        async for request in requests:
+            told.extend([request.message_refused] if request.HasField("message_refused") else [])
 
     witness = Witness()
-    await converse(witness, lambda: len(witness.seen) >= 2, careless)
-    assert witness.seen[:2] == [Welcome("e", 30.0, 0), TelemetryAck(1)]
+    with capture_logs() as logs:
+        await converse(witness, lambda: len(witness.seen) >= 2 and len(told) >= 10, newer)
+    assert witness.seen[:2] == [Welcome("e", 30.0, 0, 9), TelemetryAck(1)]
+    assert witness.seen.count("disconnected") == 1, "when the test ended it"
+    assert hello.protocol_version == PROTOCOL_VERSION
+    assert [(each.reason, each.field) for each in told] == [
+        *[("UNKNOWN_MESSAGE", "99")] * 4,
+        ("EMPTY_MESSAGE", "message"),
+        ("INVALID_FIELD", "telemetry_ack.sequence"),
+        ("INVALID_FIELD", "rank_accepted.order.computations[0].kind"),
+        ("INVALID_FIELD", "plan_offer.clocks"),
+        ("INVALID_FIELD", "plan_offer.rank"),
+        ("INVALID_FIELD", "rank_refused.rank"),
+    ]
+    assert told[0].found == "field 99"
+    assert told[6].found == "42"
+    assert [(each.job_id, each.rank) for each in told if each.HasField("rank")] == [("job", RANK)] * 2
+    warnings = [line for line in logs if line["log_level"] == "warning"]
+    (version,) = [line for line in warnings if "protocol_version" in line]
+    assert (version["protocol_version"], version["own_protocol_version"]) == (9, PROTOCOL_VERSION)
+    said = [line["reason"] for line in warnings if line["event"] == "message of the coordinator refused"]
+    assert len(said) == 7, "each kind once"
+    assert "99: expected a message of protocol version 1, found field 99" in said
+
+
+@pytest.mark.parametrize("lease_s", [1e308, 5e-324, math.nan])
+async def test_a_lease_that_can_not_be_is_no_welcome(lease_s: float) -> None:
+    async def odd(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+        yield welcome(lease_s=lease_s)
+
+    witness = Witness()
+    await converse(witness, lambda: bool(witness.seen), odd, silent)
+    assert witness.seen[0] == Welcome("e", 0.2, 0)

@@ -55,17 +55,37 @@ def test_what_was_never_sent_can_not_be_acknowledged() -> None:
         ring.acknowledge(3)
 
 
+def test_a_refused_batch_is_dropped_counted_and_makes_room() -> None:
+    ring = filled(6)
+    assert sequences(ring) == [1, 2, 3, 4]
+    assert ring.refuse(2) == 1
+    assert ring.refuse(2) is None, "it is gone"
+    assert ring.refuse(9) is None
+    (batch,) = ring.sendable()
+    assert (batch.sequence, batch.dropped_batch_count) == (5, 1)
+    ring.acknowledge(3)
+    ring.rewind()
+    assert sequences(ring) == [4, 5, 6]
+
+
 @given(
     st.lists(
         st.one_of(
-            st.just("append"), st.just("send"), st.just("rewind"), st.tuples(st.just("ack"), st.floats(0, 1))
+            st.just("append"),
+            st.just("send"),
+            st.just("rewind"),
+            st.tuples(st.just("ack"), st.floats(0, 1)),
+            st.tuples(st.just("refuse"), st.floats(0, 1)),
         )
     )
 )
 def test_nothing_is_lost_but_what_is_counted(steps: list[str | tuple[str, float]]) -> None:
-    """A coordinator that acknowledges what it got, in order, ends up with everything that was not dropped."""
+    """A coordinator that acknowledges what it got, in order, ends up with everything that was not dropped.
+
+    What it refuses is dropped.
+    """
     ring = TelemetryRing(capacity=8, window=4)
-    appended = stored = sent = 0
+    appended = stored = sent = refused = 0
     got: set[int] = set()
     dropped = 0
     under_way: list[int] = []
@@ -95,5 +115,13 @@ def test_nothing_is_lost_but_what_is_counted(steps: list[str | tuple[str, float]
                     stored = under_way[count - 1]
                     ring.acknowledge(stored)
                 del under_way[:count]
-    assert len(got) >= appended - dropped
-    assert not got or max(got) == appended
+            case ("refuse", float(share)) if under_way:
+                sequence = under_way.pop(round(share * (len(under_way) - 1)))
+                if ring.refuse(sequence) is not None:
+                    refused += 1
+    ring.append(TELEMETRY)
+    appended += 1
+    (last,) = ring.sendable()
+    assert last.sequence == appended
+    assert last.dropped_batch_count >= refused
+    assert len(got) >= appended - 1 - last.dropped_batch_count

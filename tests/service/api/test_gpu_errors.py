@@ -41,8 +41,9 @@ async def test_errors_are_events_once_each(client: Client) -> None:
         await agent.say(gpu_error=lost)
     await agent.say(gpu_error=gpu_error(0, rank_pb2.GPU_ERROR_REASON_DRIVER_FAILED))
     await agent.say(gpu_error=gpu_error(7, rank_pb2.GPU_ERROR_REASON_LOST))
-    await agent.until(lambda: len(agent.refused) == 2)
-    assert agent.refused[1].reason == "RANK_OUT_OF_RANGE"
+    await agent.until(lambda: len(agent.messages_refused) == 1)
+    assert agent.messages_refused[0].reason == "RANK_OUT_OF_RANGE"
+    assert agent.messages_refused[0].rank.stage == 7
 
     await client.jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id="job"), timeout=TIMEOUT_S)
     watching = client.jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id="job"), timeout=TIMEOUT_S)

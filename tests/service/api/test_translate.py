@@ -141,6 +141,15 @@ def test_columns_arrive_as_they_were_sent(rows: list[tuple[Kind, int, float]]) -
     count = len(rows)
     message = agent_service_pb2.TelemetryBatch(
         sequence=1,
+        rank=rank_pb2.RankCoordinates(),
+        iterations=agent_service_pb2.IterationColumns(
+            iteration=range(count),
+            plan_version=[0] * count,
+            duration_s=[1.0] * count,
+            energy_j=[0] * count,
+            is_regular=[False] * count,
+            clock_event_reasons=[0] * count,
+        ),
         computations=agent_service_pb2.ComputationColumns(
             iteration=range(count),
             kind=[number[kind] for kind, _, _ in rows],

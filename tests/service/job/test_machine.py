@@ -12,7 +12,9 @@ from perseus.service.domain.errors import (
     JobFinishedError,
     PipelineOutOfRangeError,
     RankAlreadyServedError,
+    RankNotServedError,
     RankOutOfRangeError,
+    TelemetryOutdatedError,
 )
 from perseus.service.domain.evidence import ClockProfiled, PipelineClocks
 from perseus.service.domain.inputs import (
@@ -518,10 +520,11 @@ def test_a_silent_agent_is_lost_and_its_stream_ended() -> None:
     assert cluster.rank_states() == [RankState.LOST] * 2 + [RankState.CONNECTED] * 2
 
 
-def test_what_a_replaced_agent_still_says_is_ignored() -> None:
+def test_what_a_replaced_agent_still_says_is_ignored_and_its_telemetry_refused() -> None:
     cluster = planned()
     cluster.send(AgentLeft("agent-0"))
-    assert cluster.tell(cluster.ranks[FIRST].end(0.8)) == []
+    with pytest.raises(RankNotServedError, match="expected a rank of job 'job' that this agent has joined"):
+        cluster.tell(cluster.ranks[FIRST].end(0.8))
     assert cluster.tell(PlanInForce(FIRST, "agent-0", EPOCH, 1, 99)) == []
     assert cluster.tell(RankLeft(FIRST, "agent-0", RankLeftReason.FINISHED)) == []
 
@@ -534,7 +537,8 @@ def test_telemetry_of_an_earlier_trainer_says_nothing_of_the_one_that_came_after
     for rank in cluster.ranks.values():
         rank.start_trainer()
         cluster.tell(rank.joined())
-    assert cluster.tell(late) == []
+    with pytest.raises(TelemetryOutdatedError):
+        cluster.tell(late)
     commands = cluster.tell(StragglerReported(Straggler(0, slowdown_factor=1.2)))
     assert {offer.start_iteration for offer in offers(commands).values()} == {1}
 

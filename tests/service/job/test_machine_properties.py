@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from perseus.service.domain.commands import Announce, Command, EndStream, SendOffer, Solve
+from perseus.service.domain.errors import RankNotServedError, TelemetryOutdatedError
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -92,7 +93,15 @@ class RandomLife(RuleBasedStateMachine):
             if in_force is not None:
                 self.take(self.cluster.tell(in_force))
             self.told = rank.end(0.8)
-            self.take(self.cluster.tell(self.told))
+            self.tell_telemetry(self.told)
+
+    def tell_telemetry(self, told: TelemetryArrived) -> None:
+        """It is refused, and changes nothing, of a rank that the machine has lost."""
+        before = self.cluster.machine.view()
+        try:
+            self.take(self.cluster.tell(told))
+        except (RankNotServedError, TelemetryOutdatedError):
+            assert self.cluster.machine.view() == before
 
     def join_rank(self, place: Coordinates) -> None:
         self.joined.add(place)
@@ -244,7 +253,7 @@ class RandomLife(RuleBasedStateMachine):
         """What was told before changes nothing."""
         assert self.told is not None
         if self.told.rank in self.joined:
-            self.take(self.cluster.tell(self.told))
+            self.tell_telemetry(self.told)
 
     @precondition(lambda self: self.joined)
     @rule(data=st.data())

@@ -161,12 +161,11 @@ def test_the_count_of_broken_promises_begins_anew() -> None:
 def test_what_was_given_up_is_tried_again() -> None:
     cluster = Cluster(make_spec(), Rules(30.0, 1, ProfilingRules(iterations=1)))
     cluster.join_all()
-    orders = {place: rank.order for place, rank in cluster.ranks.items()}
     for rank in cluster.ranks.values():
-        rank.order = rank.order[:0] if rank.place.stage == 1 else rank.order
+        rank.tells_energy = rank.place.stage != 1
     cluster.iterate_until(JobState.STOCK, limit=len(CLOCKS_MHZ) * (HOLD_LIMIT + 4))
-    for place, rank in cluster.ranks.items():
-        rank.order = orders[place]
+    for rank in cluster.ranks.values():
+        rank.tells_energy = True
     cluster.send(ResumeRequested())
     cluster.iterate_until(JobState.PLANNED)
 

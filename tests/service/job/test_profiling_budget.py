@@ -103,6 +103,8 @@ class Misbehaving(Cluster):
                 rows = replace(rows, plan_version=np.array([4711]))
             case Conduct.REPEATING:
                 rows = replace(rows, iteration=np.array([0]))
+                again = np.zeros_like(batch.computations.iteration)
+                batch = replace(batch, computations=replace(batch.computations, iteration=again))
         if conduct is not Conduct.SILENT:
             told = replace(batch, iterations=rows)
             self.send(TelemetryArrived(rank.place, rank.instance_id, told))

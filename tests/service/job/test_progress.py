@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from perseus.service.domain.commands import Announce
+from perseus.service.domain.errors import RankNotServedError
 from perseus.service.domain.evidence import ClockGivenUp, ProfilingEnded, StateChanged
 from perseus.service.domain.inputs import (
     AgentDisconnected,
@@ -111,8 +112,12 @@ def of_another_version(batch: TelemetryBatch) -> TelemetryBatch:
 
 
 def of_iteration_0(batch: TelemetryBatch) -> TelemetryBatch:
-    columns = batch.iterations
-    return replace(batch, iterations=replace(columns, iteration=np.zeros_like(columns.iteration)))
+    rows, computations = batch.iterations, batch.computations
+    return replace(
+        batch,
+        iterations=replace(rows, iteration=np.zeros_like(rows.iteration)),
+        computations=replace(computations, iteration=np.zeros_like(computations.iteration)),
+    )
 
 
 def without_estimate(batch: TelemetryBatch) -> TelemetryBatch:
@@ -427,6 +432,7 @@ def test_telemetry_that_is_refused_says_nothing() -> None:
     """What a rank is not served for does not count as a word from it."""
     cluster = joined()
     stale = cluster.ranks[FIRST].end(ITERATION_S)
-    cluster.tell(TelemetryArrived(FIRST, "another agent", stale.batch))
+    with pytest.raises(RankNotServedError):
+        cluster.tell(TelemetryArrived(FIRST, "another agent", stale.batch))
     cluster.pass_time(PATIENCE_S)
     assert cluster.told()[0][1].rank_count == 4

@@ -182,7 +182,7 @@ def test_a_stage_that_is_never_determined_is_given_up_and_without_two_clocks_the
     cluster.join_all()
     for rank in cluster.ranks.values():
         if rank.place.stage == 1:
-            rank.order = rank.order[:0]  # Its agent never determines anything.
+            rank.tells_energy = False  # Its agent never determines anything.
     cluster.iterate_until(JobState.STOCK, limit=2 * (HOLD_LIMIT + 4) + 4)
     given_up = [
         command.happening.evidence
@@ -202,5 +202,29 @@ def test_a_straggler_does_not_count_in_a_round() -> None:
     cluster.iterate_until(JobState.PROFILING)
     slow = [rank for rank in cluster.ranks.values() if rank.place.pipeline == 0]
     for rank in slow:
-        rank.order = rank.order[:0]  # Nothing that it says is needed.
+        rank.tells_energy = False  # Nothing that it says is needed.
     cluster.iterate_until(JobState.PLANNED)
+
+
+def test_where_nobody_tells_what_waiting_draws_the_job_is_planned_but_its_own_pace_stays() -> None:
+    cluster = Cluster(make_spec(policy=OperatingPolicy(50.0)))
+    for rank in cluster.ranks.values():
+        rank.tells_power = False
+    cluster.join_all()
+    cluster.iterate_until(JobState.PLANNED)
+    frontier = cluster.machine.solved_frontier()
+    assert all(power_w > 0 for power_w in frontier.pipeline.blocking_power_w)
+    reasons = [
+        c.happening.message
+        for c in cluster.history
+        if isinstance(c, Announce) and isinstance(c.happening.evidence, evidence.ProfilingEnded)
+    ]
+    assert any("no rank has told what it draws while it waits: that is assumed" in why for why in reasons)
+    cluster.iterate(8)
+    assert frontier.t_star_s > frontier.t_min_s
+    assert cluster.planned_times_s() == pytest.approx([frontier.t_min_s] * 2)
+    cluster.send(StragglerReported(Straggler(0, slowdown_factor=3.0)))
+    cluster.iterate(8)
+    assert cluster.planned_times_s() == pytest.approx([frontier.t_min_s, frontier.t_slow_s])
+    stored = {profile.blocking_power_w for profile in cluster.stored().profiles}
+    assert stored == {None}

@@ -46,6 +46,12 @@ def with_policy(max_slowdown_percent: float) -> job_pb2.JobSpec:
     return spec
 
 
+def with_rule(**rule: Any) -> job_pb2.JobSpec:
+    spec = spec_message("new")
+    spec.policy.CopyFrom(job_pb2.OperatingPolicy(**rule))
+    return spec
+
+
 def explicit(
     *stages: Sequence[tuple[computation_pb2.ComputationKind.ValueType, int]],
     paths: Sequence[Sequence[tuple[int, int]]] = (),
@@ -107,6 +113,18 @@ async def test_specifications_that_cannot_be_are_refused(client: Client) -> None
             "INVALID_FIELD",
             {"found": "101.0"},
         ),
+        (with_rule(max_average_power_w=1e308), "INVALID_FIELD", {"field": "policy.max_average_power_w"}),
+        (with_rule(max_average_power_w=5e-324), "INVALID_FIELD", {"field": "policy.max_average_power_w"}),
+        (
+            with_rule(deadline=job_pb2.Deadline(iteration_count=2**63 - 1, time_s=1)),
+            "INVALID_FIELD",
+            {"field": "policy.deadline.iteration_count"},
+        ),
+        (
+            with_rule(deadline=job_pb2.Deadline(iteration_count=1, time_s=1e308)),
+            "INVALID_FIELD",
+            {"field": "policy.deadline.time_s"},
+        ),
     ]
     for spec, reason, metadata in cases:
         code, found, details = await refusal(
@@ -123,6 +141,7 @@ async def test_specifications_that_cannot_be_are_refused(client: Client) -> None
 async def test_explicit_orders_that_cannot_be_are_refused(client: Client) -> None:
     forward, backward = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
     unspecified = computation_pb2.COMPUTATION_KIND_UNSPECIFIED
+    fixed = computation_pb2.COMPUTATION_KIND_FIXED
     fine = [(forward, 0), (backward, 0)]
     cases: list[tuple[computation_pb2.Schedule, str, dict[str, str]]] = [
         (explicit(fine), "INVALID_FIELD", {"field": "schedule.explicit.stages", "found": "1"}),
@@ -131,6 +150,7 @@ async def test_explicit_orders_that_cannot_be_are_refused(client: Client) -> Non
         (explicit(fine, [(backward, 0), (forward, 0)]), "INVALID_SCHEDULE", {}),
         (explicit(fine, fine, paths=[[(0, 0), (2, 0)]]), "INVALID_SCHEDULE", {"stage": "2", "chunk": "0"}),
         (explicit(fine, fine, paths=[[(0, 0)]]), "INVALID_SCHEDULE", {"stage": "1"}),
+        (explicit(fine, [*fine, (fixed, 2**31 - 1)]), "INVALID_FIELD", {"found": str(2**31 - 1)}),
         (
             explicit(fine, fine, paths=[[(0, 0), (1, 0)] * 300_000]),
             "INVALID_FIELD",
@@ -184,6 +204,9 @@ async def test_an_unknown_job_is_not_found_by_any_method(client: Client) -> None
         ({"slowdown_factor": math.nan}, "slowdown_factor"),
         ({"iteration_time_s": -1.0}, "iteration_time_s"),
         ({"iteration_time_s": math.inf}, "iteration_time_s"),
+        ({"iteration_time_s": 1e308}, "iteration_time_s"),
+        ({"iteration_time_s": 5e-324}, "iteration_time_s"),
+        ({"slowdown_factor": 1e308}, "slowdown_factor"),
     ],
 )
 async def test_an_impossible_straggler_is_refused(
@@ -230,6 +253,11 @@ async def test_other_requests_that_do_not_fit_are_refused(client: Client) -> Non
             "JOB_NOT_SOLVED",
         ),
         (
+            frontiers.GetPlan(frontier_service_pb2.GetPlanRequest(job_id="job", iteration_time_s=1e308)),
+            INVALID,
+            "INVALID_FIELD",
+        ),
+        (
             frontiers.GetPlan(frontier_service_pb2.GetPlanRequest(job_id="job", iteration_time_s=1)),
             precondition,
             "JOB_NOT_SOLVED",
@@ -254,6 +282,12 @@ async def test_problems_that_cannot_be_solved_are_refused(client: Client) -> Non
         }
         return frontier_pb2.PipelineProblem(**{**parts, **changes})
 
+    def measured_at(
+        kind: computation_pb2.ComputationKind.ValueType = kinds[0], copies: int = 1, **changes: Any
+    ) -> frontier_pb2.ComputationProfile:
+        measured = frontier_pb2.Measurement(**{"clock_mhz": 1000, "time_s": 0.1, "energy_j": 20.0, **changes})
+        return frontier_pb2.ComputationProfile(kind=kind, measurements=[measured] * copies)
+
     bad = frontier_pb2.Measurement(clock_mhz=1000, time_s=math.nan, energy_j=20.0)
     bad_profile = frontier_pb2.ComputationProfile(kind=kinds[0], measurements=[bad])
     cases = [
@@ -267,6 +301,16 @@ async def test_problems_that_cannot_be_solved_are_refused(client: Client) -> Non
         (problem(blocking_power_w=[-1.0]), 0, "INVALID_PIPELINE"),
         (problem(transfer_lag_s=-1e-3), 0, "INVALID_FIELD"),
         (problem(transfer_lag_s=math.nan), 0, "INVALID_FIELD"),
+        (problem(transfer_lag_s=1e308), 0, "INVALID_FIELD"),
+        (problem(blocking_power_w=[1e308]), 0, "INVALID_PIPELINE"),
+        (problem(profiles=[measured_at(time_s=1e308)]), 0, "INVALID_PROFILE"),
+        (problem(profiles=[measured_at(time_s=5e-324)]), 0, "INVALID_PROFILE"),
+        (problem(profiles=[measured_at(energy_j=1e308)]), 0, "INVALID_PROFILE"),
+        (problem(profiles=[measured_at(energy_j=5e-324)]), 0, "INVALID_PROFILE"),
+        (problem(profiles=[measured_at(time_se_s=1e308)]), 0, "INVALID_PROFILE"),
+        (problem(profiles=[measured_at(clock_mhz=2**31 - 1)]), 0, "INVALID_PROFILE"),
+        (problem(profiles=[measured_at(time_s=1e6), measured_at(kind=kinds[1])]), 0, "INVALID_PIPELINE"),
+        (problem(profiles=[measured_at(copies=1025)]), 0, "INVALID_FIELD"),
     ]
     for message, points, reason in cases:
         request = frontier_service_pb2.SolveRequest(problem=message, point_count=points)
@@ -291,10 +335,6 @@ async def test_a_stream_begins_with_hello_and_has_it_once(client: Client) -> Non
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.say(hello=agent_service_pb2.Hello(instance_id=""))
     assert (await ended(agent))[:2] == (INVALID, "INVALID_FIELD")
-    agent = FakeAgent(client, "agent", ALL_PLACES)
-    await agent.hello()
-    await agent.say()
-    assert (await ended(agent))[:2] == (INVALID, "EMPTY_MESSAGE")
 
 
 async def test_ranks_that_do_not_fit_are_refused_and_the_stream_goes_on(client: Client) -> None:
@@ -340,13 +380,17 @@ async def test_a_newer_stream_of_the_same_agent_replaces_the_older(client: Clien
 def damage(batch: agent_service_pb2.TelemetryBatch, what: str) -> None:
     match what:
         case "iterations.duration_s[0]":
-            batch.iterations.duration_s[0] = math.nan
+            batch.iterations.duration_s[0] = 1e155
         case "iterations.energy_j[0]":
-            batch.iterations.energy_j[0] = -1.0
+            batch.iterations.energy_j[0] = 1.7e308
         case "iterations.energy_j":
             batch.iterations.energy_j.append(1.0)
         case "iterations.iteration[0]":
-            batch.iterations.iteration[0] = -5
+            batch.iterations.iteration[0] = 2**63 - 1
+        case "iterations.is_regular":
+            batch.computations.microbatch[0] = 1
+        case "computations.iteration[0]":
+            batch.computations.iteration[0] = 77
         case "computations.kind[2]":
             batch.computations.kind[2] = 99  # type: ignore[call-overload]
         case "computations.begin_s[1]":
@@ -356,11 +400,17 @@ def damage(batch: agent_service_pb2.TelemetryBatch, what: str) -> None:
         case "computations.chunk":
             del batch.computations.chunk[:]
         case "energy.blocking_power_w":
-            batch.energy.blocking_power_w = math.nan
+            batch.energy.blocking_power_w = 0.0
         case "energy.samples[0].kind":
             batch.energy.samples[0].ClearField("kind")
-        case "sequence":
-            batch.sequence = 0
+        case "energy.samples[0].time_s":
+            batch.energy.samples[0].time_s = 1e200
+        case "energy.samples[1]":
+            batch.energy.samples[1].chunk = 3
+        case "rank":
+            batch.ClearField("rank")
+        case "dropped_batch_count":
+            batch.dropped_batch_count = -1
 
 
 @pytest.mark.parametrize(
@@ -370,16 +420,23 @@ def damage(batch: agent_service_pb2.TelemetryBatch, what: str) -> None:
         "iterations.energy_j[0]",
         "iterations.energy_j",
         "iterations.iteration[0]",
+        "iterations.is_regular",
+        "computations.iteration[0]",
         "computations.kind[2]",
         "computations.begin_s[1]",
         "computations.clock_mhz[0]",
         "computations.chunk",
         "energy.blocking_power_w",
         "energy.samples[0].kind",
-        "sequence",
+        "energy.samples[0].time_s",
+        "energy.samples[1]",
+        "rank",
+        "dropped_batch_count",
     ],
 )
-async def test_telemetry_that_cannot_be_ends_the_stream_and_is_not_taken(client: Client, field: str) -> None:
+async def test_telemetry_that_cannot_be_is_refused_by_itself_and_not_taken(
+    client: Client, field: str
+) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.join()
     await agent.iterate()
@@ -388,10 +445,52 @@ async def test_telemetry_that_cannot_be_ends_the_stream_and_is_not_taken(client:
     batch = agent.telemetry(rank)
     damage(batch, field)
     await agent.say(telemetry=batch)
-    code, reason, metadata = await ended(agent)
-    assert (code, reason) == (INVALID, "INVALID_FIELD")
-    assert metadata["field"] == field
+    await agent.until(lambda: agent.acknowledged == batch.sequence)
+    (refused,) = agent.telemetry_refused
+    assert (refused.sequence, refused.reason, refused.field) == (batch.sequence, "INVALID_FIELD", field)
+    assert refused.expected
+    assert refused.found
+    assert (await client.ranks())[0].iteration == 0
     again = FakeAgent(client, "agent", ALL_PLACES)
     await again.join()
-    assert again.welcome.acknowledged_sequence == len(ALL_PLACES)
-    assert (await client.ranks())[0].iteration == -1
+    assert again.welcome.acknowledged_sequence == batch.sequence
+
+
+async def test_a_batch_without_a_sequence_is_refused_and_nothing_is_acknowledged(client: Client) -> None:
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    await agent.iterate()
+    batch = agent.telemetry(agent.ranks[ALL_PLACES[0]])
+    batch.sequence = 0
+    await agent.say(telemetry=batch)
+    await agent.until(lambda: bool(agent.telemetry_refused))
+    assert agent.telemetry_refused[0].field == "sequence"
+    await agent.iterate()
+    assert agent.acknowledged == agent.sequence
+
+
+async def test_telemetry_of_what_this_agent_does_not_serve_is_refused(client: Client) -> None:
+    agent = FakeAgent(client, "agent", ALL_PLACES[:2])
+    await agent.join()
+    stranger = FakeAgent(client, "stranger", ALL_PLACES[:1])
+    await stranger.hello()
+    for each, changes in (
+        (stranger, {}),
+        (agent, {"job_id": "no"}),
+        (agent, {"job_id": "No such\njob"}),
+        (agent, {"rank": rank_pb2.RankCoordinates(pipeline=1)}),
+        (agent, {"rank": rank_pb2.RankCoordinates(stage=2)}),
+    ):
+        each.ranks[ALL_PLACES[0]].begin()
+        batch = each.telemetry(each.ranks[ALL_PLACES[0]])
+        batch.MergeFrom(agent_service_pb2.TelemetryBatch(**changes))
+        await each.say(telemetry=batch)
+        await each.until(lambda each=each, batch=batch: each.acknowledged == batch.sequence)  # type: ignore[misc]
+    reasons = [refused.reason for refused in (*stranger.telemetry_refused, *agent.telemetry_refused)]
+    assert reasons == [
+        "RANK_NOT_SERVED",
+        "JOB_NOT_FOUND",
+        "INVALID_JOB_ID",
+        "RANK_NOT_SERVED",
+        "RANK_OUT_OF_RANGE",
+    ]

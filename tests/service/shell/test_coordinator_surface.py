@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from perseus.service.shell import watching
 from perseus.service.shell.watch_state import WatchState
@@ -174,14 +176,80 @@ async def test_health_and_reflection_answer(client: Client) -> None:
     for service in ("", "perseus.v1.JobService", "perseus.v1.AgentService", "perseus.v1.FrontierService"):
         answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    reflection = reflection_pb2_grpc.ServerReflectionStub(client.channel)
-    call = reflection.ServerReflectionInfo(timeout=TIMEOUT_S)
-    await call.write(reflection_pb2.ServerReflectionRequest(list_services="*"))
+    assert set(SERVICES) <= await listed_services(client, "v1alpha")
+
+
+SERVICES = ("perseus.v1.AgentService", "perseus.v1.FrontierService", "perseus.v1.JobService")
+
+
+async def reflected(
+    client: Client, package: str, request: reflection_pb2.ServerReflectionRequest
+) -> reflection_pb2.ServerReflectionResponse:
+    """Ask the reflection service of a package; the messages of both are the same."""
+    method: grpc.aio.StreamStreamMultiCallable[
+        reflection_pb2.ServerReflectionRequest, reflection_pb2.ServerReflectionResponse
+    ] = client.channel.stream_stream(
+        f"/grpc.reflection.{package}.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    call = method(timeout=TIMEOUT_S)
+    await call.write(request)
     await call.done_writing()
-    listed = (await call.read()).list_services_response.service
-    assert {"perseus.v1.AgentService", "perseus.v1.FrontierService", "perseus.v1.JobService"} <= {
-        service.name for service in listed
-    }
+    answer = await call.read()
+    assert isinstance(answer, reflection_pb2.ServerReflectionResponse)
+    return answer
+
+
+async def listed_services(client: Client, package: str) -> set[str]:
+    request = reflection_pb2.ServerReflectionRequest(list_services="*")
+    listed = (await reflected(client, package, request)).list_services_response.service
+    return {service.name for service in listed}
+
+
+async def test_reflection_answers_under_its_stable_name_and_describes_itself(client: Client) -> None:
+    """As to a client that knows `grpc.reflection.v1` only and builds everything from what it is told."""
+    names = await listed_services(client, "v1")
+    assert names == await listed_services(client, "v1alpha")
+    assert {
+        *SERVICES,
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+    } <= names
+    pool = descriptor_pool.DescriptorPool()
+    for name in sorted(names):
+        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=name)
+        answer = await reflected(client, "v1", request)
+        assert not answer.HasField("error_response"), name
+        for text in answer.file_descriptor_response.file_descriptor_proto:
+            add(pool, descriptor_pb2.FileDescriptorProto.FromString(text), answer)
+        service = pool.FindServiceByName(name)
+        assert service.methods, name
+    method = pool.FindServiceByName("grpc.reflection.v1.ServerReflection").methods[0]
+    assert method.input_type.full_name == "grpc.reflection.v1.ServerReflectionRequest"
+    assert method.output_type.full_name == "grpc.reflection.v1.ServerReflectionResponse"
+    message = message_factory.GetMessageClass(method.output_type)()
+    message.ParseFromString(answer.SerializeToString())
+    assert message.SerializeToString(deterministic=True) == answer.SerializeToString(deterministic=True)
+
+
+def add(
+    pool: descriptor_pool.DescriptorPool,
+    file: descriptor_pb2.FileDescriptorProto,
+    answer: reflection_pb2.ServerReflectionResponse,
+) -> None:
+    """Add a file after those that it needs."""
+    texts = answer.file_descriptor_response.file_descriptor_proto
+    others = {each.name: each for each in map(descriptor_pb2.FileDescriptorProto.FromString, texts)}
+    for needed in file.dependency:
+        try:
+            pool.FindFileByName(needed)
+        except KeyError:
+            add(pool, others[needed], answer)
+    try:
+        pool.FindFileByName(file.name)
+    except KeyError:
+        pool.Add(file)
 
 
 async def test_a_dead_agents_ranks_are_lost_when_the_lease_runs_out(tmp_path: Path) -> None:

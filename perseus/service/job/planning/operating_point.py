@@ -1,10 +1,10 @@
 """Where on the frontier each pipeline runs, and what a straggler's report means there."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from perseus.service.domain.bounds import MAX_DURATION_S, MAX_SLOWDOWN_FACTOR, MIN_DURATION_S, check_range
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.model import STOCK_MHZ, PlannedClocks, Straggler
 from perseus.service.domain.specification import OperatingPolicy
@@ -20,10 +20,10 @@ def check_straggler(straggler: Straggler) -> None:
     time_s, factor = straggler.iteration_time_s, straggler.slowdown_factor
     if (time_s is None) == (factor is None):
         raise InvalidFieldError(field="slowness", expected="a time or a factor", found="neither")
-    if factor is not None and not (math.isfinite(factor) and factor >= 1):
-        raise InvalidFieldError(field="slowdown_factor", expected="a number of 1 or more", found=factor)
-    if time_s is not None and not (math.isfinite(time_s) and time_s > 0):
-        raise InvalidFieldError(field="iteration_time_s", expected="a positive number", found=time_s)
+    if factor is not None:
+        check_range("slowdown_factor", factor, 1, MAX_SLOWDOWN_FACTOR)
+    if time_s is not None:
+        check_range("iteration_time_s", time_s, MIN_DURATION_S, MAX_DURATION_S)
 
 
 def straggler_time_s(

@@ -18,7 +18,7 @@ from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.operating_point import planned_clocks, straggler_time_s, target_times_s
 from perseus.service.job.planning.plan_watch import PlanWatch, Verdict
 from perseus.service.job.profiling.profiler import Profiler
-from perseus.service.job.profiling.stage_profiles import build_problem
+from perseus.service.job.profiling.stage_profiles import build_problem, is_power_known
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.job.ranks.usable_clocks import stages_at_stock
 from perseus.service.job.stragglers.straggler_book import StragglerBook
@@ -116,7 +116,9 @@ class Planner:
     def straggler_times_s(self) -> dict[int, float]:
         """Return T' of each straggler; 0 while there is no frontier to measure it by."""
         return {
-            straggler.pipeline: straggler_time_s(straggler, self.frontier, self._baseline.time_s, self.policy)
+            straggler.pipeline: straggler_time_s(
+                straggler, self.frontier, self._baseline.time_s, self._policy_in_use()
+            )
             if self.frontier
             else 0.0
             for straggler in self._stragglers
@@ -148,12 +150,25 @@ class Planner:
         if self.frontier is None:
             return
         targets_s = target_times_s(
-            self.frontier, self.policy, self._baseline.time_s, self.straggler_times_s(), len(self._offers)
+            self.frontier,
+            self._policy_in_use(),
+            self._baseline.time_s,
+            self.straggler_times_s(),
+            len(self._offers),
         )
         at_stock = stages_at_stock(self._ranks.usable_clocks_mhz())
         for target_s in sorted(set(targets_s)):
             same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
             self._offers.wish(same, planned_clocks(self.frontier, target_s, at_stock))
+
+    def _policy_in_use(self) -> OperatingPolicy:
+        """Return the policy; but where the blocking power is only assumed, none that allows a slowdown.
+
+        It is assumed too low, if anything: T* would come out too late, and the slowdown cost energy.
+        """
+        if self.policy.max_average_power_w is None and not is_power_known(self._profiler.profiles):
+            return OperatingPolicy()
+        return self.policy
 
     def tell_expectations(self, changed: Iterable[int]) -> None:
         """Let the detection of stragglers know what these pipelines' plans promise for each computation."""

@@ -43,7 +43,7 @@ from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.clock_choice import ClockChoice, choose_clocks
-from perseus.service.job.profiling.stage_profiles import agree, merge, why_not_measured
+from perseus.service.job.profiling.stage_profiles import agree, is_power_known, merge, why_not_measured
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks, stages_at_stock
 from perseus.solver import Schedule
 
@@ -221,6 +221,9 @@ class Profiler:
                     for stage, clock_mhz in enumerate(choice.clocks_mhz)
                 )
             )
+        if end.is_enough and not is_power_known(self.profiles):
+            assumed = "no rank has told what it draws while it waits: that is assumed"
+            end = replace(end, why=f"{end.why}; {assumed}")
         self._announce_end(end)
         return end
 
@@ -392,7 +395,7 @@ class Profiler:
         powers = (
             StagePower(profile.stage, profile.blocking_power_w)
             for profile in self.profiles
-            if profile.clock_mhz == held.clocks_mhz[profile.stage] and profile.blocking_power_w
+            if profile.clock_mhz == held.clocks_mhz[profile.stage] and profile.blocking_power_w is not None
         )
         self._journal.announce(
             EventType.CLOCK_PROFILED,

@@ -19,6 +19,16 @@ from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.ranks.usable_clocks import UsableClocks, stages_at_stock
 from perseus.solver import Computation, Kind, Measurement, Pipeline, ProfileKey, Schedule, interpolate_clocks
 
+ASSUMED_BLOCKING_SHARE = 0.25
+"""What a waiting GPU is assumed to draw where nobody measured it, as a share of the least power that its
+computations draw. The published A100 and A40 draw 0.36 and 0.40 of it."""
+
+_LEAST_J = 1e-9
+"""Below, a sample's energy is no energy."""
+
+_LEAST_SE_W = 1e-6
+"""No standard error of a power is smaller than this: none may outweigh all others for good."""
+
 
 def why_not_measured(
     estimate: EnergyEstimate | None, order: Iterable[Computation], clock_mhz: int, iteration_count: int
@@ -34,7 +44,7 @@ def why_not_measured(
     needed = {(computation.kind, computation.chunk) for computation in order}
     if estimate.iteration_count < iteration_count or not needed <= energies_j.keys():
         return ClockGivenUpReason.INCOMPLETE_ESTIMATE
-    if any(energies_j[key] <= 0 for key in needed):
+    if any(energies_j[key] < _LEAST_J for key in needed):
         return ClockGivenUpReason.NO_ENERGY
     return None
 
@@ -65,29 +75,61 @@ def merge(
             [_sum([(sample.energy_j, sample.energy_se_j) for sample in row]) for row in found]
         )
         measurements[key] = Measurement(clock_mhz, time_s, energy_j, time_se_s, energy_se_j)
-    told = [(e.blocking_power_w, e.blocking_power_se_w) for row in rows for e in row if e.blocking_power_w]
-    power_w, power_se_w = _mean(told) if told else (0.0, 0.0)
+    told = [
+        (estimate.blocking_power_w, estimate.blocking_power_se_w)
+        for row in rows
+        for estimate in row
+        if estimate.blocking_power_w is not None
+    ]
+    if not told:
+        return StageProfile(stage, clock_mhz, measurements, None, 0.0)
+    power_w, power_se_w = _mean(told)
     count = parallelism.tensor_count
     return StageProfile(stage, clock_mhz, measurements, count * power_w, count * power_se_w)
+
+
+def is_power_known(profiles: Iterable[StageProfile]) -> bool:
+    """Tell whether any stage's blocking power was measured at any clock."""
+    return any(profile.blocking_power_w is not None for profile in profiles)
 
 
 def blocking_power_w(profiles: Sequence[StageProfile], stage_count: int) -> tuple[float, ...]:
     """Return each stage's blocking power over all clocks, each clock weighted by the inverse of its variance.
 
     Where a clock comes without a standard error, all weigh the same. Clocks that do not tell a stage's power
-    are left out. A stage that never waits needs no power of its own: it gets the mean of the others, 0 if no
-    stage has one.
+    are left out. A stage that never waits needs no power of its own: it gets the mean of the others.
+
+    Where nobody has told it at all (a pipeline of one stage hardly ever waits), it is assumed: of each stage,
+    ASSUMED_BLOCKING_SHARE of the least power that any of its computations drew at any clock. Never 0, which
+    is as wrong as can be: T_slow falls by up to a third with it. But rather too low than too high, because of
+    what it is for. A computation is slowed only as far as its effective energy falls, which is energy minus
+    this power × time: the lower the power, the sooner that ends. So nothing is slowed for a saving that only
+    an assumption promises, while one that is slowed saves at least what is predicted. What a too low power
+    gets wrong is how much *longer iterations* cost: T* comes out too late. Therefore nobody's own pace goes
+    beyond T_min on an assumption (`planning.planner`); who waits for a straggler anyway moves up to T_slow,
+    which comes out too early. A cap on power is held against the assumed power.
     """
     told_w: dict[int, float] = {}
     for stage in range(stage_count):
-        known = [p for p in profiles if p.stage == stage and p.blocking_power_w > 0]
+        known = [
+            (p.blocking_power_w, p.blocking_power_se_w)
+            for p in profiles
+            if p.stage == stage and p.blocking_power_w is not None
+        ]
         if known:
-            has_errors = all(p.blocking_power_se_w for p in known)
-            weights = [1 / p.blocking_power_se_w**2 if has_errors else 1.0 for p in known]
-            total_w = math.fsum(w * p.blocking_power_w for w, p in zip(weights, known, strict=True))
+            has_errors = all(se_w for _, se_w in known)
+            weights = [1 / max(se_w, _LEAST_SE_W) ** 2 if has_errors else 1.0 for _, se_w in known]
+            total_w = math.fsum(w * power_w for w, (power_w, _) in zip(weights, known, strict=True))
             told_w[stage] = total_w / math.fsum(weights)
-    mean_w = math.fsum(told_w.values()) / len(told_w) if told_w else 0.0
+    if not told_w:
+        return tuple(_assumed_power_w(profiles, stage) for stage in range(stage_count))
+    mean_w = math.fsum(told_w.values()) / len(told_w)
     return tuple(told_w.get(stage, mean_w) for stage in range(stage_count))
+
+
+def _assumed_power_w(profiles: Iterable[StageProfile], stage: int) -> float:
+    powers_w = (m.energy_j / m.time_s for p in profiles if p.stage == stage for m in p.measurements.values())
+    return ASSUMED_BLOCKING_SHARE * min(powers_w, default=0.0)
 
 
 def interpolate(measured: Sequence[Measurement], clock_mhz: int) -> Measurement:
@@ -198,7 +240,9 @@ def corrected(
             ]:
                 own_ratio = newer_s[m.clock_mhz] / m.time_s if m.clock_mhz in newer_s else ratio
                 newer = replace(m, time_s=own_ratio * m.time_s, energy_j=own_ratio * m.energy_j)
-                entry = found.setdefault((stage, m.clock_mhz), StageProfile(stage, m.clock_mhz, {}, 0.0, 0.0))
+                entry = found.setdefault(
+                    (stage, m.clock_mhz), StageProfile(stage, m.clock_mhz, {}, None, 0.0)
+                )
                 found[stage, m.clock_mhz] = replace(entry, measurements={**entry.measurements, key: newer})
         for profile in own:
             place = stage, profile.clock_mhz

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, replace
 
-from perseus.service.domain.errors import InvalidFieldError, RankAlreadyServedError
+from perseus.service.domain.errors import InvalidFieldError, RankAlreadyServedError, TelemetryOutdatedError
 from perseus.service.domain.evidence import RankChanged, RankGpuError
 from perseus.service.domain.inputs import GpuErrorReported, RankJoined
 from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankFilter, RankState, RefusalReason
@@ -45,6 +45,9 @@ class RankTable:
 
     def __getitem__(self, place: Coordinates) -> Rank:
         return self._ranks[place]
+
+    def __contains__(self, place: Coordinates) -> bool:
+        return place in self._ranks
 
     def __iter__(self) -> Iterator[Rank]:
         return iter(self._ranks.values())
@@ -180,9 +183,15 @@ class RankTable:
         self._leases.hear(instance_id, now_s)
         return True
 
-    def is_of_trainer(self, place: Coordinates, sequence: int) -> bool:
-        """Tell whether a rank's telemetry is of the trainer that it has now, not of an earlier one."""
-        return sequence > self._after_sequence[place]
+    def check_trainer(self, place: Coordinates, sequence: int) -> None:
+        """Refuse telemetry of a connected rank that is of an earlier trainer than the one that it has now.
+
+        Raises:
+            TelemetryOutdatedError: quotes where the present one begins.
+        """
+        after_sequence = self._after_sequence[place]
+        if sequence <= after_sequence:
+            raise TelemetryOutdatedError(sequence=sequence, after_sequence=after_sequence)
 
     def hear_agent(self, instance_id: str, now_s: float) -> None:
         """Renew the leases of an agent, if it serves any of the ranks."""

@@ -14,10 +14,12 @@ from perseus.service.job.profiling.stage_profiles import (
     build_problem,
     corrected,
     interpolate,
+    is_power_known,
     merge,
     why_not_measured,
 )
-from perseus.solver import Kind, Measurement, one_forward_one_backward
+from perseus.solver import Kind, Measurement, Pipeline, one_forward_one_backward, read_profile_csv, solve
+from tests.published_data import PUBLISHED_DATA
 from tests.service.service_fakes import BLOCKING_POWER_W, energy_j, estimate, time_s
 
 SCHEDULE = one_forward_one_backward(2, 2)
@@ -50,13 +52,13 @@ def test_time_is_that_of_the_slowest_tensor_rank_and_energy_their_sum_averaged_o
 def test_blocking_power_is_the_mean_of_the_ranks_that_tell_it() -> None:
     found = estimates(1200)
     for place in (Coordinates(0, 0, 0), Coordinates(1, 0, 0)):
-        found[place] = replace(found[place], blocking_power_w=0.0, blocking_power_se_w=0.0)
+        found[place] = replace(found[place], blocking_power_w=None, blocking_power_se_w=0.0)
     assert merge(0, 1200, found, SHAPE, range(2), 1200).blocking_power_w == pytest.approx(
         2 * BLOCKING_POWER_W
     )
 
 
-def with_power(stage: int, power_w: float, error_w: float) -> StageProfile:
+def with_power(stage: int, power_w: float | None, error_w: float) -> StageProfile:
     return StageProfile(stage, 1000, {}, power_w, error_w)
 
 
@@ -68,9 +70,60 @@ def test_over_the_clocks_blocking_power_is_weighted_by_its_certainty() -> None:
 
 
 def test_a_stage_that_never_waits_gets_the_mean_of_the_others() -> None:
-    profiles = [with_power(0, 100.0, 1.0), with_power(1, 80.0, 1.0), with_power(2, 0.0, 0.0)]
+    profiles = [with_power(0, 100.0, 1.0), with_power(1, 80.0, 1.0), with_power(2, None, 0.0)]
     assert blocking_power_w(profiles, 3) == pytest.approx((100.0, 80.0, 90.0))
-    assert blocking_power_w(profiles[2:], 3) == (0.0, 0.0, 0.0)
+
+
+def test_a_tiny_standard_error_outweighs_others_only_so_far() -> None:
+    profiles = [with_power(0, 100.0, 1e-200), with_power(0, 110.0, 1e-6)]
+    assert blocking_power_w(profiles, 1) == pytest.approx((105.0,))
+
+
+def test_power_that_nobody_told_is_assumed_never_0() -> None:
+    found = estimates(1200)
+    untold = {place: replace(one, blocking_power_w=None) for place, one in found.items()}
+    profiles = [merge(stage, 1200, untold, SHAPE, range(2), 1200) for stage in range(2)]
+    assert [profile.blocking_power_w for profile in profiles] == [None, None]
+    assert not is_power_known(profiles)
+    least_w = [min(m.energy_j / m.time_s for m in some.measurements.values()) for some in profiles]
+    assert blocking_power_w(profiles, 2) == pytest.approx([0.25 * power_w for power_w in least_w])
+    known = [profiles[0], merge(1, 1200, found, SHAPE, range(2), 1200)]
+    assert is_power_known(known)
+    assert blocking_power_w(known, 2) == pytest.approx((2 * BLOCKING_POWER_W,) * 2)
+
+
+@pytest.mark.parametrize(("gpu", "waiting_w"), [("a100-sxm", 83.64), ("a40", 70.38)])
+def test_the_assumed_power_slows_less_than_the_measured_one_and_more_than_none(
+    gpu: str, waiting_w: float
+) -> None:
+    """On the published profiles: what is assumed is on the safe side, and better than 0 W."""
+    path = PUBLISHED_DATA / "profiles" / f"gpt3-175b-{gpu}.csv"
+    if not path.exists():
+        pytest.skip(f"the published profiles are not at {PUBLISHED_DATA}")
+    measured = read_profile_csv(path, 8)
+    profiles = [
+        StageProfile(
+            stage,
+            mhz,
+            {
+                (0, kind): next(m for m in measured[stage, 0, kind] if m.clock_mhz == mhz)
+                for kind in (Kind.FORWARD, Kind.BACKWARD)
+            },
+            None,
+            0.0,
+        )
+        for stage in range(8)
+        for mhz in {m.clock_mhz for m in measured[0, 0, Kind.FORWARD]}
+    ]
+    schedule = one_forward_one_backward(8, 8)
+
+    def t_slow_s(powers_w: tuple[float, ...]) -> float:
+        return solve(Pipeline(schedule, measured, powers_w), point_count=3).t_slow_s
+
+    assumed_w = blocking_power_w(profiles, 8)
+    assert all(0 < power_w < 8 * waiting_w for power_w in assumed_w)
+    without_s, assumed_s, measured_s = map(t_slow_s, ((0.0,) * 8, assumed_w, (8 * waiting_w,) * 8))
+    assert without_s <= assumed_s <= measured_s
 
 
 def test_an_estimate_with_impossible_energy_is_not_a_measurement_yet() -> None:

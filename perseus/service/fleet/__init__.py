@@ -1,0 +1,1 @@
+"""What concerns many jobs at once. Pure."""

@@ -1,0 +1,308 @@
+"""Whatever an agent says: its stream ends as the contract lists or not at all, and nobody else is touched.
+
+Valid messages are changed at random, field by field, and some in their bytes. They go through the adapter
+into a real coordinator with a real store; only the wire is left out.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from perseus.service.api.agent_service import AgentService
+from perseus.service.domain.model import RankFilter, RankState
+from perseus.service.domain.specification import Coordinates, Registration
+from perseus.service.job.rules import Rules
+from perseus.service.shell.coordinator import Coordinator
+from perseus.service.shell.solving import SolverPool
+from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.v1 import agent_service_pb2 as wire
+from perseus.v1 import clock_statistics_pb2, computation_pb2, rank_pb2
+from tests.service.service_fakes import make_gpu, make_spec
+
+JOB = make_spec(pipelines=2, stages=1, microbatches=1)
+RULES = Rules(baseline_iterations=2)
+BEGINNING = 4
+MINE, THEIRS = Coordinates(0, 0, 0), Coordinates(1, 0, 0)
+FORWARD, BACKWARD = computation_pb2.COMPUTATION_KIND_FORWARD, computation_pb2.COMPUTATION_KIND_BACKWARD
+
+_INTEGERS = [0, 1, -1, 2, 2**31 - 1, -(2**31), 2**53, 2**53 + 1, 2**63 - 1, -(2**63)]
+_FLOATS = [0.0, -1.0, 5e-324, 1e155, 1e200, 1.7e308, float("inf"), float("-inf"), float("nan")]
+_TEXTS = ["", "job", "no", "Upper", "x" * 5000, "\x00", "\u202e", "GPU-1-0-0"]
+
+
+class _EndedError(Exception):
+    pass
+
+
+class _Context:
+    """A stream's server side: keeps what was written; `answered` is set by the answer to a heartbeat."""
+
+    def __init__(self) -> None:
+        self.written: list[wire.ConnectResponse] = []
+        self.answered = asyncio.Event()
+        self.status: grpc.Status | None = None
+
+    async def write(self, message: wire.ConnectResponse) -> None:
+        self.written.append(message)
+        if message.HasField("heartbeat"):
+            self.answered.set()
+
+    async def abort_with_status(self, status: grpc.Status) -> None:
+        self.status = status
+        raise _EndedError
+
+    def done(self) -> bool:
+        return False
+
+
+class _Unused(SolverPool):
+    def __init__(self) -> None:
+        pass
+
+
+def place(rank: Coordinates) -> rank_pb2.RankCoordinates:
+    return rank_pb2.RankCoordinates(pipeline=rank.pipeline, stage=rank.stage, tensor=rank.tensor)
+
+
+def joined(rank: Coordinates) -> wire.ConnectRequest:
+    gpu = make_gpu(rank)
+    return wire.ConnectRequest(
+        rank_joined=wire.RankJoined(
+            job_id="job",
+            rank=place(rank),
+            gpu=wire.Gpu(uuid=gpu.uuid, model=gpu.model, supported_clocks_mhz=gpu.supported_clocks_mhz),
+            iteration=-1,
+        )
+    )
+
+
+def telemetry(rank: Coordinates, sequence: int) -> wire.ConnectRequest:
+    return wire.ConnectRequest(
+        telemetry=wire.TelemetryBatch(
+            sequence=sequence,
+            job_id="job",
+            rank=place(rank),
+            iterations=wire.IterationColumns(
+                iteration=[sequence - 1], plan_version=[0], duration_s=[0.5], energy_j=[50.0],
+                is_regular=[True], clock_event_reasons=[0],
+            ),
+            computations=wire.ComputationColumns(
+                iteration=[sequence - 1] * 2, kind=[FORWARD, BACKWARD], microbatch=[0, 0], chunk=[0, 0],
+                begin_s=[0.0, 0.1], duration_s=[0.1, 0.2], clock_mhz=[0, 0],
+            ),
+            energy=wire.EnergyEstimate(
+                iteration_count=3,
+                samples=[
+                    wire.EnergySample(kind=FORWARD, computation_count=3, time_s=0.1, energy_j=10.0),
+                    wire.EnergySample(kind=BACKWARD, computation_count=3, time_s=0.2, energy_j=20.0),
+                ],
+                blocking_power_w=60.0,
+            ),
+            clocks=clock_statistics_pb2.ClockStatistics(set_count=1),
+        )
+    )  # fmt: skip
+
+
+VALID: list[Callable[[], wire.ConnectRequest]] = [
+    lambda: joined(MINE),
+    lambda: telemetry(MINE, BEGINNING + 1),
+    lambda: wire.ConnectRequest(rank_left=wire.RankLeft(job_id="job", rank=place(MINE), reason=2)),  # type: ignore[arg-type]
+    lambda: wire.ConnectRequest(
+        plan_answer=wire.PlanAnswer(job_id="job", rank=place(MINE), epoch="e", version=1, accepted=True)
+    ),
+    lambda: wire.ConnectRequest(plan_in_force=wire.PlanInForce(job_id="job", rank=place(MINE))),
+    lambda: wire.ConnectRequest(
+        gpu_error=wire.GpuError(job_id="job", rank=place(MINE), gpu_uuid="GPU-0-0-0", reason=4, message="m")  # type: ignore[arg-type]
+    ),
+    lambda: wire.ConnectRequest(message_refused=wire.MessageRefused(reason="R", field="f[3]")),
+    lambda: wire.ConnectRequest(heartbeat=wire.Heartbeat()),
+    lambda: wire.ConnectRequest(hello=wire.Hello(instance_id="mine")),
+    lambda: wire.ConnectRequest(goodbye=wire.Goodbye(reason="r")),
+]
+
+
+def values(field: FieldDescriptor) -> list[Any]:
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_BOOL:
+            return [False, True]
+        case FieldDescriptor.CPPTYPE_DOUBLE:
+            return _FLOATS
+        case FieldDescriptor.CPPTYPE_STRING:
+            return _TEXTS
+        case FieldDescriptor.CPPTYPE_ENUM:
+            return [0, 1, 6, 99, 2**31 - 1]
+        case FieldDescriptor.CPPTYPE_INT32:
+            return [value for value in _INTEGERS if abs(value) <= 2**31 and value < 2**31]
+        case _:
+            return _INTEGERS
+
+
+def mutate(message: Message, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
+    """Change one thing somewhere in a message."""
+    field = draw(st.sampled_from(list(message.DESCRIPTOR.fields)))
+    is_message = field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE
+    if draw(st.integers(0, 9)) == 0:
+        message.ClearField(field.name)
+    elif field.is_repeated:
+        column = getattr(message, field.name)
+        row = draw(st.integers(0, len(column) - 1)) if len(column) else 0
+        match draw(st.sampled_from(["change", "append", "remove"])):
+            case "remove" if len(column):
+                del column[row]
+            case "change" if len(column) and is_message:
+                mutate(column[row], draw)
+            case "change" if len(column):
+                column[row] = draw(st.sampled_from(values(field)))
+            case _ if is_message:
+                column.add()
+            case _:
+                column.append(draw(st.sampled_from(values(field))))
+    elif is_message:
+        part = getattr(message, field.name)
+        part.SetInParent()
+        mutate(part, draw)
+    else:
+        setattr(message, field.name, draw(st.sampled_from(values(field))))
+
+
+@st.composite
+def requests(draw: Callable[[st.SearchStrategy[Any]], Any]) -> wire.ConnectRequest:
+    request: wire.ConnectRequest = draw(st.sampled_from(VALID))()
+    part = getattr(request, str(request.WhichOneof("message")))
+    for _ in range(draw(st.integers(0, 3))):
+        if part.DESCRIPTOR.fields:
+            mutate(part, draw)
+    if draw(st.integers(0, 4)) == 0:
+        text = bytearray(request.SerializeToString())
+        for _ in range(draw(st.integers(1, 3))):
+            text[draw(st.integers(0, len(text) - 1))] = draw(st.integers(0, 255))
+        with suppress(DecodeError):  # that, gRPC itself would refuse
+            request = wire.ConnectRequest.FromString(bytes(text))
+    return request
+
+
+def beginning(rank: Coordinates) -> list[wire.ConnectRequest]:
+    """What a rank says until the baseline is measured: then there are offers, with start iterations."""
+    return [joined(rank), *(telemetry(rank, sequence) for sequence in range(1, BEGINNING + 1))]
+
+
+def offered(context: _Context) -> bool:
+    return any(each.HasField("plan_offer") for each in context.written)
+
+
+def said_by(coordinator: Coordinator, rank: Coordinates) -> tuple[object, ...]:
+    """What a job knows of a rank from its own agent."""
+    found = next(each for _, each in coordinator.ranks("job", RankFilter(), 0) if each.coordinates == rank)
+    return found.state, found.instance_id, found.gpu, found.in_force_version, found.iteration, found.clocks
+
+
+async def converse(coordinator: Coordinator, instance_id: str, said: list[wire.ConnectRequest]) -> _Context:
+    """Say it all on one stream, and wait until it is answered or the stream has ended."""
+    context = _Context()
+
+    async def speak() -> AsyncIterator[wire.ConnectRequest]:
+        yield wire.ConnectRequest(hello=wire.Hello(instance_id=instance_id))
+        for request in said:
+            yield request
+        context.answered.clear()
+        yield wire.ConnectRequest(heartbeat=wire.Heartbeat())
+        await context.answered.wait()
+
+    async with asyncio.timeout(10):
+        with suppress(_EndedError):
+            await AgentService(coordinator).Connect(speak(), context)  # type: ignore[arg-type]
+    return context
+
+
+async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
+    store = await SqliteStore.open(path)
+    coordinator = Coordinator(store, _Unused(), RULES)
+    await coordinator.start()
+    running = asyncio.create_task(coordinator.run())
+    try:
+        await coordinator.register(JOB, Registration("one"))
+        others = _Context()
+        over = asyncio.Event()
+
+        async def speak() -> AsyncIterator[wire.ConnectRequest]:
+            yield wire.ConnectRequest(hello=wire.Hello(instance_id="theirs"))
+            for request in beginning(THEIRS):
+                yield request
+            yield wire.ConnectRequest(heartbeat=wire.Heartbeat())
+            await over.wait()
+            others.answered.clear()
+            yield telemetry(THEIRS, BEGINNING + 1)
+            yield wire.ConnectRequest(heartbeat=wire.Heartbeat())
+            await others.answered.wait()
+
+        theirs = asyncio.create_task(AgentService(coordinator).Connect(speak(), others))  # type: ignore[arg-type]
+        await others.answered.wait()
+        await coordinator.flush()
+        before = said_by(coordinator, THEIRS)
+        assert before[0] is RankState.CONNECTED
+
+        with capture_logs() as logs:
+            context = await converse(coordinator, "mine", [*beginning(MINE), *said])
+        assert [line for line in logs if line["log_level"] == "error"] == []
+        if context.status is not None:
+            assert context.status.details.startswith("Connect: expected hello once")
+        await coordinator.flush()
+        assert said_by(coordinator, THEIRS) == before
+        for job in coordinator._runs.values():
+            job.machine.validate()
+
+        over.set()
+        await theirs
+        assert offered(others)
+        assert others.status is None
+        acknowledged = [
+            each.telemetry_ack.sequence for each in others.written if each.HasField("telemetry_ack")
+        ]
+        assert max(acknowledged) == BEGINNING + 1
+        assert not any(each.HasField("telemetry_refused") for each in others.written)
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await coordinator.close()
+        await store.close()
+    # What was stored can be loaded, and gone on with.
+    again = await SqliteStore.open(path)
+    restarted = Coordinator(again, _Unused(), RULES)
+    await restarted.start()
+    assert said_by(restarted, THEIRS)[1:3] == before[1:3]
+    await again.close()
+
+
+def hostile() -> list[wire.ConnectRequest]:
+    """What once ended a coordinator, or kept it from starting again."""
+    far = joined(MINE)
+    far.rank_joined.iteration = 2**63 - 1
+    long = telemetry(MINE, BEGINNING + 1)
+    long.telemetry.iterations.duration_s[0] = 1e155
+    dear = telemetry(MINE, BEGINNING + 2)
+    dear.telemetry.iterations.energy_j[0] = 1.7e308
+    slow = telemetry(MINE, BEGINNING + 3)
+    slow.telemetry.energy.samples[0].time_s = 1e200
+    late = telemetry(MINE, BEGINNING + 4)
+    late.telemetry.iterations.iteration[0] = 2**63 - 1
+    late.telemetry.computations.iteration[:] = [2**63 - 1] * 2
+    return [long, dear, slow, late, far]
+
+
+@example(said=hostile())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(said=st.lists(requests(), min_size=1, max_size=6))
+def test_nothing_that_an_agent_says_ends_more_than_itself(
+    tmp_path_factory: Any, said: list[wire.ConnectRequest]
+) -> None:
+    asyncio.run(asyncio.wait_for(check(tmp_path_factory.mktemp("store") / "jobs.db", said), timeout=30))

@@ -1,0 +1,194 @@
+"""Agents of other versions, and agents that err: what is not understood is refused by itself, and said."""
+
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from perseus.service.api import agent_service
+from perseus.v1 import agent_service_pb2, job_pb2, rank_pb2
+from perseus.v1.agent_service_pb2 import ConnectRequest
+from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, connected, make_settings
+
+# Field 99 of the oneof, with a message of its own in it.
+NEWER = ConnectRequest.FromString(b"\x9a\x06\x02\x08\x01")
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[Client]:
+    async with connected(make_settings(tmp_path)) as client:
+        await client.register()
+        yield client
+
+
+async def write(agent: FakeAgent, request: ConnectRequest) -> None:
+    async with agent.writing:
+        await agent.call.write(request)
+
+
+async def test_a_newer_agent_is_served_and_told_what_is_not_understood(client: Client) -> None:
+    with capture_logs() as logs:
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.hello(protocol_version=7)
+        await agent.join_ranks()
+        for _ in range(3):
+            await write(agent, NEWER)
+        await agent.say()
+        left = agent_service_pb2.RankLeft(job_id="job", rank=agent.place(ALL_PLACES[0]))
+        left.reason = 42  # type: ignore[assignment] # a value of a newer contract
+        await agent.say(rank_left=left)
+        await agent.until(lambda: len(agent.messages_refused) == 5)
+        await agent.iterate(2)
+    assert agent.welcome.protocol_version == agent_service.PROTOCOL_VERSION
+    *unknown, empty, value = agent.messages_refused
+    assert {(each.reason, each.field, each.found) for each in unknown} == {
+        ("UNKNOWN_MESSAGE", "99", "field 99")
+    }
+    assert unknown[0].expected == "a message of protocol version 1"
+    assert not unknown[0].HasField("rank")
+    assert empty.reason == "EMPTY_MESSAGE"
+    assert (value.reason, value.field, value.found) == ("INVALID_FIELD", "rank_left.reason", "42")
+    assert (value.job_id, value.rank) == ("job", agent.place(ALL_PLACES[0]))
+    warnings = [line for line in logs if line["log_level"] == "warning"]
+    (version,) = [line for line in warnings if "protocol_version" in line]
+    assert (version["protocol_version"], version["own_protocol_version"]) == (7, 1)
+    said = [line["error"] for line in warnings if line["event"] == "message of an agent refused"]
+    assert len(said) == 3, "each kind once"
+    assert "99: expected a message of protocol version 1, found field 99" in said
+
+
+async def test_an_agent_that_says_no_version_speaks_the_first(client: Client) -> None:
+    with capture_logs() as logs:
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.hello(protocol_version=0)
+    assert [line for line in logs if "protocol_version" in line] == []
+
+
+async def test_what_an_agent_refuses_is_said_once_and_never_answered(client: Client) -> None:
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    refused = agent_service_pb2.MessageRefused(
+        reason="UNKNOWN_MESSAGE", field="12", expected="e" * 5000, found="\x00\n"
+    )
+    with capture_logs() as logs:
+        for _ in range(5):
+            await agent.say(message_refused=refused)
+        await agent.iterate()
+    assert not agent.messages_refused
+    (line,) = [line for line in logs if line["event"] == "agent refuses a message"]
+    assert (line["reason"], line["field"], len(line["expected"])) == ("UNKNOWN_MESSAGE", "12", 256)
+
+
+async def test_one_invalid_batch_among_a_thousand_is_refused_and_nothing_else(client: Client) -> None:
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    bad_sequence = 0
+    iterations = 250
+    for number in range(iterations):
+        if number != 100:
+            await agent.iterate()
+            continue
+        for rank in agent.ranks.values():
+            rank.begin()
+            batch = agent.telemetry(rank)
+            if rank.place == ALL_PLACES[1]:
+                bad_sequence = batch.sequence
+                batch.iterations.duration_s[0] = math.nan
+            await agent.say(telemetry=batch)
+        await agent.until(lambda: agent.acknowledged >= agent.sequence)
+    assert agent.sequence == iterations * len(ALL_PLACES) == 1000
+    assert agent.acknowledged == 1000
+    (refused,) = agent.telemetry_refused
+    assert (refused.sequence, refused.reason) == (bad_sequence, "INVALID_FIELD")
+    assert (refused.field, refused.found) == ("iterations.duration_s[0]", "nan")
+    assert refused.expected == "1e-09 to 1e+06"
+    assert not agent.reader.done()
+    job = await client.job()
+    ranks = await client.ranks()
+    assert [rank.iteration for rank in ranks] == [iterations - 1] * 4
+    assert job.state == job_pb2.JOB_STATE_PLANNED
+    assert {rank.state for rank in ranks} == {rank_pb2.RANK_STATE_CONNECTED}
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"plan_answer": {"version": 0}}, "plan_answer.version"),
+        ({"plan_answer": {"version": 1, "accepted": True, "iteration": 2**63 - 1}}, "plan_answer.iteration"),
+        ({"plan_answer": {"version": 1, "message": "x" * 1025, "refusal_reason": 1}}, "plan_answer.message"),
+        ({"plan_in_force": {"version": 2**63 - 1}}, "plan_in_force.version"),
+        ({"plan_in_force": {"epoch": "a\nb"}}, "plan_in_force.epoch"),
+        ({"rank_left": {"reason": 0}}, "rank_left.reason"),
+        ({"gpu_error": {"reason": 1, "message": "x" * 1025}}, "gpu_error.message"),
+        ({"gpu_error": {"reason": 99}}, "gpu_error.reason"),
+    ],
+)
+async def test_a_mistake_in_a_message_refuses_that_message(
+    client: Client, message: dict[str, dict[str, Any]], field: str
+) -> None:
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    ((name, values),) = message.items()
+    place = agent.place(ALL_PLACES[1])
+    request = ConnectRequest()
+    part = getattr(request, name)
+    part.SetInParent()
+    part.job_id = "job"
+    part.rank.CopyFrom(place)
+    for key, value in values.items():
+        setattr(part, key, value)
+    await write(agent, request)
+    await agent.until(lambda: len(agent.messages_refused) == 1)
+    (refused,) = agent.messages_refused
+    assert (refused.reason, refused.field, refused.rank) == ("INVALID_FIELD", field, place)
+    part.ClearField("rank")
+    await write(agent, request)
+    part.job_id = "Not a job's"
+    await write(agent, request)
+    await agent.until(lambda: len(agent.messages_refused) == 3)
+    assert agent.messages_refused[2].reason == "INVALID_JOB_ID"
+    await agent.iterate()
+
+
+@pytest.mark.parametrize("iteration", [2**63 - 1, -2])
+async def test_a_mistake_in_an_announcement_refuses_that_rank(client: Client, iteration: int) -> None:
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.hello()
+    message = agent.joined(agent.ranks[ALL_PLACES[0]])
+    message.iteration = iteration
+    await agent.say(rank_joined=message)
+    await agent.until(lambda: bool(agent.refused))
+    assert (agent.refused[0].reason, agent.refused[0].rank) == ("INVALID_FIELD", message.rank)
+    assert agent.refused[0].metadata["field"] == "rank_joined.iteration"
+    await agent.join_ranks()
+
+
+async def test_a_fault_of_the_coordinators_own_costs_one_message(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+
+    def fail(*_: object) -> None:
+        raise OverflowError("made up")
+
+    rank = agent.ranks[ALL_PLACES[0]]
+    with capture_logs() as logs, monkeypatch.context() as patch:
+        patch.setattr(agent_service, "in_force_from_proto", fail)
+        patch.setattr(agent_service, "telemetry_from_proto", fail)
+        for _ in range(3):
+            await agent.say(
+                plan_in_force=agent_service_pb2.PlanInForce(job_id="job", rank=agent.place(rank.place))
+            )
+        rank.begin()
+        await agent.say(telemetry=agent.telemetry(rank))
+        await agent.until(lambda: agent.acknowledged == agent.sequence)
+    assert {refused.reason for refused in agent.messages_refused} == {"INTERNAL"}
+    assert [refused.reason for refused in agent.telemetry_refused] == ["INTERNAL"]
+    traces = [line for line in logs if line["event"] == "unexpected error"]
+    assert [line["where"] for line in traces] == ["PlanInForce", "TelemetryBatch"], "each kind once"
+    assert all(isinstance(line["exc_info"], OverflowError) for line in traces)
+    await agent.iterate()

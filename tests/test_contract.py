@@ -1,0 +1,62 @@
+"""The contract that is promised: `buf breaking` holds every change against it."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BUF = Path(sys.executable).parent / "buf"
+PROMISED = ROOT / "protos" / "contract.binpb"
+
+
+def breaking(folder: Path) -> str:
+    """What buf says against the contract in a folder; nothing if it keeps the promise."""
+    found = subprocess.run(
+        [BUF, "breaking", "--against", PROMISED], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert bool(found.returncode) == bool(found.stdout), found.stderr
+    return found.stdout
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "protos", tmp_path / "protos")
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    return tmp_path
+
+
+def change(folder: Path, file: str, pattern: str, replacement: str) -> None:
+    path = folder / "protos" / "perseus" / "v1" / file
+    text, count = re.subn(pattern, replacement, path.read_text(), count=1)
+    assert count == 1
+    path.write_text(text)
+
+
+def test_the_contract_keeps_its_promise(copy: Path) -> None:
+    assert breaking(copy) == ""
+
+
+def test_what_is_added_breaks_nothing(copy: Path) -> None:
+    change(copy, "rank.proto", r"(int32 tensor = 3;)", r"\1\n  // New.\n  int32 novelty = 4;")
+    assert breaking(copy) == ""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    [
+        (r"  int32 tensor = 3;\n", ""),
+        (r"int32 tensor = 3;", "int32 tensor = 4;"),
+        (r"int32 tensor = 3;", "int64 tensor = 3;"),
+        (r"int32 tensor = 3;", "int32 lane = 3;"),
+        (r"  RANK_STATE_LOST = 4;\n", ""),
+        (r"RANK_STATE_LOST = 4;", "RANK_STATE_LOST = 6;"),
+    ],
+    ids=["removed", "renumbered", "retyped", "renamed", "value removed", "value renumbered"],
+)
+def test_what_is_taken_away_or_changed_fails(copy: Path, pattern: str, replacement: str) -> None:
+    change(copy, "rank.proto", pattern, replacement)
+    assert "rank.proto" in breaking(copy)

@@ -17,6 +17,7 @@ import perseus.v1.Heartbeat;
 import perseus.v1.Hello;
 import perseus.v1.MessageRefused;
 import perseus.v1.PlanOffer;
+import perseus.v1.RankCoordinates;
 import perseus.v1.RankLeft;
 import perseus.v1.RankLeftReason;
 import perseus.v1.TelemetryBatch;
@@ -187,7 +188,12 @@ final class Agent implements StreamObserver<ConnectResponse> {
         }
     }
 
-    private ServedRank rank(perseus.v1.RankCoordinates place) {
-        return ranks.stream().filter(rank -> rank.place.equals(place)).findFirst().orElseThrow();
+    /** By its numbers: a message from a newer coordinator may have fields more, and then equals none of ours. */
+    private ServedRank rank(RankCoordinates place) {
+        return ranks.stream()
+                .filter(rank -> rank.place.getPipeline() == place.getPipeline())
+                .filter(rank -> rank.place.getStage() == place.getStage())
+                .findFirst()
+                .orElseThrow();
     }
 }

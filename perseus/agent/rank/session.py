@@ -349,11 +349,13 @@ class Session:
         self._send(PlanInForce(self.rank, plan.plan, iteration))
 
     def _drop_plans(self) -> None:
-        """Stock at once, and no plan in force."""
+        """Stock at once, no plan in force, and none to come: the coordinator must know of either."""
+        has_any = self._in_force is not None or self._pending is not None
         self._pending = None
         if self._in_force is not None:
             self._follow(None)
             self._deviate()
+        if has_any:
             self._send(PlanInForce(self.rank, NO_PLAN, self._begun_iteration + 1))
         self._stock()
 

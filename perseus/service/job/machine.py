@@ -518,8 +518,10 @@ class JobMachine:
         self._ranks.note_iteration(event.rank, event.iteration)
         rank = self._ranks[event.rank]
         version = self._known_version(event.epoch, event.version)
-        if rank.in_force_version == self._offers.of_rank(event.rank).version != version:
-            self._offers.forget_sent(event.rank)  # It had the right clocks and fell back: its lease ran out.
+        offered = self._offers.of_rank(event.rank).version
+        if version != offered and (version == NO_VERSION or rank.in_force_version == offered):
+            # It fell back: what it had in force, and what it had accepted for an iteration to come, is gone.
+            self._offers.forget_sent(event.rank)
         self._ranks.change(replace(rank, in_force_version=version))
 
     @_on.register

@@ -465,8 +465,14 @@ def test_a_lease_that_runs_out_while_disconnected_is_reported_afterwards(bench: 
 def test_a_pending_plan_has_a_lease_too(bench: Bench) -> None:
     bench.offer(1, 1, Hold(1000))
     bench.iteration(Edge.BEGIN, 0)
-    assert bench.after(LEASE_S + 0.1, Tick()) == []
+    assert bench.after(LEASE_S + 0.1, Tick()) == [in_force(0, 1)]  # or it would be waited for
     assert bench.iteration(Edge.BEGIN, 1) == []
+
+
+def test_an_accepted_plan_that_can_not_be_kept_is_taken_back(bench: Bench) -> None:
+    bench.offer(1, 1, Hold(1000))
+    bench.iteration(Edge.BEGIN, 0)
+    assert bench.do(SetNotPermitted("needs root")) == [in_force(0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -418,6 +418,21 @@ def test_answers_to_older_versions_and_other_epochs_are_ignored() -> None:
         assert cluster.tell(answer) == []
 
 
+def test_a_rank_that_gave_an_accepted_offer_back_is_offered_it_again() -> None:
+    """Its clocks were to come at an iteration that it never began with them; nobody waits for that."""
+    cluster = Cluster(make_spec())
+    cluster.join_all()
+    cluster.iterate_until(JobState.PROFILING)
+    rank = cluster.ranks[FIRST]
+    assert rank.pending is not None
+    assert rank.in_force.version != rank.pending.version
+    rank.pending = None
+    commands = cluster.tell(PlanInForce(FIRST, rank.instance_id, "", 0, rank.iteration + 1))
+    assert [command.rank for command in commands if isinstance(command, SendOffer)][:1] == [FIRST]
+    cluster.carry_out(commands)
+    cluster.iterate_until(JobState.PLANNED)
+
+
 def test_a_rank_that_fell_back_to_stock_is_offered_its_plan_again() -> None:
     cluster = planned()
     rank = cluster.ranks[FIRST]

@@ -19,7 +19,7 @@ from tests.service.service_fakes import Cluster, make_spec
 
 STAGES = 4
 MICROBATCHES = 10
-SMALL, LARGE = 8, 1024
+SMALL, LARGE = 8, 4096
 """Ranks."""
 
 _ITERATIONS = 4

@@ -37,7 +37,7 @@ def attach(
     """Attach this rank's engine to the agent of its node. Called by all ranks of the job, before training.
 
     `max_slowdown_percent`: how much slower than T_min plans may be. `connect` stands for `Probe.connect` in
-    tests and examples.
+    tests and demonstrations.
 
     ValueError if `engine` is no `PipelineEngine`. Without an agent that is said once, and training goes on as
     before.

@@ -63,7 +63,7 @@ def attach(
     """Attach this rank to the agent of its node. Called by all ranks of the job, before training.
 
     `config`: the model's `ModelParallelConfig`. `max_slowdown_percent`: how much slower than T_min plans may
-    be. `connect` stands for `Probe.connect` in tests and examples.
+    be. `connect` stands for `Probe.connect` in tests and demonstrations.
 
     ValueError where the parallel state is not initialised, for a configuration that marks can't
     follow and for a Megatron-Core that differs from those known. Without an agent that is said once, and

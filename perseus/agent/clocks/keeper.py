@@ -1,7 +1,7 @@
 """Which clock a rank's GPU is to have, and from when: raises early, lowers at the end. Pure.
 
-A set takes 10–20 ms, and only one is under way at a time. **Lateness costs joules, never seconds** (DESIGN
-§7): at no moment may the clock in force be lower than the one planned for what is being computed. So
+A set takes 10–20 ms, and only one is under way at a time. **Lateness costs joules, never seconds**:
+at no moment may the clock in force be lower than the one planned for what is being computed. So
 
 - a raise is asked for one lead (`clocks.lead`) before the moment that needs it, as the timetable
   predicts it;

@@ -251,7 +251,8 @@ class JobMachine:
 
         Raises:
             InvalidInputError: the input does not fit the job; nothing has changed.
-            JobFinishedError, RankAlreadyServedError: it is refused; nothing has changed.
+            JobFinishedError, JobNotSolvedError, RankAlreadyServedError, SpecMismatchError: it is refused;
+                nothing has changed.
         """
         self._now_s, self._wall_time_s = now_s, wall_time_s
         self._on(event, now_s)
@@ -331,7 +332,7 @@ class JobMachine:
     @property
     def has_live_rank(self) -> bool:
         """Whether a rank is connected, or may come back within its lease."""
-        return any(rank.state in LIVE for rank in self._ranks)
+        return any(self._ranks.counts[state] for state in LIVE)
 
     @property
     def version(self) -> int:

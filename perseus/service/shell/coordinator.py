@@ -530,19 +530,17 @@ class Coordinator:
         agent = self._agents.get(instance_id)
         if agent is None:
             return
-        run = self._runs.get(job_id)
-        commands: list[Command] = []
-        entries: list[Entry] = []
-        if sequence > agent.received_sequence:
-            commands = _handle(self._find(job_id).machine, event)
-            agent.received_sequence = sequence
-            entries = [TelemetrySequence(instance_id, sequence)]
-        taken = agent.received_sequence
-        await (self._writer.later(entries) if run is None else self._perform(run, commands, entries))
-        agent.port.acknowledge(taken)
+        if sequence <= agent.received_sequence:
+            await self.pass_telemetry(instance_id, sequence)
+            return
+        run = self._find(job_id)
+        commands = _handle(run.machine, event)
+        agent.received_sequence = sequence
+        await self._perform(run, commands, [TelemetrySequence(instance_id, sequence)])
+        agent.port.acknowledge(sequence)
 
     async def pass_telemetry(self, instance_id: str, sequence: int) -> None:
-        """Acknowledge a batch that was refused, so that the agent goes on, and doesn't send it again."""
+        """Acknowledge a batch that was refused or taken before, so that the agent doesn't send it again."""
         agent = self._agents.get(instance_id)
         if agent is None:
             return

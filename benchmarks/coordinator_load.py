@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.harness import Cell, Column, Table, main
 from benchmarks.load.generator import Figures, Task
 
-CONFIGURATIONS = ((32, 1), (256, 1), (1024, 1), (1024, 8))
+CONFIGURATIONS = ((32, 1), (128, 1), (256, 1))
 """Pipelines of 4 stages, and ranks per agent."""
 
 _LIMIT_S = 900

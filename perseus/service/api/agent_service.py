@@ -55,7 +55,7 @@ from perseus.service.domain.model import Offer
 from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents
 from perseus.solver import Computation
-from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc
+from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 
 log = structlog.get_logger(__name__)
@@ -85,6 +85,12 @@ class OutboxPort:
             job_id=job_id, rank=coordinates_to_proto(rank), order=order_to_proto(order)
         )
         self._outbox.answer(ConnectResponse(rank_accepted=accepted))
+
+    def refuse_rank(self, job_id: str, rank: Coordinates, error: CoordinatorError) -> None:
+        """See `shell.ports.AgentPort`."""
+        self._outbox.drop((job_id, rank))
+        refused = rank_refused(job_id, coordinates_to_proto(rank), error)
+        self._outbox.answer(ConnectResponse(rank_refused=refused))
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
         """See `shell.ports.AgentPort`."""
@@ -289,14 +295,7 @@ class _Stream:
         if not is_rank_refused or not message.HasField("rank"):
             self._refuse(error, message)
             return
-        info = error_info(error)
-        refused = agent_service_pb2.RankRefused(
-            job_id=cut(message.job_id),
-            rank=message.rank,
-            reason=info.reason,
-            message=str(error),
-            metadata=info.metadata,
-        )
+        refused = rank_refused(cut(message.job_id), message.rank, error)
         self._outbox.answer(ConnectResponse(rank_refused=refused))
 
     def _refuse(self, error: MappedError, about: RankMessage | None = None) -> None:
@@ -338,6 +337,16 @@ class _Stream:
             return InternalError(cause=type(error).__name__)
         self._logged.add(kind)
         return unexpected(error, where, instance_id=self.instance_id, job_id=cut(message.job_id))
+
+
+def rank_refused(
+    job_id: str, rank: rank_pb2.RankCoordinates, error: CoordinatorError
+) -> agent_service_pb2.RankRefused:
+    """Return what an agent is told of a rank that is not served."""
+    info = error_info(error)
+    return agent_service_pb2.RankRefused(
+        job_id=job_id, rank=rank, reason=info.reason, message=str(error), metadata=info.metadata
+    )
 
 
 def _kind(field: str) -> str:

@@ -39,6 +39,10 @@ class Outbox:
         self._latest[key] = message
         self._wake.set()
 
+    def drop(self, key: Hashable) -> None:
+        """Let nothing of this key wait any more."""
+        self._latest.pop(key, None)
+
     def end(self, error: CoordinatorError) -> None:
         """End the stream instead of sending anything more. The first error counts."""
         self._error = self._error or error

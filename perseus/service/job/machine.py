@@ -234,6 +234,8 @@ class JobMachine:
         machine._journal.sequence = stored.last_sequence
         machine.log.periods = list(stored.periods)
         machine.log.mark_straggler(-1, bool(machine._stragglers))
+        if machine.state not in (JobState.PROFILING, JobState.PLANNED):
+            machine._offers.wish(range(len(machine._offers)), STOCK)  # a run that was put aside had plans
         machine._label_versions()
         for rows in stored.open_rows:
             # They complete nothing, or it would have been stored as complete: the time is of no matter.

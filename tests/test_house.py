@@ -84,7 +84,7 @@ HOUSE: Mapping[str, Room] = {
         "service.job.ranks",
     ),
     "service.job.rules": pure("service.job.planning", "service.job.profiling"),
-    "service.job.machine": pure(
+    "service.job.course": pure(
         "service.domain",
         "service.job.iterations",
         "service.job.journal",
@@ -97,6 +97,17 @@ HOUSE: Mapping[str, Room] = {
         "service.job.stragglers",
         "solver",
     ),
+    "service.job.machine": pure(
+        "service.domain",
+        "service.job.course",
+        "service.job.planning",
+        "service.job.ranks",
+        "service.job.rules",
+        "solver",
+    ),
+    "service.job.quarantine": pure(
+        "service.domain", "service.job.iterations", "service.job.ranks", "service.job.rules", "solver"
+    ),
     "service.fleet": pure("service.domain"),
     "service.storage": room("service.domain", "solver", needs=["numpy", "pydantic"]),
     "service.shell.watch_state": pure("service.domain"),
@@ -105,6 +116,7 @@ HOUSE: Mapping[str, Room] = {
         "service.fleet",
         "service.job.machine",
         "service.job.planning",
+        "service.job.quarantine",
         "service.job.rules",
         "service.job.runs",
         "service.shell.watch_state",

@@ -111,6 +111,7 @@ HOUSE: Mapping[str, Room] = {
     "service.fleet": pure("service.domain"),
     "service.storage": room("service.domain", "solver", needs=["numpy", "pydantic"]),
     "service.shell.watch_state": pure("service.domain"),
+    "service.shell.job_clock": pure(),
     "service.shell": room(
         "service.domain",
         "service.fleet",
@@ -119,6 +120,7 @@ HOUSE: Mapping[str, Room] = {
         "service.job.quarantine",
         "service.job.rules",
         "service.job.runs",
+        "service.shell.job_clock",
         "service.shell.watch_state",
         "service.storage",
         "solver",
@@ -141,9 +143,11 @@ HOUSE: Mapping[str, Room] = {
         "service.settings",
         "service.shell",
         "service.storage",
+        "service.watchdog",
         "v1",
         needs=["grpc", "grpc_health", "structlog"],
     ),
+    "service.watchdog": room(needs=["structlog"]),
     # Both processes on a GPU node meet in the link only.
     "agent.link": pure(),
     # The training process.

@@ -63,6 +63,9 @@ log = structlog.get_logger(__name__)
 PROTOCOL_VERSION = 1
 """Of the contract; `Hello` in it says when it rises."""
 
+_UNSTORED_LIMIT = 64
+"""Messages of one stream that may wait to be stored."""
+
 _KINDS_LIMIT = 64
 """Kinds of misunderstanding that are logged, of one stream; each once."""
 
@@ -126,8 +129,11 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         stream = _Stream(self._agents, context)
         reader = asyncio.create_task(stream.read(request_iterator))
         writer = asyncio.create_task(stream.write())
+        # The writer may be waiting for an agent that reads nothing, and not see that the stream is to end.
+        ended = asyncio.create_task(stream.ended())
+        tasks = (reader, writer, ended)
         try:
-            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         except MAPPED as error:
@@ -140,9 +146,9 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
                 failure = unexpected(error, "Connect", instance_id=stream.instance_id)
                 await context.abort_with_status(to_status(failure))
         finally:
-            for task in (reader, writer):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             stream.part()
 
 
@@ -167,9 +173,24 @@ class _Stream:
             for message in messages:
                 await self._context.write(message)
 
+    async def ended(self) -> None:
+        """Wait until the stream is to end before its time.
+
+        Raises:
+            CoordinatorError: why.
+        """
+        raise await self._outbox.ended
+
     async def read(self, requests: AsyncIterator[ConnectRequest]) -> None:
-        """Take what the agent says, until it ends the stream or says goodbye."""
+        """Take what the agent says, until it ends the stream or says goodbye.
+
+        Every so many messages it waits until all of them are stored: no agent fills the writer's queue.
+        """
+        count = 0
         async for request in requests:
+            count += 1
+            if count % _UNSTORED_LIMIT == 0:
+                await self._agents.flush()
             if not self.instance_id:
                 await self._greet(request)
             elif request.WhichOneof("message") == "goodbye":
@@ -191,8 +212,8 @@ class _Stream:
         check_hello(request.hello)
         instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
+        self.instance_id = instance_id  # before it is greeted: it parts, too, if that is cut short
         self._port.epoch, sequence = await self._agents.greet(instance_id, self._port)
-        self.instance_id = instance_id
         log.info("agent connected", instance_id=instance_id, hostname=self._hostname)
         their_version = request.hello.protocol_version or 1
         if their_version != PROTOCOL_VERSION:

@@ -254,7 +254,7 @@ class LeaseExpiredError(CoordinatorError):
 class ReaderTooSlowError(CoordinatorError):
     """A stream's reader does not keep up."""
 
-    template = "more than {limit} messages wait to be read"
+    template = "more than {limit} bytes wait to be read"
 
 
 class SolverBusyError(CoordinatorError):

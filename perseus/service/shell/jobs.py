@@ -94,7 +94,7 @@ class Jobs:
     ) -> JobView:
         create_time_s, version = time.time(), self._deleted_version
         machine = JobMachine(
-            spec, number, self._live.rules, self._live.epoch, create_time_s, time.monotonic()
+            spec, number, self._live.rules, self._live.epoch, create_time_s, self._live.clock.now_s()
         )
         if (before := self._live.get(spec.job_id)) is not None:
             version = before.machine.version

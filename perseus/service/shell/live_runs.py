@@ -45,6 +45,7 @@ from perseus.service.domain.specification import Coordinates
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.quarantine import Fault, QuarantinedRun
 from perseus.service.job.rules import Rules
+from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.solving import SolverPool
 from perseus.service.shell.watching import Watcher
@@ -93,13 +94,17 @@ class LiveRuns:
     Attributes:
         epoch: of the coordinator's state; known once the runs are loaded.
         rules: what the operator has set.
+        clock: the time that the runs live by.
         ports: the ways to the agents, by instance.
         fault_counts: how many runs were put aside since the start, by what the coordinator failed at.
     """
 
-    def __init__(self, store: JobStore, writer: Writer, solver: SolverPool, rules: Rules) -> None:
+    def __init__(
+        self, store: JobStore, writer: Writer, solver: SolverPool, rules: Rules, clock: JobClock
+    ) -> None:
         self.epoch = ""
         self.rules = rules
+        self.clock = clock
         self.ports: dict[str, AgentPort] = {}
         self.fault_counts: Counter[FaultyPart] = Counter()
         self._store = store
@@ -163,7 +168,7 @@ class LiveRuns:
 
     def restored(self, stored: StoredJob) -> tuple[JobMachine, list[Command]]:
         """Return the machine of a stored run, and what it wants done to go on."""
-        return JobMachine.restore(stored, self.rules, self.epoch, time.monotonic(), time.time())
+        return JobMachine.restore(stored, self.rules, self.epoch, self.clock.now_s(), time.time())
 
     # ------------------------------------------------------------------ feeding
 
@@ -182,12 +187,12 @@ class LiveRuns:
                 that is put aside, because of this input or before it.
         """
         try:
-            commands = run.machine.handle(event, time.monotonic(), time.time())
+            commands = run.machine.handle(event, self.clock.now_s(), time.time())
         except CoordinatorError:
             raise
         except Exception as error:
             self._quarantine(run, FaultyPart.MACHINE, error)
-            commands = run.machine.handle(event, time.monotonic(), time.time())
+            commands = run.machine.handle(event, self.clock.now_s(), time.time())
         return self._perform(run, commands, entries)
 
     def read(self, run: LiveRun, ask: Callable[[Machine], T]) -> T:
@@ -210,13 +215,13 @@ class LiveRuns:
 
     def tick(self) -> None:
         """Let leases run out."""
-        now_s = time.monotonic()
+        now_s = self.clock.now_s()
         for run in self._runs.values():
             self._tick(run, now_s)
 
     def tick_run(self, run: LiveRun) -> None:
         """Let a run's leases run out: they may have since the last tick."""
-        self._tick(run, time.monotonic())
+        self._tick(run, self.clock.now_s())
 
     def _tick(self, run: LiveRun, now_s: float) -> None:
         deadline_s = run.machine.next_deadline_s()

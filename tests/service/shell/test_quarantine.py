@@ -354,7 +354,6 @@ async def live(path: Path, dice: Dice, *, with_faulty: bool) -> tuple[list[objec
         for iteration in range(ITERATIONS):
             for world in worlds:
                 await world.iterate()
-            coordinator.tick()
             for _ in range(3):
                 await coordinator.flush()
             if with_faulty and iteration % 6 == 5:

@@ -326,6 +326,7 @@ class JobMachine:
             stall=self._progress.told,
             finish_time_s=self._course.finish_time_s,
             baseline_request_ids=self._baseline_request_ids,
+            broken_promise_count=self._planner.watch.broken_count,
         )
         if record != self._stored_record:
             self._stored_record = record

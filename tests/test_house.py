@@ -84,7 +84,7 @@ HOUSE: Mapping[str, Room] = {
         "service.job.ranks",
     ),
     "service.job.rules": pure("service.job.planning", "service.job.profiling"),
-    "service.job.machine": pure(
+    "service.job.course": pure(
         "service.domain",
         "service.job.iterations",
         "service.job.journal",
@@ -95,6 +95,14 @@ HOUSE: Mapping[str, Room] = {
         "service.job.rules",
         "service.job.states",
         "service.job.stragglers",
+        "solver",
+    ),
+    "service.job.machine": pure(
+        "service.domain",
+        "service.job.course",
+        "service.job.planning",
+        "service.job.ranks",
+        "service.job.rules",
         "solver",
     ),
     "service.fleet": pure("service.domain"),

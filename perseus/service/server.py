@@ -128,9 +128,9 @@ async def running(
 @contextlib.asynccontextmanager
 async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) -> AsyncIterator[str]:
     server = grpc.aio.server(options=_OPTIONS)
-    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(coordinator), server)
-    job_service_pb2_grpc.add_JobServiceServicer_to_server(JobService(coordinator), server)
-    frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(FrontierService(coordinator), server)
+    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(coordinator.agents), server)
+    job_service_pb2_grpc.add_JobServiceServicer_to_server(JobService(coordinator.jobs), server)
+    frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(FrontierService(coordinator.jobs), server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     enable_reflection((*_SERVICES, health.SERVICE_NAME), server)

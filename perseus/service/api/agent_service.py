@@ -53,7 +53,7 @@ from perseus.service.domain.errors import (
 )
 from perseus.service.domain.model import Offer
 from perseus.service.domain.specification import Coordinates, check_job_id
-from perseus.service.shell.coordinator import Coordinator
+from perseus.service.shell.agents import Agents
 from perseus.solver import Computation
 from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
@@ -80,44 +80,44 @@ class OutboxPort:
         self._lease_s = lease_s
 
     def accept_rank(self, job_id: str, rank: Coordinates, order: Sequence[Computation]) -> None:
-        """See `shell.coordinator.AgentPort`."""
+        """See `shell.ports.AgentPort`."""
         accepted = agent_service_pb2.RankAccepted(
             job_id=job_id, rank=coordinates_to_proto(rank), order=order_to_proto(order)
         )
         self._outbox.answer(ConnectResponse(rank_accepted=accepted))
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
-        """See `shell.coordinator.AgentPort`."""
+        """See `shell.ports.AgentPort`."""
         message = offer_to_proto(job_id, rank, offer, self.epoch, self._lease_s)
         self._outbox.replace((job_id, rank), ConnectResponse(plan_offer=message))
 
     def acknowledge(self, sequence: int) -> None:
-        """See `shell.coordinator.AgentPort`."""
+        """See `shell.ports.AgentPort`."""
         acknowledgement = agent_service_pb2.TelemetryAck(sequence=sequence)
         self._outbox.replace("acknowledgement", ConnectResponse(telemetry_ack=acknowledgement))
 
     def drain(self) -> None:
-        """See `shell.coordinator.AgentPort`."""
+        """See `shell.ports.AgentPort`."""
         message = agent_service_pb2.Drain(reason="the coordinator is about to stop")
         self._outbox.answer(ConnectResponse(drain=message))
         self._outbox.close()
 
     def end(self, error: CoordinatorError) -> None:
-        """See `shell.coordinator.AgentPort`."""
+        """See `shell.ports.AgentPort`."""
         self._outbox.end(error)
 
 
 class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
     """Serves agents."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, agents: Agents) -> None:
+        self._agents = agents
 
     async def Connect(  # type: ignore[override]
         self, request_iterator: AsyncIterator[ConnectRequest], context: Context
     ) -> None:
         """Serve one agent until its stream ends, or has to be ended."""
-        stream = _Stream(self._coordinator, context)
+        stream = _Stream(self._agents, context)
         reader = asyncio.create_task(stream.read(request_iterator))
         writer = asyncio.create_task(stream.write())
         try:
@@ -143,13 +143,13 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
 class _Stream:
     """One agent's stream."""
 
-    def __init__(self, coordinator: Coordinator, context: Context) -> None:
+    def __init__(self, agents: Agents, context: Context) -> None:
         self.instance_id = ""
-        self._coordinator = coordinator
+        self._agents = agents
         self._context = context
         self._hostname = ""
         self._outbox = Outbox()
-        self._port = OutboxPort(self._outbox, coordinator.rules.lease_s)
+        self._port = OutboxPort(self._outbox, agents.lease_s)
         self._is_goodbye = False
         self._logged: set[tuple[str, str, str]] = set()
 
@@ -176,7 +176,7 @@ class _Stream:
     def part(self) -> None:
         """The stream has ended."""
         if self.instance_id:
-            self._coordinator.part(self.instance_id, self._port, self._is_goodbye)
+            self._agents.part(self.instance_id, self._port, self._is_goodbye)
 
     async def _greet(self, request: ConnectRequest) -> None:
         kind = request.WhichOneof("message")
@@ -185,7 +185,7 @@ class _Stream:
         check_hello(request.hello)
         instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
-        self._port.epoch, sequence = await self._coordinator.greet(instance_id, self._port)
+        self._port.epoch, sequence = await self._agents.greet(instance_id, self._port)
         self.instance_id = instance_id
         log.info("agent connected", instance_id=instance_id, hostname=self._hostname)
         their_version = request.hello.protocol_version or 1
@@ -200,7 +200,7 @@ class _Stream:
             )
         welcome = agent_service_pb2.Welcome(
             epoch=self._port.epoch,
-            lease_s=self._coordinator.rules.lease_s,
+            lease_s=self._agents.lease_s,
             acknowledged_sequence=sequence,
             protocol_version=PROTOCOL_VERSION,
         )
@@ -211,7 +211,7 @@ class _Stream:
             case "hello":
                 raise HelloRepeatedError(instance_id=self.instance_id)
             case "heartbeat":
-                self._coordinator.hear(self.instance_id)
+                self._agents.hear(self.instance_id)
                 answer_beat = ConnectResponse(heartbeat=agent_service_pb2.Heartbeat())
                 self._outbox.replace("heartbeat", answer_beat)
             case "telemetry":
@@ -247,25 +247,25 @@ class _Stream:
             self._answer_mistake(message, self._unexpected(error, message))
 
     def _join(self, message: agent_service_pb2.RankJoined) -> None:
-        self._coordinator.join(message.job_id, joined_from_proto(message, self.instance_id, self._hostname))
+        self._agents.join(message.job_id, joined_from_proto(message, self.instance_id, self._hostname))
 
     def _leave(self, message: agent_service_pb2.RankLeft) -> None:
-        self._coordinator.tell(message.job_id, left_from_proto(message, self.instance_id))
+        self._agents.tell(message.job_id, left_from_proto(message, self.instance_id))
 
     def _take_answer(self, message: agent_service_pb2.PlanAnswer) -> None:
-        self._coordinator.tell(message.job_id, answer_from_proto(message, self.instance_id))
+        self._agents.tell(message.job_id, answer_from_proto(message, self.instance_id))
 
     def _take_in_force(self, message: agent_service_pb2.PlanInForce) -> None:
-        self._coordinator.tell(message.job_id, in_force_from_proto(message, self.instance_id))
+        self._agents.tell(message.job_id, in_force_from_proto(message, self.instance_id))
 
     def _take_gpu_error(self, message: agent_service_pb2.GpuError) -> None:
-        self._coordinator.note_gpu_error(message.job_id, gpu_error_from_proto(message))
+        self._agents.note_gpu_error(message.job_id, gpu_error_from_proto(message))
 
     async def _take_telemetry(self, message: agent_service_pb2.TelemetryBatch) -> None:
         try:
             check_job_id(message.job_id)
             telemetry = telemetry_from_proto(message, self.instance_id)
-            await self._coordinator.take_telemetry(message.job_id, telemetry)
+            await self._agents.take_telemetry(message.job_id, telemetry)
         except CoordinatorError as error:
             await self._refuse_telemetry(message, error)
         except Exception as error:
@@ -279,7 +279,7 @@ class _Stream:
         refused = agent_service_pb2.TelemetryRefused(sequence=message.sequence, **parts)
         self._outbox.answer(ConnectResponse(telemetry_refused=refused))
         if 1 <= message.sequence <= MAX_COUNT:
-            await self._coordinator.pass_telemetry(self.instance_id, message.sequence)
+            await self._agents.pass_telemetry(self.instance_id, message.sequence)
 
     def _answer_mistake(self, message: RankMessage, error: CoordinatorError) -> None:
         """Refuse a rank, where one is announced (or may be, once its job is registered), else the message."""

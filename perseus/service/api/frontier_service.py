@@ -10,7 +10,7 @@ from perseus.service.api.statuses import mapped
 from perseus.service.api.translate_problems import frontier_to_proto, plan_to_proto, problem_from_proto
 from perseus.service.domain.bounds import MAX_DURATION_S, check_range
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.shell.coordinator import Coordinator
+from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.solving import POINT_COUNT
 from perseus.v1 import frontier_service_pb2 as pb
 from perseus.v1 import frontier_service_pb2_grpc
@@ -24,20 +24,20 @@ MOST_POINT_COUNT = 10_000
 class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
     """Answers what an iteration could cost."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
 
     @mapped
     async def GetFrontier(self, request: pb.GetFrontierRequest, context: Context) -> pb.GetFrontierResponse:
         """See the contract."""
-        return pb.GetFrontierResponse(frontier=frontier_to_proto(self._coordinator.frontier(request.job_id)))
+        return pb.GetFrontierResponse(frontier=frontier_to_proto(self._jobs.frontier(request.job_id)))
 
     @mapped
     async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.GetPlanResponse:
         """See the contract."""
         time_s = request.iteration_time_s
         check_range("iteration_time_s", time_s, 0, MAX_DURATION_S)
-        return pb.GetPlanResponse(plan=plan_to_proto(await self._coordinator.plan(request.job_id, time_s)))
+        return pb.GetPlanResponse(plan=plan_to_proto(await self._jobs.plan(request.job_id, time_s)))
 
     @mapped
     async def Solve(self, request: pb.SolveRequest, context: Context) -> pb.SolveResponse:
@@ -47,5 +47,5 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
             raise InvalidFieldError(
                 field="point_count", expected=f"0, or {LEAST_POINT_COUNT} to {MOST_POINT_COUNT}", found=count
             )
-        frontier = await self._coordinator.solve(problem_from_proto(request.problem), count)
+        frontier = await self._jobs.solve(problem_from_proto(request.problem), count)
         return pb.SolveResponse(frontier=frontier_to_proto(frontier))

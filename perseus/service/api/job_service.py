@@ -29,7 +29,7 @@ from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
 from perseus.service.domain.model import IterationSummary, JobView
 from perseus.service.domain.specification import Registration
-from perseus.service.shell.coordinator import LATEST, Coordinator
+from perseus.service.shell.jobs import LATEST, Jobs
 from perseus.v1 import job_service_pb2 as pb
 from perseus.v1 import job_service_pb2_grpc
 
@@ -39,20 +39,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class JobService(job_service_pb2_grpc.JobServiceServicer):
     """Registers, observes and steers jobs."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
 
     @mapped
     async def RegisterJob(self, request: pb.RegisterJobRequest, context: Context) -> pb.RegisterJobResponse:
         """See the contract."""
         registration = Registration(request.request_id, request.spec_fingerprint)
-        view = await self._coordinator.register(spec_from_proto(request.spec), registration)
+        view = await self._jobs.register(spec_from_proto(request.spec), registration)
         return pb.RegisterJobResponse(job=job_to_proto(view))
 
     @mapped
     async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.GetJobResponse:
         """See the contract."""
-        view = await self._coordinator.job(
+        view = await self._jobs.job(
             request.job_id, request.run_number, has_details=is_full(request.view, default=True)
         )
         return pb.GetJobResponse(job=job_to_proto(view))
@@ -61,7 +61,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
         """See the contract."""
         page = Page.asked(request)
-        views = self._coordinator.jobs(
+        views = self._jobs.jobs(
             page.after,
             job_states_from_proto(request.states),
             has_details=is_full(request.view, default=False),
@@ -73,7 +73,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def ListRanks(self, request: pb.ListRanksRequest, context: Context) -> pb.ListRanksResponse:
         """See the contract."""
         page = Page.asked(request)
-        found = self._coordinator.ranks(request.job_id, rank_filter_from_proto(request), page.first_number)
+        found = self._jobs.ranks(request.job_id, rank_filter_from_proto(request), page.first_number)
         ranks, next_page_token = page.fill((index, rank_to_proto(rank)) for index, rank in found)
         return pb.ListRanksResponse(ranks=ranks, next_page_token=next_page_token)
 
@@ -82,7 +82,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         """See the contract."""
         page = Page.asked(request)
         before = page.first_number - 1 if page.after else LATEST
-        views = await self._coordinator.runs(request.job_id, before, page.size + 1)
+        views = await self._jobs.runs(request.job_id, before, page.size + 1)
         runs, next_page_token = page.fill((view.run_number, job_to_proto(view)) for view in views)
         return pb.ListRunsResponse(runs=runs, next_page_token=next_page_token)
 
@@ -92,7 +92,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     ) -> pb.ListJobEventsResponse:
         """See the contract."""
         page = Page.asked(request)
-        found = await self._coordinator.events(
+        found = await self._jobs.events(
             request.job_id, request.run_number, filter_from_proto(request), page.first_number, page.size + 1
         )
         events, next_page_token = page.fill(
@@ -103,25 +103,25 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def DeleteJob(self, request: pb.DeleteJobRequest, context: Context) -> pb.DeleteJobResponse:
         """See the contract."""
-        await self._coordinator.delete(request.job_id, allow_missing=request.allow_missing)
+        await self._jobs.delete(request.job_id, allow_missing=request.allow_missing)
         return pb.DeleteJobResponse()
 
     @mapped
     async def ResumeJob(self, request: pb.ResumeJobRequest, context: Context) -> pb.ResumeJobResponse:
         """See the contract."""
-        return pb.ResumeJobResponse(job=job_to_proto(await self._coordinator.resume(request.job_id)))
+        return pb.ResumeJobResponse(job=job_to_proto(await self._jobs.resume(request.job_id)))
 
     @mapped
     async def FinishJob(self, request: pb.FinishJobRequest, context: Context) -> pb.FinishJobResponse:
         """See the contract."""
-        return pb.FinishJobResponse(job=job_to_proto(await self._coordinator.finish(request.job_id)))
+        return pb.FinishJobResponse(job=job_to_proto(await self._jobs.finish(request.job_id)))
 
     @mapped
     async def ReportStraggler(
         self, request: pb.ReportStragglerRequest, context: Context
     ) -> pb.ReportStragglerResponse:
         """See the contract."""
-        view = await self._coordinator.report_straggler(request.job_id, straggler_from_proto(request))
+        view = await self._jobs.report_straggler(request.job_id, straggler_from_proto(request))
         return pb.ReportStragglerResponse(job=job_to_proto(view))
 
     @mapped
@@ -129,13 +129,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         self, request: pb.ClearStragglerRequest, context: Context
     ) -> pb.ClearStragglerResponse:
         """See the contract."""
-        view = await self._coordinator.clear_straggler(request.job_id, request.pipeline)
+        view = await self._jobs.clear_straggler(request.job_id, request.pipeline)
         return pb.ClearStragglerResponse(job=job_to_proto(view))
 
     @mapped
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: Context) -> pb.SetPolicyResponse:
         """See the contract."""
-        view = await self._coordinator.set_policy(request.job_id, policy_from_proto(request.policy))
+        view = await self._jobs.set_policy(request.job_id, policy_from_proto(request.policy))
         return pb.SetPolicyResponse(job=job_to_proto(view))
 
     @mapped
@@ -143,18 +143,18 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         self, request: pb.MeasureBaselineRequest, context: Context
     ) -> pb.MeasureBaselineResponse:
         """See the contract."""
-        view = await self._coordinator.measure_baseline(request.job_id, request.request_id)
+        view = await self._jobs.measure_baseline(request.job_id, request.request_id)
         return pb.MeasureBaselineResponse(job=job_to_proto(view))
 
     @mapped
     async def GetReport(self, request: pb.GetReportRequest, context: Context) -> pb.GetReportResponse:
         """See the contract."""
         page = Page.asked(request)
-        found = await self._coordinator.report(request.job_id, request.run_number, page.first_number)
+        found = await self._jobs.report(request.job_id, request.run_number, page.first_number)
         periods, next_page_token = page.fill(
             (period.number, period_to_proto(period, saving)) for period, saving in found
         )
-        view = await self._coordinator.job(request.job_id, request.run_number, has_details=False)
+        view = await self._jobs.job(request.job_id, request.run_number, has_details=False)
         return pb.GetReportResponse(
             periods=periods,
             profiling_cost=cost_to_proto(view.profiling_cost),
@@ -165,7 +165,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
         """See the contract."""
-        return timeline_to_proto(self._coordinator.timeline(request.job_id, request.pipeline))
+        return timeline_to_proto(self._jobs.timeline(request.job_id, request.pipeline))
 
     @mapped_stream
     async def WatchJob(
@@ -176,7 +176,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             raise InvalidFieldError(
                 field="after_sequence", expected="0 or more", found=request.after_sequence
             )
-        async for update in self._coordinator.watch(
+        async for update in self._jobs.watch(
             request.job_id,
             request.run_number,
             request.after_sequence,

@@ -201,7 +201,9 @@ def offered(context: _Context) -> bool:
 
 def said_by(coordinator: Coordinator, rank: Coordinates) -> tuple[object, ...]:
     """What a job knows of a rank from its own agent."""
-    found = next(each for _, each in coordinator.ranks("job", RankFilter(), 0) if each.coordinates == rank)
+    found = next(
+        each for _, each in coordinator.jobs.ranks("job", RankFilter(), 0) if each.coordinates == rank
+    )
     return found.state, found.instance_id, found.gpu, found.in_force_version, found.iteration, found.clocks
 
 
@@ -219,7 +221,7 @@ async def converse(coordinator: Coordinator, instance_id: str, said: list[wire.C
 
     async with asyncio.timeout(10):
         with suppress(_EndedError):
-            await AgentService(coordinator).Connect(speak(), context)  # type: ignore[arg-type]
+            await AgentService(coordinator.agents).Connect(speak(), context)  # type: ignore[arg-type]
     return context
 
 
@@ -229,7 +231,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
     try:
-        await coordinator.register(JOB, Registration("one"))
+        await coordinator.jobs.register(JOB, Registration("one"))
         others = _Context()
         over = asyncio.Event()
 
@@ -244,7 +246,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
             yield wire.ConnectRequest(heartbeat=wire.Heartbeat())
             await others.answered.wait()
 
-        theirs = asyncio.create_task(AgentService(coordinator).Connect(speak(), others))  # type: ignore[arg-type]
+        theirs = asyncio.create_task(AgentService(coordinator.agents).Connect(speak(), others))  # type: ignore[arg-type]
         await others.answered.wait()
         await coordinator.flush()
         before = said_by(coordinator, THEIRS)
@@ -257,7 +259,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
             assert context.status.details.startswith("Connect: expected hello once")
         await coordinator.flush()
         assert said_by(coordinator, THEIRS) == before
-        for job in coordinator._runs.values():
+        for job in coordinator._live:
             job.machine.validate()
 
         over.set()

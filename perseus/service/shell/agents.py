@@ -1,0 +1,177 @@
+"""What agents say: their streams, the ranks that they serve, and their telemetry."""
+
+from dataclasses import dataclass, field
+
+from perseus.service.domain.errors import SpecMismatchError, StreamReplacedError
+from perseus.service.domain.inputs import (
+    AgentDisconnected,
+    AgentHeard,
+    AgentLeft,
+    GpuErrorReported,
+    Input,
+    OfferAnswered,
+    PlanInForce,
+    RankJoined,
+    RankLeft,
+    TelemetryArrived,
+)
+from perseus.service.domain.model import RankLeftReason
+from perseus.service.domain.specification import Coordinates
+from perseus.service.fleet.gpus import GpuIndex
+from perseus.service.shell.live_runs import LiveRuns
+from perseus.service.shell.ports import AgentPort
+from perseus.service.shell.writer import Writer
+from perseus.service.storage.store import Entry, JobStore, TelemetrySequence
+
+
+@dataclass(slots=True)
+class _Agent:
+    port: AgentPort
+    received_sequence: int
+    job_ids: set[str] = field(default_factory=set)
+
+
+class Agents:
+    """All agents with a stream. None but the awaited methods waits."""
+
+    def __init__(self, store: JobStore, writer: Writer, live: LiveRuns) -> None:
+        self._store = store
+        self._writer = writer
+        self._live = live
+        self._agents: dict[str, _Agent] = {}
+        self._gpus = GpuIndex(self._is_on_gpu)
+
+    @property
+    def lease_s(self) -> float:
+        """How long a rank whose agent is silent keeps its plan."""
+        return self._live.rules.lease_s
+
+    def load(self) -> None:
+        """Learn which GPUs the loaded runs' ranks are on."""
+        for run in self._live:
+            for place, gpu_uuid in run.machine.gpus().items():
+                if run.machine.is_on_gpu(place, gpu_uuid):
+                    self._gpus.put(run.job_id, place, gpu_uuid)
+
+    def drain(self) -> None:
+        """Tell all agents that the coordinator is about to stop."""
+        for agent in self._agents.values():
+            agent.port.drain()
+
+    async def greet(self, instance_id: str, port: AgentPort) -> tuple[str, int]:
+        """Take an agent's new stream, which replaces its older one.
+
+        Returns the epoch and the highest telemetry sequence that is stored.
+        """
+        older = self._agents.pop(instance_id, None)
+        if older is not None:
+            del self._live.ports[instance_id]
+            older.port.end(StreamReplacedError(instance_id=instance_id))
+            self._tell_jobs(older, AgentDisconnected(instance_id))
+        await self._writer.flush()
+        sequence = await self._store.telemetry_sequence(instance_id)
+        self._agents[instance_id] = _Agent(port, sequence)
+        self._live.ports[instance_id] = port
+        return self._live.epoch, sequence
+
+    def part(self, instance_id: str, port: AgentPort, is_goodbye: bool) -> None:
+        """An agent's stream has ended; nothing happens if a newer one has replaced it."""
+        agent = self._agents.get(instance_id)
+        if agent is not None and agent.port is port:
+            del self._agents[instance_id]
+            del self._live.ports[instance_id]
+            self._tell_jobs(agent, AgentLeft(instance_id) if is_goodbye else AgentDisconnected(instance_id))
+
+    def hear(self, instance_id: str) -> None:
+        """Take an agent's sign of life."""
+        agent = self._agents.get(instance_id)
+        if agent is not None:
+            self._tell_jobs(agent, AgentHeard(instance_id))
+
+    def join(self, job_id: str, event: RankJoined) -> None:
+        """Take a rank that an agent serves.
+
+        Raises:
+            JobNotFoundError, JobFinishedError, RankOutOfRangeError, RankAlreadyServedError,
+            GpuAlreadyServedError, SpecMismatchError: it is refused.
+        """
+        run = self._live.find(job_id)
+        self._live.tick_run(run)  # An older lease may have run out since the last tick.
+        self._gpus.check(job_id, event.rank, event.gpu.uuid)
+        try:
+            self._live.handle(run, event)
+        except SpecMismatchError:
+            # It may be served here with what its trainer computed before.
+            left = RankLeft(event.rank, event.instance_id, RankLeftReason.TRAINER_GONE)
+            self._live.handle(run, left)
+            raise
+        self._gpus.put(job_id, event.rank, event.gpu.uuid)
+        agent = self._agents.get(event.instance_id)
+        if agent is not None:
+            agent.job_ids.add(job_id)
+
+    def tell(self, job_id: str, event: RankLeft | OfferAnswered | PlanInForce) -> None:
+        """Take what an agent says of a rank.
+
+        Raises:
+            JobNotFoundError: the agent may have served the job under a coordinator that lost its state.
+            RankOutOfRangeError: the job has no such rank.
+        """
+        run = self._live.find(job_id)
+        self._live.handle(run, event)
+
+    def note_gpu_error(self, job_id: str, event: GpuErrorReported) -> None:
+        """Take what an agent says of a rank's GPU.
+
+        Raises:
+            JobNotFoundError: the job is not registered (yet); the agent may say it again.
+            RankOutOfRangeError: the job has no such rank.
+        """
+        run = self._live.find(job_id)
+        self._live.handle(run, event)
+
+    async def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
+        """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.
+
+        Raises:
+            JobNotFoundError: the job is not registered.
+            InvalidInputError: the batch can't be of that rank. It is neither taken nor acknowledged yet:
+                `pass_telemetry` is to follow.
+        """
+        instance_id, sequence = event.instance_id, event.batch.sequence
+        agent = self._agents.get(instance_id)
+        if agent is None:
+            return
+        if sequence <= agent.received_sequence:
+            await self.pass_telemetry(instance_id, sequence)
+            return
+        run = self._live.find(job_id)
+        done = self._live.handle(run, event, [TelemetrySequence(instance_id, sequence)])
+        agent.received_sequence = sequence
+        await done
+        agent.port.acknowledge(sequence)
+
+    async def pass_telemetry(self, instance_id: str, sequence: int) -> None:
+        """Acknowledge a batch that was refused or taken before, so that the agent doesn't send it again."""
+        agent = self._agents.get(instance_id)
+        if agent is None:
+            return
+        entries: list[Entry] = []
+        if sequence > agent.received_sequence:
+            agent.received_sequence = sequence
+            entries = [TelemetrySequence(instance_id, sequence)]
+        taken = agent.received_sequence
+        await self._writer.later(entries)
+        agent.port.acknowledge(taken)
+
+    def _is_on_gpu(self, job_id: str, rank: Coordinates, gpu_uuid: str) -> bool:
+        run = self._live.get(job_id)
+        if run is None:
+            return False
+        self._live.tick_run(run)
+        return run.machine.is_on_gpu(rank, gpu_uuid)
+
+    def _tell_jobs(self, agent: _Agent, event: Input) -> None:
+        for job_id in agent.job_ids:
+            if run := self._live.get(job_id):
+                self._live.handle(run, event)

@@ -1,0 +1,331 @@
+"""What clients ask of jobs: registering, reading, steering and watching them."""
+
+import asyncio
+import time
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Collection, Iterator
+from functools import partial
+
+from perseus.service.domain.errors import (
+    JobAlreadyExistsError,
+    JobNotFinishedError,
+    JobNotFoundError,
+    RunNotFoundError,
+)
+from perseus.service.domain.events import EventFilter, JobEvent
+from perseus.service.domain.inputs import (
+    Abandoned,
+    BaselineRequested,
+    FinishRequested,
+    Input,
+    PolicySet,
+    RegisteredAgain,
+    ResumeRequested,
+    StragglerCleared,
+    StragglerReported,
+)
+from perseus.service.domain.measured import Period, Saving, Timeline
+from perseus.service.domain.model import JobState, JobView, Rank, RankFilter, Straggler
+from perseus.service.domain.specification import JobSpec, OperatingPolicy, Registration, check_request_id
+from perseus.service.job import runs
+from perseus.service.job.machine import JobMachine
+from perseus.service.job.planning.operating_point import with_fixed
+from perseus.service.shell.live_runs import LiveRun, LiveRuns
+from perseus.service.shell.solving import SolverPool
+from perseus.service.shell.watch_state import WatchState
+from perseus.service.shell.watching import Update, Watcher
+from perseus.service.shell.writer import Writer
+from perseus.service.storage.store import JobDeleted, JobStore, NewRun
+from perseus.solver import Frontier, Pipeline, Plan
+
+LATEST = 0
+"""Stands for the number of a job's latest run."""
+
+
+class Jobs:
+    """All jobs, as clients see them. None but the awaited methods waits."""
+
+    def __init__(self, store: JobStore, writer: Writer, solver: SolverPool, live: LiveRuns) -> None:
+        self._store = store
+        self._writer = writer
+        self._solver = solver
+        self._live = live
+        # By job: the run that each request to register has led to.
+        self._requests: dict[str, dict[str, int]] = {}
+        self._deleted_version = 0
+
+    async def load(self) -> None:
+        """Load what is stored of requests and deleted jobs."""
+        self._deleted_version = await self._store.deleted_version()
+        self._requests = {job_id: dict(some) for job_id, some in (await self._store.known_requests()).items()}
+
+    # ------------------------------------------------------------------ registering
+
+    async def register(self, spec: JobSpec, registration: Registration) -> JobView:
+        """Register a job, durably: begin a run of it, or return the one that the request leads to.
+
+        Raises:
+            InvalidInputError, ScheduleError: the specification or the registration can't be.
+            JobAlreadyExistsError: it differs from the one that was registered, whose ranks are live.
+        """
+        registration.check()
+        run = self._live.get(spec.job_id)
+        known_to = self._requests.get(spec.job_id, {}).get(registration.request_id)
+        if run is not None:
+            self._live.tick_run(run)
+        match runs.way(_latest_run(run, spec), known_to):
+            case runs.Return(number):
+                await self._writer.flush()  # What it led to may be on its way to the store.
+                return await self.job(spec.job_id, number, has_details=True)
+            case runs.Refuse(difference):
+                raise JobAlreadyExistsError(job_id=spec.job_id, field=difference)
+            case runs.GoOn():
+                assert run is not None
+                done = self._live.handle(run, RegisteredAgain(registration))
+                self._note_requests(run.machine)
+                await done
+                return run.machine.view()
+            case runs.Begin(number, abandons):
+                return await self._begin_run(spec, number, registration, abandons)
+
+    async def _begin_run(
+        self, spec: JobSpec, number: int, registration: Registration, abandons: str | None
+    ) -> JobView:
+        create_time_s, version = time.time(), self._deleted_version
+        machine = JobMachine(
+            spec, number, self._live.rules, self._live.epoch, create_time_s, time.monotonic()
+        )
+        if (before := self._live.get(spec.job_id)) is not None:
+            version = before.machine.version
+            if abandons is not None:
+                why = f"another specification was registered: its {abandons} differs"
+                self._live.handle(before, Abandoned(why))
+        commands = machine.register(registration, version)
+        done = self._live.begin(machine, commands, [NewRun(spec, number, create_time_s)])
+        self._note_requests(machine)
+        await done
+        return machine.view()
+
+    def _note_requests(self, machine: JobMachine) -> None:
+        """Keep in mind which requests led to the latest run: no more than it knows itself."""
+        job_id, latest = machine.spec.job_id, machine.run_number
+        before = self._requests.get(job_id, {})
+        earlier = {request_id: number for request_id, number in before.items() if number != latest}
+        own = {some.request_id: latest for some in machine.registrations.registrations}
+        self._requests[job_id] = earlier | own
+
+    async def delete(self, job_id: str, *, allow_missing: bool) -> None:
+        """Forget a finished job with all its runs.
+
+        Raises:
+            JobNotFoundError: there is none, unless that is allowed.
+            JobNotFinishedError: it has not ended.
+        """
+        run = self._live.get(job_id)
+        if run is None:
+            if not allow_missing:
+                raise JobNotFoundError(job_id=job_id)
+            await self._writer.flush()  # It may be on its way out.
+            return
+        if not run.machine.has_finished:
+            raise JobNotFinishedError(job_id=job_id, state=run.machine.state.value)
+        self._live.forget(run)
+        self._requests.pop(job_id, None)
+        self._deleted_version = max(self._deleted_version, run.machine.version)
+        await self._writer.later([JobDeleted(job_id, run.machine.version)])
+
+    # ------------------------------------------------------------------ reading
+
+    async def job(self, job_id: str, run_number: int, *, has_details: bool) -> JobView:
+        """Return a run of a job as it is.
+
+        Raises:
+            JobNotFoundError, RunNotFoundError: there is none.
+        """
+        return _view(await self._machine(job_id, run_number), has_details)
+
+    def jobs(
+        self, after_job_id: str, states: Collection[JobState], *, has_details: bool
+    ) -> Iterator[JobView]:
+        """Yield the jobs that follow an identifier in order, those in one of these states (all if empty).
+
+        To be read before anything else may happen.
+        """
+        job_ids = self._live.job_ids
+        for job_id in job_ids[bisect_right(job_ids, after_job_id) :]:
+            machine = self._live.find(job_id).machine
+            if not states or machine.state in states:
+                yield _view(machine, has_details)
+
+    async def runs(self, job_id: str, before: int, count: int) -> list[JobView]:
+        """Return up to `count` runs of a job, the latest first; those numbered below `before`, or LATEST.
+
+        Raises:
+            JobNotFoundError: there is none.
+        """
+        self._live.find(job_id)
+        await self._writer.flush()
+        numbers = [
+            number for number in await self._store.run_numbers(job_id) if before == LATEST or number < before
+        ]
+        return [await self.job(job_id, number, has_details=False) for number in numbers[:count]]
+
+    def ranks(self, job_id: str, wanted: RankFilter, first_index: int) -> Iterator[tuple[int, Rank]]:
+        """Yield the wanted ranks of a job's latest run from an index on, each with its index.
+
+        To be read before anything else may happen.
+
+        Raises:
+            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
+        """
+        return self._live.find(job_id).machine.ranks(wanted, first_index)
+
+    # ------------------------------------------------------------------ steering
+
+    async def resume(self, job_id: str) -> JobView:
+        """Let a job go on from stock; nothing happens in another state."""
+        return await self._change(job_id, ResumeRequested())
+
+    async def finish(self, job_id: str) -> JobView:
+        """End a job."""
+        return await self._change(job_id, FinishRequested())
+
+    async def report_straggler(self, job_id: str, straggler: Straggler) -> JobView:
+        """Take the report of a slow pipeline."""
+        return await self._change(job_id, StragglerReported(straggler))
+
+    async def clear_straggler(self, job_id: str, pipeline: int) -> JobView:
+        """Take the report that a pipeline is no longer slow."""
+        return await self._change(job_id, StragglerCleared(pipeline))
+
+    async def set_policy(self, job_id: str, policy: OperatingPolicy) -> JobView:
+        """Set the operating policy."""
+        return await self._change(job_id, PolicySet(policy))
+
+    async def measure_baseline(self, job_id: str, request_id: str) -> JobView:
+        """Measure the stock baseline again; the same request again changes nothing.
+
+        Raises:
+            JobNotSolvedError: there are no plans yet, or no more.
+        """
+        check_request_id(request_id)
+        return await self._change(job_id, BaselineRequested(request_id))
+
+    # ------------------------------------------------------------------ measured and planned
+
+    async def report(
+        self, job_id: str, run_number: int, first_number: int
+    ) -> Iterator[tuple[Period, Saving | None]]:
+        """Return what was measured in a run, from the period of a number on, and what it saved against stock.
+
+        To be read before anything else may happen.
+
+        Raises:
+            JobNotFoundError, RunNotFoundError: there is none.
+        """
+        return (await self._machine(job_id, run_number)).report(first_number)
+
+    def timeline(self, job_id: str, pipeline: int) -> Timeline:
+        """Return the latest whole iteration of a pipeline.
+
+        Raises:
+            PipelineOutOfRangeError, TimelineNotReadyError: there is no such pipeline, or no iteration yet.
+        """
+        return self._live.find(job_id).machine.timeline(pipeline)
+
+    def frontier(self, job_id: str) -> Frontier:
+        """Return a job's frontier.
+
+        Raises:
+            JobNotSolvedError: there is none yet.
+        """
+        return self._live.find(job_id).machine.solved_frontier()
+
+    async def plan(self, job_id: str, iteration_time_s: float) -> Plan:
+        """Return the plan of least energy that is not slower than a time, FIXED computations in their places.
+
+        Raises:
+            JobNotSolvedError: there is no frontier yet.
+            DeadlineError: no plan is as fast as that.
+        """
+        frontier = self.frontier(job_id)
+        # Rounding is plain Python over all computations: too long for the event loop of a large job.
+        plan = await asyncio.to_thread(frontier.plan, iteration_time_s)
+        return with_fixed(plan, frontier.pipeline)
+
+    async def solve(self, problem: Pipeline, point_count: int) -> Frontier:
+        """Solve a problem without a job."""
+        return await self._solver.solve(problem, point_count)
+
+    # ------------------------------------------------------------------ events
+
+    async def events(
+        self, job_id: str, run_number: int, wanted: EventFilter, first_sequence: int, limit: int
+    ) -> list[JobEvent]:
+        """Return a run's first `limit` wanted events from a sequence on.
+
+        Raises:
+            JobNotFoundError, RunNotFoundError: there is none.
+        """
+        run = self._live.find(job_id)
+        number = run_number or run.number
+        if number != run.number and number not in await self._store.run_numbers(job_id):
+            raise RunNotFoundError(job_id=job_id, run_number=number)
+        return await self._store.events(job_id, number, first_sequence - 1, limit, wanted)
+
+    async def watch(
+        self, job_id: str, run_number: int, after_sequence: int, *, has_details: bool
+    ) -> AsyncIterator[Update]:
+        """Yield a run, its events above a sequence, and then what is new, until the run has ended.
+
+        The watcher is there before anything is read, and news is told only once it is stored: nothing is
+        missed, and what comes twice is known by its sequence.
+
+        Raises:
+            JobNotFoundError, RunNotFoundError: there is none.
+            DrainingError: the coordinator is about to stop.
+        """
+        run = self._live.find(job_id)
+        if run_number not in (LATEST, run.number):
+            run = LiveRun(await self._machine(job_id, run_number))
+        machine = run.machine
+        watcher = Watcher(WatchState(after_sequence, machine.last_event_sequence, machine.has_finished))
+        run.watchers.add(watcher)
+        try:
+            await self._writer.flush()
+            fetch = partial(self._store.events, job_id, run.number)
+            async for update in watcher.follow(partial(_view, machine, has_details), fetch):
+                yield update
+        finally:
+            run.watchers.discard(watcher)
+
+    async def _machine(self, job_id: str, run_number: int) -> JobMachine:
+        """Return a run's machine: the one that lives, or one as it was stored when the run had ended."""
+        run = self._live.find(job_id)
+        if run_number in (LATEST, run.number):
+            return run.machine
+        await self._writer.flush()  # A run that has just ended may be on its way to the store.
+        stored = await self._store.load_run(job_id, run_number)
+        if stored is None:
+            raise RunNotFoundError(job_id=job_id, run_number=run_number)
+        machine, _ = self._live.restored(stored)
+        return machine
+
+    async def _change(self, job_id: str, event: Input) -> JobView:
+        run = self._live.find(job_id)
+        await self._live.handle(run, event)
+        return run.machine.view()
+
+
+def _view(machine: JobMachine, has_details: bool) -> JobView:
+    return machine.view() if has_details else machine.summary()
+
+
+def _latest_run(run: LiveRun | None, spec: JobSpec) -> runs.LatestRun | None:
+    """How a job's latest run, if there is one, stands to a specification."""
+    if run is None:
+        return None
+    machine = run.machine
+    return runs.LatestRun(
+        machine.run_number, machine.has_finished, machine.has_live_rank, machine.spec.difference(spec)
+    )

@@ -1,0 +1,28 @@
+"""What the coordinator may do to an agent."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from perseus.service.domain.errors import CoordinatorError
+from perseus.service.domain.model import Offer
+from perseus.service.domain.specification import Coordinates
+from perseus.solver import Computation
+
+
+class AgentPort(Protocol):
+    """The way to one agent. Nothing here waits."""
+
+    def accept_rank(self, job_id: str, rank: Coordinates, order: Sequence[Computation]) -> None:
+        """Say that a rank is served, and what it computes."""
+
+    def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
+        """Offer clocks to a rank; an offer that still waits for the rank is replaced."""
+
+    def acknowledge(self, sequence: int) -> None:
+        """Say that all telemetry up to the sequence is stored."""
+
+    def drain(self) -> None:
+        """Say that the coordinator is about to stop."""
+
+    def end(self, error: CoordinatorError) -> None:
+        """End the stream."""

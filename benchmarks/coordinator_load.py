@@ -134,9 +134,8 @@ def problems(agents: Agents, restart_counts: Mapping[str, int]) -> list[str]:
     """What resting agents hold against the coordinator: anything lost, doubled or taken back.
 
     Args:
-        restart_counts: of each job, how many restarts it has seen. A coordinator that was started again does
-            not know under which plans the iteration before ran, and leaves the first one out of the report's
-            means: so many may be missing.
+        restart_counts: of each job, how many restarts it has seen. So many iterations may be missing in the
+            report: it leaves out the first one under its plans, and if a restart follows, the next one too.
     """
     found: list[str] = list(agents.ask("findings")["messages"])
     counts = agents.ask("counts")

@@ -133,7 +133,7 @@ class Course:
         self.now_s, self.wall_time_s = now_s, wall_time_s
         self.progress.restore(self.state, stall, now_s)
         self.journal.sequence = stored.last_sequence
-        self.log.periods = list(stored.periods)
+        self.log.restore(stored.periods)
         self.log.mark_straggler(-1, bool(self.stragglers))
         self._label_versions()
         for rows in stored.open_rows:

@@ -202,14 +202,14 @@ def test_arcs_and_levels_are_what_they_say(schedule: Schedule) -> None:
     last = schedule.stage_count - 1
     chunk_count = 1 + max(c.chunk for c in computations)
     for c in computations:
-        across = [each for each in waits_for[c] if each.stage != c.stage]
+        inputs = [each for each in waits_for[c] if each.stage != c.stage]
         begins = c.kind is Kind.FORWARD and (c.stage, c.chunk) == (0, 0)
         turns = c.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and (c.stage, c.chunk) == (
             last,
             chunk_count - 1,
         )
         alone = c.kind in (Kind.RECOMPUTATION, Kind.BACKWARD_WEIGHT) or last == 0
-        assert bool(across) is not (begins or turns or alone)
+        assert bool(inputs) is not (begins or turns or alone)
 
 
 def test_numbers_with_large_gaps_are_as_good_as_any() -> None:

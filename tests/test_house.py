@@ -111,6 +111,9 @@ HOUSE: Mapping[str, Room] = {
     ),
     "service.fleet": pure("service.domain"),
     "service.storage": room("service.domain", "solver", needs=["numpy", "pydantic"]),
+    # What workers do, and the lanes that lead to them.
+    "service.solving.fair_queue": pure(),
+    "service.solving": room("service.domain", "service.solving.fair_queue", "solver", needs=["structlog"]),
     "service.shell.watch_state": pure("service.domain"),
     "service.shell.job_clock": pure(),
     "service.shell": room(
@@ -123,6 +126,7 @@ HOUSE: Mapping[str, Room] = {
         "service.job.runs",
         "service.shell.job_clock",
         "service.shell.watch_state",
+        "service.solving",
         "service.storage",
         "solver",
         needs=["structlog"],
@@ -130,6 +134,7 @@ HOUSE: Mapping[str, Room] = {
     "service.api": room(
         "service.domain",
         "service.shell",
+        "service.solving",
         "solver",
         "v1",
         needs=["google", "grpc", "grpc_reflection", "grpc_status", "numpy", "structlog"],
@@ -143,6 +148,7 @@ HOUSE: Mapping[str, Room] = {
         "service.job.rules",
         "service.settings",
         "service.shell",
+        "service.solving",
         "service.storage",
         "service.watchdog",
         "v1",

@@ -85,7 +85,9 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """A fault of the coordinator's own put the job aside: its ranks are told to go to stock and are refused until
     ResumeJob. Other jobs are not touched.
     """
-    JOB_EVENT_TYPE_EVENTS_DROPPED: _JobEventType.ValueType  # 26
+    JOB_EVENT_TYPE_SOLVE_RETRIED: _JobEventType.ValueType  # 26
+    """The solver's process died, of the job's problem or with it; it is solved again after a while."""
+    JOB_EVENT_TYPE_EVENTS_DROPPED: _JobEventType.ValueType  # 27
     """Agents cause more events than a job's budget allows: events of ranks, of what is in force on them, of what
     they refuse and of their GPUs' errors are dropped. Told when that begins, and when it is over.
     """
@@ -149,7 +151,9 @@ JOB_EVENT_TYPE_QUARANTINED: JobEventType.ValueType  # 25
 """A fault of the coordinator's own put the job aside: its ranks are told to go to stock and are refused until
 ResumeJob. Other jobs are not touched.
 """
-JOB_EVENT_TYPE_EVENTS_DROPPED: JobEventType.ValueType  # 26
+JOB_EVENT_TYPE_SOLVE_RETRIED: JobEventType.ValueType  # 26
+"""The solver's process died, of the job's problem or with it; it is solved again after a while."""
+JOB_EVENT_TYPE_EVENTS_DROPPED: JobEventType.ValueType  # 27
 """Agents cause more events than a job's budget allows: events of ranks, of what is in force on them, of what
 they refuse and of their GPUs' errors are dropped. Told when that begins, and when it is over.
 """
@@ -326,6 +330,7 @@ class JobEvent(google.protobuf.message.Message):
     BASELINE_REQUESTED_FIELD_NUMBER: builtins.int
     STALL_FIELD_NUMBER: builtins.int
     QUARANTINED_FIELD_NUMBER: builtins.int
+    SOLVE_RETRIED_FIELD_NUMBER: builtins.int
     EVENTS_DROPPED_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Number of the event within its run, from 1."""
@@ -422,6 +427,10 @@ class JobEvent(google.protobuf.message.Message):
         """Of QUARANTINED."""
 
     @property
+    def solve_retried(self) -> Global___SolveRetried:
+        """Of SOLVE_RETRIED."""
+
+    @property
     def events_dropped(self) -> Global___EventsDropped:
         """Of EVENTS_DROPPED."""
 
@@ -453,11 +462,12 @@ class JobEvent(google.protobuf.message.Message):
         baseline_requested: Global___BaselineRequested | None = ...,
         stall: Global___Stall | None = ...,
         quarantined: Global___Quarantined | None = ...,
+        solve_retried: Global___SolveRetried | None = ...,
         events_dropped: Global___EventsDropped | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "quarantined", "events_dropped"] | None: ...
+    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped"] | None: ...
 
 Global___JobEvent: typing_extensions.TypeAlias = JobEvent
 
@@ -765,6 +775,32 @@ class SolveFailed(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["cause", b"cause"]) -> None: ...
 
 Global___SolveFailed: typing_extensions.TypeAlias = SolveFailed
+
+@typing.final
+class SolveRetried(google.protobuf.message.Message):
+    """Solving is tried again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: builtins.int
+    CRASH_COUNT_FIELD_NUMBER: builtins.int
+    DELAY_S_FIELD_NUMBER: builtins.int
+    cause: builtins.str
+    """Why, for people."""
+    crash_count: builtins.int
+    """Processes that have died over this problem so far."""
+    delay_s: builtins.float
+    """How long it waits before it begins again, seconds."""
+    def __init__(
+        self,
+        *,
+        cause: builtins.str = ...,
+        crash_count: builtins.int = ...,
+        delay_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cause", b"cause", "crash_count", b"crash_count", "delay_s", b"delay_s"]) -> None: ...
+
+Global___SolveRetried: typing_extensions.TypeAlias = SolveRetried
 
 @typing.final
 class PipelineClocks(google.protobuf.message.Message):

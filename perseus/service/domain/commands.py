@@ -78,6 +78,11 @@ class Solve:
 
 
 @dataclass(frozen=True, slots=True)
+class DropSolve:
+    """Solve no more what is being solved; if that is in time, it comes back as SolveFailed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Store an event, and tell it to whoever watches."""
 
@@ -99,5 +104,14 @@ class Store:
 
 
 Command = (
-    AcceptRank | SendOffer | RefuseRank | EndStream | FindProfile | Solve | Announce | ReportIteration | Store
+    AcceptRank
+    | SendOffer
+    | RefuseRank
+    | EndStream
+    | FindProfile
+    | Solve
+    | DropSolve
+    | Announce
+    | ReportIteration
+    | Store
 )

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -22,6 +22,7 @@ from perseus.service.domain.commands import (
     AcceptRank,
     Announce,
     Command,
+    DropSolve,
     EndStream,
     FindProfile,
     RefuseRank,
@@ -38,23 +39,36 @@ from perseus.service.domain.errors import (
     LeaseExpiredError,
 )
 from perseus.service.domain.events import JobEvent
-from perseus.service.domain.inputs import Input, ProfileFound, Solved, SolveFailed, Tick
+from perseus.service.domain.inputs import (
+    Input,
+    ProfileFound,
+    Solved,
+    SolveFailed,
+    SolveRetried,
+    Tick,
+)
 from perseus.service.domain.model import FaultyPart, JobView, Rank
 from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob
-from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.specification import Coordinates, JobSpec
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.quarantine import Fault, QuarantinedRun
 from perseus.service.job.rules import Rules
 from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.ports import AgentPort
-from perseus.service.shell.solving import SolverPool
 from perseus.service.shell.watching import Watcher
 from perseus.service.shell.writer import Writer
+from perseus.service.solving.job_lane import JobLane
 from perseus.service.storage.store import Entry, JobEntry, JobStore
-from perseus.solver import Pipeline, SolverError
+from perseus.solver import Frontier, Pipeline, SolverError
+
+Result = TypeVar("Result")
+Made = TypeVar("Made")
 
 log = structlog.get_logger(__name__)
 
+
+_LARGE_SIZE = 4096
+"""Ranks and computations; making a machine for fewer takes no more than some tens of milliseconds."""
 
 Machine = JobMachine | QuarantinedRun
 
@@ -76,6 +90,7 @@ class LiveRun:
     ranks: dict[Coordinates, Rank] = field(default_factory=dict)
     last_sequence: int = 0
     watchers: set[Watcher] = field(default_factory=set)
+    solving: asyncio.Task[Frontier] | None = None
 
     @property
     def job_id(self) -> str:
@@ -100,7 +115,7 @@ class LiveRuns:
     """
 
     def __init__(
-        self, store: JobStore, writer: Writer, solver: SolverPool, rules: Rules, clock: JobClock
+        self, store: JobStore, writer: Writer, solver: JobLane, rules: Rules, clock: JobClock
     ) -> None:
         self.epoch = ""
         self.rules = rules
@@ -111,7 +126,9 @@ class LiveRuns:
         self._writer = writer
         self._solver = solver
         self._runs: dict[str, LiveRun] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_closing = False
+        self._making = asyncio.Lock()
 
     async def load(self) -> None:
         """Load what is stored, and go on with it."""
@@ -133,6 +150,7 @@ class LiveRuns:
 
     async def close(self) -> None:
         """Drop what is being solved."""
+        self._is_closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -169,6 +187,16 @@ class LiveRuns:
     def restored(self, stored: StoredJob) -> tuple[JobMachine, list[Command]]:
         """Return the machine of a stored run, and what it wants done to go on."""
         return JobMachine.restore(stored, self.rules, self.epoch, self.clock.now_s(), time.time())
+
+    async def made(self, spec: JobSpec, make: Callable[[], Made]) -> Made:
+        """Make what grows with a job. For a large one that takes a while: the loop goes on meanwhile.
+
+        In a thread, which takes turns with the loop; in one only, or the loop's turns would come late.
+        """
+        if spec.size < _LARGE_SIZE:
+            return make()
+        async with self._making:
+            return await asyncio.to_thread(make)
 
     # ------------------------------------------------------------------ feeding
 
@@ -249,6 +277,8 @@ class LiveRuns:
             open_rows=(),
             last_sequence=run.last_sequence,
         )
+        if run.solving is not None:
+            run.solving.cancel()
         run.machine, commands = self._stand_in(known, part, error)
         self._perform(run, commands)
 
@@ -270,6 +300,8 @@ class LiveRuns:
             JobQuarantinedError: the coordinator fails at that, too.
         """
         aside = run.machine
+        if run.solving is not None:
+            await asyncio.wait([run.solving])
         await self._writer.flush()
         stored = await self._store.load_run(run.job_id, run.number)
         if run.machine is not aside or stored is None:  # somebody else was faster, or it is deleted
@@ -345,12 +377,16 @@ class LiveRuns:
             case FindProfile(keys):
                 self._begin(self._find_profile(run, machine, keys))
             case Solve(problem, slow):
-                self._begin(self._solve(run, machine, problem, slow))
+                self._solve(run, machine, problem, slow)
+            case DropSolve():
+                if run.solving is not None:
+                    run.solving.cancel()
 
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
+    def _begin(self, work: Coroutine[None, None, Result]) -> asyncio.Task[Result]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _publish(self, run: LiveRun, event: JobEvent) -> None:
         happening = event.happening
@@ -369,18 +405,30 @@ class LiveRuns:
         if found and self._is_awaiting(run, machine):
             self.handle(run, ProfileFound(found))
 
-    async def _solve(self, run: LiveRun, machine: Machine, problem: Pipeline, slow: SlowPlan | None) -> None:
-        answer: Solved | SolveFailed
-        try:
-            answer = Solved(await self._solver.solve(problem, slow=slow))
-        except (SolverError, CoordinatorError) as error:
-            answer = SolveFailed(str(error))
-        except Exception as error:
+    def _solve(self, run: LiveRun, machine: Machine, problem: Pipeline, slow: SlowPlan | None) -> None:
+        """Ask for the frontier that a run wants; a run has at most one problem at a time."""
+
+        def tell_retry(cause: str, crash_count: int, delay_s: float) -> None:
             if self._is_awaiting(run, machine):
-                self._quarantine(run, FaultyPart.SOLVING, error)
+                self.handle(run, SolveRetried(cause, crash_count, delay_s))
+
+        run.solving = self._begin(self._solver.solve(run.job_id, problem, slow, tell_retry))
+        run.solving.add_done_callback(partial(self._take_answer, run, machine))
+
+    def _take_answer(self, run: LiveRun, machine: Machine, solving: asyncio.Task[Frontier]) -> None:
+        """Give a run its frontier, or the reason why there is none."""
+        if run.solving is solving:
+            run.solving = None
+        if self._is_closing or not self._is_awaiting(run, machine):
             return
-        if self._is_awaiting(run, machine):
-            self.handle(run, answer)
+        if solving.cancelled():
+            self.handle(run, SolveFailed("it was of no use any more"))
+        elif (error := solving.exception()) is None:
+            self.handle(run, Solved(solving.result()))
+        elif isinstance(error, SolverError | CoordinatorError):
+            self.handle(run, SolveFailed(str(error)))
+        elif isinstance(error, Exception):
+            self._quarantine(run, FaultyPart.SOLVING, error)
 
     def _is_awaiting(self, run: LiveRun, machine: Machine) -> bool:
         """Whether the machine that asked for something is there still."""

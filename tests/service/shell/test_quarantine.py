@@ -31,7 +31,9 @@ from perseus.service.job.rules import Rules
 from perseus.service.server import running
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.jobs import LATEST
-from perseus.service.shell.solving import SolverPool, solve_explaining
+from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.request_lane import RequestLane
+from perseus.service.solving.work import solve_explaining
 from perseus.service.storage.sqlite_store import SqliteStore
 from perseus.solver import Computation, Frontier, Pipeline
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
@@ -88,14 +90,14 @@ def break_action(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    solve = SolverPool.solve
+    solve = JobLane.solve
 
-    async def failing(self: SolverPool, problem: Pipeline, *args: Any, **named: Any) -> Frontier:
+    async def failing(self: JobLane, job_id: str, problem: Pipeline, *args: Any) -> Frontier:
         if len(problem.schedule.orders[0]) == 2 * 3:
             raise BrokenError("no answer")
-        return await solve(self, problem, *args, **named)
+        return await solve(self, job_id, problem, *args)
 
-    monkeypatch.setattr(SolverPool, "solve", failing)
+    monkeypatch.setattr(JobLane, "solve", failing)
 
 
 async def trigger(client: Client, agent: FakeAgent) -> None:
@@ -224,12 +226,19 @@ QUIET, FAULTY = "quiet", "faulty"
 ITERATIONS = 24
 
 
-class InlineSolver(SolverPool):
+class InlineSolver(JobLane):
     def __init__(self) -> None:
         pass
 
-    async def solve(self, problem: Pipeline, point_count: int = 5, slow: SlowPlan | None = None) -> Frontier:
+    async def solve(
+        self, job_id: str, problem: Pipeline, slow: SlowPlan | None, on_retry: object
+    ) -> Frontier:
         return solve_explaining(problem, 5, slow)
+
+
+class UnusedRequestLane(RequestLane):
+    def __init__(self) -> None:
+        pass
 
 
 class Dice:
@@ -339,7 +348,7 @@ class World:
 async def live(path: Path, dice: Dice, *, with_faulty: bool) -> tuple[list[object], JobState]:
     """Let both jobs live for a while, and return what was seen of the quiet one."""
     store = await SqliteStore.open(path)
-    coordinator = Coordinator(store, InlineSolver(), RULES)
+    coordinator = Coordinator(store, InlineSolver(), UnusedRequestLane(), RULES)
     await coordinator.start()
     writing = asyncio.create_task(coordinator.run())
     try:

@@ -223,7 +223,7 @@ class LiveRuns:
             commands = run.machine.handle(event, self.clock.now_s(), time.time())
         return self._perform(run, commands, entries)
 
-    def read(self, run: LiveRun, ask: Callable[[Machine], T]) -> T:
+    def read(self, run: LiveRun, ask: Callable[[Machine], T], part: FaultyPart = FaultyPart.VIEW) -> T:
         """Return what a run's machine answers.
 
         Raises:
@@ -234,7 +234,7 @@ class LiveRuns:
         except CoordinatorError:
             raise
         except Exception as error:
-            self._quarantine(run, FaultyPart.VIEW, error)
+            self._quarantine(run, part, error)
             return ask(run.machine)
 
     def view(self, run: LiveRun, *, has_details: bool) -> JobView:
@@ -252,7 +252,7 @@ class LiveRuns:
         self._tick(run, self.clock.now_s())
 
     def _tick(self, run: LiveRun, now_s: float) -> None:
-        deadline_s = run.machine.next_deadline_s()
+        deadline_s = self.read(run, lambda machine: machine.next_deadline_s(), FaultyPart.MACHINE)
         if deadline_s is not None and deadline_s <= now_s:
             self.handle(run, Tick())
 
@@ -401,7 +401,12 @@ class LiveRuns:
     async def _find_profile(self, run: LiveRun, machine: Machine, keys: Sequence[str]) -> None:
         """Give a run what is known of its stages' work."""
         await self._writer.flush()
-        found = tuple(await self._store.known_profiles(keys))
+        try:
+            found = tuple(await self._store.known_profiles(keys))
+        except Exception as error:
+            # What others have measured is a help, no more; a store that fails shows when it is written to.
+            log.error("no profiles from before", job_id=run.job_id, run_number=run.number, exc_info=error)
+            return
         if found and self._is_awaiting(run, machine):
             self.handle(run, ProfileFound(found))
 

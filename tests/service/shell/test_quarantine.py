@@ -389,6 +389,7 @@ def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
     """Let machines fail as the dice in the list say: before an input, after it, and while they are shown."""
     current: list[Dice] = []
     handle, summary = JobMachine.handle, JobMachine.summary
+    next_deadline_s, is_on_gpu = JobMachine.next_deadline_s, JobMachine.is_on_gpu
 
     def failing_handle(self: JobMachine, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
         current[0].throw(self.spec.job_id)
@@ -396,12 +397,22 @@ def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
         current[0].throw(self.spec.job_id)
         return commands
 
+    def failing_deadline(self: JobMachine) -> float | None:
+        current[0].throw(self.spec.job_id)
+        return next_deadline_s(self)
+
+    def failing_gpu(self: JobMachine, place: Coordinates, gpu_uuid: str) -> bool:
+        current[0].throw(self.spec.job_id)
+        return is_on_gpu(self, place, gpu_uuid)
+
     def failing_summary(self: JobMachine) -> Any:
         current[0].throw(self.spec.job_id)
         return summary(self)
 
     monkeypatch.setattr(JobMachine, "handle", failing_handle)
     monkeypatch.setattr(JobMachine, "summary", failing_summary)
+    monkeypatch.setattr(JobMachine, "next_deadline_s", failing_deadline)
+    monkeypatch.setattr(JobMachine, "is_on_gpu", failing_gpu)
     return current
 
 

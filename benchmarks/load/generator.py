@@ -146,9 +146,11 @@ class Generator:
         """Hold a resting job's report against what was acknowledged."""
         return asdict(await self._jobs[job_id].account(self._stub))
 
-    async def finish(self, job_id: str) -> None:
-        """End a resting job."""
-        await self._jobs.pop(job_id).finish(self._stub)
+    async def end(self, job_id: str, limit_s: float) -> None:
+        """Let a job rest, and end it."""
+        job = self._jobs.pop(job_id)
+        await job.rest(limit_s)
+        await job.finish(self._stub)
 
     async def counts(self) -> dict[str, int]:
         """What was sent and acknowledged since the begin, and what waits."""

@@ -137,6 +137,7 @@ class Job:
             agent.leave()
         request = job_service_pb2.FinishJobRequest(job_id=self.task.job_id)
         await jobs.FinishJob(request, timeout=_CALL_TIMEOUT_S)
+        self.close()
 
     def close(self) -> None:
         """Drop everything."""

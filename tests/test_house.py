@@ -107,6 +107,9 @@ HOUSE: Mapping[str, Room] = {
     ),
     "service.fleet": pure("service.domain"),
     "service.storage": room("service.domain", "solver", needs=["numpy", "pydantic"]),
+    # What workers do, and the lanes that lead to them.
+    "service.solving.fair_queue": pure(),
+    "service.solving": room("service.domain", "service.solving.fair_queue", "solver", needs=["structlog"]),
     "service.shell.watch_state": pure("service.domain"),
     "service.shell": room(
         "service.domain",
@@ -116,6 +119,7 @@ HOUSE: Mapping[str, Room] = {
         "service.job.rules",
         "service.job.runs",
         "service.shell.watch_state",
+        "service.solving",
         "service.storage",
         "solver",
         needs=["structlog"],
@@ -123,6 +127,7 @@ HOUSE: Mapping[str, Room] = {
     "service.api": room(
         "service.domain",
         "service.shell",
+        "service.solving",
         "solver",
         "v1",
         needs=["google", "grpc", "grpc_reflection", "grpc_status", "numpy", "structlog"],
@@ -136,6 +141,7 @@ HOUSE: Mapping[str, Room] = {
         "service.job.rules",
         "service.settings",
         "service.shell",
+        "service.solving",
         "service.storage",
         "v1",
         needs=["grpc", "grpc_health", "structlog"],

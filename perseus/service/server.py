@@ -21,7 +21,8 @@ from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.shell.solving import SolverPool
+from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.sqlite_store import SqliteStore
 from perseus.v1 import (
     agent_service_pb2,
@@ -110,9 +111,11 @@ async def running(
     async with contextlib.AsyncExitStack() as stack:
         store = await SqliteStore.open(settings.database)
         stack.push_async_callback(store.close)
-        solver = SolverPool(settings.solver_processes)
-        stack.callback(solver.close)
-        coordinator = Coordinator(store, solver, rules)
+        job_solver = JobLane(settings.solver_processes, settings.solver_limit_s)
+        stack.callback(job_solver.close)
+        request_solver = RequestLane(settings.request_processes, settings.request_limit_s)
+        stack.callback(request_solver.close)
+        coordinator = Coordinator(store, job_solver, request_solver, rules)
         await coordinator.start()
         background = asyncio.gather(coordinator.run(), _tick(coordinator))
         try:

@@ -48,7 +48,16 @@ class CoordinatorSettings(BaseSettings):
     guard_iterations: int = Field(
         default=5, ge=1, le=1000, description="Iterations that the guard takes the median of."
     )
-    solver_processes: int = Field(default=1, ge=1, le=64, description="Problems solved at a time.")
+    solver_processes: int = Field(default=1, ge=1, le=64, description="Jobs' problems solved at a time.")
+    solver_limit_s: float = Field(
+        default=3600.0, gt=0, description="Seconds after which a job's problem counts as not to be solved."
+    )
+    request_processes: int = Field(
+        default=1, ge=1, le=64, description="Solves and plans asked for by clients that are made at a time."
+    )
+    request_limit_s: float = Field(
+        default=120.0, gt=0, description="Seconds that a client's solve or plan may take."
+    )
     shutdown_grace_s: float = Field(
         default=5.0, ge=0, le=600, description="Time for open calls when stopping, seconds."
     )

@@ -81,6 +81,8 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Profiling has ended: with all that is needed, or because its budget is used up."""
     JOB_EVENT_TYPE_RESUMED: _JobEventType.ValueType  # 24
     """Somebody asked for the job to go on from stock, beginning at the baseline."""
+    JOB_EVENT_TYPE_SOLVE_RETRIED: _JobEventType.ValueType  # 26
+    """The solver's process died, of the job's problem or with it; it is solved again after a while."""
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """What kind of thing happened to a job."""
@@ -137,6 +139,8 @@ JOB_EVENT_TYPE_PROFILING_ENDED: JobEventType.ValueType  # 23
 """Profiling has ended: with all that is needed, or because its budget is used up."""
 JOB_EVENT_TYPE_RESUMED: JobEventType.ValueType  # 24
 """Somebody asked for the job to go on from stock, beginning at the baseline."""
+JOB_EVENT_TYPE_SOLVE_RETRIED: JobEventType.ValueType  # 26
+"""The solver's process died, of the job's problem or with it; it is solved again after a while."""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 class _ClockGivenUpReason:
@@ -273,6 +277,7 @@ class JobEvent(google.protobuf.message.Message):
     PROFILE_CORRECTED_FIELD_NUMBER: builtins.int
     BASELINE_REQUESTED_FIELD_NUMBER: builtins.int
     STALL_FIELD_NUMBER: builtins.int
+    SOLVE_RETRIED_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Number of the event within its run, from 1."""
     type: Global___JobEventType.ValueType
@@ -363,6 +368,10 @@ class JobEvent(google.protobuf.message.Message):
     def stall(self) -> Global___Stall:
         """Of STALLED and STALL_ENDED."""
 
+    @property
+    def solve_retried(self) -> Global___SolveRetried:
+        """Of SOLVE_RETRIED."""
+
     def __init__(
         self,
         *,
@@ -390,10 +399,11 @@ class JobEvent(google.protobuf.message.Message):
         profile_corrected: Global___ProfileCorrected | None = ...,
         baseline_requested: Global___BaselineRequested | None = ...,
         stall: Global___Stall | None = ...,
+        solve_retried: Global___SolveRetried | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "gpu_error", b"gpu_error", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "gpu_error", b"gpu_error", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall"] | None: ...
+    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "gpu_error", b"gpu_error", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "gpu_error", b"gpu_error", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "solve_retried"] | None: ...
 
 Global___JobEvent: typing_extensions.TypeAlias = JobEvent
 
@@ -701,6 +711,32 @@ class SolveFailed(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["cause", b"cause"]) -> None: ...
 
 Global___SolveFailed: typing_extensions.TypeAlias = SolveFailed
+
+@typing.final
+class SolveRetried(google.protobuf.message.Message):
+    """Solving is tried again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: builtins.int
+    CRASH_COUNT_FIELD_NUMBER: builtins.int
+    DELAY_S_FIELD_NUMBER: builtins.int
+    cause: builtins.str
+    """Why, for people."""
+    crash_count: builtins.int
+    """Processes that have died over this problem so far."""
+    delay_s: builtins.float
+    """How long it waits before it begins again, seconds."""
+    def __init__(
+        self,
+        *,
+        cause: builtins.str = ...,
+        crash_count: builtins.int = ...,
+        delay_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cause", b"cause", "crash_count", b"crash_count", "delay_s", b"delay_s"]) -> None: ...
+
+Global___SolveRetried: typing_extensions.TypeAlias = SolveRetried
 
 @typing.final
 class PipelineClocks(google.protobuf.message.Message):

@@ -67,6 +67,7 @@ STATUSES: dict[type[Exception], Mapped] = {
     errors.ReaderTooSlowError: Mapped(Code.RESOURCE_EXHAUSTED, "READER_TOO_SLOW", is_retryable=True),
     errors.SolverBusyError: Mapped(Code.RESOURCE_EXHAUSTED, "SOLVER_BUSY", is_retryable=True),
     errors.SolverCrashedError: Mapped(Code.INTERNAL, "SOLVER_CRASHED", is_retryable=True),
+    errors.SolverTimeoutError: Mapped(Code.DEADLINE_EXCEEDED, "SOLVER_TIMEOUT"),
     errors.DrainingError: Mapped(Code.UNAVAILABLE, "DRAINING", is_retryable=True),
     errors.InternalError: Mapped(Code.INTERNAL, "INTERNAL"),
     ScheduleError: Mapped(Code.INVALID_ARGUMENT, "INVALID_SCHEDULE"),

@@ -90,6 +90,12 @@ def _add_details(message: event_pb2.JobEvent, evidence: domain.Evidence) -> None
             message.solved.CopyFrom(_solved(evidence))
         case domain.SolveFailed():
             message.solve_failed.CopyFrom(event_pb2.SolveFailed(cause=evidence.cause))
+        case domain.SolveRetried():
+            message.solve_retried.CopyFrom(
+                event_pb2.SolveRetried(
+                    cause=evidence.cause, crash_count=evidence.crash_count, delay_s=evidence.delay_s
+                )
+            )
         case domain.PipelineClocks():
             message.pipeline_clocks.CopyFrom(_pipeline_clocks(evidence))
         case domain.PlanRefused():

@@ -68,6 +68,11 @@ class Solve:
 
 
 @dataclass(frozen=True, slots=True)
+class DropSolve:
+    """Solve no more what is being solved; if that is in time, it comes back as SolveFailed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Store an event, and tell it to whoever watches."""
 
@@ -88,4 +93,6 @@ class Store:
     record: Record
 
 
-Command = AcceptRank | SendOffer | EndStream | FindProfile | Solve | Announce | ReportIteration | Store
+Command = (
+    AcceptRank | SendOffer | EndStream | FindProfile | Solve | DropSolve | Announce | ReportIteration | Store
+)

@@ -28,6 +28,7 @@
     ├── ReaderTooSlowError          a stream's reader does not keep up
     ├── SolverBusyError             too many problems wait to be solved
     ├── SolverCrashedError          the solver's process died
+    ├── SolverTimeoutError          solving took too long
     ├── DrainingError               the coordinator is about to stop
     └── InternalError               a fault of the coordinator's own
     StartupError                    the coordinator can not start; never seen over gRPC
@@ -260,6 +261,12 @@ class SolverCrashedError(CoordinatorError):
     """The solver's process died."""
 
     template = "the solver's process died: {cause}"
+
+
+class SolverTimeoutError(CoordinatorError):
+    """Solving took longer than it may."""
+
+    template = "the solver was stopped: it took longer than {limit_s} s"
 
 
 class DrainingError(CoordinatorError):

@@ -119,6 +119,15 @@ class SolveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SolveRetried:
+    """Solving begins again after `delay_s`: `crash_count` processes have died over the problem so far."""
+
+    cause: str
+    crash_count: int
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedIteration:
     """What a plan predicts for a pipeline's iteration."""
 
@@ -258,6 +267,7 @@ Evidence = (
     | ProfilingEnded
     | Solved
     | SolveFailed
+    | SolveRetried
     | PipelineClocks
     | PlanRefused
     | StragglerReported
@@ -281,6 +291,7 @@ EVIDENCE: Mapping[EventType, type[Evidence]] = {
     EventType.PROFILING_ENDED: ProfilingEnded,
     EventType.SOLVED: Solved,
     EventType.SOLVE_FAILED: SolveFailed,
+    EventType.SOLVE_RETRIED: SolveRetried,
     EventType.PLAN_OFFERED: PipelineClocks,
     EventType.PLAN_IN_FORCE: PipelineClocks,
     EventType.PLAN_REFUSED: PlanRefused,

@@ -94,6 +94,7 @@ class EventType(enum.Enum):
     STALLED = "stalled"
     STALL_ENDED = "stall ended"
     PROFILING_ENDED = "profiling ended"
+    SOLVE_RETRIED = "solve retried"
 
 
 @dataclass(frozen=True, slots=True)

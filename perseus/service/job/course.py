@@ -296,6 +296,7 @@ class Course:
         before, self.state, self.state_reason = self.state, state, why
         if state is JobState.FINISHED:
             self.finish_time_s = self.wall_time_s
+            self.planner.stop_solving()
         self.journal.announce(
             EventType.STATE_CHANGED,
             f"{before.value} → {state.value}: {why}",

@@ -48,6 +48,7 @@ from perseus.service.domain.inputs import (
     ResumeRequested,
     Solved,
     SolveFailed,
+    SolveRetried,
     StragglerCleared,
     StragglerReported,
     TelemetryArrived,
@@ -514,6 +515,11 @@ class JobMachine:
     @_on.register
     def _on_solved(self, event: Solved, _now_s: float) -> None:
         self._course.take_frontier(event.frontier)
+
+    @_on.register
+    def _on_solve_retried(self, event: SolveRetried, _now_s: float) -> None:
+        if self._course.state is not JobState.FINISHED:
+            self._course.planner.announce_retry(event.cause, event.crash_count, event.delay_s)
 
     @_on.register
     def _on_solve_failed(self, event: SolveFailed, _now_s: float) -> None:

@@ -9,8 +9,9 @@ from perseus.service.job.rules import Rules
 from perseus.service.shell.agents import Agents
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.live_runs import LiveRuns
-from perseus.service.shell.solving import SolverPool
 from perseus.service.shell.writer import Writer
+from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.store import JobStore
 
 
@@ -22,10 +23,12 @@ class Coordinator:
         agents: what agents say.
     """
 
-    def __init__(self, store: JobStore, solver: SolverPool, rules: Rules) -> None:
+    def __init__(
+        self, store: JobStore, job_solver: JobLane, request_solver: RequestLane, rules: Rules
+    ) -> None:
         self._writer = Writer(store)
-        self._live = LiveRuns(store, self._writer, solver, rules)
-        self.jobs = Jobs(store, self._writer, solver, self._live)
+        self._live = LiveRuns(store, self._writer, job_solver, rules)
+        self.jobs = Jobs(store, self._writer, request_solver, self._live)
         self.agents = Agents(store, self._writer, self._live)
 
     async def start(self) -> None:

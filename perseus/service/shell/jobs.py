@@ -31,10 +31,10 @@ from perseus.service.job import runs
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
 from perseus.service.shell.live_runs import LiveRun, LiveRuns
-from perseus.service.shell.solving import SolverPool
 from perseus.service.shell.watch_state import WatchState
 from perseus.service.shell.watching import Update, Watcher
 from perseus.service.shell.writer import Writer
+from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.store import JobDeleted, JobStore, NewRun
 from perseus.solver import Frontier, Pipeline, Plan
 
@@ -45,7 +45,7 @@ LATEST = 0
 class Jobs:
     """All jobs, as clients see them. None but the awaited methods waits."""
 
-    def __init__(self, store: JobStore, writer: Writer, solver: SolverPool, live: LiveRuns) -> None:
+    def __init__(self, store: JobStore, writer: Writer, solver: RequestLane, live: LiveRuns) -> None:
         self._store = store
         self._writer = writer
         self._solver = solver
@@ -69,39 +69,45 @@ class Jobs:
             JobAlreadyExistsError: it differs from the one that was registered, whose ranks are live.
         """
         registration.check()
-        run = self._live.get(spec.job_id)
-        known_to = self._requests.get(spec.job_id, {}).get(registration.request_id)
-        if run is not None:
-            self._live.tick_run(run)
-        match runs.way(_latest_run(run, spec), known_to):
-            case runs.Return(number):
-                await self._writer.flush()  # What it led to may be on its way to the store.
-                return await self.job(spec.job_id, number, has_details=True)
-            case runs.Refuse(difference):
-                raise JobAlreadyExistsError(job_id=spec.job_id, field=difference)
-            case runs.GoOn():
-                assert run is not None
-                done = self._live.handle(run, RegisteredAgain(registration))
-                self._note_requests(run.machine)
-                await done
-                return run.machine.view()
-            case runs.Begin(number, abandons):
-                return await self._begin_run(spec, number, registration, abandons)
+        machine: JobMachine | None = None
+        while True:
+            run = self._live.get(spec.job_id)
+            known_to = self._requests.get(spec.job_id, {}).get(registration.request_id)
+            if run is not None:
+                self._live.tick_run(run)
+            match runs.way(_latest_run(run, spec), known_to):
+                case runs.Return(number):
+                    await self._writer.flush()  # What it led to may be on its way to the store.
+                    return await self.job(spec.job_id, number, has_details=True)
+                case runs.Refuse(difference):
+                    raise JobAlreadyExistsError(job_id=spec.job_id, field=difference)
+                case runs.GoOn():
+                    assert run is not None
+                    done = self._live.handle(run, RegisteredAgain(registration))
+                    self._note_requests(run.machine)
+                    await done
+                    return run.machine.view()
+                case runs.Begin(number, abandons):
+                    if machine is not None and machine.run_number == number:
+                        return await self._begin_run(machine, registration, abandons)
+                    # Others may register the job while its machine is made: look again then.
+                    machine = await self._live.made(spec, partial(self._new_machine, spec, number))
+
+    def _new_machine(self, spec: JobSpec, number: int) -> JobMachine:
+        rules, epoch = self._live.rules, self._live.epoch
+        return JobMachine(spec, number, rules, epoch, time.time(), time.monotonic())
 
     async def _begin_run(
-        self, spec: JobSpec, number: int, registration: Registration, abandons: str | None
+        self, machine: JobMachine, registration: Registration, abandons: str | None
     ) -> JobView:
-        create_time_s, version = time.time(), self._deleted_version
-        machine = JobMachine(
-            spec, number, self._live.rules, self._live.epoch, create_time_s, time.monotonic()
-        )
+        spec, version = machine.spec, self._deleted_version
         if (before := self._live.get(spec.job_id)) is not None:
             version = before.machine.version
             if abandons is not None:
                 why = f"another specification was registered: its {abandons} differs"
                 self._live.handle(before, Abandoned(why))
         commands = machine.register(registration, version)
-        done = self._live.begin(machine, commands, [NewRun(spec, number, create_time_s)])
+        done = self._live.begin(machine, commands, [NewRun(spec, machine.run_number, machine.create_time_s)])
         self._note_requests(machine)
         await done
         return machine.view()
@@ -247,14 +253,19 @@ class Jobs:
         Raises:
             JobNotSolvedError: there is no frontier yet.
             DeadlineError: no plan is as fast as that.
+            SolverBusyError, SolverCrashedError, SolverTimeoutError: there is no answer.
         """
         frontier = self.frontier(job_id)
-        # Rounding is plain Python over all computations: too long for the event loop of a large job.
-        plan = await asyncio.to_thread(frontier.plan, iteration_time_s)
-        return with_fixed(plan, frontier.pipeline)
+        plan = await self._solver.plan(frontier, iteration_time_s)
+        return await asyncio.to_thread(with_fixed, plan, frontier.pipeline)
 
     async def solve(self, problem: Pipeline, point_count: int) -> Frontier:
-        """Solve a problem without a job."""
+        """Solve a problem without a job.
+
+        Raises:
+            SolverError: it can't be solved.
+            SolverBusyError, SolverCrashedError, SolverTimeoutError: there is no answer.
+        """
         return await self._solver.solve(problem, point_count)
 
     # ------------------------------------------------------------------ events
@@ -308,7 +319,7 @@ class Jobs:
         stored = await self._store.load_run(job_id, run_number)
         if stored is None:
             raise RunNotFoundError(job_id=job_id, run_number=run_number)
-        machine, _ = self._live.restored(stored)
+        machine, _ = await self._live.made(stored.spec, partial(self._live.restored, stored))
         return machine
 
     async def _change(self, job_id: str, event: Input) -> JobView:

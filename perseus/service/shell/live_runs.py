@@ -8,6 +8,8 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import structlog
 
@@ -15,6 +17,7 @@ from perseus.service.domain.commands import (
     AcceptRank,
     Announce,
     Command,
+    DropSolve,
     EndStream,
     FindProfile,
     ReportIteration,
@@ -25,19 +28,34 @@ from perseus.service.domain.commands import (
 )
 from perseus.service.domain.errors import CoordinatorError, JobNotFoundError, LeaseExpiredError
 from perseus.service.domain.events import JobEvent
-from perseus.service.domain.inputs import Input, ProfileFound, Solved, SolveFailed, Tick
+from perseus.service.domain.inputs import (
+    Input,
+    ProfileFound,
+    Solved,
+    SolveFailed,
+    SolveRetried,
+    Tick,
+)
 from perseus.service.domain.model import Rank
 from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob
+from perseus.service.domain.specification import JobSpec
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.shell.ports import AgentPort
-from perseus.service.shell.solving import SolverPool
 from perseus.service.shell.watching import Watcher
 from perseus.service.shell.writer import Writer
+from perseus.service.solving.job_lane import JobLane
 from perseus.service.storage.store import Entry, JobEntry, JobStore
-from perseus.solver import Pipeline, SolverError
+from perseus.solver import Frontier, Pipeline, SolverError
+
+Result = TypeVar("Result")
+Made = TypeVar("Made")
 
 log = structlog.get_logger(__name__)
+
+
+_LARGE_SIZE = 4096
+"""Ranks and computations; making a machine for fewer takes no more than some tens of milliseconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +64,7 @@ class LiveRun:
 
     machine: JobMachine
     watchers: set[Watcher] = field(default_factory=set)
+    solving: asyncio.Task[Frontier] | None = None
 
     @property
     def job_id(self) -> str:
@@ -67,7 +86,7 @@ class LiveRuns:
         ports: the ways to the agents, by instance.
     """
 
-    def __init__(self, store: JobStore, writer: Writer, solver: SolverPool, rules: Rules) -> None:
+    def __init__(self, store: JobStore, writer: Writer, solver: JobLane, rules: Rules) -> None:
         self.epoch = ""
         self.rules = rules
         self.ports: dict[str, AgentPort] = {}
@@ -75,7 +94,9 @@ class LiveRuns:
         self._writer = writer
         self._solver = solver
         self._runs: dict[str, LiveRun] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_closing = False
+        self._making = asyncio.Lock()
 
     async def load(self) -> None:
         """Load what is stored, and go on with it."""
@@ -88,6 +109,7 @@ class LiveRuns:
 
     async def close(self) -> None:
         """Drop what is being solved."""
+        self._is_closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -124,6 +146,16 @@ class LiveRuns:
     def restored(self, stored: StoredJob) -> tuple[JobMachine, list[Command]]:
         """Return the machine of a stored run, and what it wants done to go on."""
         return JobMachine.restore(stored, self.rules, self.epoch, time.monotonic(), time.time())
+
+    async def made(self, spec: JobSpec, make: Callable[[], Made]) -> Made:
+        """Make what grows with a job. For a large one that takes a while: the loop goes on meanwhile.
+
+        In a thread, which takes turns with the loop; in one only, or the loop's turns would come late.
+        """
+        if spec.size < _LARGE_SIZE:
+            return make()
+        async with self._making:
+            return await asyncio.to_thread(make)
 
     # ------------------------------------------------------------------ feeding
 
@@ -198,12 +230,16 @@ class LiveRuns:
             case FindProfile(keys):
                 self._begin(self._find_profile(run, keys))
             case Solve(problem, slow):
-                self._begin(self._solve(run, problem, slow))
+                self._solve(run, problem, slow)
+            case DropSolve():
+                if run.solving is not None:
+                    run.solving.cancel()
 
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
+    def _begin(self, work: Coroutine[None, None, Result]) -> asyncio.Task[Result]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _publish(self, run: LiveRun, event: JobEvent) -> None:
         happening = event.happening
@@ -222,11 +258,26 @@ class LiveRuns:
         if found and self._runs.get(run.job_id) is run:
             self.handle(run, ProfileFound(found))
 
-    async def _solve(self, run: LiveRun, problem: Pipeline, slow: SlowPlan | None) -> None:
-        answer: Solved | SolveFailed
-        try:
-            answer = Solved(await self._solver.solve(problem, slow=slow))
-        except (SolverError, CoordinatorError) as error:
-            answer = SolveFailed(str(error))
-        if self._runs.get(run.job_id) is run:
-            self.handle(run, answer)
+    def _solve(self, run: LiveRun, problem: Pipeline, slow: SlowPlan | None) -> None:
+        """Ask for the frontier that a run wants; a run has at most one problem at a time."""
+
+        def tell_retry(cause: str, crash_count: int, delay_s: float) -> None:
+            if self._runs.get(run.job_id) is run:
+                self.handle(run, SolveRetried(cause, crash_count, delay_s))
+
+        run.solving = self._begin(self._solver.solve(run.job_id, problem, slow, tell_retry))
+        run.solving.add_done_callback(partial(self._take_answer, run))
+
+    def _take_answer(self, run: LiveRun, solving: asyncio.Task[Frontier]) -> None:
+        """Give a run its frontier, or the reason why there is none."""
+        run.solving = None
+        if self._is_closing or self._runs.get(run.job_id) is not run:
+            return
+        if solving.cancelled():
+            self.handle(run, SolveFailed("it was of no use any more"))
+        elif (error := solving.exception()) is None:
+            self.handle(run, Solved(solving.result()))
+        else:
+            if not isinstance(error, SolverError | CoordinatorError):
+                log.error("unexpected error in solving", job_id=run.job_id, exc_info=error)
+            self.handle(run, SolveFailed(str(error)))

@@ -73,7 +73,8 @@ def soak(minutes: float, rank_count: int) -> tuple[list[Sample], int, list[str]]
                 next_sample_s = time.monotonic()
                 while time.monotonic() < ends_s:
                     if len(live) >= small_count:
-                        agents.ask("end", job_id=live.pop(0), limit_s=_REST_LIMIT_S)
+                        agents.ask("rest", limit_s=_REST_LIMIT_S, job_id=live[0])
+                        agents.ask("finish", job_id=live.pop(0))
                         ended += 1
                     live.append(f"small-{ended + len(live)}")
                     agents.ask("add", job_id=live[-1], pipeline_count=_SMALL_PIPELINES)

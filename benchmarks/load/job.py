@@ -300,7 +300,7 @@ def channel(target: str) -> grpc.aio.Channel:
     """Open a channel for unary calls, which comes back soon after a restart."""
     options = (
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),
+        ("grpc.min_reconnect_backoff_ms", 10_000),  # how long one attempt may take
     )
     return grpc.aio.insecure_channel(target, options=options)

@@ -135,6 +135,8 @@ class Course:
         self.journal.sequence = stored.last_sequence
         self.log.restore(stored.periods)
         self.log.mark_straggler(-1, bool(self.stragglers))
+        if self.state not in (JobState.PROFILING, JobState.PLANNED):
+            self.offers.wish(range(len(self.offers)), STOCK)  # a run that was put aside had other clocks
         self._label_versions()
         for rows in stored.open_rows:
             # They complete nothing, or it would have been stored as complete: the time is of no matter.

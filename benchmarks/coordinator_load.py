@@ -52,9 +52,10 @@ class Configuration:
 
 
 CONFIGURATIONS = (
-    Configuration(32),
-    Configuration(128),
     Configuration(256),
+    Configuration(1024),
+    Configuration(1024, ranks_per_agent=8),
+    Configuration(256, job_count=4, straggler_count=10),
 )
 
 

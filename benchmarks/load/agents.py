@@ -76,7 +76,8 @@ class Rank:
         self.pending: pb.PlanOffer | None = None
         self.history: list[tuple[int, int]] = [(0, 0)]
         """First iteration under each version that was in force."""
-        self._highest_version = 0
+        self._highest_version: dict[str, int] = {}
+        """By epoch."""
         self._clocks_of: dict[tuple[str, int], bytes] = {}
 
     @property
@@ -92,9 +93,10 @@ class Rank:
         digest = hashlib.blake2b(kind.encode() + content, digest_size=8).digest()
         if self._clocks_of.setdefault((offer.epoch, offer.version), digest) != digest:
             findings.add("version reused", f"{said} carries other clocks than before")
-        if offer.version < self._highest_version:
-            findings.add("version reversed", f"{said} after {self._highest_version}")
-        self._highest_version = max(self._highest_version, offer.version)
+        highest = self._highest_version.get(offer.epoch, 0)
+        if offer.version < highest:
+            findings.add("version reversed", f"{said} after {highest}")
+        self._highest_version[offer.epoch] = max(highest, offer.version)
 
     def begin(self, iteration: int) -> bytes | None:
         """Go on to an iteration; what is to be said if an offer comes into force with it."""

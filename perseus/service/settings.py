@@ -61,5 +61,11 @@ class CoordinatorSettings(BaseSettings):
     shutdown_grace_s: float = Field(
         default=5.0, ge=0, le=600, description="Time for open calls when stopping, seconds."
     )
+    late_limit_s: float = Field(
+        default=10.0,
+        ge=0.1,
+        le=3600,
+        description="Health says NOT_SERVING while storing, or the event loop, is late by more, seconds.",
+    )
     log_level: LogLevel = Field(default="info", description="Least severe log lines that are shown.")
     log_format: LogFormat = Field(default="console", description="How log lines look: console or json.")

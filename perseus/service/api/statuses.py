@@ -57,6 +57,7 @@ STATUSES: dict[type[Exception], Mapped] = {
     errors.JobAlreadyExistsError: Mapped(Code.ALREADY_EXISTS, "JOB_ALREADY_EXISTS"),
     errors.JobFinishedError: Mapped(Code.FAILED_PRECONDITION, "JOB_FINISHED"),
     errors.JobNotFinishedError: Mapped(Code.FAILED_PRECONDITION, "JOB_NOT_FINISHED"),
+    errors.JobQuarantinedError: Mapped(Code.FAILED_PRECONDITION, "JOB_QUARANTINED"),
     errors.JobNotSolvedError: Mapped(Code.FAILED_PRECONDITION, "JOB_NOT_SOLVED", is_retryable=True),
     errors.TimelineNotReadyError: Mapped(Code.FAILED_PRECONDITION, "TIMELINE_NOT_READY", is_retryable=True),
     errors.RankAlreadyServedError: Mapped(Code.FAILED_PRECONDITION, "RANK_ALREADY_SERVED", is_retryable=True),

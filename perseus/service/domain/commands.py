@@ -6,6 +6,7 @@ version or an acknowledgement that the database does not know.
 
 from dataclasses import dataclass
 
+from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.events import Happening
 from perseus.service.domain.model import IterationSummary, Offer
 from perseus.service.domain.records import Record
@@ -28,6 +29,15 @@ class SendOffer:
     rank: Coordinates
     instance_id: str
     offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRank:
+    """Tell the agent that its rank is served no longer, and why: it goes to stock, and asks again."""
+
+    rank: Coordinates
+    instance_id: str
+    why: CoordinatorError
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,5 +104,14 @@ class Store:
 
 
 Command = (
-    AcceptRank | SendOffer | EndStream | FindProfile | Solve | DropSolve | Announce | ReportIteration | Store
+    AcceptRank
+    | SendOffer
+    | RefuseRank
+    | EndStream
+    | FindProfile
+    | Solve
+    | DropSolve
+    | Announce
+    | ReportIteration
+    | Store
 )

@@ -30,7 +30,8 @@ from perseus.service.domain.specification import JobSpec, OperatingPolicy, Regis
 from perseus.service.job import runs
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
-from perseus.service.shell.live_runs import LiveRun, LiveRuns
+from perseus.service.job.quarantine import QuarantinedRun
+from perseus.service.shell.live_runs import LiveRun, LiveRuns, Machine
 from perseus.service.shell.watch_state import WatchState
 from perseus.service.shell.watching import Update, Watcher
 from perseus.service.shell.writer import Writer
@@ -86,7 +87,7 @@ class Jobs:
                     done = self._live.handle(run, RegisteredAgain(registration))
                     self._note_requests(run.machine)
                     await done
-                    return run.machine.view()
+                    return self._live.view(run, has_details=True)
                 case runs.Begin(number, abandons):
                     if machine is not None and machine.run_number == number:
                         return await self._begin_run(machine, registration, abandons)
@@ -94,8 +95,8 @@ class Jobs:
                     machine = await self._live.made(spec, partial(self._new_machine, spec, number))
 
     def _new_machine(self, spec: JobSpec, number: int) -> JobMachine:
-        rules, epoch = self._live.rules, self._live.epoch
-        return JobMachine(spec, number, rules, epoch, time.time(), time.monotonic())
+        live = self._live
+        return JobMachine(spec, number, live.rules, live.epoch, time.time(), live.clock.now_s())
 
     async def _begin_run(
         self, machine: JobMachine, registration: Registration, abandons: str | None
@@ -108,11 +109,12 @@ class Jobs:
                 self._live.handle(before, Abandoned(why))
         commands = machine.register(registration, version)
         done = self._live.begin(machine, commands, [NewRun(spec, machine.run_number, machine.create_time_s)])
+        run = self._live.find(spec.job_id)
         self._note_requests(machine)
         await done
-        return machine.view()
+        return self._live.view(run, has_details=True)
 
-    def _note_requests(self, machine: JobMachine) -> None:
+    def _note_requests(self, machine: Machine) -> None:
         """Keep in mind which requests led to the latest run: no more than it knows itself."""
         job_id, latest = machine.spec.job_id, machine.run_number
         before = self._requests.get(job_id, {})
@@ -148,7 +150,8 @@ class Jobs:
         Raises:
             JobNotFoundError, RunNotFoundError: there is none.
         """
-        return _view(await self._machine(job_id, run_number), has_details)
+        run = await self._run(job_id, run_number)
+        return self._live.view(run, has_details=has_details)
 
     def jobs(
         self, after_job_id: str, states: Collection[JobState], *, has_details: bool
@@ -159,9 +162,9 @@ class Jobs:
         """
         job_ids = self._live.job_ids
         for job_id in job_ids[bisect_right(job_ids, after_job_id) :]:
-            machine = self._live.find(job_id).machine
-            if not states or machine.state in states:
-                yield _view(machine, has_details)
+            run = self._live.find(job_id)
+            if not states or run.machine.state in states:
+                yield self._live.view(run, has_details=has_details)
 
     async def runs(self, job_id: str, before: int, count: int) -> list[JobView]:
         """Return up to `count` runs of a job, the latest first; those numbered below `before`, or LATEST.
@@ -184,12 +187,19 @@ class Jobs:
         Raises:
             PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
         """
-        return self._live.find(job_id).machine.ranks(wanted, first_index)
+        return self._live.read(self._live.find(job_id), lambda machine: machine.ranks(wanted, first_index))
 
     # ------------------------------------------------------------------ steering
 
     async def resume(self, job_id: str) -> JobView:
-        """Let a job go on from stock; nothing happens in another state."""
+        """Let a job go on from stock; nothing happens in another state.
+
+        Raises:
+            JobQuarantinedError: it was put aside, and can't go on from what is stored.
+        """
+        run = self._live.find(job_id)
+        if isinstance(run.machine, QuarantinedRun) and not run.machine.has_finished:
+            await self._live.revive(run)
         return await self._change(job_id, ResumeRequested())
 
     async def finish(self, job_id: str) -> JobView:
@@ -229,7 +239,8 @@ class Jobs:
         Raises:
             JobNotFoundError, RunNotFoundError: there is none.
         """
-        return (await self._machine(job_id, run_number)).report(first_number)
+        run = await self._run(job_id, run_number)
+        return self._live.read(run, lambda machine: machine.report(first_number))
 
     def timeline(self, job_id: str, pipeline: int) -> Timeline:
         """Return the latest whole iteration of a pipeline.
@@ -237,7 +248,7 @@ class Jobs:
         Raises:
             PipelineOutOfRangeError, TimelineNotReadyError: there is no such pipeline, or no iteration yet.
         """
-        return self._live.find(job_id).machine.timeline(pipeline)
+        return self._live.read(self._live.find(job_id), lambda machine: machine.timeline(pipeline))
 
     def frontier(self, job_id: str) -> Frontier:
         """Return a job's frontier.
@@ -245,7 +256,7 @@ class Jobs:
         Raises:
             JobNotSolvedError: there is none yet.
         """
-        return self._live.find(job_id).machine.solved_frontier()
+        return self._live.read(self._live.find(job_id), lambda machine: machine.solved_frontier())
 
     async def plan(self, job_id: str, iteration_time_s: float) -> Plan:
         """Return the plan of least energy that is not slower than a time, FIXED computations in their places.
@@ -296,40 +307,35 @@ class Jobs:
             JobNotFoundError, RunNotFoundError: there is none.
             DrainingError: the coordinator is about to stop.
         """
-        run = self._live.find(job_id)
-        if run_number not in (LATEST, run.number):
-            run = LiveRun(await self._machine(job_id, run_number))
+        run = await self._run(job_id, run_number)
         machine = run.machine
         watcher = Watcher(WatchState(after_sequence, machine.last_event_sequence, machine.has_finished))
         run.watchers.add(watcher)
         try:
             await self._writer.flush()
             fetch = partial(self._store.events, job_id, run.number)
-            async for update in watcher.follow(partial(_view, machine, has_details), fetch):
+            view = partial(self._live.view, run, has_details=has_details)
+            async for update in watcher.follow(view, fetch):
                 yield update
         finally:
             run.watchers.discard(watcher)
 
-    async def _machine(self, job_id: str, run_number: int) -> JobMachine:
-        """Return a run's machine: the one that lives, or one as it was stored when the run had ended."""
+    async def _run(self, job_id: str, run_number: int) -> LiveRun:
+        """Return a run: the one that lives, or one as it was stored when the run had ended."""
         run = self._live.find(job_id)
         if run_number in (LATEST, run.number):
-            return run.machine
+            return run
         await self._writer.flush()  # A run that has just ended may be on its way to the store.
         stored = await self._store.load_run(job_id, run_number)
         if stored is None:
             raise RunNotFoundError(job_id=job_id, run_number=run_number)
         machine, _ = await self._live.made(stored.spec, partial(self._live.restored, stored))
-        return machine
+        return LiveRun(machine)
 
     async def _change(self, job_id: str, event: Input) -> JobView:
         run = self._live.find(job_id)
         await self._live.handle(run, event)
-        return run.machine.view()
-
-
-def _view(machine: JobMachine, has_details: bool) -> JobView:
-    return machine.view() if has_details else machine.summary()
+        return self._live.view(run, has_details=True)
 
 
 def _latest_run(run: LiveRun | None, spec: JobSpec) -> runs.LatestRun | None:

@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 from perseus.service.api.agent_service import AgentService
 from perseus.service.domain.model import RankFilter, RankState
 from perseus.service.domain.specification import Coordinates, Registration
+from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.solving.job_lane import JobLane
@@ -266,6 +267,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         await coordinator.flush()
         assert said_by(coordinator, THEIRS) == before
         for job in coordinator._live:
+            assert isinstance(job.machine, JobMachine), "no job is quarantined"
             job.machine.validate()
 
         over.set()

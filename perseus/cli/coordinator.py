@@ -37,7 +37,7 @@ def coordinator(
     log_format: Annotated[str | None, _flag("log_format")] = None,
 ) -> None:
     """Run the coordinator of many jobs. Every flag is also PERSEUS_COORDINATOR_… in the environment."""
-    from perseus.service.domain.errors import StartupError
+    from perseus.service.domain.errors import ServiceError
     from perseus.service.server import serve
 
     flags = {
@@ -67,5 +67,5 @@ def coordinator(
     logs.configure(settings.log_level, settings.log_format)
     try:
         asyncio.run(serve(settings))
-    except StartupError as error:
+    except ServiceError as error:  # it can not start, or not go on
         fail(str(error), FAILURE)

@@ -106,7 +106,14 @@ HOUSE: Mapping[str, Room] = {
         "solver",
     ),
     "service.fleet": pure("service.domain"),
-    "service.storage": room("service.domain", "solver", needs=["numpy", "pydantic"]),
+    "service.storage.check_words": pure(),
+    "service.storage": room(
+        "service.domain",
+        "service.storage.check_words",
+        "solver",
+        needs=["alembic", "numpy", "pydantic", "sqlalchemy"],
+    ),
+    "service.storage.migrations": room(needs=["alembic", "sqlalchemy"]),
     "service.shell.watch_state": pure("service.domain"),
     "service.shell": room(
         "service.domain",
@@ -205,6 +212,7 @@ HOUSE: Mapping[str, Room] = {
         "service.domain",
         "service.server",
         "service.settings",
+        "service.storage",
         "solver",
         "v1",
         needs=["google", "grpc", "pynvml", "rich", "typer"],

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -16,13 +16,14 @@ from perseus.service.api.job_service import JobService
 from perseus.service.api.reflection import enable_reflection
 from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.domain.profiling import ProfilingBudget
+from perseus.service.domain.retention import DAY_S, Retention
 from perseus.service.job.planning.guard import GuardRules
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.solving import SolverPool
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.storage.sql_store import SqlStore
 from perseus.v1 import (
     agent_service_pb2,
     agent_service_pb2_grpc,
@@ -64,6 +65,7 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
 
     Raises:
         AddressUnavailableError, DatabaseUnavailableError: the coordinator can't start.
+        StoreFailedError: the database has failed.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -91,6 +93,14 @@ async def running(
     The block gets the bound address, and a future that is done early only if the coordinator can't go on (its
     database fails); its error is raised when the block ends.
     """
+    retention = Retention(
+        settings.keep_events_days * DAY_S,
+        settings.keep_event_count,
+        settings.keep_finished_days * DAY_S,
+        settings.keep_finished_count,
+        settings.keep_telemetry_days * DAY_S,
+        settings.keep_telemetry_count,
+    )
     rules = Rules(
         settings.lease_s,
         settings.baseline_iterations,
@@ -108,13 +118,15 @@ async def running(
         GuardRules(settings.guard_tolerance_percent / 100, settings.guard_iterations),
     )
     async with contextlib.AsyncExitStack() as stack:
-        store = await SqliteStore.open(settings.database)
+        store = await SqlStore.open(settings.database)
         stack.push_async_callback(store.close)
         solver = SolverPool(settings.solver_processes)
         stack.callback(solver.close)
         coordinator = Coordinator(store, solver, rules)
         await coordinator.start()
-        background = asyncio.gather(coordinator.run(), _tick(coordinator))
+        background = asyncio.ensure_future(
+            _together(coordinator.run(), _tick(coordinator), coordinator.prune(retention))
+        )
         try:
             async with _listening(coordinator, settings) as address:
                 yield address, background
@@ -150,6 +162,19 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
         coordinator.drain()
         await server.stop(settings.shutdown_grace_s)
         log.info("stopped")
+
+
+async def _together(*parts: Coroutine[Any, Any, None]) -> None:
+    """Do all of these, until cancelled or one of them fails: then the others stop, too."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _tick(coordinator: Coordinator) -> None:

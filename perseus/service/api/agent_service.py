@@ -159,7 +159,18 @@ class _Stream:
         while not is_last:
             messages, is_last = await self._outbox.take()
             for message in messages:
+                self._stamp(message)
                 await self._context.write(message)
+
+    def _stamp(self, message: ConnectResponse) -> None:
+        """Put the check word on what tells that something is stored; as late as can be, so that it rises."""
+        match message.WhichOneof("message"):
+            case "welcome":
+                message.welcome.check_word = self._agents.check_word
+            case "telemetry_ack":
+                message.telemetry_ack.check_word = self._agents.check_word
+            case "plan_offer":
+                message.plan_offer.check_word = self._agents.check_word
 
     async def read(self, requests: AsyncIterator[ConnectRequest]) -> None:
         """Take what the agent says, until it ends the stream or says goodbye."""
@@ -185,7 +196,9 @@ class _Stream:
         check_hello(request.hello)
         instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
-        self._port.epoch, sequence = await self._agents.greet(instance_id, self._port)
+        self._port.epoch, sequence = await self._agents.greet(
+            instance_id, self._port, request.hello.check_word
+        )
         self.instance_id = instance_id
         log.info("agent connected", instance_id=instance_id, hostname=self._hostname)
         their_version = request.hello.protocol_version or 1

@@ -23,11 +23,17 @@ from perseus.service.domain.commands import (
     Solve,
     Store,
 )
-from perseus.service.domain.errors import CoordinatorError, JobNotFoundError, LeaseExpiredError
+from perseus.service.domain.errors import (
+    CoordinatorError,
+    JobNotFoundError,
+    JobUnreadableError,
+    LeaseExpiredError,
+    cut,
+)
 from perseus.service.domain.events import JobEvent
-from perseus.service.domain.inputs import Input, ProfileFound, Solved, SolveFailed, Tick
+from perseus.service.domain.inputs import EpochRenewed, Input, ProfileFound, Solved, SolveFailed, Tick
 from perseus.service.domain.model import Rank
-from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob
+from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob, UnreadableJob
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.shell.ports import AgentPort
@@ -65,12 +71,14 @@ class LiveRuns:
         epoch: of the coordinator's state; known once the runs are loaded.
         rules: what the operator has set.
         ports: the ways to the agents, by instance.
+        unreadable: jobs whose latest run can't be read from the store; nothing but deleting them is possible.
     """
 
     def __init__(self, store: JobStore, writer: Writer, solver: SolverPool, rules: Rules) -> None:
         self.epoch = ""
         self.rules = rules
         self.ports: dict[str, AgentPort] = {}
+        self.unreadable: dict[str, UnreadableJob] = {}
         self._store = store
         self._writer = writer
         self._solver = solver
@@ -81,10 +89,37 @@ class LiveRuns:
         """Load what is stored, and go on with it."""
         self.epoch = await self._store.epoch()
         for stored in await self._store.load_jobs():
-            machine, commands = self.restored(stored)
-            self._runs[stored.spec.job_id] = run = LiveRun(machine)
-            self._perform(run, commands)
-        log.info("jobs loaded", job_count=len(self._runs), epoch=self.epoch)
+            self.load_run(stored)
+        log.info(
+            "jobs loaded", job_count=len(self._runs), unreadable_count=len(self.unreadable), epoch=self.epoch
+        )
+
+    def load_run(self, stored: StoredJob | UnreadableJob) -> None:
+        """Go on with the latest run of a job; without it, if it can't be."""
+        if isinstance(stored, StoredJob):
+            try:
+                machine, commands = self.restored(stored)
+            except Exception as error:
+                log.exception("stored job can't be restored", job_id=stored.spec.job_id)
+                cause = cut(f"{type(error).__name__}: {error}")
+                stored = UnreadableJob(stored.spec.job_id, stored.run_number, cause)
+            else:
+                self._runs[stored.spec.job_id] = run = LiveRun(machine)
+                self._perform(run, commands)
+                return
+        log.error(
+            "stored job can't be read: it stays out until it is deleted",
+            job_id=stored.job_id,
+            run_number=stored.run_number,
+            cause=stored.cause,
+        )
+        self.unreadable[stored.job_id] = stored
+
+    def renew(self, epoch: str) -> None:
+        """Begin a new epoch: state is lost."""
+        self.epoch = epoch
+        for run in self._runs.values():
+            self.handle(run, EpochRenewed(epoch))
 
     async def close(self) -> None:
         """Drop what is being solved."""
@@ -111,11 +146,22 @@ class LiveRuns:
 
         Raises:
             JobNotFoundError: there is none.
+            JobUnreadableError: there is one, but it can't be read.
         """
+        self.check_readable(job_id)
         try:
             return self._runs[job_id]
         except KeyError:
             raise JobNotFoundError(job_id=job_id) from None
+
+    def check_readable(self, job_id: str) -> None:
+        """Refuse a job that can't be read.
+
+        Raises:
+            JobUnreadableError: it is one.
+        """
+        if (job := self.unreadable.get(job_id)) is not None:
+            raise JobUnreadableError(job_id=job_id, run_number=job.run_number, cause=job.cause)
 
     def forget(self, run: LiveRun) -> None:
         """Forget a job."""

@@ -23,7 +23,7 @@ from perseus.service.domain.specification import Coordinates, Registration
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.solving import SolverPool
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.storage.sql_store import SqlStore
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import clock_statistics_pb2, computation_pb2, rank_pb2
 from tests.service.service_fakes import make_gpu, make_spec
@@ -226,7 +226,7 @@ async def converse(coordinator: Coordinator, instance_id: str, said: list[wire.C
 
 
 async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
-    store = await SqliteStore.open(path)
+    store = await SqlStore.open(path)
     coordinator = Coordinator(store, _Unused(), RULES)
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
@@ -278,7 +278,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         await coordinator.close()
         await store.close()
     # What was stored can be loaded, and gone on with.
-    again = await SqliteStore.open(path)
+    again = await SqlStore.open(path)
     restarted = Coordinator(again, _Unused(), RULES)
     await restarted.start()
     assert said_by(restarted, THEIRS)[1:3] == before[1:3]

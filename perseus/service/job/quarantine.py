@@ -20,6 +20,7 @@ from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
+    EpochRenewed,
     FinishRequested,
     Input,
     ProfileFound,
@@ -27,10 +28,12 @@ from perseus.service.domain.inputs import (
     RegisteredAgain,
     Solved,
     SolveFailed,
+    SolveRetried,
     Tick,
 )
 from perseus.service.domain.measured import Period, Saving, Timeline
 from perseus.service.domain.model import (
+    LOST_VERSIONS,
     NO_VERSION,
     EventType,
     FaultyPart,
@@ -137,9 +140,12 @@ class QuarantinedRun:
                 self._finish(f"abandoned: {why}", wall_time_s)
             case RegisteredAgain(registration):
                 self._note_registration(registration)
+            case EpochRenewed(epoch):
+                self._epoch = epoch
+                self._keep(replace(self._record, version=self._record.version + LOST_VERSIONS))
             case AgentDisconnected() | AgentLeft() | AgentHeard() | RankLeft() | Tick():
                 pass
-            case Solved() | SolveFailed() | ProfileFound():
+            case Solved() | SolveRetried() | SolveFailed() | ProfileFound():
                 pass
             case _:
                 raise self._error()
@@ -153,6 +159,11 @@ class QuarantinedRun:
     def state(self) -> JobState:
         """Where the job stands."""
         return self._record.state
+
+    @property
+    def finish_time_s(self) -> float | None:
+        """When it ended, on the wall clock; None if it has not."""
+        return self._record.finish_time_s
 
     @property
     def has_finished(self) -> bool:

@@ -5,6 +5,7 @@ agents and watchers of another see exactly what they see without it.
 """
 
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,10 +21,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from perseus.service.domain.commands import Command, SlowPlan
+from perseus.service.domain.commands import Command, SlowPlan, Store
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import Input, OfferAnswered, PlanInForce, TelemetryArrived
 from perseus.service.domain.model import FaultyPart, JobState, Offer
+from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import Coordinates, JobSpec, Registration
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.profiling.profiler import ProfilingRules
@@ -34,7 +36,7 @@ from perseus.service.shell.jobs import LATEST
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
 from perseus.service.solving.work import solve_explaining
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.storage.sql_store import SqlStore
 from perseus.solver import Computation, Frontier, Pipeline
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 from tests.service.grpc_fakes import (
@@ -62,6 +64,19 @@ def break_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         commands = handle(self, event, now_s, wall_time_s)
         if self.spec.job_id == "job" and isinstance(event, TelemetryArrived):
             raise BrokenError("half-way")
+        return commands
+
+    monkeypatch.setattr(JobMachine, "handle", failing)
+
+
+def break_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = JobMachine.handle
+
+    def failing(self: JobMachine, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
+        commands = handle(self, event, now_s, wall_time_s)
+        if self.spec.job_id == "job" and isinstance(event, TelemetryArrived):
+            assert self._stored_record is not None
+            return [Store(replace(self._stored_record, lag_s=math.nan)), *commands]
         return commands
 
     monkeypatch.setattr(JobMachine, "handle", failing)
@@ -117,12 +132,14 @@ async def trigger(client: Client, agent: FakeAgent) -> None:
         (FaultyPart.MACHINE, break_machine),
         (FaultyPart.VIEW, break_view),
         (FaultyPart.ACTION, break_action),
+        (FaultyPart.STORING, break_record),
         (FaultyPart.SOLVING, break_solver),
     ],
 )
 async def test_a_fault_puts_its_job_aside_until_it_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: FaultyPart, breaking: Any
 ) -> None:
+    error = "UnstorableEntryError" if part is FaultyPart.STORING else "BrokenError"
     async with running(make_settings(tmp_path)) as (address, background), connected_to(address) as client:
         await client.register()
         await client.register(job_id="other", microbatches=4)
@@ -146,10 +163,10 @@ async def test_a_fault_puts_its_job_aside_until_it_is_resumed(
             job = await client.job()
             assert job.state == job_pb2.JOB_STATE_STOCK
             assert part.value in job.state_reason
-            assert "Broken" in job.state_reason
+            assert error in job.state_reason
             lines = [line for line in logs if line["event"] == "job quarantined"]
             assert {(line["job_id"], line["part"]) for line in lines} == {("job", part.value)}
-            assert isinstance(lines[0]["exc_info"], BrokenError)
+            assert type(lines[0]["exc_info"]).__name__ == error
             listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
             assert [each.job_id for each in listed.jobs] == ["job", "other"]
             assert not both.reader.done(), "the agent's stream goes on"
@@ -178,7 +195,7 @@ async def test_a_fault_puts_its_job_aside_until_it_is_resumed(
             event.quarantined for event in await client.events() if event.HasField("quarantined")
         ]
         assert quarantined.part == event_pb2.FaultyPart.Value(f"FAULTY_PART_{part.name}")
-        assert "Broken" in quarantined.error
+        assert error in quarantined.error
         await both.end()
         await other.end()
 
@@ -347,8 +364,8 @@ class World:
 
 async def live(path: Path, dice: Dice, *, with_faulty: bool) -> tuple[list[object], JobState]:
     """Let both jobs live for a while, and return what was seen of the quiet one."""
-    store = await SqliteStore.open(path)
-    coordinator = Coordinator(store, InlineSolver(), UnusedRequestLane(), RULES)
+    store = await SqlStore.open(path)
+    coordinator = Coordinator(store, InlineSolver(), UnusedRequestLane(), RULES, Retention())
     await coordinator.start()
     writing = asyncio.create_task(coordinator.run())
     try:

@@ -1,4 +1,4 @@
-"""Plans are stored once however many pipelines have them, and what can't be read back is not stored at all."""
+"""Plans are stored once for all pipelines that have them; what can't be read back is not stored."""
 
 import asyncio
 import math

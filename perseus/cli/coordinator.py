@@ -39,6 +39,7 @@ def coordinator(
     keep_telemetry_days: Annotated[float | None, _flag("keep_telemetry_days")] = None,
     keep_telemetry_count: Annotated[int | None, _flag("keep_telemetry_count")] = None,
     shutdown_grace_s: Annotated[float | None, _flag("shutdown_grace_s")] = None,
+    late_limit_s: Annotated[float | None, _flag("late_limit_s")] = None,
     log_level: Annotated[str | None, _flag("log_level")] = None,
     log_format: Annotated[str | None, _flag("log_format")] = None,
     check_store: Annotated[
@@ -71,6 +72,7 @@ def coordinator(
         "keep_telemetry_days": keep_telemetry_days,
         "keep_telemetry_count": keep_telemetry_count,
         "shutdown_grace_s": shutdown_grace_s,
+        "late_limit_s": late_limit_s,
         "log_level": log_level,
         "log_format": log_format,
     }

@@ -196,9 +196,9 @@ def test_arcs_and_levels_are_what_they_say(schedule: Schedule) -> None:
     for computation, awaited in waits_for.items():
         assert levels[computation] == 1 + max((levels[earlier] for earlier in awaited), default=-1)
         # What activations and gradients imply: forwards down the path, gradients up.
-        across = {c for c in awaited if c.stage != computation.stage}
-        assert all(c.microbatch == computation.microbatch for c in across)
-        assert len(across) <= 1
+        others = {c for c in awaited if c.stage != computation.stage}
+        assert all(c.microbatch == computation.microbatch for c in others)
+        assert len(others) <= 1
     last = schedule.stage_count - 1
     chunk_count = 1 + max(c.chunk for c in computations)
     for c in computations:

@@ -250,6 +250,16 @@ class JobSpec:
     policy: OperatingPolicy = field(default_factory=OperatingPolicy)
     stage_work: tuple[str, ...] = ()
 
+    @property
+    def size(self) -> int:
+        """How many ranks and computations it has: what checks and machine cost grows with them."""
+        counts, schedule = self.parallelism, self.schedule
+        if isinstance(schedule, NamedSchedule):
+            computation_count = 2 * counts.stage_count * schedule.microbatch_count
+        else:
+            computation_count = sum(len(order) for order in schedule.orders)
+        return counts.pipeline_count * counts.stage_count * counts.tensor_count + computation_count
+
     def difference(self, other: "JobSpec") -> str | None:
         """Return the name of a part in which another specification differs, if one does."""
         parts = ("parallelism", "schedule", "policy", "stage_work")

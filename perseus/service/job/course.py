@@ -133,8 +133,10 @@ class Course:
         self.now_s, self.wall_time_s = now_s, wall_time_s
         self.progress.restore(self.state, stall, now_s)
         self.journal.sequence = stored.last_sequence
-        self.log.periods = list(stored.periods)
+        self.log.restore(stored.periods)
         self.log.mark_straggler(-1, bool(self.stragglers))
+        if self.state not in (JobState.PROFILING, JobState.PLANNED):
+            self.offers.wish(range(len(self.offers)), STOCK)  # a run that was put aside had other clocks
         self._label_versions()
         for rows in stored.open_rows:
             # They complete nothing, or it would have been stored as complete: the time is of no matter.
@@ -296,6 +298,7 @@ class Course:
         before, self.state, self.state_reason = self.state, state, why
         if state is JobState.FINISHED:
             self.finish_time_s = self.wall_time_s
+            self.planner.stop_solving()
         self.journal.announce(
             EventType.STATE_CHANGED,
             f"{before.value} → {state.value}: {why}",

@@ -49,6 +49,7 @@ from perseus.service.domain.inputs import (
     ResumeRequested,
     Solved,
     SolveFailed,
+    SolveRetried,
     StragglerCleared,
     StragglerReported,
     TelemetryArrived,
@@ -57,6 +58,7 @@ from perseus.service.domain.inputs import (
 from perseus.service.domain.measured import Period, Saving, Timeline
 from perseus.service.domain.model import (
     FOREIGN_VERSION,
+    LOST_VERSIONS,
     NO_VERSION,
     EventType,
     JobDetails,
@@ -81,9 +83,6 @@ from perseus.service.job.planning.refusals import Refusals
 from perseus.service.job.ranks.rank_table import LIVE
 from perseus.service.job.rules import Rules
 from perseus.solver import Computation, Frontier
-
-LOST_VERSIONS = 2**20
-"""More versions of clocks than a lost part of the state can have used."""
 
 
 class JobMachine:
@@ -529,6 +528,11 @@ class JobMachine:
     @_on.register
     def _on_solved(self, event: Solved, _now_s: float) -> None:
         self._course.take_frontier(event.frontier)
+
+    @_on.register
+    def _on_solve_retried(self, event: SolveRetried, _now_s: float) -> None:
+        if self._course.state is not JobState.FINISHED:
+            self._course.planner.announce_retry(event.cause, event.crash_count, event.delay_s)
 
     @_on.register
     def _on_solve_failed(self, event: SolveFailed, _now_s: float) -> None:

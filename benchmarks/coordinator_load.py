@@ -52,9 +52,10 @@ class Configuration:
 
 
 CONFIGURATIONS = (
-    Configuration(32),
-    Configuration(128),
     Configuration(256),
+    Configuration(1024),
+    Configuration(1024, ranks_per_agent=8),
+    Configuration(256, job_count=4, straggler_count=10),
 )
 
 
@@ -134,18 +135,28 @@ def problems(agents: Agents, restart_counts: Mapping[str, int]) -> list[str]:
     """What resting agents hold against the coordinator: anything lost, doubled or taken back.
 
     Args:
-        restart_counts: of each job, how many restarts it has seen. So many iterations may be missing in the
-            report: it leaves out the first one under its plans, and if a restart follows, the next one too.
+        restart_counts: of each job, how many restarts it has seen.
     """
     found: list[str] = list(agents.ask("findings")["messages"])
-    counts = agents.ask("counts")
-    if counts["waiting"] or counts["acknowledged"] != counts["sent"]:
-        found.append(f"not acknowledged: {counts}")
     for job_id, restart_count in restart_counts.items():
-        account = agents.ask("account", job_id=job_id)
-        missing = account["expected_count"] - account["counted_count"]
-        if not 0 <= missing <= restart_count or account["energy_error"] > 1e-6:
-            found.append(f"the report of {job_id} does not agree: {account}")
+        found += report_problems(agents, job_id, restart_count)
+    return found
+
+
+def report_problems(agents: Agents, job_id: str, restart_count: int) -> list[str]:
+    """How the report of a resting job differs from what was sent.
+
+    So many iterations as it has seen restarts may be missing: the report leaves out the first one under its
+    plans, and if a restart follows, the next one too.
+    """
+    found: list[str] = []
+    counts = agents.ask("counts", job_id=job_id)
+    if counts["waiting"] or counts["acknowledged"] != counts["sent"]:
+        found.append(f"{job_id}: not acknowledged: {counts}")
+    account = agents.ask("account", job_id=job_id)
+    missing = account["expected_count"] - account["counted_count"]
+    if not 0 <= missing <= restart_count or account["energy_error"] > 1e-6:
+        found.append(f"the report of {job_id} does not agree: {account}")
     return found
 
 

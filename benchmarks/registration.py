@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import Column, Table, main
+from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import (
     MAX_COMPUTATION_COUNT,
     JobSpec,
@@ -24,7 +25,7 @@ from perseus.service.shell import live_runs
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.storage.sql_store import SqlStore
 
 STAGES = 16
 _REPEATS = 3
@@ -50,9 +51,9 @@ async def _measure(large_size: int, microbatches: int) -> tuple[float, float]:
     live_runs._LARGE_SIZE = large_size
     found: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as directory:
-        store = await SqliteStore.open(Path(directory) / "perseus.db")
+        store = await SqlStore.open(Path(directory) / "perseus.db")
         jobs, requests = JobLane(1, 60), RequestLane(1, 60)
-        coordinator = Coordinator(store, jobs, requests, Rules())
+        coordinator = Coordinator(store, jobs, requests, Rules(), Retention())
         await coordinator.start()
         running = asyncio.create_task(coordinator.run())
         for number in range(_REPEATS):

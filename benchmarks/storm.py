@@ -13,7 +13,7 @@ from benchmarks.coordinator_load import STAGES, problems
 from benchmarks.harness import Cell, Column, Table, main
 from benchmarks.load.control import Agents, CoordinatorProcess, LagProbe, quantile, raise_file_limit
 
-PIPELINES = (32, 128)
+PIPELINES = (256, 1024)
 
 _PLAN_LIMIT_S = 180.0
 _BACK_LIMIT_S = 180.0

@@ -76,7 +76,8 @@ class Rank:
         self.pending: pb.PlanOffer | None = None
         self.history: list[tuple[int, int]] = [(0, 0)]
         """First iteration under each version that was in force."""
-        self._highest_version = 0
+        self._highest_version: dict[str, int] = {}
+        """By epoch."""
         self._clocks_of: dict[tuple[str, int], bytes] = {}
 
     @property
@@ -92,9 +93,10 @@ class Rank:
         digest = hashlib.blake2b(kind.encode() + content, digest_size=8).digest()
         if self._clocks_of.setdefault((offer.epoch, offer.version), digest) != digest:
             findings.add("version reused", f"{said} carries other clocks than before")
-        if offer.version < self._highest_version:
-            findings.add("version reversed", f"{said} after {self._highest_version}")
-        self._highest_version = max(self._highest_version, offer.version)
+        highest = self._highest_version.get(offer.epoch, 0)
+        if offer.version < highest:
+            findings.add("version reversed", f"{said} after {highest}")
+        self._highest_version[offer.epoch] = max(highest, offer.version)
 
     def begin(self, iteration: int) -> bytes | None:
         """Go on to an iteration; what is to be said if an offer comes into force with it."""
@@ -168,7 +170,7 @@ class Agent:
         self.latencies_s: list[float] = []
         self.back = Back()
         self.offered: Callable[[Rank], None] | None = None
-        self._instance_id = instance_id
+        self.instance_id = instance_id
         self._bodies = bodies
         self._findings = findings
         self._reconnect_within_s = reconnect_within_s
@@ -187,6 +189,14 @@ class Agent:
     def is_joined(self) -> bool:
         """Whether all its ranks are served on the stream that it has now."""
         return self._is_welcome and self._accepted_count == len(self.ranks)
+
+    @property
+    def standing(self) -> str:
+        """Where it stands, for people."""
+        return (
+            f"{self.connection_count} connections, welcome {self._is_welcome}, {self._accepted_count} ranks "
+            f"accepted, {self.unacknowledged_count} batches after {self.acknowledged} not acknowledged"
+        )
 
     @property
     def unacknowledged_count(self) -> int:
@@ -264,14 +274,14 @@ class Agent:
             return
 
     def _hello(self) -> pb.Hello:
-        return pb.Hello(instance_id=self._instance_id, hostname="load", protocol_version=1)
+        return pb.Hello(instance_id=self.instance_id, hostname="load", protocol_version=1)
 
     def _ended(self, target: str, why: str) -> None:
         was_welcome, self._is_welcome = self._is_welcome, False
         self._stream, self._accepted_count = None, 0
         if not self._is_closed:
             if "frame 1:" in why and was_welcome:
-                self._findings.add("stream ended", f"{self._instance_id}: {why}")
+                self._findings.add("stream ended", f"{self.instance_id}: {why}")
             self.connect(target, random.uniform(0.0, self._reconnect_within_s))
 
     def _take(self, data: bytes) -> None:
@@ -294,18 +304,18 @@ class Agent:
             case "heartbeat" | "drain":
                 pass
             case kind:
-                self._findings.add(f"{kind}", f"{self._instance_id}: {message}".replace("\n", " "))
+                self._findings.add(f"{kind}", f"{self.instance_id}: {message}".replace("\n", " "))
 
     def _take_welcome(self, welcome: pb.Welcome) -> None:
         self.back.welcomed_s = time.monotonic()
         if welcome.acknowledged_sequence < self.acknowledged:
-            found = f"{self._instance_id}: {welcome.acknowledged_sequence} of {self.acknowledged} are stored"
+            found = f"{self.instance_id}: {welcome.acknowledged_sequence} of {self.acknowledged} are stored"
             self._findings.add("acknowledged and lost", found)
         if welcome.acknowledged_sequence > self.sequence:
-            found = f"{self._instance_id}: {welcome.acknowledged_sequence} of {self.sequence} are stored"
+            found = f"{self.instance_id}: {welcome.acknowledged_sequence} of {self.sequence} are stored"
             self._findings.add("stored and never sent", found)
         if self._epoch and welcome.epoch != self._epoch:
-            self._findings.add("epoch changed", f"{self._instance_id}: {self._epoch} to {welcome.epoch}")
+            self._findings.add("epoch changed", f"{self.instance_id}: {self._epoch} to {welcome.epoch}")
         self._epoch = welcome.epoch
         self._acknowledge(welcome.acknowledged_sequence, is_measured=False)
         self._is_welcome = True

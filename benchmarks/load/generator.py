@@ -124,11 +124,15 @@ class Generator:
     async def back(self, since_s: float, limit_s: float) -> dict[str, Any]:
         """Wait until all agents are back on streams opened after a time of the monotonic clock."""
         agents = list(self._agents())
-        await until(
-            lambda: all(a.back.opened_s >= since_s and a.is_joined and a.back.resent_s for a in agents),
-            limit_s,
-            "all agents back",
-        )
+
+        def missing() -> list[Agent]:
+            return [a for a in agents if not (a.back.opened_s >= since_s and a.is_joined and a.back.resent_s)]
+
+        try:
+            await until(lambda: not missing(), limit_s, "all agents back")
+        except TimeoutError as error:
+            some = [f"{agent.instance_id} {agent.standing}" for agent in missing()[:5]]
+            raise TimeoutError(f"{error}: {len(missing())} of {len(agents)} are not: {some}") from None
         comeback = Comeback(
             max(a.back.opened_s for a in agents) - since_s,
             max(a.back.welcomed_s for a in agents) - since_s,
@@ -137,22 +141,24 @@ class Generator:
         )
         return asdict(comeback)
 
-    async def rest(self, limit_s: float) -> None:
-        """Let all agents pause, once everything is acknowledged and every nudge has come through."""
+    async def rest(self, limit_s: float, job_id: str | None = None) -> None:
+        """Let a job pause, or all, once everything is acknowledged and every nudge has come through."""
         await asyncio.gather(*self._nudges)
-        await asyncio.gather(*(job.rest(limit_s) for job in self._jobs.values()))
+        jobs = self._jobs.values() if job_id is None else [self._jobs[job_id]]
+        await asyncio.gather(*(job.rest(limit_s) for job in jobs))
 
     async def account(self, job_id: str) -> dict[str, Any]:
         """Hold a resting job's report against what was acknowledged."""
         return asdict(await self._jobs[job_id].account(self._stub))
 
     async def finish(self, job_id: str) -> None:
-        """End a resting job."""
+        """End a job that rests."""
         await self._jobs.pop(job_id).finish(self._stub)
 
-    async def counts(self) -> dict[str, int]:
-        """What was sent and acknowledged since the begin, and what waits."""
-        agents = list(self._agents())
+    async def counts(self, job_id: str) -> dict[str, int]:
+        """What the agents of a job have sent, what was acknowledged, and what waits."""
+        job = self._jobs[job_id]
+        agents = job.agents
         sent, acknowledged = _counts(agents)
         waiting = sum(agent.unacknowledged_count for agent in agents)
         connections = sum(agent.connection_count for agent in agents)
@@ -161,7 +167,7 @@ class Generator:
             "acknowledged": acknowledged,
             "waiting": waiting,
             "connections": connections,
-            "versions": sum(rank.version_count for job in self._jobs.values() for rank in job.ranks),
+            "versions": sum(rank.version_count for rank in job.ranks),
         }
 
     async def findings(self) -> dict[str, Any]:

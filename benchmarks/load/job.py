@@ -137,6 +137,7 @@ class Job:
             agent.leave()
         request = job_service_pb2.FinishJobRequest(job_id=self.task.job_id)
         await jobs.FinishJob(request, timeout=_CALL_TIMEOUT_S)
+        self.close()
 
     def close(self) -> None:
         """Drop everything."""
@@ -299,7 +300,7 @@ def channel(target: str) -> grpc.aio.Channel:
     """Open a channel for unary calls, which comes back soon after a restart."""
     options = (
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),
+        ("grpc.min_reconnect_backoff_ms", 10_000),  # how long one attempt may take
     )
     return grpc.aio.insecure_channel(target, options=options)

@@ -15,14 +15,15 @@ import sqlite3
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.coordinator_load import problems
-from benchmarks.load.control import Agents, CoordinatorProcess, raise_file_limit
+from benchmarks.coordinator_load import report_problems
+from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError, raise_file_limit
+from tests.torture.faults import FAULTS, LEASE_S, FaultOutcome, strike_all
 
 FLAGS = (
     *("--lease-s", "60", "--guard-tolerance-percent", "1000"),
@@ -31,8 +32,10 @@ FLAGS = (
 STAGES = 4
 PERIOD_S = 0.25
 RECONNECT_WITHIN_S = 0.3
-JOB_EVERY = 20
+JOB_EVERY = 10
 """Kills until another job begins."""
+JOBS = 2
+"""That live at a time; with another the oldest one ends."""
 
 _LONGEST_DELAY_S = 1.5
 _LONGEST_START_S = 1.2
@@ -95,16 +98,17 @@ def torture(
     with CoordinatorProcess(folder, database, FLAGS) as coordinator:
         coordinator.start()
         with Agents(coordinator.address) as agents:
-            job_ids: list[str] = []
             restart_counts: dict[str, int] = {}
             killed_s = 0.0
             for number in range(kill_count):
                 if number % JOB_EVERY == 0:
-                    if job_ids:
+                    if restart_counts:
                         _come_back(agents, killed_s, outcome)
-                    job_ids.append(_add(agents, number, pipeline_count))
-                    restart_counts[job_ids[-1]] = 0
-                _nudge(agents, job_ids, chance)
+                    if len(restart_counts) == JOBS:
+                        oldest = next(iter(restart_counts))
+                        _settle(agents, {oldest: restart_counts.pop(oldest)}, outcome)
+                    restart_counts[_add(agents, number, pipeline_count)] = 0
+                _nudge(agents, list(restart_counts), chance)
                 time.sleep(chance.uniform(0.0, _LONGEST_DELAY_S))
                 if server is not None and number in server_kills:
                     server.kill()
@@ -123,7 +127,8 @@ def torture(
                 if chance.random() >= _UNFINISHED_COMEBACKS:
                     _come_back(agents, killed_s, outcome)
             _come_back(agents, killed_s, outcome)
-            _settle(agents, job_ids, restart_counts, outcome)
+            _settle(agents, restart_counts, outcome)
+            outcome.problems += agents.ask("findings")["messages"]
         status = coordinator.terminate()
         if status != 0:
             outcome.problems.append(f"SIGTERM: exit status {status}: {coordinator.log.read_text()[-500:]}")
@@ -166,21 +171,22 @@ def _end_without_database(coordinator: CoordinatorProcess, outcome: Outcome) -> 
         outcome.problems.append(f"a traceback: {coordinator.log.read_text()[-1000:]}")
 
 
-def _settle(agents: Agents, job_ids: Sequence[str], restart_counts: dict[str, int], outcome: Outcome) -> None:
-    """All jobs are planned in the end; then hold everything against what was told."""
-    for job_id in job_ids:
+def _settle(agents: Agents, restart_counts: Mapping[str, int], outcome: Outcome) -> None:
+    """Jobs are planned in the end. Then hold everything against what was told, and end them."""
+    for job_id, restart_count in restart_counts.items():
         try:
             agents.ask("planned", job_id=job_id, limit_s=_LIMIT_S)
-        except Exception as error:
+        except GeneratorError as error:
             outcome.problems.append(f"{job_id}: {error}")
         outcome.states.append(agents.ask("state", job_id=job_id))
-    agents.ask("rest", limit_s=_LIMIT_S)
-    outcome.batch_count = agents.ask("counts")["acknowledged"]
-    outcome.version_count = agents.ask("counts")["versions"]
-    outcome.problems += problems(agents, restart_counts)
-    for job_id in job_ids:
+        agents.ask("rest", job_id=job_id, limit_s=_LIMIT_S)
+        outcome.problems += report_problems(agents, job_id, restart_count)
         account = agents.ask("account", job_id=job_id)
         outcome.left_out_count += account["expected_count"] - account["counted_count"]
+        counts = agents.ask("counts", job_id=job_id)
+        outcome.batch_count += counts["acknowledged"]
+        outcome.version_count += counts["versions"]
+        agents.ask("finish", job_id=job_id)
 
 
 def check_sqlite(database: str) -> list[str]:
@@ -207,7 +213,17 @@ _COLUMNS = (
 )
 
 
-def report(outcomes: dict[str, Outcome], seed: int, took_s: float) -> str:
+def _fault_rows(outcomes: Iterable[FaultOutcome]) -> str:
+    rows = []
+    for each in outcomes:
+        said = each.lines[-1].replace("|", "/") if FAULTS[each.name].has_to_end and each.lines else "–"
+        ended = "–" if each.status is None else str(each.status)
+        problems = "; ".join(each.problems) or "nothing"
+        rows.append(f"| {each.name} | {ended} | {said} | {each.stock_after_s:.1f} s | {problems} |")
+    return "\n".join(rows)
+
+
+def report(outcomes: dict[str, Outcome], faults: Iterable[FaultOutcome], seed: int, took_s: float) -> str:
     """The figures as a page."""
     rows = [
         f"| {name} | {each.kill_count} | {each.start_kill_count} | {each.server_kill_count} | "
@@ -220,9 +236,9 @@ def report(outcomes: dict[str, Outcome], seed: int, took_s: float) -> str:
     return f"""# What a killed coordinator loses
 
 `make torture-coordinator` kills a coordinator under load by SIGKILL at random times, and starts it again with
-the same database. Every {JOB_EVERY} kills another job of {8 * STAGES} ranks begins, each rank an agent of its
-own that reports {1 / PERIOD_S:g} iterations a second; stragglers come and go, so that plans change. The
-agents keep book, and hold against the coordinator:
+the same database. Every {JOB_EVERY} kills a job of {8 * STAGES} ranks begins, and the last but one ends.
+Each rank is an agent of its own that reports {1 / PERIOD_S:g} iterations a second; stragglers come and go, so
+that plans change. The agents keep book, and hold against the coordinator:
 
 - a batch that was acknowledged and is not stored: what Welcome says, and the iterations and joules in the
   report, are compared with what was sent;
@@ -237,6 +253,16 @@ follows it, the next one too, since under which plans the one before it ran isn'
 {"|---" * len(_COLUMNS)}|
 {chr(10).join(rows)}
 
+## When the database fails
+
+The same load and a real agent with an emulated GPU, on a database on a small disk of its own. The coordinator
+has to end with a clear line, or to show agents by another epoch that state is gone; the agent's plan runs out
+its lease ({LEASE_S:g} s here); and what was acknowledged is there once the fault is mended.
+
+| fault | exit status | last line | GPU unlocked after | what should not be so |
+|---|---|---|---|---|
+{_fault_rows(faults)}
+
 Last run: {today}, {took_s / 60:.0f} minutes, {cores} cores, Python {platform.python_version()}, seed {seed}.
 """
 
@@ -248,11 +274,13 @@ def main(count: int, path: Path | None, seed: int) -> None:
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
         outcomes = {"SQLite": torture_sqlite(Path(folder), count, seed)}
-    text = report(outcomes, seed, time.monotonic() - begun_s)
+        faults = strike_all(Path(folder))
+    text = report(outcomes, faults, seed, time.monotonic() - begun_s)
     print(text)
-    assert not any(each.problems for each in outcomes.values())
     if path is not None:
         path.write_text(text)
+    if any(each.problems for each in outcomes.values()) or any(each.problems for each in faults):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,10 @@ class GroupWriter:
         # By identity, with the clocks themselves, so that they keep it.
         self._digests: dict[int, tuple[Clocks, tuple[str, str, str]]] = {}
 
+    def close(self) -> None:
+        """Let go of the database: a cursor that is left keeps a SQLite file locked."""
+        self._cursor.close()
+
     def write(self, entries: Sequence[Entry], commit_number: int) -> None:
         """Write all entries in the transaction that is open, or raise before anything is written.
 

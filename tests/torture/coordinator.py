@@ -1,6 +1,6 @@
 """`make torture-coordinator`: a coordinator killed many times under load, and what it lost.
 
-python -m tests.torture.coordinator COUNT [REPORT]
+python -m tests.torture.coordinator COUNT [REPORT] [--database URL]
 
 Agents load it from a process of their own (`benchmarks.load`), and keep a book of all that they are told.
 What is killed is the process, by SIGKILL, at random times: while jobs are measured, profiled, planned, while
@@ -13,6 +13,8 @@ import platform
 import random
 import sqlite3
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -196,6 +198,13 @@ def check_sqlite(database: str) -> list[str]:
     return [] if said == ["ok"] else [f"store check: {line}" for line in said]
 
 
+def check_by_command(database: str) -> list[str]:
+    """What the coordinator's own check finds wrong with a database."""
+    command = [sys.executable, "-m", "perseus.cli", "coordinator", "--check-store", "--database", database]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+    return [] if done.returncode == 0 else [f"store check: {done.stdout}{done.stderr}"]
+
+
 def torture_sqlite(folder: Path, kill_count: int, seed: int) -> Outcome:
     """Kill a coordinator with a database in a file."""
     return torture(folder, str(folder / "jobs.db"), kill_count, seed, check_store=check_sqlite)
@@ -267,13 +276,20 @@ Last run: {today}, {took_s / 60:.0f} minutes, {cores} cores, Python {platform.py
 """
 
 
-def main(count: int, path: Path | None, seed: int) -> None:
+def main(count: int, path: Path | None, seed: int, database: str | None) -> None:
     """Kill, and write down what came of it."""
     print(f"seed {seed}", flush=True)
     raise_file_limit()
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
-        outcomes = {"SQLite": torture_sqlite(Path(folder), count, seed)}
+        if database is None:
+            outcomes = {"SQLite": torture_sqlite(Path(folder), count, seed)}
+        else:
+            outcomes = {
+                database.partition(":")[0]: torture(
+                    Path(folder), database, count, seed, check_store=check_by_command
+                )
+            }
         faults = strike_all(Path(folder))
     text = report(outcomes, faults, seed, time.monotonic() - begun_s)
     print(text)
@@ -288,5 +304,6 @@ if __name__ == "__main__":
     arguments.add_argument("count", type=int)
     arguments.add_argument("report", type=Path, nargs="?")
     arguments.add_argument("--seed", type=int, default=random.randrange(2**32))
+    arguments.add_argument("--database", help="an empty one; a file of its own if absent")
     given = arguments.parse_args()
-    main(given.count, given.report, given.seed)
+    main(given.count, given.report, given.seed, given.database)

@@ -13,7 +13,7 @@ times as long as the problem. Alone, it just goes on.
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,6 +49,7 @@ class _Wanted:
     on_retry: OnRetry
     answer: asyncio.Future[Frontier]
     turn_s: float
+    worker: Worker | None = None
     crash_count: int = 0
     failed_start_count: int = 0
     attempt: asyncio.Task[float | None] | None = None
@@ -91,9 +92,13 @@ class JobLane:
         return [worker.process_id for worker in self._workers]
 
     @property
-    def busy_process_ids(self) -> Sequence[int | None]:
-        """Of the workers that solve something."""
-        return [worker.process_id for worker in self._workers if worker not in self._idle]
+    def busy_process_ids(self) -> Mapping[str, int | None]:
+        """Of the workers that have begun with a problem, by job."""
+        return {
+            job_id: wanted.worker.process_id
+            for job_id, wanted in self._wanted.items()
+            if wanted.worker is not None and wanted.worker.is_ready
+        }
 
     async def solve(
         self, job_id: str, problem: Pipeline, slow: SlowPlan | None, on_retry: OnRetry
@@ -144,7 +149,7 @@ class JobLane:
 
     def _attempt(self, job_id: str, wanted: _Wanted, worker: Worker) -> None:
         """Give a problem its turn, and then its caller the answer, or the problem another turn."""
-        began_s = self._clock()
+        began_s, wanted.worker = self._clock(), worker
         # Whatever becomes of the task, even if it is cancelled before it begins, all is in order then.
         wanted.attempt = asyncio.get_running_loop().create_task(self._take_turn(job_id, wanted, worker))
         wanted.attempt.add_done_callback(partial(self._end_attempt, job_id, wanted, worker, began_s))
@@ -159,7 +164,7 @@ class JobLane:
     ) -> None:
         self._queue.end(job_id, self._clock() - began_s)
         self._idle.append(worker)
-        wanted.attempt = None
+        wanted.attempt = wanted.worker = None
         if not attempt.cancelled():
             if (error := attempt.exception()) is not None:
                 if not wanted.answer.done():

@@ -55,11 +55,12 @@ class Worker:
 
     Attributes:
         generation: how many processes there were: what one of them remembers, the next one does not know.
+        is_ready: whether the process of now has started.
     """
 
     def __init__(self) -> None:
         self.generation = 0
-        self._is_ready = False
+        self.is_ready = False
         self._start()
 
     @property
@@ -101,13 +102,13 @@ class Worker:
         """
         if not self._process.is_alive():
             self._replace()
-        if self._is_ready:
+        if self.is_ready:
             return
         try:
             await self._receive()
         except (EOFError, OSError):
             raise await self._died(is_of_its_work=False) from None
-        self._is_ready = True
+        self.is_ready = True
 
     def close(self) -> None:
         """End the process."""
@@ -143,7 +144,7 @@ class Worker:
         self._process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
-        self._is_ready = False
+        self.is_ready = False
         self.generation += 1
 
     def _replace(self) -> None:

@@ -124,8 +124,8 @@ async def test_a_problem_whose_worker_dies_is_solved_again(jobs: JobLane) -> Non
     retries = Retries()
     for _ in range(3):
         task = solving(jobs, "job", make_problem(2, 24), retries)
-        await until(lambda: jobs.busy_process_ids and jobs._workers[0]._is_ready)
-        kill(jobs.busy_process_ids[0])
+        await until(lambda: jobs.busy_process_ids)
+        kill(jobs.busy_process_ids["job"])
         assert (await task).points
     assert [(count, delay_s) for _, count, delay_s in retries] == [(1, 0.0)] * 3
     assert "SIGKILL" in retries[0][0]
@@ -143,10 +143,10 @@ async def test_a_problem_that_ends_every_worker_is_given_up_and_no_other(
     poison = solving(jobs, "poison", large_problem(), retries)
     others = [solving(jobs, f"job-{number}", make_problem()) for number in range(3)]
     while not poison.done():
-        wanted = jobs._wanted.get("poison")
-        if wanted is not None and wanted.attempt is not None and jobs._workers[0]._is_ready:
+        if (process_id := jobs.busy_process_ids.get("poison")) is not None:
+            wanted = jobs._wanted["poison"]
             count = wanted.crash_count
-            kill(jobs.process_ids[0])
+            kill(process_id)
             await until(partial(died_again, wanted, count))
         await asyncio.sleep(0.01)
     with pytest.raises(SolverCrashedError, match="3 of this problem"):
@@ -227,14 +227,14 @@ async def test_nothing_is_left_of_what_is_cancelled_at_any_moment(jobs: JobLane)
     waiting = solving(jobs, "waiting", make_problem())
     unborn = solving(jobs, "unborn", make_problem())
     unborn.cancel()
-    await until(lambda: jobs.busy_process_ids and jobs._workers[0]._is_ready)
+    await until(lambda: jobs.busy_process_ids)
     before = jobs.process_ids[0]
     for task in (waiting, running):
         task.cancel()
     await asyncio.gather(running, waiting, unborn, return_exceptions=True)
     assert jobs._wanted == {}
     assert len(jobs._queue) == 0
-    assert jobs.busy_process_ids == []
+    assert jobs.busy_process_ids == {}
     assert jobs.process_ids[0] != before
     # Just taken, and not begun.
     taken = solving(jobs, "taken", make_problem())
@@ -252,7 +252,7 @@ async def test_who_leaves_takes_the_worker_along(requests: RequestLane) -> None:
     gone = asyncio.create_task(requests.solve(large_problem(), 1000))
     waiting = asyncio.create_task(requests.solve(make_problem(), 3))
     leaving = asyncio.create_task(requests.solve(make_problem(), 3))
-    await until(lambda: not requests._idle and requests._slots[0].worker._is_ready)
+    await until(lambda: not requests._idle and requests._slots[0].worker.is_ready)
     await asyncio.sleep(0.1)
     before = requests.process_ids[0]
     leaving.cancel()
@@ -275,7 +275,7 @@ async def test_what_takes_too_long_is_ended() -> None:
 
 async def test_a_dead_worker_fails_its_caller_and_not_the_next(requests: RequestLane) -> None:
     doomed = asyncio.create_task(requests.solve(large_problem(), 1000))
-    await until(lambda: not requests._idle and requests._slots[0].worker._is_ready)
+    await until(lambda: not requests._idle and requests._slots[0].worker.is_ready)
     await asyncio.sleep(0.1)
     kill(requests.process_ids[0])
     with pytest.raises(SolverCrashedError, match="SIGKILL"):

@@ -57,11 +57,11 @@ class _Group:
     def take_iterations(self, run: _RunKey, record: IterationRows) -> None:
         rank, columns = record.rank, record.rows
         values = zip(
-            columns.iteration.tolist(),
-            columns.plan_version.tolist(),
-            figures("iterations.duration_s", columns.duration_s.tolist()),
-            figures("iterations.energy_j", columns.energy_j.tolist()),
-            columns.is_regular.tolist(),
+            columns.iteration,
+            columns.plan_version,
+            figures("iterations.duration_s", columns.duration_s),
+            figures("iterations.energy_j", columns.energy_j),
+            columns.is_regular,
             strict=True,
         )
         job_id, run_number = run

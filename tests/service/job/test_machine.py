@@ -35,6 +35,7 @@ from perseus.service.domain.inputs import (
     Tick,
 )
 from perseus.service.domain.model import (
+    LOST_VERSIONS,
     STOCK,
     EventType,
     HoldClocks,
@@ -47,7 +48,6 @@ from perseus.service.domain.model import (
     Straggler,
 )
 from perseus.service.domain.specification import Coordinates, OperatingPolicy
-from perseus.service.job.machine import LOST_VERSIONS
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.solver import Computation, Kind

@@ -1,19 +1,18 @@
 """What the machines want stored, and what follows once it is: gathered, written together, then carried out.
 
 One task does this for all jobs. Nothing leaves for an agent, a watcher or a caller before the records that it
-follows from are safe. Where a run wants something stored that can't be, that concerns this run alone: what it
-wanted is refused, and the others' is stored without it.
+follows from are safe. Where a run wants something stored that can't be, that concerns this run alone: its
+callers are told, it is put aside, and the others' is stored without it.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Generator, Hashable, Sequence
+from typing import Any, Protocol
 
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.events import JobEvent
-from perseus.service.domain.records import record_key
+from perseus.service.domain.records import IterationRows, record_key
 from perseus.service.storage.store import (
     Entry,
     JobEntry,
@@ -30,21 +29,47 @@ TURN_S = 0.005
 """How long actions keep the event loop at a time."""
 
 
-@dataclass(slots=True)
-class _Work:
-    """Entries to be stored, and what follows once they are; at last, `done`."""
+class Work:
+    """Entries to be stored, and what follows once they are. Who awaits it goes on after both.
 
-    entries: list[Entry]
-    then: Sequence[Callable[[], None]]
-    done: asyncio.Future[None]
+    No future unless somebody waits: of a thousand batches a second nobody does.
+    """
+
+    __slots__ = ("_done", "_error", "_is_done", "entries", "then")
+
+    def __init__(self, entries: list[Entry], then: Sequence[Callable[[], None]]) -> None:
+        self.entries = entries
+        self.then = then
+        self._is_done = False
+        self._error: CoordinatorError | None = None
+        self._done: asyncio.Future[None] | None = None
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if not self._is_done:
+            if self._done is None:
+                self._done = asyncio.get_running_loop().create_future()
+            yield from asyncio.shield(self._done)
+        if self._error is not None:
+            raise self._error
 
     def is_of(self, job_id: str, run_number: int) -> bool:
-        """Whether it is of a run."""
+        """Whether something of a run is to be stored."""
         return any(
             isinstance(entry, JobEntry | JobEvent | NewRun)
             and (_job_id(entry), entry.run_number) == (job_id, run_number)
             for entry in self.entries
         )
+
+    def spoil(self, error: CoordinatorError | None) -> None:
+        """Nothing of it is stored; whoever waits is told the error, if there is one."""
+        self.entries = []
+        self._error = self._error or error
+
+    def finish(self) -> None:
+        """It is stored and carried out."""
+        self._is_done = True
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
 
 
 class RunKeeper(Protocol):
@@ -53,7 +78,7 @@ class RunKeeper(Protocol):
     def put_aside(self, job_id: str, run_number: int, error: Exception) -> CoordinatorError | None:
         """Put a run aside that wants what can't be stored; return what its callers are told.
 
-        None if it was aside before: then what it wants is done without being stored.
+        None if it is aside: then what it wants is done without being stored.
         """
 
 
@@ -67,7 +92,7 @@ class Writer:
     def __init__(self, store: JobStore) -> None:
         self.keeper: RunKeeper | None = None
         self._store = store
-        self._work: list[_Work] = []
+        self._work: list[Work] = []
         self._has_work = asyncio.Event()
         # Since when the oldest work waits that is not stored and carried out, if there is any.
         self._waiting_since_s: float | None = None
@@ -84,55 +109,43 @@ class Writer:
             self._has_work.clear()
             work, self._work = self._work, []
             taken_s = time.monotonic()
-            work = await self._write(work)
+            while entries := [entry for item in work for entry in item.entries]:
+                try:
+                    await self._store.write(_latest(entries))
+                    break
+                except UnstorableEntryError as error:
+                    self._spoil(work, error)
             turn_ends_s = time.monotonic() + TURN_S
             for item in work:
                 for action in item.then:
                     action()
-                if not item.done.done():
-                    item.done.set_result(None)
+                item.finish()
                 if time.monotonic() >= turn_ends_s:
                     await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
                     turn_ends_s = time.monotonic() + TURN_S
             self._waiting_since_s = taken_s if self._work else None
 
-    async def _write(self, work: list[_Work]) -> list[_Work]:
-        """Store what is to be stored; return that of which something may follow."""
-        while entries := [entry for item in work for entry in item.entries]:
-            try:
-                await self._store.write(_latest(entries))
-            except UnstorableEntryError as error:
-                work = self._without(work, error)
-            else:
-                break
-        return work
-
-    def _without(self, work: list[_Work], error: UnstorableEntryError) -> list[_Work]:
+    def _spoil(self, work: Sequence[Work], error: UnstorableEntryError) -> None:
+        """Take out of the work what is of the run that an error is about."""
         spoiled = [item for item in work if item.is_of(error.job_id, error.run_number)]
         if self.keeper is None or not spoiled:
             raise error
         told = self.keeper.put_aside(error.job_id, error.run_number, error)
         for item in spoiled:
-            item.entries = []
-            if told is not None:
-                item.then = ()
-                if not item.done.done():
-                    item.done.set_exception(told)
-                    item.done.exception()  # whoever waits is told; mostly nobody does
-        return work
+            item.spoil(told)
 
     def late_s(self) -> float:
         """For how long the oldest work has waited that is not stored and carried out, seconds."""
         return 0.0 if self._waiting_since_s is None else time.monotonic() - self._waiting_since_s
 
-    def later(self, entries: list[Entry], then: Sequence[Callable[[], None]] = ()) -> asyncio.Future[None]:
-        """Want entries stored, and actions carried out after them. The future is done after both."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def later(self, entries: list[Entry], then: Sequence[Callable[[], None]] = ()) -> Work:
+        """Want entries stored, and actions carried out after them; await the work to wait for both."""
         if self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()
-        self._work.append(_Work(entries, then, done))
+        work = Work(entries, then)
+        self._work.append(work)
         self._has_work.set()
-        return done
+        return work
 
     async def flush(self) -> None:
         """Wait until everything that was wanted so far is stored and carried out."""
@@ -145,13 +158,22 @@ def _job_id(entry: JobEntry | JobEvent | NewRun) -> str:
 
 def _latest(entries: Sequence[Entry]) -> list[Entry]:
     """Drop records that a later one replaces, so that a burst is written once."""
-    last: dict[Hashable, Entry] = {}
-    for entry in entries:
-        key: Hashable = id(entry)
+    seen: set[Hashable] = set()
+    last: list[Entry] = []
+    for entry in reversed(entries):
+        key: Hashable
         if isinstance(entry, JobEntry):
+            if isinstance(entry.record, IterationRows):  # most are, and none replaces another
+                last.append(entry)
+                continue
             key = (entry.job_id, entry.run_number, record_key(entry.record))
         elif isinstance(entry, TelemetrySequence):
             key = entry.instance_id
-        last.pop(key, None)
-        last[key] = entry
-    return list(last.values())
+        else:
+            last.append(entry)
+            continue
+        if key not in seen:
+            seen.add(key)
+            last.append(entry)
+    last.reverse()
+    return last

@@ -90,7 +90,7 @@ def database_name(database: Path | str) -> str:
         return str(database)
     try:
         return make_url(str(database)).render_as_string(hide_password=True)
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         return "(not a URL)"
 
 
@@ -107,8 +107,15 @@ def connect(database: Path | str, *, is_read_only: bool = False) -> Opened:
     name = database_name(database)
     try:
         if not is_url(database):
+            if os.path.exists(database) and not os.access(database, os.W_OK):
+                cause = "it can't be written: the file or its file system is read-only"
+                raise DatabaseUnavailableError(database=name, cause=cause)
             return _connect_sqlite(Path(database), is_read_only)
-        url = make_url(str(database))
+        try:
+            url = make_url(str(database))
+        except (ArgumentError, ValueError):  # its text may quote a password
+            cause = "expected postgresql://USER@HOST/NAME"
+            raise DatabaseUnavailableError(database=name, cause=cause) from None
         if url.drivername not in _POSTGRESQL:
             cause = f"expected a path or postgresql://…, found {url.drivername}://…"
             raise DatabaseUnavailableError(database=name, cause=cause)

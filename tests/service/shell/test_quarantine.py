@@ -25,6 +25,7 @@ from perseus.service.domain.commands import Command, SlowPlan, Store
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import Input, OfferAnswered, PlanInForce, TelemetryArrived
 from perseus.service.domain.model import FaultyPart, JobState, Offer
+from perseus.service.domain.records import JobRecord
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import Coordinates, JobSpec, Registration
 from perseus.service.job.machine import JobMachine
@@ -75,8 +76,9 @@ def break_record(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(self: JobMachine, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
         commands = handle(self, event, now_s, wall_time_s)
         if self.spec.job_id == "job" and isinstance(event, TelemetryArrived):
-            assert self._stored_record is not None
-            return [Store(replace(self._stored_record, lag_s=math.nan)), *commands]
+            assert self._stored_figures is not None
+            record = JobRecord(*self._stored_figures)  # type: ignore[arg-type]
+            return [*commands, Store(replace(record, lag_s=math.nan))]
         return commands
 
     monkeypatch.setattr(JobMachine, "handle", failing)
@@ -349,9 +351,9 @@ class World:
 
     async def send(self, event: TelemetryArrived) -> None:
         try:
-            await self.agents.take_telemetry(self.spec.job_id, event)
+            self.agents.take_telemetry(self.spec.job_id, event)
         except CoordinatorError:
-            await self.agents.pass_telemetry(self.spec.job_id, event.batch.sequence)
+            self.agents.pass_telemetry(self.spec.job_id, event.batch.sequence)
 
     async def seen(self) -> list[object]:
         """All that agents and watchers have seen of the job; times on the wall clock aside."""

@@ -1,5 +1,6 @@
-"""Databases that fail under a running store: it says what happened, in one line, and promises nothing more."""
+"""Databases that fail under a running store: it says so, in one line, and promises nothing more."""
 
+import asyncio
 import os
 import resource
 import shutil
@@ -37,29 +38,33 @@ def small_disk() -> Iterator[Path]:
         folder.rmdir()
 
 
+async def write_on(store: SqlStore, first: int, written: list[int]) -> None:
+    """Write event after event, and note which were acknowledged."""
+    for number in range(first, first + 1000):
+        await store.write([event(number, 20_000)])
+        written.append(number)
+
+
 def event(number: int, length: int) -> JobEvent:
     return JobEvent("job", 1, 1.0, Happening(number, EventType.SOLVE_FAILED, "x" * length, None))
 
 
-async def test_a_full_disk_ends_the_store_and_what_was_acknowledged_stays(small_disk: Path) -> None:
+async def test_a_full_disk_ends_the_store_and_what_was_acknowledged_stays(
+    small_disk: Path, tmp_path: Path
+) -> None:
     path = small_disk / "jobs.db"
     store = await SqlStore.open(path)
     await store.write([NewRun(make_spec(), 1, 1.0)])
-    stored = 0
+    counts: list[int] = []
     with pytest.raises(StoreFailedError, match=r"jobs\.db failed: the disk is full") as caught:
-        while stored < 1000:
-            await store.write([event(stored + 1, 20_000)])
-            stored += 1
+        await write_on(store, 1, counts)
     assert "\n" not in str(caught.value)
-    assert stored > 3
+    assert len(counts) > 3
     await store.close()
-    roomy = Path(tempfile.mkdtemp(prefix="perseus-roomy-"))
-    for file in small_disk.iterdir():
-        shutil.copy(file, roomy)
-    store = await SqlStore.open(roomy / "jobs.db")
-    assert len(await store.events("job", 1, 0, 1000)) == stored
+    shutil.copytree(small_disk, tmp_path / "roomy")
+    store = await SqlStore.open(tmp_path / "roomy" / "jobs.db")
+    assert len(await store.events("job", 1, 0, 1000)) == len(counts)
     await store.close()
-    shutil.rmtree(roomy)
 
 
 async def test_a_file_that_may_not_grow_ends_the_store(tmp_path: Path) -> None:
@@ -70,8 +75,7 @@ async def test_a_file_that_may_not_grow_ends_the_store(tmp_path: Path) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
         with pytest.raises(StoreFailedError, match=r"jobs\.db failed: "):
-            for number in range(1000):
-                await store.write([event(number, 20_000)])
+            await write_on(store, 1, [])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
@@ -100,12 +104,23 @@ async def test_files_that_are_removed_or_replaced_are_noticed_before_anything_mo
     await store.close()
 
 
-async def test_a_file_on_a_read_only_file_system_is_refused(small_disk: Path) -> None:
+def test_a_file_on_a_read_only_file_system_is_refused(small_disk: Path) -> None:
     path = small_disk / "jobs.db"
-    await (await SqlStore.open(path)).close()
+
+    async def use() -> None:
+        await (await SqlStore.open(path)).close()
+
+    asyncio.run(use())
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(DatabaseUnavailableError, match=r"jobs\.db: .*(read-?only|can't be opened)"):
-        await SqlStore.open(path)
+        asyncio.run(use())
+
+
+def corrupt(path: Path) -> None:
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(size // 4)
+        file.write(os.urandom(size // 2))
 
 
 async def test_a_corrupt_file_ends_the_store(tmp_path: Path) -> None:
@@ -113,17 +128,18 @@ async def test_a_corrupt_file_ends_the_store(tmp_path: Path) -> None:
     store = await SqlStore.open(path)
     await store.write([NewRun(make_spec(), 1, 1.0), *(event(number, 3000) for number in range(1, 200))])
     await store.close()
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(size // 4)
-        file.write(os.urandom(size // 2))
-    with pytest.raises((StoreFailedError, DatabaseUnavailableError), match="corrupt") as caught:
+    corrupt(path)
+
+    async def use() -> None:
         store = await SqlStore.open(path)
         try:
             await store.events("job", 1, 0, 1000)
             await store.write([event(number, 3000) for number in range(200, 400)])
         finally:
             await store.close()
+
+    with pytest.raises((StoreFailedError, DatabaseUnavailableError), match="corrupt") as caught:
+        await use()
     assert "\n" not in str(caught.value)
 
 
@@ -134,12 +150,12 @@ async def test_a_log_without_its_end_opens_without_what_was_in_it_and_the_check_
     store = await SqlStore.open(path)
     await store.write([TelemetrySequence("agent", 1)])
     early = store.check_word
-    log = Path(f"{path}-wal")
-    size = log.stat().st_size
+    size = os.path.getsize(f"{path}-wal")  # noqa: ASYNC240
     await store.write([TelemetrySequence("agent", 2)])
     late = store.check_word
     shutil.copy(path, copy)
-    Path(f"{copy}-wal").write_bytes(log.read_bytes()[: size + 100])  # in the midst of a page
+    shutil.copy(f"{path}-wal", f"{copy}-wal")
+    os.truncate(f"{copy}-wal", size + 100)  # in the midst of a page
     assert not store.has_lost(late)
     await store.close()
 
@@ -181,7 +197,7 @@ async def test_a_session_that_the_server_ends_never_writes_again(postgresql_serv
             "WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
     other = await SqlStore.open(url)  # the lock went with the session
-    with pytest.raises(StoreFailedError, match="ended the connection"):
+    with pytest.raises(StoreFailedError, match="connection"):
         await store.write([TelemetrySequence("agent", 9)])
     assert await other.telemetry_sequence("agent") == 7
     await store.close()
@@ -229,6 +245,5 @@ async def test_a_failing_disk_is_no_reason_to_lose_the_cause(tmp_path: Path) -> 
     assert isinstance(connection, sqlite3.Connection)
     await store._run(lambda: connection.execute("PRAGMA max_page_count = 40"))
     with pytest.raises(StoreFailedError, match="the disk is full"):
-        for number in range(100):
-            await store.write([event(number, 20_000)])
+        await write_on(store, 1, [])
     await store.close()

@@ -13,7 +13,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -97,11 +97,13 @@ class LiveRun:
     Attributes:
         machine: its state machine, or what stands in for one that failed.
         record, ranks, last_sequence: what the machine gave out last; all that counts of it should it fail.
+        stored_record: the last record that is stored.
         watchers: who watches it.
     """
 
     machine: Machine
     record: JobRecord | None = None
+    stored_record: JobRecord | None = None
     ranks: dict[Coordinates, Rank] = field(default_factory=dict)
     last_sequence: int = 0
     watchers: set[Watcher] = field(default_factory=set)
@@ -185,7 +187,11 @@ class LiveRuns:
         except Exception as error:
             machine, commands = self._stand_in(stored, FaultyPart.STORED_STATE, error)
         self._runs[stored.spec.job_id] = run = LiveRun(
-            machine, stored.record, {rank.coordinates: rank for rank in stored.ranks}, stored.last_sequence
+            machine,
+            stored.record,
+            stored.record,
+            {rank.coordinates: rank for rank in stored.ranks},
+            stored.last_sequence,
         )
         self._perform(run, commands)
 
@@ -328,12 +334,16 @@ class LiveRuns:
         if isinstance(machine, QuarantinedRun):
             self._note_fault(run.job_id, run.number, part, error)
             return
+        record = run.record
+        if part is FaultyPart.STORING and record is not None and run.stored_record is not None:
+            # What it gave out last may be what can't be stored. Of that, versions are used up all the same.
+            record = replace(run.stored_record, version=record.version)
         known = StoredJob(
             spec=machine.spec,
             run_number=machine.run_number,
             create_time_s=machine.create_time_s,
             registrations=machine.registrations,
-            record=run.record,
+            record=record,
             ranks=tuple(run.ranks.values()),
             offers=(),
             profiles=(),
@@ -418,6 +428,7 @@ class LiveRuns:
                             run.ranks[record.coordinates] = record
                         elif isinstance(record, JobRecord):
                             run.record = record
+                            then.append(partial(setattr, run, "stored_record", record))
                 case Announce(happening):
                     event = JobEvent(job_id, number, time.time(), happening)
                     run.last_sequence = happening.sequence

@@ -126,8 +126,9 @@ class Writer:
             self._waiting_since_s = taken_s if self._work else None
 
     def _spoil(self, work: Sequence[Work], error: UnstorableEntryError) -> None:
-        """Take out of the work what is of the run that an error is about."""
-        spoiled = [item for item in work if item.is_of(error.job_id, error.run_number)]
+        """Take out what the run wants that an error is about; what it wants once it is aside comes later."""
+        wanted = [*work, *self._work]
+        spoiled = [item for item in wanted if item.is_of(error.job_id, error.run_number)]
         if self.keeper is None or not spoiled:
             raise error
         told = self.keeper.put_aside(error.job_id, error.run_number, error)

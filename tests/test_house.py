@@ -49,7 +49,11 @@ def pure(*knows: str, needs: Iterable[str] = ()) -> Room:
 HOUSE: Mapping[str, Room] = {
     "perseus": pure(),
     "v1": room(needs=["google", "grpc"]),
-    "logs": room(needs=["structlog"]),
+    "printable": pure(),
+    "logs": room("printable", needs=["structlog"]),
+    # Both ends of the wire.
+    "tls": room(needs=["grpc", "structlog"]),
+    "certificates": room(needs=["cryptography"]),
     "configuration": room(needs=["pydantic", "pydantic_core", "pydantic_settings"]),
     "pictures": room("solver", needs=["matplotlib"]),
     # Mathematics.
@@ -119,13 +123,15 @@ HOUSE: Mapping[str, Room] = {
         "v1",
         needs=["google", "grpc", "grpc_reflection", "grpc_status", "numpy", "structlog"],
     ),
-    "service.settings": room("logs", needs=["pydantic", "pydantic_settings"]),
+    "service.settings": room("logs", "tls", needs=["pydantic", "pydantic_settings"]),
+    "service.listening": room("service.domain", "service.settings", "tls", needs=["grpc", "structlog"]),
     "service.server": room(
         "service.api",
         "service.domain",
         "service.job.planning",
         "service.job.profiling",
         "service.job.rules",
+        "service.listening",
         "service.settings",
         "service.shell",
         "service.storage",
@@ -152,7 +158,7 @@ HOUSE: Mapping[str, Room] = {
     "agent.rank": pure("agent.clocks", "agent.energy", "agent.gpu.interface", "agent.link"),
     "agent.restore": room("agent.gpu", "agent.gpu.interface", needs=["structlog"]),
     "agent.stream": room(
-        "agent.link", "agent.rank", "v1", needs=["google", "grpc", "grpc_status", "structlog"]
+        "agent.link", "agent.rank", "tls", "v1", needs=["google", "grpc", "grpc_status", "structlog"]
     ),
     "agent.sidecar": room(
         "agent.clocks",
@@ -164,6 +170,7 @@ HOUSE: Mapping[str, Room] = {
         "agent.restore",
         "agent.stream",
         "logs",
+        "tls",
         needs=["pydantic", "pydantic_settings", "pynvml", "structlog"],
     ),
     # What needs no cluster to be seen: emulated GPUs in real processes, real agents, a real coordinator.
@@ -173,10 +180,13 @@ HOUSE: Mapping[str, Room] = {
         "agent.gpu.physics",
         "agent.link",
         "agent.probe",
+        "certificates",
         "demo.nvml_stub",
         "perseus",
         "pictures",
+        "printable",
         "solver",
+        "tls",
         "v1",
         needs=["deepspeed", "google", "grpc", "megatron", "rich", "torch"],
     ),
@@ -187,19 +197,22 @@ HOUSE: Mapping[str, Room] = {
         "agent.gpu.interface",
         "agent.restore",
         "agent.sidecar",
+        "certificates",
         "configuration",
         "demo",
         "demo.nvml_stub",
         "logs",
         "perseus",
         "pictures",
+        "printable",
         "service.api",
         "service.domain",
         "service.server",
         "service.settings",
         "solver",
+        "tls",
         "v1",
-        needs=["google", "grpc", "pynvml", "rich", "typer"],
+        needs=["google", "grpc", "grpc_health", "pynvml", "rich", "typer"],
     ),
 }
 

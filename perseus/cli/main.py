@@ -2,12 +2,13 @@
 solver, and `perseus --help` should not wait for numpy.
 """
 
+import os
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
-from perseus.cli import agent, coordinator, demo, jobs, solve
+from perseus.cli import agent, certificates, coordinator, demo, health, jobs, solve
 from perseus.cli.terminal import FAILURE, console, fail
 
 # Module that a command may miss → the extra that brings it.
@@ -16,6 +17,7 @@ _EXTRAS = {
     "grpc_health": "coordinator",
     "grpc_reflection": "coordinator",
     "matplotlib": "plot",
+    "cryptography": "certificates",
 }
 
 app = typer.Typer(
@@ -29,7 +31,9 @@ app.command("plan")(solve.plan)
 app.command("coordinator")(coordinator.coordinator)
 app.command("agent")(agent.agent)
 app.command("demo")(demo.demo)
+app.command("health")(health.health)
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(certificates.app, name="certificates")
 
 
 def _show_version(wanted: bool) -> None:
@@ -50,6 +54,8 @@ def _options(
 
 def main() -> None:
     """Run the command line; no traceback for a missing extra or an interrupt."""
+    # gRPC's core writes a line of its own to standard error for every handshake that fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         app()
     except ModuleNotFoundError as error:

@@ -14,11 +14,11 @@ from perseus.service.api.agent_service import AgentService
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
 from perseus.service.api.reflection import enable_reflection
-from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.job.planning.guard import GuardRules
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
+from perseus.service.listening import Port
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.solving import SolverPool
@@ -63,7 +63,7 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
     `on_listening` is called with the bound address, which is also logged as event "listening".
 
     Raises:
-        AddressUnavailableError, DatabaseUnavailableError: the coordinator can't start.
+        StartupError: the coordinator can't start.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -128,20 +128,17 @@ async def running(
 @contextlib.asynccontextmanager
 async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) -> AsyncIterator[str]:
     server = grpc.aio.server(options=_OPTIONS)
+    port = Port(settings)
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(coordinator.agents), server)
     job_service_pb2_grpc.add_JobServiceServicer_to_server(JobService(coordinator.jobs), server)
     frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(FrontierService(coordinator.jobs), server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     enable_reflection((*_SERVICES, health.SERVICE_NAME), server)
-    try:
-        port = server.add_insecure_port(settings.listen)
-    except RuntimeError as error:
-        raise AddressUnavailableError(address=settings.listen, cause=error) from None
+    address = port.bind(server)
     await server.start()
     for service in ("", *_SERVICES):
         await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
-    address = f"{settings.listen.rpartition(':')[0]}:{port}"
     log.info("listening", address=address)
     try:
         yield address
@@ -149,6 +146,7 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
         await health_servicer.enter_graceful_shutdown()
         coordinator.drain()
         await server.stop(settings.shutdown_grace_s)
+        await port.close()
         log.info("stopped")
 
 

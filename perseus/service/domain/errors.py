@@ -32,6 +32,7 @@
     └── InternalError               a fault of the coordinator's own
     StartupError                    the coordinator can not start; never seen over gRPC
     ├── AddressUnavailableError
+    ├── CertificatesUnusableError
     └── DatabaseUnavailableError
 
 Each error's text is its class's template filled with `metadata`: the changing values by name, cut where they
@@ -282,6 +283,12 @@ class AddressUnavailableError(StartupError):
     """Nothing can be bound at the address."""
 
     template = "can not listen on {address}: is another coordinator running there? ({cause})"
+
+
+class CertificatesUnusableError(StartupError):
+    """A certificate, its key or a CA can't be used; the cause names the file."""
+
+    template = "{cause}"
 
 
 class DatabaseUnavailableError(StartupError):

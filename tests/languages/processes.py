@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-import grpc
-
+from perseus.demo.security import Security
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
@@ -27,6 +26,7 @@ class CoordinatorProcess:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
         self._folder = folder
+        self.security = Security(folder / "security")
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "CoordinatorProcess":
@@ -52,6 +52,7 @@ class CoordinatorProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, **self.security.of_coordinator()},
             )
         wait_until(lambda: "listening" in self._logged(), "a coordinator that listens")
 
@@ -64,7 +65,7 @@ class CoordinatorProcess:
     @contextmanager
     def jobs(self) -> Iterator[JobServiceStub]:
         """What it says of jobs."""
-        with grpc.insecure_channel(self.address) as channel:
+        with self.security.channels(self.address).open_blocking() as channel:
             yield JobServiceStub(channel)
 
     def _logged(self) -> set[str]:

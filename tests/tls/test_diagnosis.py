@@ -1,4 +1,4 @@
-"""What is said when nobody gets through: each usual mistake, by a real handshake with a coordinator's port."""
+"""What is said when nobody gets through: each usual mistake, by a real handshake with a real port."""
 
 import asyncio
 import re

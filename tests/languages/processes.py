@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from perseus.demo.security import Security
+from perseus.tls.channels import Channels
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
@@ -62,10 +63,15 @@ class CoordinatorProcess:
         self._process.kill()
         self._process.wait(PATIENCE_S)
 
+    @property
+    def channels(self) -> Channels:
+        """The way there."""
+        return self.security.channels(self.address)
+
     @contextmanager
     def jobs(self) -> Iterator[JobServiceStub]:
         """What it says of jobs."""
-        with self.security.channels(self.address).open_blocking() as channel:
+        with self.channels.open_blocking() as channel:
             yield JobServiceStub(channel)
 
     def _logged(self) -> set[str]:

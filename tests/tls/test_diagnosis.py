@@ -155,6 +155,12 @@ async def test_plaintext_to_plaintext_is_none_of_tls(tmp_path: Path) -> None:
         assert await asyncio.to_thread(diagnose, address, None) is None
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_documentation_has_the_line(name: str) -> None:
+    lines = re.findall(r"`([^`]+)`", SECURITY.read_text())
+    assert any(re.fullmatch(CASES[name].expected, line) for line in lines)
+
+
 async def call(address: str, files: TlsFiles | None) -> None:
     async with Channels(address, files).open() as channel:
         await channel.unary_unary(NOTHING, bytes, bytes)(b"", timeout=5)

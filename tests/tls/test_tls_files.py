@@ -1,5 +1,6 @@
 """Certificate files: what is refused before it is used, and what happens when they are renewed."""
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -95,11 +96,23 @@ MISTAKES: dict[str, tuple[Callable[[Path], TlsFiles], str]] = {
 }
 
 
+SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
+DOCUMENTED = sorted(
+    set(MISTAKES) - {"absent", "no CA", "key in the certificate's place", "damaged key"}  # told alike
+)
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_with_its_file(name: str, tmp_path: Path) -> None:
     make, expected = MISTAKES[name]
     with pytest.raises(TlsError, match=expected):
         check(make(tmp_path), Role.SERVER, NOW_S)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_documentation_has_the_line(name: str) -> None:
+    lines = re.findall(r"`([^`]+)`", SECURITY.read_text())
+    assert any(re.match(MISTAKES[name][1].replace(".*", ""), line) for line in lines)
 
 
 def test_an_unreadable_key_is_named(tmp_path: Path) -> None:

@@ -158,7 +158,12 @@ HOUSE: Mapping[str, Room] = {
     "agent.rank": pure("agent.clocks", "agent.energy", "agent.gpu.interface", "agent.link"),
     "agent.restore": room("agent.gpu", "agent.gpu.interface", needs=["structlog"]),
     "agent.stream": room(
-        "agent.link", "agent.rank", "tls", "v1", needs=["google", "grpc", "grpc_status", "structlog"]
+        "agent.link",
+        "agent.rank",
+        "printable",
+        "tls",
+        "v1",
+        needs=["google", "grpc", "grpc_status", "structlog"],
     ),
     "agent.sidecar": room(
         "agent.clocks",

@@ -20,7 +20,7 @@ NVML ?=
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-frameworks test-languages torture check bench protos contract clean
+.PHONY: demo test test-frameworks test-languages torture torture-coordinator check bench protos contract clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -42,6 +42,11 @@ test-languages: $(STAMP)
 KILLS ?= 50
 torture: $(STAMP)
 	$(BIN)/python -m tests.nvml.torture $(KILLS) docs/torture.md
+
+# A coordinator killed many times under load; leaves its figures in docs/torture-coordinator.md.
+COORDINATOR_KILLS ?= 100
+torture-coordinator: $(STAMP)
+	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) docs/torture-coordinator.md
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

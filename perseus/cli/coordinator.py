@@ -37,6 +37,7 @@ def coordinator(
     guard_iterations: Annotated[int | None, _flag("guard_iterations")] = None,
     solver_processes: Annotated[int | None, _flag("solver_processes")] = None,
     shutdown_grace_s: Annotated[float | None, _flag("shutdown_grace_s")] = None,
+    late_limit_s: Annotated[float | None, _flag("late_limit_s")] = None,
     log_level: Annotated[str | None, _flag("log_level")] = None,
     log_format: Annotated[str | None, _flag("log_format")] = None,
 ) -> None:
@@ -64,6 +65,7 @@ def coordinator(
         "guard_iterations": guard_iterations,
         "solver_processes": solver_processes,
         "shutdown_grace_s": shutdown_grace_s,
+        "late_limit_s": late_limit_s,
         "log_level": log_level,
         "log_format": log_format,
     }

@@ -65,9 +65,24 @@ class CoordinatorSettings(BaseSettings):
     guard_iterations: int = Field(
         default=5, ge=1, le=1000, description="Iterations that the guard takes the median of."
     )
-    solver_processes: int = Field(default=1, ge=1, le=64, description="Problems solved at a time.")
+    solver_processes: int = Field(default=1, ge=1, le=64, description="Jobs' problems solved at a time.")
+    solver_limit_s: float = Field(
+        default=3600.0, gt=0, description="Seconds after which a job's problem counts as not to be solved."
+    )
+    request_processes: int = Field(
+        default=1, ge=1, le=64, description="Solves and plans asked for by clients that are made at a time."
+    )
+    request_limit_s: float = Field(
+        default=120.0, gt=0, description="Seconds that a client's solve or plan may take."
+    )
     shutdown_grace_s: float = Field(
         default=5.0, ge=0, le=600, description="Time for open calls when stopping, seconds."
+    )
+    late_limit_s: float = Field(
+        default=10.0,
+        ge=0.1,
+        le=3600,
+        description="Health says NOT_SERVING while storing, or the event loop, is late by more, seconds.",
     )
     log_level: LogLevel = Field(default="info", description="Least severe log lines that are shown.")
     log_format: LogFormat = Field(default="console", description="How log lines look: console or json.")

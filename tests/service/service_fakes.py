@@ -61,7 +61,7 @@ from perseus.service.domain.telemetry import (
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
-from perseus.service.shell.solving import solve_explaining
+from perseus.service.solving.work import solve_explaining
 from perseus.solver import Computation, Kind, Schedule, SolverError
 
 EPOCH = "epoch-of-the-tests"

@@ -55,13 +55,16 @@ from perseus.service.domain.model import Offer
 from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents
 from perseus.solver import Computation
-from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc
+from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 
 log = structlog.get_logger(__name__)
 
 PROTOCOL_VERSION = 1
 """Of the contract; `Hello` in it says when it rises."""
+
+_UNSTORED_LIMIT = 64
+"""Messages of one stream that may wait to be stored."""
 
 _KINDS_LIMIT = 64
 """Kinds of misunderstanding that are logged, of one stream; each once."""
@@ -85,6 +88,12 @@ class OutboxPort:
             job_id=job_id, rank=coordinates_to_proto(rank), order=order_to_proto(order)
         )
         self._outbox.answer(ConnectResponse(rank_accepted=accepted))
+
+    def refuse_rank(self, job_id: str, rank: Coordinates, error: CoordinatorError) -> None:
+        """See `shell.ports.AgentPort`."""
+        self._outbox.drop((job_id, rank))
+        refused = rank_refused(job_id, coordinates_to_proto(rank), error)
+        self._outbox.answer(ConnectResponse(rank_refused=refused))
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
         """See `shell.ports.AgentPort`."""
@@ -120,8 +129,11 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         stream = _Stream(self._agents, context)
         reader = asyncio.create_task(stream.read(request_iterator))
         writer = asyncio.create_task(stream.write())
+        # The writer may be waiting for an agent that reads nothing, and not see that the stream is to end.
+        ended = asyncio.create_task(stream.ended())
+        tasks = (reader, writer, ended)
         try:
-            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         except MAPPED as error:
@@ -134,9 +146,9 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
                 failure = unexpected(error, "Connect", instance_id=stream.instance_id)
                 await context.abort_with_status(to_status(failure))
         finally:
-            for task in (reader, writer):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             stream.part()
 
 
@@ -161,9 +173,24 @@ class _Stream:
             for message in messages:
                 await self._context.write(message)
 
+    async def ended(self) -> None:
+        """Wait until the stream is to end before its time.
+
+        Raises:
+            CoordinatorError: why.
+        """
+        raise await self._outbox.ended
+
     async def read(self, requests: AsyncIterator[ConnectRequest]) -> None:
-        """Take what the agent says, until it ends the stream or says goodbye."""
+        """Take what the agent says, until it ends the stream or says goodbye.
+
+        Every so many messages it waits until all of them are stored: no agent fills the writer's queue.
+        """
+        count = 0
         async for request in requests:
+            count += 1
+            if count % _UNSTORED_LIMIT == 0:
+                await self._agents.flush()
             if not self.instance_id:
                 await self._greet(request)
             elif request.WhichOneof("message") == "goodbye":
@@ -185,8 +212,8 @@ class _Stream:
         check_hello(request.hello)
         instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
+        self.instance_id = instance_id  # before it is greeted: it parts, too, if that is cut short
         self._port.epoch, sequence = await self._agents.greet(instance_id, self._port)
-        self.instance_id = instance_id
         log.info("agent connected", instance_id=instance_id, hostname=self._hostname)
         their_version = request.hello.protocol_version or 1
         if their_version != PROTOCOL_VERSION:
@@ -289,14 +316,7 @@ class _Stream:
         if not is_rank_refused or not message.HasField("rank"):
             self._refuse(error, message)
             return
-        info = error_info(error)
-        refused = agent_service_pb2.RankRefused(
-            job_id=cut(message.job_id),
-            rank=message.rank,
-            reason=info.reason,
-            message=str(error),
-            metadata=info.metadata,
-        )
+        refused = rank_refused(cut(message.job_id), message.rank, error)
         self._outbox.answer(ConnectResponse(rank_refused=refused))
 
     def _refuse(self, error: MappedError, about: RankMessage | None = None) -> None:
@@ -338,6 +358,16 @@ class _Stream:
             return InternalError(cause=type(error).__name__)
         self._logged.add(kind)
         return unexpected(error, where, instance_id=self.instance_id, job_id=cut(message.job_id))
+
+
+def rank_refused(
+    job_id: str, rank: rank_pb2.RankCoordinates, error: CoordinatorError
+) -> agent_service_pb2.RankRefused:
+    """Return what an agent is told of a rank that is not served."""
+    info = error_info(error)
+    return agent_service_pb2.RankRefused(
+        job_id=job_id, rank=rank, reason=info.reason, message=str(error), metadata=info.metadata
+    )
 
 
 def _kind(field: str) -> str:

@@ -18,6 +18,7 @@
     ├── JobAlreadyExistsError       another specification has that identifier, and live ranks
     ├── JobFinishedError            the job has ended
     ├── JobNotFinishedError         the job has not ended yet
+    ├── JobQuarantinedError         a fault of the coordinator's own has put the job aside
     ├── JobNotSolvedError           there is no frontier yet
     ├── TimelineNotReadyError       no whole iteration has been seen yet
     ├── RankAlreadyServedError      another agent serves the rank, or its lease still runs
@@ -28,6 +29,7 @@
     ├── ReaderTooSlowError          a stream's reader does not keep up
     ├── SolverBusyError             too many problems wait to be solved
     ├── SolverCrashedError          the solver's process died
+    ├── SolverTimeoutError          solving took too long
     ├── DrainingError               the coordinator is about to stop
     └── InternalError               a fault of the coordinator's own
     StartupError                    the coordinator can not start; never seen over gRPC
@@ -194,6 +196,12 @@ class JobNotFinishedError(CoordinatorError):
     template = "job {job_id!r} has not finished: it is {state}"
 
 
+class JobQuarantinedError(CoordinatorError):
+    """A fault of the coordinator's own has put the job aside, at stock, until somebody resumes it."""
+
+    template = "job {job_id!r} is quarantined, at stock: {cause}; ResumeJob begins anew from what is stored"
+
+
 class JobNotSolvedError(CoordinatorError):
     """There is no frontier yet."""
 
@@ -248,7 +256,7 @@ class LeaseExpiredError(CoordinatorError):
 class ReaderTooSlowError(CoordinatorError):
     """A stream's reader does not keep up."""
 
-    template = "more than {limit} messages wait to be read"
+    template = "more than {limit} bytes wait to be read"
 
 
 class SolverBusyError(CoordinatorError):
@@ -261,6 +269,12 @@ class SolverCrashedError(CoordinatorError):
     """The solver's process died."""
 
     template = "the solver's process died: {cause}"
+
+
+class SolverTimeoutError(CoordinatorError):
+    """Solving took longer than it may."""
+
+    template = "the solver was stopped: it took longer than {limit_s} s"
 
 
 class DrainingError(CoordinatorError):

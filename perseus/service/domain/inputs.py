@@ -183,6 +183,15 @@ class SolveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SolveRetried:
+    """The solver's process died, `crash_count` by now over this problem; it goes on in `delay_s`."""
+
+    cause: str
+    crash_count: int
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -208,5 +217,6 @@ Input = (
     | ProfileFound
     | Solved
     | SolveFailed
+    | SolveRetried
     | Tick
 )

@@ -94,6 +94,19 @@ class EventType(enum.Enum):
     STALLED = "stalled"
     STALL_ENDED = "stall ended"
     PROFILING_ENDED = "profiling ended"
+    SOLVE_RETRIED = "solve retried"
+    QUARANTINED = "quarantined"
+    EVENTS_DROPPED = "events dropped"
+
+
+class FaultyPart(enum.Enum):
+    """What of a job the coordinator failed at."""
+
+    MACHINE = "taking an input"
+    SOLVING = "solving"
+    ACTION = "carrying out what follows from an input"
+    VIEW = "showing the job"
+    STORED_STATE = "going on from what is stored"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ from perseus.service.storage.store import Entry, JobStore, TelemetrySequence
 @dataclass(slots=True)
 class _Agent:
     port: AgentPort
-    received_sequence: int
+    received_sequence: int = 0
+    is_greeted: bool = False
     job_ids: set[str] = field(default_factory=set)
 
 
@@ -61,18 +62,20 @@ class Agents:
     async def greet(self, instance_id: str, port: AgentPort) -> tuple[str, int]:
         """Take an agent's new stream, which replaces its older one.
 
-        Returns the epoch and the highest telemetry sequence that is stored.
+        Returns the epoch and the highest telemetry sequence that is stored. `part` is to follow, whatever
+        comes of it.
         """
-        older = self._agents.pop(instance_id, None)
+        older = self._agents.get(instance_id)
+        # It is there before anything is awaited: of many that come at once, the last one stays.
+        self._agents[instance_id] = agent = _Agent(port)
+        self._live.ports[instance_id] = port
         if older is not None:
-            del self._live.ports[instance_id]
             older.port.end(StreamReplacedError(instance_id=instance_id))
             self._tell_jobs(older, AgentDisconnected(instance_id))
         await self._writer.flush()
-        sequence = await self._store.telemetry_sequence(instance_id)
-        self._agents[instance_id] = _Agent(port, sequence)
-        self._live.ports[instance_id] = port
-        return self._live.epoch, sequence
+        agent.received_sequence = await self._store.telemetry_sequence(instance_id)
+        agent.is_greeted = True
+        return self._live.epoch, agent.received_sequence
 
     def part(self, instance_id: str, port: AgentPort, is_goodbye: bool) -> None:
         """An agent's stream has ended; nothing happens if a newer one has replaced it."""
@@ -140,7 +143,7 @@ class Agents:
         """
         instance_id, sequence = event.instance_id, event.batch.sequence
         agent = self._agents.get(instance_id)
-        if agent is None:
+        if agent is None or not agent.is_greeted:  # the last word of a stream that is being replaced
             return
         if sequence <= agent.received_sequence:
             await self.pass_telemetry(instance_id, sequence)
@@ -154,7 +157,7 @@ class Agents:
     async def pass_telemetry(self, instance_id: str, sequence: int) -> None:
         """Acknowledge a batch that was refused or taken before, so that the agent doesn't send it again."""
         agent = self._agents.get(instance_id)
-        if agent is None:
+        if agent is None or not agent.is_greeted:  # the last word of a stream that is being replaced
             return
         entries: list[Entry] = []
         if sequence > agent.received_sequence:
@@ -163,6 +166,10 @@ class Agents:
         taken = agent.received_sequence
         await self._writer.later(entries)
         agent.port.acknowledge(taken)
+
+    async def flush(self) -> None:
+        """Wait until what agents said so far is stored, and carried out."""
+        await self._writer.flush()
 
     def _is_on_gpu(self, job_id: str, rank: Coordinates, gpu_uuid: str) -> bool:
         run = self._live.get(job_id)

@@ -34,6 +34,8 @@ class Writer:
         self._store = store
         self._work: list[_Work] = []
         self._has_work = asyncio.Event()
+        # Since when the oldest work waits that is not stored and carried out, if there is any.
+        self._waiting_since_s: float | None = None
 
     async def run(self) -> None:
         """Store and carry out, until cancelled.
@@ -46,6 +48,7 @@ class Writer:
             await asyncio.sleep(GATHERING_S)
             self._has_work.clear()
             work, self._work = self._work, []
+            taken_s = time.monotonic()
             entries = [entry for item in work for entry in item.entries]
             if entries:
                 await self._store.write(_latest(entries))
@@ -56,6 +59,11 @@ class Writer:
                 if time.monotonic() >= turn_ends_s:
                     await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
                     turn_ends_s = time.monotonic() + TURN_S
+            self._waiting_since_s = taken_s if self._work else None
+
+    def late_s(self) -> float:
+        """For how long the oldest work has waited that is not stored and carried out, seconds."""
+        return 0.0 if self._waiting_since_s is None else time.monotonic() - self._waiting_since_s
 
     def later(self, entries: list[Entry], then: Sequence[Callable[[], None]] = ()) -> asyncio.Future[None]:
         """Want entries stored, and actions carried out after them. The future is done after both."""
@@ -65,6 +73,8 @@ class Writer:
             if not done.done():
                 done.set_result(None)
 
+        if self._waiting_since_s is None:
+            self._waiting_since_s = time.monotonic()
         self._work.append(_Work(entries, [*then, finish]))
         self._has_work.set()
         return done

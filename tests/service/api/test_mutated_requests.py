@@ -20,9 +20,11 @@ from structlog.testing import capture_logs
 from perseus.service.api.agent_service import AgentService
 from perseus.service.domain.model import RankFilter, RankState
 from perseus.service.domain.specification import Coordinates, Registration
+from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.shell.solving import SolverPool
+from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.sqlite_store import SqliteStore
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import clock_statistics_pb2, computation_pb2, rank_pb2
@@ -64,7 +66,12 @@ class _Context:
         return False
 
 
-class _Unused(SolverPool):
+class _UnusedJobLane(JobLane):
+    def __init__(self) -> None:
+        pass
+
+
+class _UnusedRequestLane(RequestLane):
     def __init__(self) -> None:
         pass
 
@@ -227,7 +234,7 @@ async def converse(coordinator: Coordinator, instance_id: str, said: list[wire.C
 
 async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
     store = await SqliteStore.open(path)
-    coordinator = Coordinator(store, _Unused(), RULES)
+    coordinator = Coordinator(store, _UnusedJobLane(), _UnusedRequestLane(), RULES)
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
     try:
@@ -260,6 +267,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         await coordinator.flush()
         assert said_by(coordinator, THEIRS) == before
         for job in coordinator._live:
+            assert isinstance(job.machine, JobMachine), "no job is quarantined"
             job.machine.validate()
 
         over.set()
@@ -279,7 +287,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         await store.close()
     # What was stored can be loaded, and gone on with.
     again = await SqliteStore.open(path)
-    restarted = Coordinator(again, _Unused(), RULES)
+    restarted = Coordinator(again, _UnusedJobLane(), _UnusedRequestLane(), RULES)
     await restarted.start()
     assert said_by(restarted, THEIRS)[1:3] == before[1:3]
     await again.close()

@@ -61,6 +61,7 @@ class IterationLog:
         self._latest: _Open | None = None
         self._latest_iteration: int | None = None
         self._key: tuple[tuple[int, ...], bool] | None = None
+        self._restored_through: int | None = None
         self._labels: dict[int, JobState] = {NO_VERSION: JobState.BASELINE}
         self._straggler_since: list[tuple[int, bool]] = []
 
@@ -84,12 +85,23 @@ class IterationLog:
         ]
         self._straggler_since.append((first_iteration, has_straggler))
 
+    def restore(self, periods: Sequence[Period]) -> None:
+        """Go on with a report as it was stored.
+
+        Under which plans the latest iteration ran isn't stored, unless it is the last one of the last period:
+        then the iteration that follows it is not the first one under its plans.
+        """
+        self.periods = list(periods)
+        if self.periods:
+            last = self.periods[-1]
+            self._key, self._restored_through = (last.versions, last.has_straggler), last.last_iteration
+
     def restart(self) -> None:
         """Forget incomplete iterations: the job may go on with an iteration that it had before."""
         self.closed_through = -1
         self._open.clear()
         self._latest_iteration = None
-        self._key = None
+        self._key = self._restored_through = None
         has_straggler = self._has_straggler_at(2**63)
         self._straggler_since = [(-1, True)] if has_straggler else []
 
@@ -210,6 +222,9 @@ class IterationLog:
             return
         key = (complete.versions, self._has_straggler_at(complete.iteration))
         previous, self._key = self._key, key
+        through, self._restored_through = self._restored_through, None
+        if through is not None and complete.iteration != through + 1:
+            return
         if previous is None or previous[0] != complete.versions:
             return
         last = self.periods[-1] if self.periods else None

@@ -32,7 +32,9 @@ _OPEN_LIMIT = 4
 _VERSION_LIMIT = 64
 """Versions whose plans are remembered: an iteration is judged by the one that it ran under."""
 
-_REDUCING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+_KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
+
+_REDUCING = [_KIND_CODES[kind] for kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)]
 """Kinds that yield gradients of weights: the last of them may hold the reduction."""
 
 
@@ -63,27 +65,30 @@ class SpanGraph:
 
     Attributes:
         columns: the column of each computation in arrays of durations.
+        column_of: the same by the computation's index in the schedule.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        waits_for: dict[Computation, list[Computation]] = {c: [] for c in schedule.computations}
-        for earlier, later in schedule.dependencies:
-            waits_for[later].append(earlier)
-        for order in schedule.orders:
-            for earlier, later in pairwise(order):
-                waits_for[later].append(earlier)
-        levels = _levels(schedule, waits_for)
-        by_level = sorted(waits_for, key=levels.__getitem__)
-        self.columns = {computation: column for column, computation in enumerate(by_level)}
+        levels = schedule.levels
+        by_level = np.argsort(levels, kind="stable")
+        self.column_of = np.empty_like(by_level)
+        self.column_of[by_level] = np.arange(len(by_level))
+        computations = list(schedule.computations)
+        self.columns = {computations[index]: column for column, index in enumerate(by_level.tolist())}
         # One more row, always 0, stands for the begin of the iteration.
-        width = max(len(awaited) for awaited in waits_for.values())
         begin = len(by_level)
-        self._waits_for = np.full((width, len(by_level)), begin, np.int64)
-        for computation, awaited in waits_for.items():
-            for row, one in enumerate(awaited):
-                self._waits_for[row, self.columns[computation]] = self.columns[one]
-        sizes = np.bincount([levels[computation] for computation in by_level])
-        self._bounds = list(pairwise([0, *np.cumsum(sizes).tolist()]))
+        lengths = np.array([len(order) for order in schedule.orders])
+        first = np.cumsum(lengths) - lengths
+        before = np.concatenate(([begin], self.column_of[:-1]))
+        before[first] = begin
+        across = self.column_of[schedule.arcs]
+        across = across[np.argsort(across[:, 1], kind="stable")]
+        # The how-manieth of those that the same computation waits for on other stages.
+        row = np.arange(len(across)) - np.searchsorted(across[:, 1], across[:, 1])
+        self._waits_for = np.full((2 + row.max(initial=-1), begin), begin, np.int64)
+        self._waits_for[0, self.column_of] = before
+        self._waits_for[1 + row, across[:, 1]] = across[:, 0]
+        self._bounds = list(pairwise([0, *np.cumsum(np.bincount(levels)).tolist()]))
 
     def spans_s(self, durations_s: FloatColumn) -> FloatColumn:
         """Return the spans for durations of shape (computations, pipelines); NaN where one of them is."""
@@ -97,42 +102,26 @@ class SpanGraph:
         return spans_s
 
 
-def _levels(schedule: Schedule, waits_for: Mapping[Computation, list[Computation]]) -> dict[Computation, int]:
-    """Return for each computation the number of those that it waits for, one after another."""
-    levels: dict[Computation, int] = {}
-    next_in = [0] * schedule.stage_count
-    # The schedule does not deadlock, so every turn over the stages gets at least one of them further.
-    while len(levels) < len(waits_for):
-        for stage, order in enumerate(schedule.orders):
-            while next_in[stage] < len(order):
-                computation = order[next_in[stage]]
-                if not all(earlier in levels for earlier in waits_for[computation]):
-                    break
-                levels[computation] = 1 + max(
-                    (levels[earlier] for earlier in waits_for[computation]), default=-1
-                )
-                next_in[stage] += 1
-    return levels
-
-
 class SpanBook:
     """Collects durations as telemetry brings them, and makes spans of whole iterations."""
 
     def __init__(self, schedule: Schedule, parallelism: Parallelism) -> None:
         self._graph = SpanGraph(schedule)
-        columns = self._graph.columns
+        computations = list(schedule.computations)
+        kinds = np.array([_KIND_CODES[computation.kind] for computation in computations])
+        chunks = np.array([computation.chunk for computation in computations])
+        microbatches = np.array([computation.microbatch for computation in computations])
+        stages = np.repeat(np.arange(schedule.stage_count), [len(order) for order in schedule.orders])
         self._pipeline_count = parallelism.pipeline_count
-        self._counts = (
-            len(KINDS),
-            1 + max(computation.chunk for computation in columns),
-            1 + max(computation.microbatch for computation in columns),
-        )
+        self._counts = (len(KINDS), 1 + int(chunks.max()), 1 + int(microbatches.max()))
         self._column_of = np.full((schedule.stage_count, np.prod(self._counts)), -1, np.int64)
-        for computation, column in columns.items():
-            place = (KINDS.index(computation.kind), computation.chunk, computation.microbatch)
-            self._column_of[computation.stage, np.ravel_multi_index(place, self._counts)] = column
-        self._stages = [np.array([columns[each] for each in order]) for order in schedule.orders]
-        self._likes = list(_likes(schedule, columns))
+        place = np.ravel_multi_index((kinds, chunks, microbatches), self._counts)
+        self._column_of[stages, place] = self._graph.column_of
+        self._stages = [self._graph.column_of[stages == stage] for stage in range(schedule.stage_count)]
+        # FIXED computations are told apart by their microbatch; none is like another.
+        only = np.where(kinds == _KIND_CODES[Kind.FIXED], microbatches, 0)
+        alike = np.ravel_multi_index((stages, kinds, chunks, only), (schedule.stage_count, *self._counts))
+        self._likes = list(_likes(self._graph.column_of, alike, np.isin(kinds, _REDUCING)))
         self._planned_s: dict[int, tuple[FloatColumn, float]] = {}
         self._open: dict[int, tuple[FloatColumn, IntColumn]] = {}
 
@@ -228,17 +217,13 @@ class SpanBook:
 
 
 def _likes(
-    schedule: Schedule, columns: Mapping[Computation, int]
+    columns: NDArray[np.int64], alike: NDArray[np.int64], is_reducing: NDArray[np.bool_]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """The columns of computations that are alike, and of those among them whose pace counts.
 
-    FIXED computations are told apart by their microbatch; none is like another.
+    All by the computations' index in the schedule; those of the same number in `alike` are.
     """
-    for order in schedule.orders:
-        groups: dict[tuple[Kind, int, int], list[int]] = {}
-        for computation in order:
-            only = computation.microbatch if computation.kind is Kind.FIXED else 0
-            groups.setdefault((computation.kind, computation.chunk, only), []).append(columns[computation])
-        for (kind, _, _), group in groups.items():
-            without_last = group[:-1] or group
-            yield np.array(group), np.array(without_last if kind in _REDUCING else group)
+    in_groups = np.argsort(alike, kind="stable")
+    for group in np.split(in_groups, np.flatnonzero(np.diff(alike[in_groups])) + 1):
+        judged = group[:-1] if is_reducing[group[0]] and len(group) > 1 else group
+        yield columns[group], columns[judged]

@@ -20,7 +20,8 @@ NVML ?=
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-frameworks test-languages torture torture-coordinator check bench protos contract clean
+.PHONY: demo test test-frameworks test-languages test-postgresql torture torture-coordinator check bench protos \
+  contract clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -37,6 +38,11 @@ test-frameworks: $(FRAMEWORKS_STAMP)
 test-languages: $(STAMP)
 	tests/languages/install
 	$(BIN)/pytest tests/languages
+
+# The store on a PostgreSQL server, beside SQLite. Installs the server's programs, if root runs it.
+test-postgresql: $(STAMP)
+	tests/service/storage/install
+	$(BIN)/pytest --hypothesis-seed=0 tests/service/storage
 
 # The kill tests of `make test`, many more times; leaves its figures in docs/torture.md.
 KILLS ?= 50

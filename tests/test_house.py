@@ -113,7 +113,14 @@ HOUSE: Mapping[str, Room] = {
         "service.domain", "service.job.iterations", "service.job.ranks", "service.job.rules", "solver"
     ),
     "service.fleet": pure("service.domain"),
-    "service.storage": room("service.domain", "solver", needs=["numpy", "pydantic"]),
+    "service.storage.check_words": pure(),
+    "service.storage": room(
+        "service.domain",
+        "service.storage.check_words",
+        "solver",
+        needs=["alembic", "numpy", "pydantic", "sqlalchemy"],
+    ),
+    "service.storage.migrations": room(needs=["alembic", "sqlalchemy"]),
     # What workers do, and the lanes that lead to them.
     "service.solving.fair_queue": pure(),
     "service.solving": room("service.domain", "service.solving.fair_queue", "solver", needs=["structlog"]),
@@ -236,6 +243,7 @@ HOUSE: Mapping[str, Room] = {
         "service.domain",
         "service.server",
         "service.settings",
+        "service.storage",
         "solver",
         "tls",
         "v1",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from perseus.cli import agent, certificates, coordinator, demo, health, jobs, solve
+from perseus.cli import agent, certificates, coordinator, demo, health, jobs, solve, store
 from perseus.cli.terminal import FAILURE, console, fail
 
 # Module that a command may miss → the extra that brings it.
@@ -16,6 +16,9 @@ _EXTRAS = {
     "igraph": "coordinator",
     "grpc_health": "coordinator",
     "grpc_reflection": "coordinator",
+    "sqlalchemy": "coordinator",
+    "alembic": "coordinator",
+    "psycopg": "postgresql",
     "matplotlib": "plot",
     "cryptography": "certificates",
 }
@@ -34,6 +37,7 @@ app.command("demo")(demo.demo)
 app.command("health")(health.health)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(certificates.app, name="certificates")
+app.add_typer(store.app, name="store")
 
 
 def _show_version(wanted: bool) -> None:

@@ -15,6 +15,7 @@ from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
 from perseus.service.api.reflection import enable_reflection
 from perseus.service.domain.profiling import ProfilingBudget
+from perseus.service.domain.retention import DAY_S, Retention
 from perseus.service.job.planning.guard import GuardRules
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
@@ -23,7 +24,7 @@ from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.storage.sql_store import SqlStore
 from perseus.service.watchdog import Watchdog
 from perseus.v1 import (
     agent_service_pb2,
@@ -69,6 +70,7 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
 
     Raises:
         StartupError: the coordinator can't start.
+        StoreFailedError: the database has failed.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -96,6 +98,14 @@ async def running(
     The block gets the bound address, and a future that is done early only if the coordinator can't go on (its
     database fails); its error is raised when the block ends.
     """
+    retention = Retention(
+        settings.keep_events_days * DAY_S,
+        settings.keep_event_count,
+        settings.keep_finished_days * DAY_S,
+        settings.keep_finished_count,
+        settings.keep_telemetry_days * DAY_S,
+        settings.keep_telemetry_count,
+    )
     rules = Rules(
         settings.lease_s,
         settings.baseline_iterations,
@@ -113,13 +123,13 @@ async def running(
         GuardRules(settings.guard_tolerance_percent / 100, settings.guard_iterations),
     )
     async with contextlib.AsyncExitStack() as stack:
-        store = await SqliteStore.open(settings.database)
+        store = await SqlStore.open(settings.database)
         stack.push_async_callback(store.close)
         job_solver = JobLane(settings.solver_processes, settings.solver_limit_s)
         stack.callback(job_solver.close)
         request_solver = RequestLane(settings.request_processes, settings.request_limit_s)
         stack.callback(request_solver.close)
-        coordinator = Coordinator(store, job_solver, request_solver, rules)
+        coordinator = Coordinator(store, job_solver, request_solver, rules, retention)
         await coordinator.start()
         background = asyncio.ensure_future(coordinator.run())
         try:

@@ -32,7 +32,10 @@ class CoordinatorSettings(BaseSettings):
     listen: str = Field(
         default="127.0.0.1:50051", description="Address and port, or unix:PATH; port 0 takes a free one."
     )
-    database: Path = Field(default=Path("perseus.db"), description="SQLite file; made if absent.")
+    database: Path | str = Field(
+        default=Path("perseus.db"),
+        description="SQLite file, made if absent; or postgresql://USER@HOST/NAME.",
+    )
     lease_s: float = Field(
         default=30.0,
         ge=0.1,
@@ -74,6 +77,20 @@ class CoordinatorSettings(BaseSettings):
     )
     request_limit_s: float = Field(
         default=120.0, gt=0, description="Seconds that a client's solve or plan may take."
+    )
+    keep_events_days: float = Field(default=90.0, gt=0, le=36_500, description="Days that events are kept.")
+    keep_event_count: int = Field(default=100_000, ge=1, description="Events kept of each run, at most.")
+    keep_finished_days: float = Field(
+        default=90.0, gt=0, le=36_500, description="Days before only the report is left of a run that ended."
+    )
+    keep_finished_count: int = Field(
+        default=1_000, ge=0, description="Runs that ended and of which more is kept than the report, at most."
+    )
+    keep_telemetry_days: float = Field(
+        default=30.0, gt=0, le=36_500, description="Days that it is known what telemetry an agent has sent."
+    )
+    keep_telemetry_count: int = Field(
+        default=100_000, ge=1, description="Agents of which that is known, at most."
     )
     shutdown_grace_s: float = Field(
         default=5.0, ge=0, le=600, description="Time for open calls when stopping, seconds."

@@ -174,6 +174,7 @@ class FakeAgent:
         self.accepted: list[agent_service_pb2.RankAccepted] = []
         self.welcome = agent_service_pb2.Welcome()
         self.epoch = ""
+        self.check_word = ""
         self.sequence = 0
         self.acknowledged = 0
         self.use(client)
@@ -193,6 +194,7 @@ class FakeAgent:
                 case "welcome":
                     self.welcome = message.welcome
                     self.acknowledged = message.welcome.acknowledged_sequence
+                    self.check_word = message.welcome.check_word
                 case "rank_accepted":
                     self.accepted.append(message.rank_accepted)
                 case "rank_refused":
@@ -203,7 +205,9 @@ class FakeAgent:
                     self.telemetry_refused.append(message.telemetry_refused)
                 case "telemetry_ack":
                     self.acknowledged = message.telemetry_ack.sequence
+                    self.check_word = message.telemetry_ack.check_word
                 case "plan_offer":
+                    self.check_word = message.plan_offer.check_word
                     await self._answer(message.plan_offer)
             async with self.news:
                 self.news.notify_all()
@@ -226,6 +230,7 @@ class FakeAgent:
             agent_version="0",
             hostname="host",
             protocol_version=protocol_version,
+            check_word=self.check_word,
         )
         await self.say(hello=hello)
         await self.until(lambda: any(message.HasField("welcome") for message in self.received))

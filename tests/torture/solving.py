@@ -19,10 +19,11 @@ from pathlib import Path
 from perseus.service.domain.commands import Announce, Store
 from perseus.service.domain.events import EventFilter, JobEvent
 from perseus.service.domain.model import EventType, JobState
+from perseus.service.domain.retention import Retention
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, JobEntry, NewRun
 from tests.service.service_fakes import START_S, Cluster, make_spec
 
@@ -61,7 +62,7 @@ async def fill(path: Path, job_count: int, microbatches: int) -> None:
             elif isinstance(command, Announce):
                 yield JobEvent(job_id, 1, START_S, command.happening)
 
-    store = await SqliteStore.open(path)
+    store = await SqlStore.open(path)
     for number in range(job_count):
         await store.write(list(entries(f"job-{number:03}")))
     await store.close()
@@ -69,11 +70,11 @@ async def fill(path: Path, job_count: int, microbatches: int) -> None:
 
 @asynccontextmanager
 async def _coordinator(path: Path) -> AsyncIterator[tuple[Coordinator, JobLane]]:
-    store = await SqliteStore.open(path)
+    store = await SqlStore.open(path)
     # The ranks are gone, and their leases must not run out before the last job is solved.
     rules = replace(Cluster(make_spec()).rules, lease_s=2 * _PATIENCE_S)
     jobs, requests = JobLane(1, _PATIENCE_S), RequestLane(1, _PATIENCE_S)
-    coordinator = Coordinator(store, jobs, requests, rules)
+    coordinator = Coordinator(store, jobs, requests, rules, Retention())
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
     try:

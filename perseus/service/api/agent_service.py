@@ -171,6 +171,7 @@ class _Stream:
         while not is_last:
             messages, is_last = await self._outbox.take()
             for message in messages:
+                self._stamp(message)
                 await self._context.write(message)
 
     async def ended(self) -> None:
@@ -180,6 +181,16 @@ class _Stream:
             CoordinatorError: why.
         """
         raise await self._outbox.ended
+
+    def _stamp(self, message: ConnectResponse) -> None:
+        """Put the check word on what tells that something is stored; as late as can be, so that it rises."""
+        match message.WhichOneof("message"):
+            case "welcome":
+                message.welcome.check_word = self._agents.check_word
+            case "telemetry_ack":
+                message.telemetry_ack.check_word = self._agents.check_word
+            case "plan_offer":
+                message.plan_offer.check_word = self._agents.check_word
 
     async def read(self, requests: AsyncIterator[ConnectRequest]) -> None:
         """Take what the agent says, until it ends the stream or says goodbye.
@@ -213,7 +224,8 @@ class _Stream:
         instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
         self.instance_id = instance_id  # before it is greeted: it parts, too, if that is cut short
-        self._port.epoch, sequence = await self._agents.greet(instance_id, self._port)
+        check_word = request.hello.check_word
+        self._port.epoch, sequence = await self._agents.greet(instance_id, self._port, check_word)
         log.info("agent connected", instance_id=instance_id, hostname=self._hostname)
         their_version = request.hello.protocol_version or 1
         if their_version != PROTOCOL_VERSION:

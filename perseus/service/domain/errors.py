@@ -14,6 +14,7 @@
     │   ├── HelloExpectedError      something else came first
     │   └── HelloRepeatedError      it came twice
     ├── JobNotFoundError
+    ├── JobUnreadableError          what is stored of the job can't be read
     ├── RunNotFoundError            the job has no run of that number
     ├── JobAlreadyExistsError       another specification has that identifier, and live ranks
     ├── JobFinishedError            the job has ended
@@ -25,6 +26,7 @@
     ├── GpuAlreadyServedError       another rank is on the GPU, or its lease still runs
     ├── SpecMismatchError           the rank belongs to another specification than the job's run
     ├── StreamReplacedError         the agent opened a newer stream
+    ├── StateLostError              the coordinator has lost state that the agent knows of
     ├── LeaseExpiredError           the agent was silent for too long
     ├── ReaderTooSlowError          a stream's reader does not keep up
     ├── SolverBusyError             too many problems wait to be solved
@@ -36,6 +38,7 @@
     ├── AddressUnavailableError
     ├── CertificatesUnusableError
     └── DatabaseUnavailableError
+    StoreFailedError                the database fails while the coordinator runs: it stops
 
 Each error's text is its class's template filled with `metadata`: the changing values by name, cut where they
 are long: whoever sends a megabyte of nonsense gets a line back. `statuses.py` maps every class to its gRPC
@@ -170,6 +173,14 @@ class JobNotFoundError(CoordinatorError):
     template = "job {job_id!r} is not registered"
 
 
+class JobUnreadableError(CoordinatorError):
+    """What is stored of the job can't be read. It can be deleted."""
+
+    template = (
+        "job {job_id!r}: run {run_number} can't be read from the store, delete the job to go on: {cause}"
+    )
+
+
 class RunNotFoundError(CoordinatorError):
     """The job has no run of that number."""
 
@@ -247,6 +258,12 @@ class StreamReplacedError(CoordinatorError):
     template = "agent instance {instance_id!r} has opened another stream"
 
 
+class StateLostError(CoordinatorError):
+    """The coordinator's state is older than what an agent knows of it: everybody is to begin anew."""
+
+    template = "the coordinator has lost state that it had acknowledged, and begins epoch {epoch}"
+
+
 class LeaseExpiredError(CoordinatorError):
     """The agent was silent for too long."""
 
@@ -308,4 +325,10 @@ class CertificatesUnusableError(StartupError):
 class DatabaseUnavailableError(StartupError):
     """The database can not be opened."""
 
-    template = "can not open the database {path}: {cause}"
+    template = "can not open the database {database}: {cause}"
+
+
+class StoreFailedError(ServiceError):
+    """The database fails while the coordinator runs: nothing can be promised any more."""
+
+    template = "the database {database} failed: {cause}"

@@ -145,6 +145,13 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True)
+class EpochRenewed:
+    """The coordinator has lost state, of which nobody knows how much: what it was is told by the epoch."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
 class FinishRequested:
     """Somebody ends the job."""
 
@@ -211,6 +218,7 @@ Input = (
     | PolicySet
     | RegisteredAgain
     | Abandoned
+    | EpochRenewed
     | FinishRequested
     | ResumeRequested
     | BaselineRequested

@@ -177,6 +177,9 @@ NO_VERSION = 0
 FOREIGN_VERSION = -1
 """In force is a plan of another epoch: of a coordinator that has lost what it knew."""
 
+LOST_VERSIONS = 2**20
+"""More versions of clocks than a lost part of the state can have used."""
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:

@@ -133,3 +133,12 @@ class StoredJob:
     periods: tuple[Period, ...]
     open_rows: tuple[IterationRows, ...]
     last_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableJob:
+    """A run of a job that is stored, but can't be read; `cause` is one line for people."""
+
+    job_id: str
+    run_number: int
+    cause: str

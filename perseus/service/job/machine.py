@@ -35,6 +35,7 @@ from perseus.service.domain.inputs import (
     AgentHeard,
     AgentLeft,
     BaselineRequested,
+    EpochRenewed,
     FinishRequested,
     GpuErrorReported,
     Input,
@@ -57,6 +58,7 @@ from perseus.service.domain.inputs import (
 from perseus.service.domain.measured import Period, Saving, Timeline
 from perseus.service.domain.model import (
     FOREIGN_VERSION,
+    LOST_VERSIONS,
     NO_VERSION,
     EventType,
     JobDetails,
@@ -256,6 +258,11 @@ class JobMachine:
         return self.state is JobState.FINISHED
 
     @property
+    def finish_time_s(self) -> float | None:
+        """When the job ended, on the wall clock."""
+        return self._course.finish_time_s
+
+    @property
     def has_live_rank(self) -> bool:
         """Whether a rank is connected, or may come back within its lease."""
         return any(self._ranks.counts[state] for state in LIVE)
@@ -346,6 +353,12 @@ class JobMachine:
     @_on.register
     def _on_abandoned(self, event: Abandoned, _now_s: float) -> None:
         self._course.enter(JobState.FINISHED, f"abandoned: {event.why}")
+
+    @_on.register
+    def _on_epoch_renewed(self, event: EpochRenewed, _now_s: float) -> None:
+        self._epoch = event.epoch
+        # Telemetry doesn't say of which epoch a version is: those that may be lost are not used again.
+        self._offers.version += LOST_VERSIONS
 
     @_on.register
     def _on_rank_joined(self, event: RankJoined, now_s: float) -> None:
@@ -537,7 +550,14 @@ class JobMachine:
         """Return what a rank says is in force, as a version of this coordinator's."""
         if not epoch:
             return NO_VERSION
-        return version if epoch == self._epoch else FOREIGN_VERSION
+        if epoch != self._epoch:
+            return FOREIGN_VERSION
+        if version > self._offers.version:
+            # It was offered, and that is lost: never use it again, unless it can only be a lie.
+            if version - self._offers.version <= LOST_VERSIONS:
+                self._offers.version = version
+            return FOREIGN_VERSION
+        return version
 
     def _note_registration(self, registration: Registration) -> None:
         registrations = self.registrations.with_newest(registration)

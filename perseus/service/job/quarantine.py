@@ -20,6 +20,7 @@ from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
+    EpochRenewed,
     FinishRequested,
     Input,
     ProfileFound,
@@ -31,6 +32,7 @@ from perseus.service.domain.inputs import (
 )
 from perseus.service.domain.measured import Period, Saving, Timeline
 from perseus.service.domain.model import (
+    LOST_VERSIONS,
     NO_VERSION,
     EventType,
     FaultyPart,
@@ -137,6 +139,9 @@ class QuarantinedRun:
                 self._finish(f"abandoned: {why}", wall_time_s)
             case RegisteredAgain(registration):
                 self._note_registration(registration)
+            case EpochRenewed(epoch):
+                self._epoch = epoch
+                self._keep(replace(self._record, version=self._record.version + LOST_VERSIONS))
             case AgentDisconnected() | AgentLeft() | AgentHeard() | RankLeft() | Tick():
                 pass
             case Solved() | SolveFailed() | ProfileFound():
@@ -153,6 +158,11 @@ class QuarantinedRun:
     def state(self) -> JobState:
         """Where the job stands."""
         return self._record.state
+
+    @property
+    def finish_time_s(self) -> float | None:
+        """When it ended, on the wall clock; None if it has not."""
+        return self._record.finish_time_s
 
     @property
     def has_finished(self) -> bool:

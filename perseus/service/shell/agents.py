@@ -1,8 +1,11 @@
 """What agents say: their streams, the ranks that they serve, and their telemetry."""
 
+import asyncio
 from dataclasses import dataclass, field
 
-from perseus.service.domain.errors import SpecMismatchError, StreamReplacedError
+import structlog
+
+from perseus.service.domain.errors import SpecMismatchError, StateLostError, StreamReplacedError
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -23,6 +26,8 @@ from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.store import Entry, JobStore, TelemetrySequence
 
+log = structlog.get_logger(__name__)
+
 
 @dataclass(slots=True)
 class _Agent:
@@ -41,11 +46,17 @@ class Agents:
         self._live = live
         self._agents: dict[str, _Agent] = {}
         self._gpus = GpuIndex(self._is_on_gpu)
+        self._checking = asyncio.Lock()
 
     @property
     def lease_s(self) -> float:
         """How long a rank whose agent is silent keeps its plan."""
         return self._live.rules.lease_s
+
+    @property
+    def check_word(self) -> str:
+        """The word for all that is stored so far."""
+        return self._store.check_word
 
     def load(self) -> None:
         """Learn which GPUs the loaded runs' ranks are on."""
@@ -59,14 +70,15 @@ class Agents:
         for agent in self._agents.values():
             agent.port.drain()
 
-    async def greet(self, instance_id: str, port: AgentPort) -> tuple[str, int]:
-        """Take an agent's new stream, which replaces its older one.
+    async def greet(self, instance_id: str, port: AgentPort, check_word: str = "") -> tuple[str, int]:
+        """Take an agent's new stream, which replaces its older one; `check_word` is what it heard last.
 
         Returns the epoch and the highest telemetry sequence that is stored. `part` is to follow, whatever
         comes of it.
         """
+        await self._check_state(check_word, instance_id)
         older = self._agents.get(instance_id)
-        # It is there before anything is awaited: of many that come at once, the last one stays.
+        # It is there before anything else is awaited: of many that come at once, the last one stays.
         self._agents[instance_id] = agent = _Agent(port)
         self._live.ports[instance_id] = port
         if older is not None:
@@ -76,6 +88,24 @@ class Agents:
         agent.received_sequence = await self._store.telemetry_sequence(instance_id)
         agent.is_greeted = True
         return self._live.epoch, agent.received_sequence
+
+    async def _check_state(self, check_word: str, instance_id: str) -> None:
+        """Begin a new epoch if state is lost that an agent knows of, and let all others begin anew, too."""
+        if not check_word:
+            return
+        async with self._checking:  # Another agent's hello may have told it already.
+            if not self._store.has_lost(check_word):
+                return
+            epoch = await self._store.renew_epoch()
+        log.error(
+            "state that was acknowledged is lost, a new epoch begins: was the database restored from an "
+            "older copy, or its log damaged?",
+            epoch=epoch,
+            instance_id=instance_id,
+        )
+        self._live.renew(epoch)
+        for agent in self._agents.values():
+            agent.port.end(StateLostError(epoch=epoch))
 
     def part(self, instance_id: str, port: AgentPort, is_goodbye: bool) -> None:
         """An agent's stream has ended; nothing happens if a newer one has replaced it."""

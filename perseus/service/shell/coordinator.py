@@ -10,6 +10,7 @@ import time
 import structlog
 
 from perseus.service.domain.errors import DrainingError
+from perseus.service.domain.retention import Retention
 from perseus.service.job.rules import Rules
 from perseus.service.shell.agents import Agents
 from perseus.service.shell.job_clock import JobClock
@@ -25,6 +26,12 @@ log = structlog.get_logger(__name__)
 TICK_S = 1.0
 """How often leases are looked at."""
 
+PRUNE_STEP_S = 0.2
+"""Between two steps of pruning: commits go first."""
+
+PRUNE_ROUND_S = 60.0
+"""Between two rounds."""
+
 
 class Coordinator:
     """All jobs of one coordinator; everything runs on the event loop.
@@ -35,8 +42,15 @@ class Coordinator:
     """
 
     def __init__(
-        self, store: JobStore, job_solver: JobLane, request_solver: RequestLane, rules: Rules
+        self,
+        store: JobStore,
+        job_solver: JobLane,
+        request_solver: RequestLane,
+        rules: Rules,
+        retention: Retention,
     ) -> None:
+        self._store = store
+        self._retention = retention
         self._writer = Writer(store)
         self._clock = JobClock(TICK_S, time.monotonic)
         self._late_s = 0.0
@@ -51,12 +65,12 @@ class Coordinator:
         self.agents.load()
 
     async def run(self) -> None:
-        """Store and carry out what the machines want, and let time pass, until cancelled.
+        """Store and carry out what the machines want, let time pass and forget what is old, until cancelled.
 
         Raises:
             Exception: the store failed. Nothing can be promised any more: stop.
         """
-        parts = [asyncio.ensure_future(part) for part in (self._writer.run(), self._tick())]
+        parts = [asyncio.ensure_future(part) for part in (self._writer.run(), self._tick(), self._prune())]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -76,6 +90,13 @@ class Coordinator:
                 )
             self._live.tick()
             await asyncio.sleep(TICK_S)
+
+    async def _prune(self) -> None:
+        """Forget what is no longer to be kept, in the store and here, in small steps."""
+        while True:
+            pruned = await self._store.prune(self._retention, time.time())
+            self.jobs.retire(self._retention, time.time())
+            await asyncio.sleep(PRUNE_ROUND_S if pruned.is_done else PRUNE_STEP_S)
 
     def late_s(self) -> float:
         """For how long something has waited to be stored, or the event loop has stood still, seconds."""

@@ -10,6 +10,7 @@ from perseus.service.domain.errors import (
     JobAlreadyExistsError,
     JobNotFinishedError,
     JobNotFoundError,
+    JobUnreadableError,
     RunNotFoundError,
 )
 from perseus.service.domain.events import EventFilter, JobEvent
@@ -26,6 +27,8 @@ from perseus.service.domain.inputs import (
 )
 from perseus.service.domain.measured import Period, Saving, Timeline
 from perseus.service.domain.model import JobState, JobView, Rank, RankFilter, Straggler
+from perseus.service.domain.records import UnreadableJob
+from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import JobSpec, OperatingPolicy, Registration, check_request_id
 from perseus.service.job import runs
 from perseus.service.job.machine import JobMachine
@@ -68,8 +71,10 @@ class Jobs:
         Raises:
             InvalidInputError, ScheduleError: the specification or the registration can't be.
             JobAlreadyExistsError: it differs from the one that was registered, whose ranks are live.
+            JobUnreadableError: what is stored of the job can't be read.
         """
         registration.check()
+        await self._recall(spec.job_id)
         machine: JobMachine | None = None
         while True:
             run = self._live.get(spec.job_id)
@@ -129,6 +134,12 @@ class Jobs:
             JobNotFoundError: there is none, unless that is allowed.
             JobNotFinishedError: it has not ended.
         """
+        await self._recall(job_id, may_be_unreadable=True)
+        if self._live.unreadable.pop(job_id, None) is not None:
+            await self._writer.later([JobDeleted(job_id, 0)])
+            self._requests.pop(job_id, None)
+            self._deleted_version = max(self._deleted_version, await self._store.deleted_version())
+            return
         run = self._live.get(job_id)
         if run is None:
             if not allow_missing:
@@ -172,6 +183,7 @@ class Jobs:
         Raises:
             JobNotFoundError: there is none.
         """
+        await self._recall(job_id)
         self._live.find(job_id)
         await self._writer.flush()
         numbers = [
@@ -289,6 +301,7 @@ class Jobs:
         Raises:
             JobNotFoundError, RunNotFoundError: there is none.
         """
+        await self._recall(job_id)
         run = self._live.find(job_id)
         number = run_number or run.number
         if number != run.number and number not in await self._store.run_numbers(job_id):
@@ -320,8 +333,37 @@ class Jobs:
         finally:
             run.watchers.discard(watcher)
 
+    async def _recall(self, job_id: str, *, may_be_unreadable: bool = False) -> None:
+        """Load a job whose latest run is archived, so that it is there until `retire` is called next.
+
+        Raises:
+            JobUnreadableError: it can't be read, and this is not allowed.
+        """
+        if self._live.get(job_id) is None and job_id not in self._live.unreadable:
+            numbers = await self._store.run_numbers(job_id)
+            stored = await self._store.load_run(job_id, numbers[0]) if numbers else None
+            requests = await self._store.known_requests(job_id) if numbers else {}
+            # Meanwhile it may have been recalled otherwise, or a run of it may be on its way to the store.
+            if stored is not None and self._live.get(job_id) is None:
+                self._live.load_run(stored)
+                self._requests[job_id] = dict(requests.get(job_id, {}))
+        if not may_be_unreadable:
+            self._live.check_readable(job_id)
+
+    def retire(self, retention: Retention, now_s: float) -> None:
+        """Drop the runs from memory that have ended too long ago; the store has their reports."""
+        finished = [
+            (run.machine.finish_time_s, run) for run in self._live if run.machine.finish_time_s is not None
+        ]
+        finished.sort(key=lambda pair: pair[0], reverse=True)
+        for later_count, (finish_time_s, run) in enumerate(finished):
+            if not run.watchers and retention.is_run_due(finish_time_s, later_count, now_s):
+                self._live.forget(run)
+                self._requests.pop(run.job_id, None)
+
     async def _run(self, job_id: str, run_number: int) -> LiveRun:
         """Return a run: the one that lives, or one as it was stored when the run had ended."""
+        await self._recall(job_id)
         run = self._live.find(job_id)
         if run_number in (LATEST, run.number):
             return run
@@ -329,10 +371,13 @@ class Jobs:
         stored = await self._store.load_run(job_id, run_number)
         if stored is None:
             raise RunNotFoundError(job_id=job_id, run_number=run_number)
+        if isinstance(stored, UnreadableJob):
+            raise JobUnreadableError(job_id=job_id, run_number=run_number, cause=stored.cause)
         machine, _ = await self._live.made(stored.spec, partial(self._live.restored, stored))
         return LiveRun(machine)
 
     async def _change(self, job_id: str, event: Input) -> JobView:
+        await self._recall(job_id)
         run = self._live.find(job_id)
         await self._live.handle(run, event)
         return self._live.view(run, has_details=True)

@@ -36,10 +36,12 @@ from perseus.service.domain.errors import (
     CoordinatorError,
     JobNotFoundError,
     JobQuarantinedError,
+    JobUnreadableError,
     LeaseExpiredError,
 )
 from perseus.service.domain.events import JobEvent
 from perseus.service.domain.inputs import (
+    EpochRenewed,
     Input,
     ProfileFound,
     Solved,
@@ -48,7 +50,7 @@ from perseus.service.domain.inputs import (
     Tick,
 )
 from perseus.service.domain.model import FaultyPart, JobView, Rank
-from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob
+from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob, UnreadableJob
 from perseus.service.domain.specification import Coordinates, JobSpec
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.quarantine import Fault, QuarantinedRun
@@ -112,6 +114,7 @@ class LiveRuns:
         clock: the time that the runs live by.
         ports: the ways to the agents, by instance.
         fault_counts: how many runs were put aside since the start, by what the coordinator failed at.
+        unreadable: jobs whose latest run can't be read from the store; nothing but deleting them is possible.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class LiveRuns:
         self.clock = clock
         self.ports: dict[str, AgentPort] = {}
         self.fault_counts: Counter[FaultyPart] = Counter()
+        self.unreadable: dict[str, UnreadableJob] = {}
         self._store = store
         self._writer = writer
         self._solver = solver
@@ -134,8 +138,29 @@ class LiveRuns:
         """Load what is stored, and go on with it."""
         self.epoch = await self._store.epoch()
         for stored in await self._store.load_jobs():
+            self.load_run(stored)
+        log.info(
+            "jobs loaded", job_count=len(self._runs), unreadable_count=len(self.unreadable), epoch=self.epoch
+        )
+
+    def load_run(self, stored: StoredJob | UnreadableJob) -> None:
+        """Go on with the latest run of a job; without it, if it can't be read."""
+        if isinstance(stored, UnreadableJob):
+            log.error(
+                "stored job can't be read: it stays out until it is deleted",
+                job_id=stored.job_id,
+                run_number=stored.run_number,
+                cause=stored.cause,
+            )
+            self.unreadable[stored.job_id] = stored
+        else:
             self._load(stored)
-        log.info("jobs loaded", job_count=len(self._runs), epoch=self.epoch)
+
+    def renew(self, epoch: str) -> None:
+        """Begin a new epoch: state is lost."""
+        self.epoch = epoch
+        for run in self._runs.values():
+            self.handle(run, EpochRenewed(epoch))
 
     def _load(self, stored: StoredJob) -> None:
         machine: Machine
@@ -174,11 +199,22 @@ class LiveRuns:
 
         Raises:
             JobNotFoundError: there is none.
+            JobUnreadableError: there is one, but it can't be read.
         """
+        self.check_readable(job_id)
         try:
             return self._runs[job_id]
         except KeyError:
             raise JobNotFoundError(job_id=job_id) from None
+
+    def check_readable(self, job_id: str) -> None:
+        """Refuse a job that can't be read.
+
+        Raises:
+            JobUnreadableError: it is one.
+        """
+        if (job := self.unreadable.get(job_id)) is not None:
+            raise JobUnreadableError(job_id=job_id, run_number=job.run_number, cause=job.cause)
 
     def forget(self, run: LiveRun) -> None:
         """Forget a job."""
@@ -298,6 +334,7 @@ class LiveRuns:
 
         Raises:
             JobQuarantinedError: the coordinator fails at that, too.
+            JobUnreadableError: what is stored can't be read.
         """
         aside = run.machine
         if run.solving is not None:
@@ -306,6 +343,8 @@ class LiveRuns:
         stored = await self._store.load_run(run.job_id, run.number)
         if run.machine is not aside or stored is None:  # somebody else was faster, or it is deleted
             return
+        if isinstance(stored, UnreadableJob):
+            raise JobUnreadableError(job_id=run.job_id, run_number=run.number, cause=stored.cause)
         try:
             run.machine, commands = self.restored(stored)
         except Exception as error:

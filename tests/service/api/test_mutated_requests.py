@@ -19,13 +19,14 @@ from structlog.testing import capture_logs
 
 from perseus.service.api.agent_service import AgentService
 from perseus.service.domain.model import RankFilter, RankState
+from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import Coordinates, Registration
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.storage.sql_store import SqlStore
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import clock_statistics_pb2, computation_pb2, rank_pb2
 from tests.service.service_fakes import make_gpu, make_spec
@@ -233,8 +234,8 @@ async def converse(coordinator: Coordinator, instance_id: str, said: list[wire.C
 
 
 async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
-    store = await SqliteStore.open(path)
-    coordinator = Coordinator(store, _UnusedJobLane(), _UnusedRequestLane(), RULES)
+    store = await SqlStore.open(path)
+    coordinator = Coordinator(store, _UnusedJobLane(), _UnusedRequestLane(), RULES, Retention())
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
     try:
@@ -286,8 +287,8 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         await coordinator.close()
         await store.close()
     # What was stored can be loaded, and gone on with.
-    again = await SqliteStore.open(path)
-    restarted = Coordinator(again, _UnusedJobLane(), _UnusedRequestLane(), RULES)
+    again = await SqlStore.open(path)
+    restarted = Coordinator(again, _UnusedJobLane(), _UnusedRequestLane(), RULES, Retention())
     await restarted.start()
     assert said_by(restarted, THEIRS)[1:3] == before[1:3]
     await again.close()

@@ -24,6 +24,7 @@ from perseus.service.domain.commands import Command, SlowPlan
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import Input, OfferAnswered, PlanInForce, TelemetryArrived
 from perseus.service.domain.model import FaultyPart, JobState, Offer
+from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import Coordinates, JobSpec, Registration
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.profiling.profiler import ProfilingRules
@@ -34,7 +35,7 @@ from perseus.service.shell.jobs import LATEST
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
 from perseus.service.solving.work import solve_explaining
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.storage.sql_store import SqlStore
 from perseus.solver import Computation, Frontier, Pipeline
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 from tests.service.grpc_fakes import (
@@ -347,8 +348,8 @@ class World:
 
 async def live(path: Path, dice: Dice, *, with_faulty: bool) -> tuple[list[object], JobState]:
     """Let both jobs live for a while, and return what was seen of the quiet one."""
-    store = await SqliteStore.open(path)
-    coordinator = Coordinator(store, InlineSolver(), UnusedRequestLane(), RULES)
+    store = await SqlStore.open(path)
+    coordinator = Coordinator(store, InlineSolver(), UnusedRequestLane(), RULES, Retention())
     await coordinator.start()
     writing = asyncio.create_task(coordinator.run())
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import (
     MAX_COMPUTATION_COUNT,
     JobSpec,
@@ -19,7 +20,7 @@ from perseus.service.domain.specification import (
 )
 from perseus.service.job.machine import JobMachine
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.storage.sql_store import SqlStore
 from tests.service.api.test_mutated_requests import RULES, _UnusedJobLane, _UnusedRequestLane
 
 
@@ -42,8 +43,8 @@ async def test_the_largest_job_is_made_beside_the_loop_and_once(
         make(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(JobMachine, "__init__", noting)
-    store = await SqliteStore.open(tmp_path / "jobs.db")
-    coordinator = Coordinator(store, _UnusedJobLane(), _UnusedRequestLane(), RULES)
+    store = await SqlStore.open(tmp_path / "jobs.db")
+    coordinator = Coordinator(store, _UnusedJobLane(), _UnusedRequestLane(), RULES, Retention())
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
     try:

@@ -14,7 +14,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
@@ -49,6 +49,7 @@ class _Wanted:
     on_retry: OnRetry
     answer: asyncio.Future[Frontier]
     turn_s: float
+    is_gone: asyncio.Event = field(default_factory=asyncio.Event)
     worker: Worker | None = None
     crash_count: int = 0
     failed_start_count: int = 0
@@ -105,7 +106,7 @@ class JobLane:
     ) -> Frontier:
         """Solve a job's problem (`work.solve_explaining`). If cancelled, nothing of it is left.
 
-        At most one problem of a job may be there at a time.
+        An older problem of the job makes way: whoever waits for it is cancelled.
 
         Raises:
             SolverError: the problem can't be solved.
@@ -113,6 +114,9 @@ class JobLane:
             SolverTimeoutError: it takes longer than the limit.
             InternalError: the solver has a fault.
         """
+        while (older := self._wanted.get(job_id)) is not None:
+            older.answer.cancel()
+            await older.is_gone.wait()
         answer: asyncio.Future[Frontier] = asyncio.get_running_loop().create_future()
         wanted = self._wanted[job_id] = _Wanted(problem, slow, on_retry, answer, self._turn_s)
         self._queue.put(job_id)
@@ -120,12 +124,13 @@ class JobLane:
         try:
             return await answer
         finally:
-            del self._wanted[job_id]
             if wanted.attempt is not None:
                 wanted.attempt.cancel()
                 # Its worker is free, and the job may come again, only after that.
                 await asyncio.gather(wanted.attempt, return_exceptions=True)
             self._queue.remove(job_id)
+            del self._wanted[job_id]
+            wanted.is_gone.set()
 
     def close(self) -> None:
         """End the workers."""
@@ -165,10 +170,9 @@ class JobLane:
         self._queue.end(job_id, self._clock() - began_s)
         self._idle.append(worker)
         wanted.attempt = wanted.worker = None
-        if not attempt.cancelled():
+        if not attempt.cancelled() and not wanted.answer.done():
             if (error := attempt.exception()) is not None:
-                if not wanted.answer.done():
-                    wanted.answer.set_exception(error)
+                wanted.answer.set_exception(error)
             elif (again_s := attempt.result()) is not None:
                 self._queue.put(job_id, again_s)
         self._dispatch()

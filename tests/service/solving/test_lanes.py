@@ -213,6 +213,17 @@ async def test_a_large_problem_makes_way_for_small_ones(jobs: JobLane) -> None:
     assert (await jobs.solve("large", make_problem(), None, Retries())).points
 
 
+async def test_a_newer_problem_of_a_job_replaces_the_older(jobs: JobLane) -> None:
+    older = solving(jobs, "job", large_problem())
+    await until(lambda: jobs.busy_process_ids)
+    newer = solving(jobs, "job", make_problem(2, 5))
+    newest = solving(jobs, "job", make_problem(2, 6))
+    assert [*(await newest).pipeline.schedule.orders[0]] == [*make_problem(2, 6).schedule.orders[0]]
+    for replaced in (older, newer):
+        with pytest.raises(asyncio.CancelledError):
+            await replaced
+
+
 async def test_a_problem_that_takes_longer_than_the_limit_fails() -> None:
     lane = JobLane(1, 0.5)
     try:

@@ -157,7 +157,8 @@ async def test_plaintext_to_plaintext_is_none_of_tls(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_documentation_has_the_line(name: str) -> None:
-    lines = re.findall(r"`([^`]+)`", SECURITY.read_text())
+    rows = [line for line in SECURITY.read_text().splitlines() if line.startswith("| ")]
+    lines = re.findall(r"`([^`]+)`", "\n".join(rows))
     assert any(re.fullmatch(CASES[name].expected, line) for line in lines)
 
 

@@ -111,7 +111,8 @@ def test_a_mistake_is_named_with_its_file(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_documentation_has_the_line(name: str) -> None:
-    lines = re.findall(r"`([^`]+)`", SECURITY.read_text())
+    rows = [line for line in SECURITY.read_text().splitlines() if line.startswith("| ")]
+    lines = re.findall(r"`([^`]+)`", "\n".join(rows))
     assert any(re.match(MISTAKES[name][1].replace(".*", ""), line) for line in lines)
 
 

@@ -12,7 +12,6 @@ from perseus.service.listening import Port
 from perseus.service.settings import CoordinatorSettings
 from perseus.tls.files import TlsFiles
 
-NOW = datetime.now(UTC)
 LOCAL = ["localhost", "127.0.0.1"]
 
 
@@ -30,12 +29,13 @@ def issue(
     ends_days: float = 30,
 ) -> TlsFiles:
     """A certificate with its key, and the CA that signed it; begins and ends in so many days."""
+    now = datetime.now(UTC)
     certificate, key = by.issue(
         by.folder / stem,
         names or LOCAL,
         is_server=is_server,
-        begins=NOW + timedelta(days=begins_days),
-        ends=NOW + timedelta(days=ends_days),
+        begins=now + timedelta(days=begins_days),
+        ends=now + timedelta(days=ends_days),
     )
     return TlsFiles(certificate, key, by.folder / "ca.pem")
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from perseus.tls.files import Role, TlsError, TlsFiles, TlsSource, check
-from tests.tls.pairs import NOW, authority, issue
+from tests.tls.pairs import authority, issue
 
-NOW_S = NOW.timestamp()
 DAY_S = 86400.0
 
 
@@ -106,7 +106,7 @@ DOCUMENTED = sorted(
 def test_a_mistake_is_named_with_its_file(name: str, tmp_path: Path) -> None:
     make, expected = MISTAKES[name]
     with pytest.raises(TlsError, match=expected):
-        check(make(tmp_path), Role.SERVER, NOW_S)
+        check(make(tmp_path), Role.SERVER, time.time())
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
@@ -122,32 +122,32 @@ def test_an_unreadable_key_is_named(tmp_path: Path) -> None:
     files.key.unlink()
     files.key.mkdir()
     with pytest.raises(TlsError, match=r"own\.key: can't be read: Is a directory"):
-        check(files, Role.SERVER, NOW_S)
+        check(files, Role.SERVER, time.time())
 
 
 def test_a_servers_certificate_is_none_for_clients(tmp_path: Path) -> None:
     with pytest.raises(TlsError, match=r"may be a client's"):
-        check(issue(authority(tmp_path)), Role.CLIENT, NOW_S)
+        check(issue(authority(tmp_path)), Role.CLIENT, time.time())
 
 
 def test_sound_files_tell_when_they_expire(tmp_path: Path) -> None:
     files = issue(authority(tmp_path), is_server=False, ends_days=30)
-    material = check(files, Role.CLIENT, NOW_S)
+    material = check(files, Role.CLIENT, time.time())
     assert material.certificate == files.certificate.read_bytes()  # type: ignore[union-attr]
-    days = sorted((expiry_s - NOW_S) / DAY_S for expiry_s in material.expiries_s.values())
+    days = sorted((expiry_s - time.time()) / DAY_S for expiry_s in material.expiries_s.values())
     assert days == pytest.approx([30, 100], abs=0.1)
 
 
 def test_a_ca_alone_is_enough_for_clients_and_so_is_a_server_trusted_by_itself(tmp_path: Path) -> None:
     files = issue(authority(tmp_path))
-    assert check(TlsFiles(ca=files.ca), Role.CLIENT, NOW_S).certificate is None
-    assert check(TlsFiles(ca=files.certificate), Role.CLIENT, NOW_S).expiries_s == {}
+    assert check(TlsFiles(ca=files.ca), Role.CLIENT, time.time()).certificate is None
+    assert check(TlsFiles(ca=files.certificate), Role.CLIENT, time.time()).expiries_s == {}
 
 
 def test_renewed_files_are_taken_and_half_written_ones_are_waited_for(tmp_path: Path) -> None:
     ca = authority(tmp_path)
     files = issue(ca)
-    source = TlsSource(files, Role.SERVER, lambda: NOW_S)
+    source = TlsSource(files, Role.SERVER)
     before = source.material
     assert not source.poll()
     assert files.certificate is not None and files.key is not None  # noqa: PT018
@@ -181,7 +181,7 @@ def test_renewed_files_are_taken_and_half_written_ones_are_waited_for(tmp_path: 
 
 def test_an_expired_renewal_is_not_taken(tmp_path: Path) -> None:
     ca = authority(tmp_path)
-    source = TlsSource(issue(ca), Role.SERVER, lambda: NOW_S)
+    source = TlsSource(issue(ca), Role.SERVER)
     issue(ca, ends_days=-0.1)
     with capture_logs() as logs:
         assert not source.poll()
@@ -189,11 +189,11 @@ def test_an_expired_renewal_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_the_end_is_announced_a_week_before_once_a_day(tmp_path: Path) -> None:
-    now_s = NOW_S
+    begun_s = now_s = time.time()
     source = TlsSource(issue(authority(tmp_path), ends_days=8.1), Role.SERVER, lambda: now_s)
     said = []
     for half_day in range(20):
-        now_s = NOW_S + half_day / 2 * DAY_S
+        now_s = begun_s + half_day / 2 * DAY_S
         with capture_logs() as logs:
             source.poll()
         said += [(half_day / 2, line["event"]) for line in logs]

@@ -229,7 +229,7 @@ class Agent:
         except GpuError as error:
             _log.error("GPU not usable", rank=str(hello.rank), gpu=hello.gpu_uuid, reason=str(error))
             line.reply(Reply(True, "GPU_NOT_USABLE", f"the rank is not served: {error}"))
-            self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error))
+            self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error, ""))
             return
         observe = self._settings.observe
         rank = ServedRank(
@@ -239,8 +239,9 @@ class Agent:
             observe=observe,
             after_sequence=self._coordinator.telemetry_sequence,
             is_registered=hello.is_registered,
+            owner="",
             say=self._coordinator.say,
-            report=lambda error: self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error)),
+            report=lambda error: self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error, "")),
         )
         self._ranks[hello.rank] = rank
         _log.info("rank served", rank=str(rank.rank), gpu=rank.gpu_uuid)

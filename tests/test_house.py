@@ -147,6 +147,7 @@ HOUSE: Mapping[str, Room] = {
     "agent.gpu": room(
         "agent.gpu.dynamics", "agent.gpu.interface", "agent.gpu.physics", needs=["pynvml", "structlog"]
     ),
+    "agent.claims": pure("agent.link"),
     "agent.clocks": pure(),
     "agent.energy": pure("agent.gpu.interface", needs=["numpy"]),
     "agent.rank": pure("agent.clocks", "agent.energy", "agent.gpu.interface", "agent.link"),
@@ -155,6 +156,7 @@ HOUSE: Mapping[str, Room] = {
         "agent.link", "agent.rank", "v1", needs=["google", "grpc", "grpc_status", "structlog"]
     ),
     "agent.sidecar": room(
+        "agent.claims",
         "agent.clocks",
         "agent.energy",
         "agent.gpu",

@@ -17,6 +17,7 @@ from perseus.agent.gpu.interface import (
     GpuNotFoundError,
     GpuPermissionError,
     GpuUnsupportedError,
+    GpuUse,
 )
 
 _log = structlog.get_logger(__name__)
@@ -60,6 +61,41 @@ def calling(function: str, subject: str, nvml: Any) -> Iterator[None]:
     except nvml.NVMLError as error:
         error_class, advice = _ERRORS.get(error.value, (GpuDriverError, "the driver failed: see its log"))
         raise error_class(f"{subject}: {function}: {error}: {advice}") from error
+
+
+def look(uuid: str, device_folder: str, nvml: Any = pynvml) -> GpuUse:
+    """Where a GPU is, and who computes on it; nothing of it is changed. Raises as `NvmlGpu`.
+
+    Processes that compute count, those of MPS too; those that only draw (a display's) do not.
+    """
+    subject = f"GPU {uuid}"
+    with calling("nvmlInit", subject, nvml):
+        nvml.nvmlInit()
+    try:
+        with calling("nvmlDeviceGetHandleByUUID", subject, nvml):
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        with calling("nvmlDeviceGetIndex", subject, nvml):
+            index = int(nvml.nvmlDeviceGetIndex(handle))
+        with calling("nvmlDeviceGetMinorNumber", subject, nvml):
+            minor = int(nvml.nvmlDeviceGetMinorNumber(handle))
+        return GpuUse(index, f"{device_folder}/nvidia{minor}", _process_ids(handle, subject, nvml))
+    finally:
+        with contextlib.suppress(nvml.NVMLError):  # what was asked for has been answered
+            nvml.nvmlShutdown()
+
+
+def _process_ids(handle: Any, subject: str, nvml: Any) -> tuple[int, ...] | None:
+    found: list[int] = []
+    try:
+        with calling("nvmlDeviceGetComputeRunningProcesses", subject, nvml):
+            found += [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+    except GpuUnsupportedError:
+        return None
+    # A driver that knows no MPS has no processes of it.
+    mps = "nvmlDeviceGetMPSComputeRunningProcesses"
+    with contextlib.suppress(GpuUnsupportedError), calling(mps, subject, nvml):
+        found += [process.pid for process in nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)]
+    return tuple(found)
 
 
 class NvmlGpu:

@@ -13,7 +13,7 @@ membership; unless its hello says that others have registered its job.
 Hello, Registration, Membership and Reply are JSON objects, as they are rare and worth reading in a trace. A
 registration with explicit orders may exceed what a socket buffer takes, so large ones are deflated. What
 a few bytes may grow to is bounded before it is read: inflated bytes, objects, lists, the lengths of texts.
-Reading the largest takes a while: who must not stand still reads packets above SMALL_PACKET_BYTES in a thread,
+Reading the largest takes a while: who must not stand still reads those above SMALL_PACKET_BYTES in a thread,
 where the reading lets others have their turns. Marks are frequent: 32 bytes each, little-endian, all of one
 layout:
 

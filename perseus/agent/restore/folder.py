@@ -20,14 +20,14 @@ _OTHERS = 0o077
 
 @contextmanager
 def own_folder(path: Path) -> Iterator[int]:
-    """A file descriptor of the folder at `path`, which is closed to others. OSError if it can't be trusted."""
+    """A file descriptor of the folder at `path`, closed to others. OSError if it can't be trusted."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(folder)
         if found.st_uid != os.geteuid():
             raise PermissionError(
                 1,
-                f"expected a folder of user {os.geteuid()}, as whom the agent runs, found user {found.st_uid}'s",
+                f"expected a folder of user {os.geteuid()}, who the agent is, found user {found.st_uid}'s",
             )
         if found.st_mode & _OTHERS:
             os.fchmod(folder, stat.S_IMODE(found.st_mode) & ~_OTHERS)
@@ -66,7 +66,7 @@ def is_held_by_ours(file: int) -> bool:
 
 
 def _holders(file: os.stat_result, locks: str) -> Iterator[int]:
-    """The processes that hold a flock on a file, by /proc/locks: `1: FLOCK ADVISORY WRITE PID 08:01:INODE …`."""
+    """Who holds a flock on a file, by /proc/locks: lines of `1: FLOCK ADVISORY WRITE PID 08:01:INODE …`."""
     wanted = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     for line in locks.splitlines():
         match line.split():

@@ -324,9 +324,7 @@ def test_a_folder_behind_a_link_or_of_another_user_is_refused(tmp_path: Path) ->
         RecordFolder(tmp_path / "link").gpu_uuids()
     if os.geteuid() == 0:
         os.chown(real.path, NOBODY, NOBODY)
-        with pytest.raises(
-            RecordError, match="expected a folder of user 0, as whom the agent runs, found user"
-        ):
+        with pytest.raises(RecordError, match="expected a folder of user 0, who the agent is, found user"):
             real.gpu_uuids()
 
 

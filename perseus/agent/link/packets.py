@@ -13,7 +13,7 @@ membership; unless its hello says that others have registered its job.
 Hello, Registration, Membership and Reply are JSON objects, as they are rare and worth reading in a trace. A
 registration with explicit orders may exceed what a socket buffer takes, so large ones are deflated. What
 a few bytes may grow to is bounded before it is read: inflated bytes, objects, lists, the lengths of texts.
-Reading the largest takes a while: who must not stand still reads those above SMALL_PACKET_BYTES in a thread,
+Reading the largest takes a while: who must not stand still reads those that are not `is_quick` in a thread,
 where the reading lets others have their turns. Marks are frequent: 32 bytes each, little-endian, all of one
 layout:
 
@@ -42,7 +42,7 @@ from perseus.agent.link.computation import Computation, Kind, Rank
 PROTOCOL_VERSION = 2
 # The largest packet that either end sends or accepts; fits the default socket buffer (net.core.wmem_default).
 MAX_PACKET_BYTES = 128 * 1024
-# What is read within a fraction of a millisecond; hellos, memberships and marks are smaller.
+# What is read within a fraction of a millisecond, unless it is deflated; hellos and marks are smaller.
 SMALL_PACKET_BYTES = 4 * 1024
 # The largest JSON that a deflated packet may hold, and of how many objects: each computation is one.
 MAX_JSON_BYTES = 4 * 1024 * 1024
@@ -202,6 +202,11 @@ def encode(message: Message) -> bytes:
             )
         case Finish(time_ns):
             return mark_packer(MarkType.FINISH)(0, 0, 0, 0, 0, time_ns)
+
+
+def is_quick(packet: bytes | bytearray | memoryview) -> bool:
+    """Whether a packet is read within a fraction of a millisecond, whatever is in it."""
+    return len(packet) <= SMALL_PACKET_BYTES and packet[:1] != _DEFLATED_BEGIN.to_bytes()
 
 
 def decode(packet: bytes | bytearray | memoryview) -> Message:

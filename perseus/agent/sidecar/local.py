@@ -27,6 +27,7 @@ from perseus.agent.link.packets import (
     Reply,
     decode,
     encode,
+    is_quick,
 )
 from perseus.agent.sidecar.allowance import Allowance
 from perseus.agent.sidecar.complaints import Complaints
@@ -87,23 +88,24 @@ class Line:
             self._packets_in_a_row = 0
             await asyncio.sleep(self._allowance.wait_s())
         size = await self._receive_into_buffer()
-        if size <= SMALL_PACKET_BYTES:
+        packet = memoryview(_buffer)[:size]
+        if is_quick(packet):
             self._allowance.spend(size, time.monotonic())
-            return decode(memoryview(_buffer)[:size]) if size else None
-        packet = bytes(memoryview(_buffer)[:size])
+            return decode(packet) if size else None
         self._allowance.spend(size * _INFLATED_COST, time.monotonic())
-        message = await self._loop.run_in_executor(self._readers, decode, packet)
+        message = await self._loop.run_in_executor(self._readers, decode, bytes(packet))
         await asyncio.sleep(self._allowance.wait_s())
         return message
 
     async def receive_small(self) -> Message | None:
-        """As `receive`, of one who is not known yet: MalformedPacket for a packet that is not small."""
+        """As `receive`, of one who is not known yet: MalformedPacket for what would take long to read."""
         size = await self._receive_into_buffer()
-        if size > SMALL_PACKET_BYTES:
+        packet = memoryview(_buffer)[:size]
+        if not is_quick(packet):
             raise MalformedPacket(
-                f"packet: expected a hello of at most {SMALL_PACKET_BYTES} bytes, found {size}"
+                f"packet: expected a hello of at most {SMALL_PACKET_BYTES} bytes, not deflated, found {size}"
             )
-        return decode(memoryview(_buffer)[:size]) if size else None
+        return decode(packet) if size else None
 
     async def _receive_into_buffer(self) -> int:
         """The size of the next packet; 0 at the end."""

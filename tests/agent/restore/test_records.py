@@ -1,10 +1,11 @@
+import fcntl
 import json
 import os
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from perseus.agent.gpu import (
 from perseus.agent.restore.guarded import GuardedGpu
 from perseus.agent.restore.records import ClockRange, Record, RecordFolder, Restoration, restore_found
 from tests.agent.fake_gpu import FakeGpu
+from tests.agent.other_users import NOBODY, needs_root, passable_folder, start_as
 
 UUID = FakeGpu.uuid
 
@@ -328,35 +330,32 @@ def test_a_folder_behind_a_link_or_of_another_user_is_refused(tmp_path: Path) ->
             real.gpu_uuids()
 
 
-NOBODY = 65534
-HOLD = """
-import fcntl, os, sys
-os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
-try:
-    file = os.open(sys.argv[1], os.O_RDONLY)
-except PermissionError:
-    print("refused", flush=True)
-else:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    print("held", flush=True)
-    sys.stdin.read()
-"""
+def hold(path: str) -> None:
+    """In a process of its own, as another user."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        print("refused", flush=True)
+    else:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        print("held", flush=True)
+        sys.stdin.read()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
-def test_a_strangers_lock_does_not_keep_a_gpu_from_being_restored(folder: RecordFolder) -> None:
+@pytest.fixture
+def passable() -> Iterator[Path]:
+    with passable_folder() as folder:
+        yield folder
+
+
+@needs_root
+def test_a_strangers_lock_does_not_keep_a_gpu_from_being_restored(passable: Path) -> None:
+    folder = RecordFolder(passable / "restore")
     leave_behind(folder)
     path = folder.path / f"{UUID}.json"
-    for parent in [folder.path.parent, *list(folder.path.parents)[1:4]]:
-        parent.chmod(parent.stat().st_mode | 0o011)
 
     def stranger() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        return start_as(NOBODY, "tests.agent.restore.test_records", "hold", [str(path)])
 
     with stranger() as refused:
         assert refused.stdout is not None

@@ -93,7 +93,8 @@ class GpuUse:
     """Where a GPU is on its node, and who computes on it.
 
     `index` is its number among all GPUs of the node, as nvidia-smi shows it; `device_node` the path of the
-    file that a user must be able to open; `process_ids` None where the driver does not tell.
+    file that a user must be able to open, empty if it has none; `process_ids` None where the driver does not
+    tell.
     """
 
     index: int

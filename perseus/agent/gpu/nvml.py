@@ -76,26 +76,32 @@ def look(uuid: str, device_folder: str, nvml: Any = pynvml) -> GpuUse:
             handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         with calling("nvmlDeviceGetIndex", subject, nvml):
             index = int(nvml.nvmlDeviceGetIndex(handle))
-        with calling("nvmlDeviceGetMinorNumber", subject, nvml):
-            minor = int(nvml.nvmlDeviceGetMinorNumber(handle))
-        return GpuUse(index, f"{device_folder}/nvidia{minor}", _process_ids(handle, subject, nvml))
+        try:
+            with calling("nvmlDeviceGetMinorNumber", subject, nvml):
+                node = f"{device_folder}/nvidia{int(nvml.nvmlDeviceGetMinorNumber(handle))}"
+        except GpuUnsupportedError:  # of a GPU that has no node of its own (WSL)
+            node = ""
+        return GpuUse(index, node, _process_ids(handle, subject, nvml))
     finally:
         with contextlib.suppress(nvml.NVMLError):  # what was asked for has been answered
             nvml.nvmlShutdown()
 
 
 def _process_ids(handle: Any, subject: str, nvml: Any) -> tuple[int, ...] | None:
-    found: list[int] = []
-    try:
-        with calling("nvmlDeviceGetComputeRunningProcesses", subject, nvml):
-            found += [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-    except GpuUnsupportedError:
+    computing = _processes("nvmlDeviceGetComputeRunningProcesses", handle, subject, nvml)
+    if computing is None:
         return None
     # A driver that knows no MPS has no processes of it.
-    mps = "nvmlDeviceGetMPSComputeRunningProcesses"
-    with contextlib.suppress(GpuUnsupportedError), calling(mps, subject, nvml):
-        found += [process.pid for process in nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)]
-    return tuple(found)
+    shared = _processes("nvmlDeviceGetMPSComputeRunningProcesses", handle, subject, nvml)
+    return (*computing, *(shared or ()))
+
+
+def _processes(function: str, handle: Any, subject: str, nvml: Any) -> tuple[int, ...] | None:
+    """By the newest version of a function that the driver has; None if it has none, or none for this GPU."""
+    for version in ("_v3", "_v2"):
+        with contextlib.suppress(GpuUnsupportedError), calling(function, subject, nvml):
+            return tuple(process.pid for process in getattr(nvml, function + version)(handle))
+    return None
 
 
 class NvmlGpu:

@@ -101,12 +101,12 @@ class Door:
         is_agents_user = peer.uid == os.geteuid()
         if is_agents_user and (not folders or os.geteuid() != 0):
             # Who has all the rights that the agent has gains none by it; a node is not needed to know that.
-            is_open = not node.exists() or os.access(node, os.R_OK | os.W_OK)
+            is_open = not _is_there(node) or os.access(node, os.R_OK | os.W_OK)
             return (Access.OPEN, "") if is_open else (Access.CLOSED, f"{node} is closed to them")
         if folders is None:
             return Access.UNKNOWN, "its cgroup is out of the agent's reach"
-        if not node.exists():
-            return Access.UNKNOWN, f"{node} is not there"
+        if not _is_there(node):
+            return Access.UNKNOWN, f"{node} is not there" if node.name else "it has none"
         return _ask_as(peer, node, folders)
 
     def _tell_once(self, event: str, **details: object) -> None:
@@ -114,6 +114,10 @@ class Door:
         if key not in self._told and len(self._told) < _MOST_TOLD:
             self._told.add(key)
             _log.warning(event, **details)
+
+
+def _is_there(node: Path) -> bool:
+    return bool(node.name) and node.exists()
 
 
 def _ask_as(peer: Peer, node: Path, folders: list[Path]) -> tuple[Access, str]:

@@ -23,7 +23,8 @@ _log = structlog.get_logger(__name__)
 DEFAULT_GROUP = "perseus"
 """The group that may connect where none is named, if the node has it."""
 
-_BACKLOG = 128
+# Whoever connects without waiting (a probe does) is turned away by the kernel where it is full.
+_BACKLOG = 1024
 _MAX_PATH_BYTES = 107  # sockaddr_un, less the final zero
 _NOBODY_ELSE = 0o600
 

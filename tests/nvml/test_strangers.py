@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,17 @@ CLOSED_UUID = "GPU-closed"
 
 @pytest.fixture
 def stack(stub_library: Path) -> Iterator[Stack]:
-    """A job of OWNER's; all may connect, and open the GPU that it is on, but not the other one."""
-    with passable_folder() as folder, Stack(folder / "node", stub_library, trainer_uid=OWNER) as stack:
-        closed = stack.gpu_folder / "gpu-closed"
-        EmulatedGpu.create(closed, MODEL, CLOSED_UUID).close()
-        closed.chmod(0o600)
+    with passable_folder() as folder, strangers_stack(folder, stub_library, trainer_uid=OWNER) as stack:
         yield stack
+
+
+def strangers_stack(folder: Path, library: Path, *, trainer_uid: int) -> Stack:
+    """For a job of a user's; all may open the GPU that it is on, but not the other one."""
+    stack = Stack(folder / "node", library, trainer_uid=trainer_uid)
+    closed = stack.gpu_folder / "gpu-closed"
+    EmulatedGpu.create(closed, MODEL, CLOSED_UUID).close()
+    closed.chmod(0o600)
+    return stack
 
 
 @needs_root
@@ -32,8 +38,11 @@ def test_a_stranger_gets_nothing_and_disturbs_nobody(stack: Stack) -> None:
     attack_and_check(stack, CONNECTION_COUNT, PACKET_COUNT)
 
 
-def attack_and_check(stack: Stack, connection_count: int, packet_count: int) -> None:
-    """A stranger attacks a job that has its clocks set; AssertionError if anything comes of it."""
+def attack_and_check(stack: Stack, connection_count: int, packet_count: int) -> dict[str, Any]:
+    """A stranger attacks a job that has its clocks set; AssertionError if anything comes of it.
+
+    Returns the `strangers.Attempts`, as a dictionary.
+    """
     stack.start_coordinator()
     stack.start_agent("--socket-mode=0666")
     stack.start()
@@ -44,7 +53,7 @@ def attack_and_check(stack: Stack, connection_count: int, packet_count: int) -> 
         NOBODY, "tests.nvml.strangers", "attack", [*arguments, str(connection_count), str(packet_count)]
     ) as process:
         said, _ = process.communicate()
-    done = json.loads(said)
+    done: dict[str, Any] = json.loads(said)
     assert done["claims"] == {
         "the GPU that is trained on": "GPU_OF_ANOTHER_USER",
         "a GPU whose device is closed": "GPU_NOT_OPENABLE",
@@ -71,6 +80,7 @@ def attack_and_check(stack: Stack, connection_count: int, packet_count: int) -> 
     stack.supervisor.terminate()
     assert stack.supervisor.wait(20) == 0
     assert stack.is_at_stock()
+    return done
 
 
 @needs_root

@@ -25,17 +25,19 @@ def main(connection_count: int, packet_count: int, path: Path) -> None:
             done = attack_and_check(stack, connection_count, packet_count)
     claims = "\n".join(f"| claims {what} | {reason} |" for what, reason in done["claims"].items())
     today, took_s = time.strftime("%Y-%m-%d"), time.monotonic() - begun_s
+    opened, kept = done["connection_count"], done["held_connection_count"]
     text = f"""# What a stranger gets
 
-`make torture` also runs a job of one user's under an agent of root's, behind the stand-in for NVML, and attacks it as
-another user whom the socket lets in. It passes if nothing is had, the agent's process stays the same, the job's rank
-never leaves and still has its clocks set, the log stays short, and the GPU is at stock when the agent has ended.
+`make torture` also runs a job of one user's under an agent of root's, behind the stand-in for NVML, and
+attacks it as another user whom the socket lets in. It passes if nothing is had, the agent's process stays
+the same, the job's rank never leaves and still has its clocks set, the log stays short, and the GPU is at
+stock when the agent has ended.
 
 | the stranger | is answered |
 |---|---|
 {claims}
 | locks the records | {done["records"]} |
-| opens {done["connection_count"]:,} connections at once, silently | {done["held_connection_count"]} are kept |
+| opens {opened:,} connections at once, silently | {kept} are kept |
 | sends {done["packet_count"]:,} malformed packets | {done["accepted_count"]} are accepted |
 
 Last run: {today}, {took_s:.0f} s, {os.cpu_count()} cores, Python {platform.python_version()}.

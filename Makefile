@@ -20,7 +20,8 @@ NVML ?=
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-frameworks test-languages torture check bench protos contract clean
+.PHONY: demo test test-frameworks test-languages test-postgresql torture torture-coordinator check bench protos \
+  contract clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -38,6 +39,11 @@ test-languages: $(STAMP)
 	tests/languages/install
 	$(BIN)/pytest tests/languages
 
+# The store on a PostgreSQL server, beside SQLite. Installs the server's programs, if root runs it.
+test-postgresql: $(STAMP)
+	tests/service/storage/install
+	$(BIN)/pytest --hypothesis-seed=0 tests/service/storage
+
 # The kill tests of `make test`, many more times, and a stranger's attack at full strength (as root); leaves figures in
 # docs/torture.md and docs/strangers.md.
 KILLS ?= 50
@@ -46,6 +52,11 @@ PACKETS ?= 100000
 torture: $(STAMP)
 	$(BIN)/python -m tests.nvml.torture $(KILLS) docs/torture.md
 	$(BIN)/python -m tests.nvml.torture_strangers $(CONNECTIONS) $(PACKETS) docs/strangers.md
+
+# A coordinator killed many times under load; leaves its figures in docs/torture-coordinator.md.
+COORDINATOR_KILLS ?= 100
+torture-coordinator: $(STAMP)
+	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) docs/torture-coordinator.md
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

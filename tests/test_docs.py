@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 
 MODULE = re.compile(r"(?<![\w./])(?:perseus/)?((?:agent|service|solver|cli|demo)/[a-z_/]+\.py)")
-DOTTED = re.compile(r"\bperseus(?:\.[a-z_0-9]+)+")
+DOTTED = re.compile(r"\bperseus(?:\.(?!db\b)[a-z_0-9]+)+")  # perseus.db is the database
 
 
 def exists(dotted: str) -> bool:

@@ -84,7 +84,7 @@ HOUSE: Mapping[str, Room] = {
         "service.job.ranks",
     ),
     "service.job.rules": pure("service.job.planning", "service.job.profiling"),
-    "service.job.machine": pure(
+    "service.job.course": pure(
         "service.domain",
         "service.job.iterations",
         "service.job.journal",
@@ -97,17 +97,42 @@ HOUSE: Mapping[str, Room] = {
         "service.job.stragglers",
         "solver",
     ),
+    "service.job.machine": pure(
+        "service.domain",
+        "service.job.course",
+        "service.job.planning",
+        "service.job.ranks",
+        "service.job.rules",
+        "solver",
+    ),
+    "service.job.quarantine": pure(
+        "service.domain", "service.job.iterations", "service.job.ranks", "service.job.rules", "solver"
+    ),
     "service.fleet": pure("service.domain"),
-    "service.storage": room("service.domain", "solver", needs=["numpy", "pydantic"]),
+    "service.storage.check_words": pure(),
+    "service.storage": room(
+        "service.domain",
+        "service.storage.check_words",
+        "solver",
+        needs=["alembic", "numpy", "pydantic", "sqlalchemy"],
+    ),
+    "service.storage.migrations": room(needs=["alembic", "sqlalchemy"]),
+    # What workers do, and the lanes that lead to them.
+    "service.solving.fair_queue": pure(),
+    "service.solving": room("service.domain", "service.solving.fair_queue", "solver", needs=["structlog"]),
     "service.shell.watch_state": pure("service.domain"),
+    "service.shell.job_clock": pure(),
     "service.shell": room(
         "service.domain",
         "service.fleet",
         "service.job.machine",
         "service.job.planning",
+        "service.job.quarantine",
         "service.job.rules",
         "service.job.runs",
+        "service.shell.job_clock",
         "service.shell.watch_state",
+        "service.solving",
         "service.storage",
         "solver",
         needs=["structlog"],
@@ -115,6 +140,7 @@ HOUSE: Mapping[str, Room] = {
     "service.api": room(
         "service.domain",
         "service.shell",
+        "service.solving",
         "solver",
         "v1",
         needs=["google", "grpc", "grpc_reflection", "grpc_status", "numpy", "structlog"],
@@ -128,10 +154,13 @@ HOUSE: Mapping[str, Room] = {
         "service.job.rules",
         "service.settings",
         "service.shell",
+        "service.solving",
         "service.storage",
+        "service.watchdog",
         "v1",
         needs=["grpc", "grpc_health", "structlog"],
     ),
+    "service.watchdog": room(needs=["structlog"]),
     # Both processes on a GPU node meet in the link only.
     "agent.link": pure(),
     # The training process.
@@ -199,6 +228,7 @@ HOUSE: Mapping[str, Room] = {
         "service.domain",
         "service.server",
         "service.settings",
+        "service.storage",
         "solver",
         "v1",
         needs=["google", "grpc", "pynvml", "rich", "typer"],

@@ -1,370 +1,194 @@
-"""Agents by the thousand in one process: `python -m benchmarks.load.generator TASK`, a `Task` as JSON.
+"""Agents by the thousand in one process: `python -m benchmarks.load.generator HOST:PORT`.
 
-Each agent has a connection of its own, serves its ranks, follows offers and reports every rank once an
-iteration; the agents' turns are spread evenly over it. The messages are serialised beforehand, and the
-generator says how late it was itself. Its figures are one line of JSON on standard output.
+It takes commands, one line of JSON each, from standard input, and answers each by a line on standard output:
+`{"command": NAME, …}` calls the method of that name below. `benchmarks.load.control` speaks the other side.
+Messages are serialised beforehand, and the generator says how late it was itself.
 """
 
 import asyncio
+import gc
 import json
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any
 
-import grpc
 import numpy as np
 
-from benchmarks.load import wire
-from perseus.solver import Schedule, one_forward_one_backward
-from perseus.v1 import agent_service_pb2 as pb
-from perseus.v1 import computation_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc, rank_pb2
+from benchmarks.load.agents import Agent, Findings
+from benchmarks.load.job import Job, JobTask, channel, until
+from perseus.v1 import job_service_pb2_grpc
 
-_CONNECT = "/perseus.v1.AgentService/Connect"
-_CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
-
-_PAST_START = rank_pb2.PLAN_REFUSAL_REASON_PAST_START
 _JOIN_LIMIT_S = 120.0
-_PLAN_LIMIT_S = 300.0
-_OFFER_LIMIT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What to load a server with. `server_pid`: whose CPU time is read. `is_echo`: it only echoes."""
-
-    target: str
-    server_pid: int
-    is_echo: bool
-    pipeline_count: int
-    stage_count: int = 4
-    microbatch_count: int = 10
-    ranks_per_agent: int = 1
-    period_s: float = 1.0
-    measured_s: float = 20.0
-    straggler_count: int = 0
 
 
 @dataclass(slots=True)
 class Figures:
-    """What came of it. Latencies are from a batch's sending to its acknowledgement."""
+    """What a stretch of time came to. Latencies are from a batch's sending to its acknowledgement."""
 
-    agent_count: int = 0
-    rank_count: int = 0
-    state: str = ""
-    batch_count: int = 0
-    acknowledged_count: int = 0
-    latency_p50_s: float = 0.0
-    latency_p99_s: float = 0.0
-    lateness_p99_s: float = 0.0
-    server_cpu_s: float = 0.0
-    wall_s: float = 0.0
-    straggler_answer_s: list[float] = field(default_factory=list)
-
-
-class Bodies:
-    """What the ranks of a stage say of an iteration, made once for all pipelines under the same clocks."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._made: dict[tuple[int, int, int, tuple[int, ...], int], bytes] = {}
-
-    def get(self, stage: int, iteration: int, version: int, clocks: tuple[int, ...], since: int) -> bytes:
-        """Made when it is first wanted; only those of the latest iterations are kept."""
-        key = (iteration, stage, version, clocks, since)
-        found = self._made.get(key)
-        if found is None:
-            order = self._schedule.orders[stage]
-            is_one = len(clocks) == 1
-            clocks_mhz = clocks * len(order) if is_one else clocks
-            held = iteration - since + 1 if is_one else None
-            found = self._made[key] = wire.stage_body(order, iteration, version, clocks_mhz, held)
-            for old in [each for each in self._made if each[0] < iteration - 2]:
-                del self._made[old]
-        return found
+    agent_count: int
+    rank_count: int
+    batch_count: int
+    acknowledged_count: int
+    latency_p50_s: float
+    latency_p99_s: float
+    latency_max_s: float
+    lateness_p99_s: float
+    server_cpu_s: float
+    generator_cpu_s: float
+    wall_s: float
 
 
 @dataclass(slots=True)
-class Rank:
-    """One rank: what is in force, and what waits for its start iteration."""
+class Comeback:
+    """Seconds from a time until all were connected, welcomed, joined, and rid of what they had to resend."""
 
-    place: wire.Place
-    prefix: bytes
-    epoch: str = ""
-    version: int = 0
-    clocks: tuple[int, ...] = (0,)
-    since: int = 0
-    pending: pb.PlanOffer | None = None
+    connected_s: float
+    welcomed_s: float
+    joined_s: float
+    resent_s: float
 
 
-class Agent:
-    """One agent's stream."""
+class Generator:
+    """The commands. Each answers with what JSON can say."""
 
-    def __init__(
-        self, job_id: str, number: int, ranks: Sequence[Rank], bodies: Bodies, is_echo: bool
-    ) -> None:
-        self.ranks = ranks
-        self.acknowledged = 0
-        self.sequence = 0
-        self.accepted = 0
-        self.iteration = -1
-        self.latencies_s: list[float] = []
-        self.offered: Callable[[wire.Place], None] = lambda _: None
-        self._job_id = job_id
-        self._number = number
-        self._bodies = bodies
-        self._is_echo = is_echo
-        self._by_place = {rank.place: rank for rank in ranks}
-        self._sent_s: deque[tuple[int, float]] = deque()
-        self._out: asyncio.Queue[bytes] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._channel = channel(target)
+        self._stub = job_service_pb2_grpc.JobServiceStub(self._channel)
+        self._jobs: dict[str, Job] = {}
+        self._findings = Findings()
+        self._nudges: set[asyncio.Task[None]] = set()
 
-    async def connect(self, target: str) -> None:
-        """Open the stream, and announce the ranks."""
-        self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
-        self._call: grpc.aio.StreamStreamCall[bytes, bytes] = self._channel.stream_stream(_CONNECT)()
-        self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
-        hello = pb.Hello(instance_id=f"load-{os.getpid()}-{self._number}", hostname="load")
-        self._out.put_nowait(pb.ConnectRequest(hello=hello).SerializeToString())
-        for rank in self.ranks:
-            place = rank.place
-            gpu = pb.Gpu(
-                uuid=f"GPU-{place.pipeline}-{place.stage}",
-                model="Loaded",
-                supported_clocks_mhz=wire.CLOCKS_MHZ,
-            )
-            joined = pb.RankJoined(job_id=self._job_id, rank=place.to_proto(), gpu=gpu, iteration=-1)
-            self._out.put_nowait(pb.ConnectRequest(rank_joined=joined).SerializeToString())
+    async def add(self, **task: Any) -> None:
+        """Register a job, connect its agents, and let them report."""
+        job = self._jobs[task["job_id"]] = Job(JobTask(**task), self._findings)
+        await job.join(self._stub, self._target, _JOIN_LIMIT_S)
+        job.start()
+        gc.collect()
+        gc.freeze()  # thousands of agents that stay need not be looked through again and again
 
-    def report(self, iteration: int) -> None:
-        """Say that an iteration has ended on every rank, and that the next one begins."""
-        self.iteration = iteration + 1
-        for rank in self.ranks:
-            self.sequence += 1
-            body = self._bodies.get(rank.place.stage, iteration, rank.version, rank.clocks, rank.since)
-            self._out.put_nowait(wire.telemetry(rank.prefix, body, self.sequence))
-            self._sent_s.append((self.sequence, time.perf_counter()))
-            if rank.pending is not None and rank.pending.start_iteration <= self.iteration:
-                self._begin(rank, rank.pending)
+    async def planned(self, job_id: str, limit_s: float) -> None:
+        await self._jobs[job_id].planned(self._stub, limit_s)
+
+    async def state(self, job_id: str) -> str:
+        return await self._jobs[job_id].state(self._stub)
+
+    async def measure(self, seconds: float, server_pid: int) -> dict[str, Any]:
+        """Measure for a while."""
+        agents = list(self._agents())
+        for agent in agents:
+            agent.latencies_s.clear()
+        for job in self._jobs.values():
+            job.lateness_s.clear()
+        sent, acknowledged = _counts(agents)
+        cpu_s, own_cpu_s, begun_s = _cpu_s(server_pid), time.process_time(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        now_sent, now_acknowledged = _counts(agents)
+        figures = Figures(
+            agent_count=len(agents),
+            rank_count=sum(len(agent.ranks) for agent in agents),
+            batch_count=now_sent - sent,
+            acknowledged_count=now_acknowledged - acknowledged,
+            latency_p50_s=0.0,
+            latency_p99_s=0.0,
+            latency_max_s=0.0,
+            lateness_p99_s=0.0,
+            server_cpu_s=_cpu_s(server_pid) - cpu_s,
+            generator_cpu_s=time.process_time() - own_cpu_s,
+            wall_s=time.perf_counter() - begun_s,
+        )
+        latencies_s = np.concatenate([agent.latencies_s for agent in agents])
+        if latencies_s.size:
+            quantiles = np.quantile(latencies_s, [0.5, 0.99, 1.0]).tolist()
+            figures.latency_p50_s, figures.latency_p99_s, figures.latency_max_s = quantiles
+        lateness_s = np.concatenate([job.lateness_s for job in self._jobs.values()])
+        figures.lateness_p99_s = float(np.quantile(lateness_s, 0.99)) if lateness_s.size else 0.0
+        return asdict(figures)
+
+    async def straggle(self, job_id: str, factor: float, quiet_s: float) -> dict[str, Any]:
+        return asdict(await self._jobs[job_id].straggle(self._stub, factor, quiet_s))
+
+    async def clear(self, job_id: str) -> None:
+        await self._jobs[job_id].clear(self._stub)
+
+    async def straggler(self, job_id: str, factor: float) -> None:
+        """Report pipeline 0 slow, or no more (factor 0), as soon as the coordinator answers; don't wait."""
+        task = asyncio.create_task(self._jobs[job_id].set_straggler(self._stub, factor))
+        self._nudges.add(task)
+        task.add_done_callback(self._nudges.discard)
+
+    async def back(self, since_s: float, limit_s: float) -> dict[str, Any]:
+        """Wait until all agents are back on streams opened after a time of the monotonic clock."""
+        agents = list(self._agents())
+
+        def missing() -> list[Agent]:
+            return [a for a in agents if not (a.back.opened_s >= since_s and a.is_joined and a.back.resent_s)]
+
+        try:
+            await until(lambda: not missing(), limit_s, "all agents back")
+        except TimeoutError as error:
+            some = [f"{agent.instance_id} {agent.standing}" for agent in missing()[:5]]
+            raise TimeoutError(f"{error}: {len(missing())} of {len(agents)} are not: {some}") from None
+        comeback = Comeback(
+            max(a.back.opened_s for a in agents) - since_s,
+            max(a.back.welcomed_s for a in agents) - since_s,
+            max(a.back.joined_s for a in agents) - since_s,
+            max(a.back.resent_s for a in agents) - since_s,
+        )
+        return asdict(comeback)
+
+    async def rest(self, limit_s: float, job_id: str | None = None) -> None:
+        """Let a job pause, or all, once everything is acknowledged and every nudge has come through."""
+        await asyncio.gather(*self._nudges)
+        jobs = self._jobs.values() if job_id is None else [self._jobs[job_id]]
+        await asyncio.gather(*(job.rest(limit_s) for job in jobs))
+
+    async def account(self, job_id: str) -> dict[str, Any]:
+        """Hold a resting job's report against what was acknowledged."""
+        return asdict(await self._jobs[job_id].account(self._stub))
+
+    async def finish(self, job_id: str) -> None:
+        """End a job that rests."""
+        await self._jobs.pop(job_id).finish(self._stub)
+
+    async def counts(self, job_id: str) -> dict[str, int]:
+        """What the agents of a job have sent, what was acknowledged, and what waits."""
+        job = self._jobs[job_id]
+        agents = job.agents
+        sent, acknowledged = _counts(agents)
+        waiting = sum(agent.unacknowledged_count for agent in agents)
+        connections = sum(agent.connection_count for agent in agents)
+        return {
+            "sent": sent,
+            "acknowledged": acknowledged,
+            "waiting": waiting,
+            "connections": connections,
+            "versions": sum(rank.version_count for rank in job.ranks),
+        }
+
+    async def findings(self) -> dict[str, Any]:
+        """What the coordinator did and may not do."""
+        return asdict(self._findings)
 
     async def close(self) -> None:
-        """Say goodbye."""
-        self._out.put_nowait(pb.ConnectRequest(goodbye=pb.Goodbye(reason="done")).SerializeToString())
-        await asyncio.sleep(0)
-        for task in self._tasks:
+        """Drop all connections."""
+        for task in self._nudges:
             task.cancel()
-        self._call.cancel()
+        for job in self._jobs.values():
+            job.close()
         await self._channel.close()
 
-    def _begin(self, rank: Rank, offer: pb.PlanOffer) -> None:
-        rank.pending = None
-        rank.epoch, rank.version, rank.since = offer.epoch, offer.version, self.iteration
-        match offer.WhichOneof("clocks"):
-            case "hold":
-                rank.clocks = (offer.hold.clock_mhz,)
-            case "stage_plan":
-                rank.clocks = tuple(each.clock_mhz for each in offer.stage_plan.computations)
-            case _:
-                rank.clocks = (0,)
-        in_force = pb.PlanInForce(
-            job_id=self._job_id,
-            rank=rank.place.to_proto(),
-            epoch=offer.epoch,
-            version=offer.version,
-            iteration=self.iteration,
-        )
-        self._out.put_nowait(pb.ConnectRequest(plan_in_force=in_force).SerializeToString())
-
-    async def _write(self) -> None:
-        while True:
-            await self._call.write(await self._out.get())
-
-    async def _read(self) -> None:
-        while True:
-            answer = await self._call.read()
-            if answer is grpc.aio.EOF:
-                raise ConnectionError(f"agent {self._number}: the stream has ended")
-            if self._is_echo:
-                self._acknowledge(self._sent_s[0][0] if self._sent_s else 0)
-                continue
-            message = pb.ConnectResponse.FromString(cast(bytes, answer))
-            match message.WhichOneof("message"):
-                case "telemetry_ack":
-                    self._acknowledge(message.telemetry_ack.sequence)
-                case "rank_accepted":
-                    self.accepted += 1
-                case "rank_refused":
-                    raise ConnectionError(f"agent {self._number}: {message.rank_refused.message}")
-                case "plan_offer":
-                    self._take_offer(message.plan_offer)
-
-    def _acknowledge(self, sequence: int) -> None:
-        now_s = time.perf_counter()
-        while self._sent_s and self._sent_s[0][0] <= sequence:
-            self.latencies_s.append(now_s - self._sent_s.popleft()[1])
-            self.acknowledged += 1
-
-    def _take_offer(self, offer: pb.PlanOffer) -> None:
-        rank = self._by_place[wire.Place(offer.rank.pipeline, offer.rank.stage)]
-        is_late = offer.start_iteration <= self.iteration and offer.version != rank.version
-        answer = pb.PlanAnswer(
-            job_id=self._job_id,
-            rank=offer.rank,
-            epoch=offer.epoch,
-            version=offer.version,
-            accepted=not is_late,
-            refusal_reason=_PAST_START if is_late else rank_pb2.PLAN_REFUSAL_REASON_UNSPECIFIED,
-            iteration=self.iteration,
-        )
-        self._out.put_nowait(pb.ConnectRequest(plan_answer=answer).SerializeToString())
-        if not is_late:
-            rank.pending = offer
-            self.offered(rank.place)
+    def _agents(self) -> Iterable[Agent]:
+        return (agent for job in self._jobs.values() for agent in job.agents)
 
 
-class Load:
-    """All agents of one job."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._job_id = f"load-{os.getpid()}"
-        schedule = one_forward_one_backward(task.stage_count, task.microbatch_count)
-        bodies = Bodies(schedule)
-        ranks = [
-            Rank(place := wire.Place(pipeline, stage), wire.rank_prefix(self._job_id, place))
-            for pipeline in range(task.pipeline_count)
-            for stage in range(task.stage_count)
-        ]
-        size = task.ranks_per_agent
-        groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
-        self.agents = [
-            Agent(self._job_id, number, group, bodies, task.is_echo) for number, group in enumerate(groups)
-        ]
-        self._lateness_s: list[float] = []
-        self._iteration = -1
-
-    async def run(self) -> Figures:
-        """Bring the job as far as it goes, then measure."""
-        task, figures = self._task, Figures(len(self.agents), sum(len(a.ranks) for a in self.agents))
-        async with grpc.aio.insecure_channel(task.target) as channel:
-            jobs = job_service_pb2_grpc.JobServiceStub(channel)
-            if not task.is_echo:
-                await jobs.RegisterJob(self._registration())
-            for agent in self.agents:
-                await agent.connect(task.target)
-                await asyncio.sleep(0.001)
-            if not task.is_echo:
-                await self._until(lambda: all(a.accepted == len(a.ranks) for a in self.agents), _JOIN_LIMIT_S)
-            beating = asyncio.create_task(self._beat())
-            if not task.is_echo:
-                await self._until_planned(jobs)
-            await self._measure(figures)
-            for number in range(task.straggler_count):
-                figures.straggler_answer_s.append(await self._straggle(jobs, number))
-            if not task.is_echo:
-                job = await jobs.GetJob(job_service_pb2.GetJobRequest(job_id=self._job_id))
-                figures.state = job_pb2.JobState.Name(job.job.state)
-            beating.cancel()
-        return figures
-
-    async def close(self) -> None:
-        """Let all agents go."""
-        await asyncio.gather(*(agent.close() for agent in self.agents), return_exceptions=True)
-
-    def _registration(self) -> job_service_pb2.RegisterJobRequest:
-        task = self._task
-        return job_service_pb2.RegisterJobRequest(
-            spec=job_pb2.JobSpec(
-                job_id=self._job_id,
-                parallelism=job_pb2.Parallelism(
-                    pipeline_count=task.pipeline_count, stage_count=task.stage_count, tensor_count=1
-                ),
-                schedule=computation_pb2.Schedule(
-                    named=computation_pb2.NamedSchedule(
-                        name=computation_pb2.SCHEDULE_NAME_ONE_FORWARD_ONE_BACKWARD,
-                        microbatch_count=task.microbatch_count,
-                    )
-                ),
-            ),
-            request_id=self._job_id,
-        )
-
-    async def _beat(self) -> None:
-        """Every agent reports in its turn, over and over."""
-        pace_s = self._task.period_s / len(self.agents)
-        begun_s = time.perf_counter()
-        for turn in range(sys.maxsize):
-            iteration, number = divmod(turn, len(self.agents))
-            due_s = begun_s + turn * pace_s
-            if (wait_s := due_s - time.perf_counter()) > 0:
-                await asyncio.sleep(wait_s)
-            elif turn % 16 == 0:
-                await asyncio.sleep(0)  # behind: let the others read and write all the same
-            self._lateness_s.append(max(0.0, time.perf_counter() - due_s))
-            self._iteration = iteration
-            self.agents[number].report(iteration)
-
-    async def _until(self, is_so: Callable[[], bool], limit_s: float) -> None:
-        async with asyncio.timeout(limit_s):
-            while not is_so():  # noqa: ASYNC110 - what it waits for is told by many
-                await asyncio.sleep(0.1)
-
-    async def _until_planned(self, jobs: "job_service_pb2_grpc.JobServiceAsyncStub") -> None:
-        async with asyncio.timeout(_PLAN_LIMIT_S):
-            while True:
-                got = await jobs.GetJob(job_service_pb2.GetJobRequest(job_id=self._job_id))
-                is_planned = got.job.state == job_pb2.JOB_STATE_PLANNED
-                if is_planned and all(r.version and not r.pending for a in self.agents for r in a.ranks):
-                    return
-                await asyncio.sleep(1.0)
-
-    async def _measure(self, figures: Figures) -> None:
-        for agent in self.agents:
-            agent.latencies_s.clear()
-        self._lateness_s.clear()
-        sent, acknowledged = self._counts()
-        cpu_s, begun_s = _cpu_s(self._task.server_pid), time.perf_counter()
-        await asyncio.sleep(self._task.measured_s)
-        figures.server_cpu_s = _cpu_s(self._task.server_pid) - cpu_s
-        figures.wall_s = time.perf_counter() - begun_s
-        now_sent, now_acknowledged = self._counts()
-        figures.batch_count = now_sent - sent
-        figures.acknowledged_count = now_acknowledged - acknowledged
-        latencies_s = np.concatenate([agent.latencies_s for agent in self.agents])
-        figures.latency_p50_s, figures.latency_p99_s = np.quantile(latencies_s, [0.5, 0.99]).tolist()
-        figures.lateness_p99_s = float(np.quantile(self._lateness_s, 0.99))
-
-    async def _straggle(self, jobs: "job_service_pb2_grpc.JobServiceAsyncStub", number: int) -> float:
-        """Seconds from a report to the last offer that it leads to; cleared again afterwards."""
-        offered_s: list[float] = []
-
-        def note(place: wire.Place) -> None:
-            if place.pipeline > 0:
-                offered_s.append(time.perf_counter())
-
-        for agent in self.agents:
-            agent.offered = note
-        begun_s = time.perf_counter()
-        report = job_service_pb2.ReportStragglerRequest(
-            job_id=self._job_id, pipeline=0, slowdown_factor=1.3 + 0.1 * number
-        )
-        await jobs.ReportStraggler(report)
-        quiet_s = 2 * self._task.period_s  # it is over once nothing more comes
-        async with asyncio.timeout(_OFFER_LIMIT_S):
-            while not offered_s or time.perf_counter() - offered_s[-1] < quiet_s:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        answer_s = offered_s[-1] - begun_s
-        clear = job_service_pb2.ClearStragglerRequest(job_id=self._job_id, pipeline=0)
-        await jobs.ClearStraggler(clear)
-        await asyncio.sleep(5 * self._task.period_s)
-        return answer_s
-
-    def _counts(self) -> tuple[int, int]:
-        return sum(a.sequence for a in self.agents), sum(a.acknowledged for a in self.agents)
+def _counts(agents: Iterable[Agent]) -> tuple[int, int]:
+    some = list(agents)
+    return sum(agent.sequence for agent in some), sum(agent.acknowledged for agent in some)
 
 
 def _cpu_s(pid: int) -> float:
@@ -373,13 +197,22 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def _main(task: Task) -> None:
-    load = Load(task)
+async def _main(target: str) -> None:
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    generator = Generator(target)
     try:
-        print(json.dumps(asdict(await load.run())), flush=True)
+        while line := await lines.readline():
+            arguments = json.loads(line)
+            method: Callable[..., Awaitable[Any]] = getattr(generator, arguments.pop("command"))
+            try:
+                answer = {"answer": await method(**arguments)}
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), flush=True)
     finally:
-        await load.close()
+        await generator.close()
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Task(**json.loads(sys.argv[1]))))
+    asyncio.run(_main(sys.argv[1]))

@@ -43,6 +43,11 @@ def energy_j(kind: Kind, clock_mhz: int) -> float:
     return time_s(kind, clock_mhz) * (110.0 + 150.0 * share**3)
 
 
+def iteration_energy_j(iteration: int) -> float:
+    """What an iteration costs each rank: differs from one to the next, so that a report's sum tells which."""
+    return 150.0 + iteration % 64
+
+
 def stage_body(
     order: Sequence[Computation], iteration: int, version: int, clocks_mhz: Sequence[int], held: int | None
 ) -> bytes:
@@ -58,7 +63,7 @@ def stage_body(
             iteration=[iteration],
             plan_version=[version],
             duration_s=[ITERATION_S],
-            energy_j=[150.0],
+            energy_j=[iteration_energy_j(iteration)],
             is_regular=[True],
             clock_event_reasons=[0],
         ),

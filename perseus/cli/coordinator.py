@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from perseus import configuration, logs
-from perseus.cli.terminal import FAILURE, fail
+from perseus.cli import store
+from perseus.cli.terminal import FAILURE, STORE_FAILED, fail
 from perseus.service.settings import CoordinatorSettings
 
 
@@ -18,7 +19,7 @@ def _flag(name: str) -> Any:
 def coordinator(
     config: Annotated[Path | None, typer.Option(help="TOML file with the settings below.")] = None,
     listen: Annotated[str | None, _flag("listen")] = None,
-    database: Annotated[Path | None, _flag("database")] = None,
+    database: Annotated[str | None, _flag("database")] = None,
     lease_s: Annotated[float | None, _flag("lease_s")] = None,
     baseline_iterations: Annotated[int | None, _flag("baseline_iterations")] = None,
     profile_iterations: Annotated[int | None, _flag("profile_iterations")] = None,
@@ -31,12 +32,22 @@ def coordinator(
     guard_tolerance_percent: Annotated[float | None, _flag("guard_tolerance_percent")] = None,
     guard_iterations: Annotated[int | None, _flag("guard_iterations")] = None,
     solver_processes: Annotated[int | None, _flag("solver_processes")] = None,
+    keep_events_days: Annotated[float | None, _flag("keep_events_days")] = None,
+    keep_event_count: Annotated[int | None, _flag("keep_event_count")] = None,
+    keep_finished_days: Annotated[float | None, _flag("keep_finished_days")] = None,
+    keep_finished_count: Annotated[int | None, _flag("keep_finished_count")] = None,
+    keep_telemetry_days: Annotated[float | None, _flag("keep_telemetry_days")] = None,
+    keep_telemetry_count: Annotated[int | None, _flag("keep_telemetry_count")] = None,
     shutdown_grace_s: Annotated[float | None, _flag("shutdown_grace_s")] = None,
+    late_limit_s: Annotated[float | None, _flag("late_limit_s")] = None,
     log_level: Annotated[str | None, _flag("log_level")] = None,
     log_format: Annotated[str | None, _flag("log_format")] = None,
+    check_store: Annotated[
+        bool, typer.Option("--check-store", help="Check the database, as `perseus store check`, and exit.")
+    ] = False,
 ) -> None:
     """Run the coordinator of many jobs. Every flag is also PERSEUS_COORDINATOR_… in the environment."""
-    from perseus.service.domain.errors import StartupError
+    from perseus.service.domain.errors import StartupError, StoreFailedError
     from perseus.service.server import serve
 
     flags = {
@@ -54,7 +65,14 @@ def coordinator(
         "guard_tolerance_percent": guard_tolerance_percent,
         "guard_iterations": guard_iterations,
         "solver_processes": solver_processes,
+        "keep_events_days": keep_events_days,
+        "keep_event_count": keep_event_count,
+        "keep_finished_days": keep_finished_days,
+        "keep_finished_count": keep_finished_count,
+        "keep_telemetry_days": keep_telemetry_days,
+        "keep_telemetry_count": keep_telemetry_count,
         "shutdown_grace_s": shutdown_grace_s,
+        "late_limit_s": late_limit_s,
         "log_level": log_level,
         "log_format": log_format,
     }
@@ -62,8 +80,13 @@ def coordinator(
         settings = configuration.load(CoordinatorSettings, config, flags)
     except configuration.ConfigurationError as error:
         fail(str(error))
+    if check_store:
+        store.check_store(settings.database)
+        return
     logs.configure(settings.log_level, settings.log_format)
     try:
         asyncio.run(serve(settings))
     except StartupError as error:
         fail(str(error), FAILURE)
+    except StoreFailedError as error:
+        fail(str(error), STORE_FAILED)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from perseus.cli import agent, coordinator, demo, jobs, solve
+from perseus.cli import agent, coordinator, demo, jobs, solve, store
 from perseus.cli.terminal import FAILURE, console, fail
 
 # Module that a command may miss → the extra that brings it.
@@ -15,6 +15,9 @@ _EXTRAS = {
     "igraph": "coordinator",
     "grpc_health": "coordinator",
     "grpc_reflection": "coordinator",
+    "sqlalchemy": "coordinator",
+    "alembic": "coordinator",
+    "psycopg": "postgresql",
     "matplotlib": "plot",
 }
 
@@ -30,6 +33,7 @@ app.command("coordinator")(coordinator.coordinator)
 app.command("agent")(agent.agent)
 app.command("demo")(demo.demo)
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(store.app, name="store")
 
 
 def _show_version(wanted: bool) -> None:

@@ -13,6 +13,8 @@ BAD_INPUT = 2
 """Exit code for what the user can put right: a flag, a file, an unknown name."""
 FAILURE = 1
 """Exit code for what went wrong although the input was fine."""
+STORE_FAILED = 3
+"""Exit code of a coordinator whose database failed while it ran: a full disk, a lost connection."""
 
 console = Console()
 error_console = Console(stderr=True, soft_wrap=True)

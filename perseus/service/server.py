@@ -16,13 +16,16 @@ from perseus.service.api.job_service import JobService
 from perseus.service.api.reflection import enable_reflection
 from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.domain.profiling import ProfilingBudget
+from perseus.service.domain.retention import DAY_S, Retention
 from perseus.service.job.planning.guard import GuardRules
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.shell.solving import SolverPool
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.request_lane import RequestLane
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.watchdog import Watchdog
 from perseus.v1 import (
     agent_service_pb2,
     agent_service_pb2_grpc,
@@ -34,7 +37,10 @@ from perseus.v1 import (
 
 log = structlog.get_logger(__name__)
 
-TICK_S = 1.0
+_HEALTH_PERIOD_S = 1.0
+
+_MOST_CALLS = 65_536
+"""Calls and streams at a time; any more is turned away at once."""
 
 _OPTIONS = [
     ("grpc.so_reuseport", 0),  # A second coordinator on the port must fail, not share it silently.
@@ -64,6 +70,7 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
 
     Raises:
         AddressUnavailableError, DatabaseUnavailableError: the coordinator can't start.
+        StoreFailedError: the database has failed.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -91,6 +98,14 @@ async def running(
     The block gets the bound address, and a future that is done early only if the coordinator can't go on (its
     database fails); its error is raised when the block ends.
     """
+    retention = Retention(
+        settings.keep_events_days * DAY_S,
+        settings.keep_event_count,
+        settings.keep_finished_days * DAY_S,
+        settings.keep_finished_count,
+        settings.keep_telemetry_days * DAY_S,
+        settings.keep_telemetry_count,
+    )
     rules = Rules(
         settings.lease_s,
         settings.baseline_iterations,
@@ -108,13 +123,15 @@ async def running(
         GuardRules(settings.guard_tolerance_percent / 100, settings.guard_iterations),
     )
     async with contextlib.AsyncExitStack() as stack:
-        store = await SqliteStore.open(settings.database)
+        store = await SqlStore.open(settings.database)
         stack.push_async_callback(store.close)
-        solver = SolverPool(settings.solver_processes)
-        stack.callback(solver.close)
-        coordinator = Coordinator(store, solver, rules)
+        job_solver = JobLane(settings.solver_processes, settings.solver_limit_s)
+        stack.callback(job_solver.close)
+        request_solver = RequestLane(settings.request_processes, settings.request_limit_s)
+        stack.callback(request_solver.close)
+        coordinator = Coordinator(store, job_solver, request_solver, rules, retention)
         await coordinator.start()
-        background = asyncio.gather(coordinator.run(), _tick(coordinator))
+        background = asyncio.ensure_future(coordinator.run())
         try:
             async with _listening(coordinator, settings) as address:
                 yield address, background
@@ -127,7 +144,7 @@ async def running(
 
 @contextlib.asynccontextmanager
 async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) -> AsyncIterator[str]:
-    server = grpc.aio.server(options=_OPTIONS)
+    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(coordinator.agents), server)
     job_service_pb2_grpc.add_JobServiceServicer_to_server(JobService(coordinator.jobs), server)
     frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(FrontierService(coordinator.jobs), server)
@@ -139,12 +156,19 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     except RuntimeError as error:
         raise AddressUnavailableError(address=settings.listen, cause=error) from None
     await server.start()
-    for service in ("", *_SERVICES):
-        await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+    await _set_health(health_servicer, is_serving=True)
     address = f"{settings.listen.rpartition(':')[0]}:{port}"
     log.info("listening", address=address)
     try:
-        yield address
+        with Watchdog(settings.late_limit_s) as watchdog:
+            watching = asyncio.create_task(
+                _watch_health(coordinator, health_servicer, watchdog, settings.late_limit_s)
+            )
+            try:
+                yield address
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
     finally:
         await health_servicer.enter_graceful_shutdown()
         coordinator.drain()
@@ -152,7 +176,27 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
         log.info("stopped")
 
 
-async def _tick(coordinator: Coordinator) -> None:
+async def _watch_health(
+    coordinator: Coordinator, servicer: health.aio.HealthServicer, watchdog: Watchdog, limit_s: float
+) -> None:
+    """Say NOT_SERVING while the coordinator is late, and SERVING once it is not; each turn is logged once."""
+    is_late = False
     while True:
-        await asyncio.sleep(TICK_S)
-        coordinator.tick()
+        watchdog.beat()
+        late_s = coordinator.late_s()
+        if is_late is not (late_s > limit_s):
+            is_late = not is_late
+            if is_late:
+                log.error("the coordinator is late: health says NOT_SERVING", late_s=round(late_s, 3))
+            else:
+                log.warning("the coordinator is in time again: health says SERVING")
+            await _set_health(servicer, is_serving=not is_late)
+        await asyncio.sleep(min(_HEALTH_PERIOD_S, limit_s / 4))
+
+
+async def _set_health(servicer: health.aio.HealthServicer, *, is_serving: bool) -> None:
+    status = (
+        health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    )
+    for service in ("", *_SERVICES):
+        await servicer.set(service, status)

@@ -15,7 +15,10 @@ class CoordinatorSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="PERSEUS_COORDINATOR_", extra="forbid", frozen=True)
 
     listen: str = Field(default="127.0.0.1:50051", description="Address and port; port 0 takes a free one.")
-    database: Path = Field(default=Path("perseus.db"), description="SQLite file; made if absent.")
+    database: Path | str = Field(
+        default=Path("perseus.db"),
+        description="SQLite file, made if absent; or postgresql://USER@HOST/NAME.",
+    )
     lease_s: float = Field(
         default=30.0,
         ge=0.1,
@@ -48,9 +51,38 @@ class CoordinatorSettings(BaseSettings):
     guard_iterations: int = Field(
         default=5, ge=1, le=1000, description="Iterations that the guard takes the median of."
     )
-    solver_processes: int = Field(default=1, ge=1, le=64, description="Problems solved at a time.")
+    solver_processes: int = Field(default=1, ge=1, le=64, description="Jobs' problems solved at a time.")
+    solver_limit_s: float = Field(
+        default=3600.0, gt=0, description="Seconds after which a job's problem counts as not to be solved."
+    )
+    request_processes: int = Field(
+        default=1, ge=1, le=64, description="Solves and plans asked for by clients that are made at a time."
+    )
+    request_limit_s: float = Field(
+        default=120.0, gt=0, description="Seconds that a client's solve or plan may take."
+    )
+    keep_events_days: float = Field(default=90.0, gt=0, le=36_500, description="Days that events are kept.")
+    keep_event_count: int = Field(default=100_000, ge=1, description="Events kept of each run, at most.")
+    keep_finished_days: float = Field(
+        default=90.0, gt=0, le=36_500, description="Days before only the report is left of a run that ended."
+    )
+    keep_finished_count: int = Field(
+        default=1_000, ge=0, description="Runs that ended and of which more is kept than the report, at most."
+    )
+    keep_telemetry_days: float = Field(
+        default=30.0, gt=0, le=36_500, description="Days that it is known what telemetry an agent has sent."
+    )
+    keep_telemetry_count: int = Field(
+        default=100_000, ge=1, description="Agents of which that is known, at most."
+    )
     shutdown_grace_s: float = Field(
         default=5.0, ge=0, le=600, description="Time for open calls when stopping, seconds."
+    )
+    late_limit_s: float = Field(
+        default=10.0,
+        ge=0.1,
+        le=3600,
+        description="Health says NOT_SERVING while storing, or the event loop, is late by more, seconds.",
     )
     log_level: LogLevel = Field(default="info", description="Least severe log lines that are shown.")
     log_format: LogFormat = Field(default="console", description="How log lines look: console or json.")

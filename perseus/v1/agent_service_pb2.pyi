@@ -14,6 +14,7 @@ What ends a stream, with the reason in its status's ErrorInfo, and what the agen
     HELLO_REPEATED                  Hello came again: mend the agent
     STREAM_REPLACED                 a newer stream has the same instance identifier: leave it to that one
     LEASE_EXPIRED                   the agent was silent for its lease, and its ranks are lost: connect, join
+    STATE_LOST                      the coordinator has lost state, and begins a new epoch: connect, join
     READER_TOO_SLOW                 the agent does not read what it is sent: connect, join
     INTERNAL                        a fault of the coordinator's before the Welcome: connect later
     OK after a Drain                the coordinator stops: connect later
@@ -292,6 +293,7 @@ class Hello(google.protobuf.message.Message):
     AGENT_VERSION_FIELD_NUMBER: builtins.int
     HOSTNAME_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    CHECK_WORD_FIELD_NUMBER: builtins.int
     instance_id: builtins.str
     """Random identifier of this agent process; the same on every stream that it opens. 1 to 256 characters."""
     agent_version: builtins.str
@@ -302,6 +304,10 @@ class Hello(google.protobuf.message.Message):
     """Version of this protocol that the agent speaks; 1 is this one, and 0 counts as 1. It rises when a message or
     a value is added that the other side has to know to do its part.
     """
+    check_word: builtins.str
+    """The check word that the coordinator told last, on whatever stream, as it was told; empty if none. At most 256
+    characters. The coordinator can tell by it that it has lost what it acknowledged, and then begins a new epoch.
+    """
     def __init__(
         self,
         *,
@@ -309,8 +315,9 @@ class Hello(google.protobuf.message.Message):
         agent_version: builtins.str = ...,
         hostname: builtins.str = ...,
         protocol_version: builtins.int = ...,
+        check_word: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "hostname", b"hostname", "instance_id", b"instance_id", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "check_word", b"check_word", "hostname", b"hostname", "instance_id", b"instance_id", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
@@ -324,6 +331,7 @@ class Welcome(google.protobuf.message.Message):
     LEASE_S_FIELD_NUMBER: builtins.int
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
+    CHECK_WORD_FIELD_NUMBER: builtins.int
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     lease_s: builtins.float
@@ -336,6 +344,8 @@ class Welcome(google.protobuf.message.Message):
     """Version of this protocol that the coordinator speaks; 0 counts as 1. Both sides go by the lower of the two
     and refuse by itself what they do not know.
     """
+    check_word: builtins.str
+    """To be said in the next Hello: a word for all that the coordinator has stored so far. Opaque to agents."""
     def __init__(
         self,
         *,
@@ -343,8 +353,9 @@ class Welcome(google.protobuf.message.Message):
         lease_s: builtins.float = ...,
         acknowledged_sequence: builtins.int = ...,
         protocol_version: builtins.int = ...,
+        check_word: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "epoch", b"epoch", "lease_s", b"lease_s", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "check_word", b"check_word", "epoch", b"epoch", "lease_s", b"lease_s", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -889,14 +900,18 @@ class TelemetryAck(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: builtins.int
+    CHECK_WORD_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """The highest such sequence."""
+    check_word: builtins.str
+    """As in Welcome; the latest counts."""
     def __init__(
         self,
         *,
         sequence: builtins.int = ...,
+        check_word: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sequence", b"sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["check_word", b"check_word", "sequence", b"sequence"]) -> None: ...
 
 Global___TelemetryAck: typing_extensions.TypeAlias = TelemetryAck
 
@@ -945,6 +960,7 @@ class PlanOffer(google.protobuf.message.Message):
     STOCK_FIELD_NUMBER: builtins.int
     HOLD_FIELD_NUMBER: builtins.int
     STAGE_PLAN_FIELD_NUMBER: builtins.int
+    CHECK_WORD_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     epoch: builtins.str
@@ -958,6 +974,8 @@ class PlanOffer(google.protobuf.message.Message):
     """First iteration under these clocks. A rank that has already begun it refuses."""
     lease_s: builtins.float
     """How long these clocks stay in force without a word from the coordinator, seconds."""
+    check_word: builtins.str
+    """As in Welcome; the latest counts."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -986,9 +1004,10 @@ class PlanOffer(google.protobuf.message.Message):
         stock: Global___StockClocks | None = ...,
         hold: Global___HoldClock | None = ...,
         stage_plan: perseus.v1.frontier_pb2.StagePlan | None = ...,
+        check_word: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["clocks", b"clocks", "hold", b"hold", "rank", b"rank", "stage_plan", b"stage_plan", "stock", b"stock"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "epoch", b"epoch", "hold", b"hold", "job_id", b"job_id", "lease_s", b"lease_s", "rank", b"rank", "stage_plan", b"stage_plan", "start_iteration", b"start_iteration", "stock", b"stock", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["check_word", b"check_word", "clocks", b"clocks", "epoch", b"epoch", "hold", b"hold", "job_id", b"job_id", "lease_s", b"lease_s", "rank", b"rank", "stage_plan", b"stage_plan", "start_iteration", b"start_iteration", "stock", b"stock", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["clocks", b"clocks"]) -> typing.Literal["stock", "hold", "stage_plan"] | None: ...
 
 Global___PlanOffer: typing_extensions.TypeAlias = PlanOffer

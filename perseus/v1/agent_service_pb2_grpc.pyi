@@ -14,6 +14,7 @@ What ends a stream, with the reason in its status's ErrorInfo, and what the agen
     HELLO_REPEATED                  Hello came again: mend the agent
     STREAM_REPLACED                 a newer stream has the same instance identifier: leave it to that one
     LEASE_EXPIRED                   the agent was silent for its lease, and its ranks are lost: connect, join
+    STATE_LOST                      the coordinator has lost state, and begins a new epoch: connect, join
     READER_TOO_SLOW                 the agent does not read what it is sent: connect, join
     INTERNAL                        a fault of the coordinator's before the Welcome: connect later
     OK after a Drain                the coordinator stops: connect later

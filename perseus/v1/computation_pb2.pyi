@@ -195,9 +195,9 @@ Global___Path: typing_extensions.TypeAlias = Path
 
 @typing.final
 class ExplicitSchedule(google.protobuf.message.Message):
-    """A schedule given as each stage's order, as the framework itself exports it: at most 256 stages and 500,000
+    """A schedule given as each stage's order, as the framework itself exports it: at most 256 stages and 65,536
     computations. Microbatches and chunks are numbered without large gaps: stages × chunks × microbatches, counted
-    up to the highest number, are at most 500,000, too.
+    up to the highest number, are at most 65,536, too.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -81,6 +81,16 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Profiling has ended: with all that is needed, or because its budget is used up."""
     JOB_EVENT_TYPE_RESUMED: _JobEventType.ValueType  # 24
     """Somebody asked for the job to go on from stock, beginning at the baseline."""
+    JOB_EVENT_TYPE_QUARANTINED: _JobEventType.ValueType  # 25
+    """A fault of the coordinator's own put the job aside: its ranks are told to go to stock and are refused until
+    ResumeJob. Other jobs are not touched.
+    """
+    JOB_EVENT_TYPE_SOLVE_RETRIED: _JobEventType.ValueType  # 26
+    """The solver's process died, of the job's problem or with it; it is solved again after a while."""
+    JOB_EVENT_TYPE_EVENTS_DROPPED: _JobEventType.ValueType  # 27
+    """Agents cause more events than a job's budget allows: events of ranks, of what is in force on them, of what
+    they refuse and of their GPUs' errors are dropped. Told when that begins, and when it is over.
+    """
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """What kind of thing happened to a job."""
@@ -137,6 +147,16 @@ JOB_EVENT_TYPE_PROFILING_ENDED: JobEventType.ValueType  # 23
 """Profiling has ended: with all that is needed, or because its budget is used up."""
 JOB_EVENT_TYPE_RESUMED: JobEventType.ValueType  # 24
 """Somebody asked for the job to go on from stock, beginning at the baseline."""
+JOB_EVENT_TYPE_QUARANTINED: JobEventType.ValueType  # 25
+"""A fault of the coordinator's own put the job aside: its ranks are told to go to stock and are refused until
+ResumeJob. Other jobs are not touched.
+"""
+JOB_EVENT_TYPE_SOLVE_RETRIED: JobEventType.ValueType  # 26
+"""The solver's process died, of the job's problem or with it; it is solved again after a while."""
+JOB_EVENT_TYPE_EVENTS_DROPPED: JobEventType.ValueType  # 27
+"""Agents cause more events than a job's budget allows: events of ranks, of what is in force on them, of what
+they refuse and of their GPUs' errors are dropped. Told when that begins, and when it is over.
+"""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 class _ClockGivenUpReason:
@@ -243,6 +263,42 @@ STALL_REASON_NO_ENERGY_ESTIMATES: StallReason.ValueType  # 6
 """A rank sends no energy estimates."""
 Global___StallReason: typing_extensions.TypeAlias = StallReason
 
+class _FaultyPart:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _FaultyPartEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_FaultyPart.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    FAULTY_PART_UNSPECIFIED: _FaultyPart.ValueType  # 0
+    """Never valid on the wire."""
+    FAULTY_PART_MACHINE: _FaultyPart.ValueType  # 1
+    """Taking what an agent or a client said of the job, or that time has passed."""
+    FAULTY_PART_SOLVING: _FaultyPart.ValueType  # 2
+    """Solving for its frontier."""
+    FAULTY_PART_ACTION: _FaultyPart.ValueType  # 3
+    """Carrying out what follows: sending an offer, say."""
+    FAULTY_PART_VIEW: _FaultyPart.ValueType  # 4
+    """Showing the job."""
+    FAULTY_PART_STORED_STATE: _FaultyPart.ValueType  # 5
+    """Going on from what is stored."""
+
+class FaultyPart(_FaultyPart, metaclass=_FaultyPartEnumTypeWrapper):
+    """What of a job the coordinator failed at."""
+
+FAULTY_PART_UNSPECIFIED: FaultyPart.ValueType  # 0
+"""Never valid on the wire."""
+FAULTY_PART_MACHINE: FaultyPart.ValueType  # 1
+"""Taking what an agent or a client said of the job, or that time has passed."""
+FAULTY_PART_SOLVING: FaultyPart.ValueType  # 2
+"""Solving for its frontier."""
+FAULTY_PART_ACTION: FaultyPart.ValueType  # 3
+"""Carrying out what follows: sending an offer, say."""
+FAULTY_PART_VIEW: FaultyPart.ValueType  # 4
+"""Showing the job."""
+FAULTY_PART_STORED_STATE: FaultyPart.ValueType  # 5
+"""Going on from what is stored."""
+Global___FaultyPart: typing_extensions.TypeAlias = FaultyPart
+
 @typing.final
 class JobEvent(google.protobuf.message.Message):
     """Something that happened to a job."""
@@ -273,6 +329,9 @@ class JobEvent(google.protobuf.message.Message):
     PROFILE_CORRECTED_FIELD_NUMBER: builtins.int
     BASELINE_REQUESTED_FIELD_NUMBER: builtins.int
     STALL_FIELD_NUMBER: builtins.int
+    QUARANTINED_FIELD_NUMBER: builtins.int
+    SOLVE_RETRIED_FIELD_NUMBER: builtins.int
+    EVENTS_DROPPED_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Number of the event within its run, from 1."""
     type: Global___JobEventType.ValueType
@@ -363,6 +422,18 @@ class JobEvent(google.protobuf.message.Message):
     def stall(self) -> Global___Stall:
         """Of STALLED and STALL_ENDED."""
 
+    @property
+    def quarantined(self) -> Global___Quarantined:
+        """Of QUARANTINED."""
+
+    @property
+    def solve_retried(self) -> Global___SolveRetried:
+        """Of SOLVE_RETRIED."""
+
+    @property
+    def events_dropped(self) -> Global___EventsDropped:
+        """Of EVENTS_DROPPED."""
+
     def __init__(
         self,
         *,
@@ -390,10 +461,13 @@ class JobEvent(google.protobuf.message.Message):
         profile_corrected: Global___ProfileCorrected | None = ...,
         baseline_requested: Global___BaselineRequested | None = ...,
         stall: Global___Stall | None = ...,
+        quarantined: Global___Quarantined | None = ...,
+        solve_retried: Global___SolveRetried | None = ...,
+        events_dropped: Global___EventsDropped | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "gpu_error", b"gpu_error", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "gpu_error", b"gpu_error", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall"] | None: ...
+    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped"] | None: ...
 
 Global___JobEvent: typing_extensions.TypeAlias = JobEvent
 
@@ -701,6 +775,32 @@ class SolveFailed(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["cause", b"cause"]) -> None: ...
 
 Global___SolveFailed: typing_extensions.TypeAlias = SolveFailed
+
+@typing.final
+class SolveRetried(google.protobuf.message.Message):
+    """Solving is tried again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: builtins.int
+    CRASH_COUNT_FIELD_NUMBER: builtins.int
+    DELAY_S_FIELD_NUMBER: builtins.int
+    cause: builtins.str
+    """Why, for people."""
+    crash_count: builtins.int
+    """Processes that have died over this problem so far."""
+    delay_s: builtins.float
+    """How long it waits before it begins again, seconds."""
+    def __init__(
+        self,
+        *,
+        cause: builtins.str = ...,
+        crash_count: builtins.int = ...,
+        delay_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cause", b"cause", "crash_count", b"crash_count", "delay_s", b"delay_s"]) -> None: ...
+
+Global___SolveRetried: typing_extensions.TypeAlias = SolveRetried
 
 @typing.final
 class PipelineClocks(google.protobuf.message.Message):
@@ -1167,3 +1267,51 @@ class Stall(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["iteration", b"iteration", "rank", b"rank", "rank_count", b"rank_count", "reason", b"reason", "since_time", b"since_time"]) -> None: ...
 
 Global___Stall: typing_extensions.TypeAlias = Stall
+
+@typing.final
+class Quarantined(google.protobuf.message.Message):
+    """A fault of the coordinator's own put the job aside; the coordinator's log has the traceback."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PART_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    BEFORE_FIELD_NUMBER: builtins.int
+    part: Global___FaultyPart.ValueType
+    """What it failed at."""
+    error: builtins.str
+    """The error, for people; at most 256 characters."""
+    before: perseus.v1.job_pb2.JobState.ValueType
+    """The state that the job was in."""
+    def __init__(
+        self,
+        *,
+        part: Global___FaultyPart.ValueType = ...,
+        error: builtins.str = ...,
+        before: perseus.v1.job_pb2.JobState.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["before", b"before", "error", b"error", "part", b"part"]) -> None: ...
+
+Global___Quarantined: typing_extensions.TypeAlias = Quarantined
+
+@typing.final
+class EventsDropped(google.protobuf.message.Message):
+    """Agents cause more events than the job's budget allows, or did."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DROPPED_COUNT_FIELD_NUMBER: builtins.int
+    IS_OVER_FIELD_NUMBER: builtins.int
+    dropped_count: builtins.int
+    """Events dropped so far in this flood."""
+    is_over: builtins.bool
+    """Whether the flood is over."""
+    def __init__(
+        self,
+        *,
+        dropped_count: builtins.int = ...,
+        is_over: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped_count", b"dropped_count", "is_over", b"is_over"]) -> None: ...
+
+Global___EventsDropped: typing_extensions.TypeAlias = EventsDropped

@@ -22,6 +22,7 @@ _WIDE = {"version", "start_iteration", "iteration", "last_iteration", "plan_vers
 _FLOATS = st.floats(allow_nan=False)
 _TIMES = st.floats(1e9, 4e9)
 _TEXTS = st.text(st.characters(codec="utf-8"))
+_MESSAGES = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 _POLICIES = st.one_of(
     st.builds(OperatingPolicy, max_slowdown_percent=_FLOATS),
     st.builds(OperatingPolicy, deadline=st.builds(Deadline, _INT64, _FLOATS)),
@@ -65,5 +66,5 @@ def _is_possible(value: object) -> bool:
 def events(kind: EventType) -> st.SearchStrategy[JobEvent]:
     """Return events of a type, with any evidence that goes with it."""
     evidence = values(EVIDENCE[kind]) if kind in EVIDENCE else st.none()
-    happening = st.builds(Happening, st.integers(1, 2**63 - 1), st.just(kind), _TEXTS, evidence)
+    happening = st.builds(Happening, st.integers(1, 2**63 - 1), st.just(kind), _MESSAGES, evidence)
     return st.builds(JobEvent, st.just("job"), st.just(1), st.floats(1e9, 4e9), happening)

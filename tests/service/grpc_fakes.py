@@ -172,6 +172,7 @@ class FakeAgent:
         self.accepted: list[agent_service_pb2.RankAccepted] = []
         self.welcome = agent_service_pb2.Welcome()
         self.epoch = ""
+        self.check_word = ""
         self.sequence = 0
         self.acknowledged = 0
         self.use(client)
@@ -191,6 +192,7 @@ class FakeAgent:
                 case "welcome":
                     self.welcome = message.welcome
                     self.acknowledged = message.welcome.acknowledged_sequence
+                    self.check_word = message.welcome.check_word
                 case "rank_accepted":
                     self.accepted.append(message.rank_accepted)
                 case "rank_refused":
@@ -201,7 +203,9 @@ class FakeAgent:
                     self.telemetry_refused.append(message.telemetry_refused)
                 case "telemetry_ack":
                     self.acknowledged = message.telemetry_ack.sequence
+                    self.check_word = message.telemetry_ack.check_word
                 case "plan_offer":
+                    self.check_word = message.plan_offer.check_word
                     await self._answer(message.plan_offer)
             async with self.news:
                 self.news.notify_all()
@@ -224,6 +228,7 @@ class FakeAgent:
             agent_version="0",
             hostname="host",
             protocol_version=protocol_version,
+            check_word=self.check_word,
         )
         await self.say(hello=hello)
         await self.until(lambda: any(message.HasField("welcome") for message in self.received))
@@ -317,21 +322,21 @@ class FakeAgent:
             job_id=self.job_id,
             rank=self.place(rank.place),
             iterations=agent_service_pb2.IterationColumns(
-                iteration=rows.iteration.tolist(),
-                plan_version=rows.plan_version.tolist(),
-                duration_s=rows.duration_s.tolist(),
-                energy_j=rows.energy_j.tolist(),
-                is_regular=rows.is_regular.tolist(),
-                clock_event_reasons=rows.clock_event_reasons.tolist(),
+                iteration=rows.iteration,
+                plan_version=rows.plan_version,
+                duration_s=rows.duration_s,
+                energy_j=rows.energy_j,
+                is_regular=rows.is_regular,
+                clock_event_reasons=rows.clock_event_reasons,
             ),
             computations=agent_service_pb2.ComputationColumns(
-                iteration=computations.iteration.tolist(),
-                kind=[1 + kind for kind in computations.kind.tolist()],
-                microbatch=computations.microbatch.tolist(),
-                chunk=computations.chunk.tolist(),
-                begin_s=computations.begin_s.tolist(),
-                duration_s=computations.duration_s.tolist(),
-                clock_mhz=computations.clock_mhz.tolist(),
+                iteration=computations.iteration,
+                kind=[computation_pb2.ComputationKind.values()[1 + kind] for kind in computations.kind],
+                microbatch=computations.microbatch,
+                chunk=computations.chunk,
+                begin_s=computations.begin_s,
+                duration_s=computations.duration_s,
+                clock_mhz=computations.clock_mhz,
             ),
         )
         if energy is not None:

@@ -61,7 +61,7 @@ from perseus.service.domain.telemetry import (
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
-from perseus.service.shell.solving import solve_explaining
+from perseus.service.solving.work import solve_explaining
 from perseus.solver import Computation, Kind, Schedule, SolverError
 
 EPOCH = "epoch-of-the-tests"
@@ -149,21 +149,21 @@ def batch(
     return TelemetryBatch(
         sequence=sequence,
         iterations=IterationColumns(
-            np.array(iterations, np.int64),
-            np.full(count, version, np.int64),
-            np.full(count, duration_s),
-            np.full(count, 100.0 * duration_s),
-            np.full(count, is_regular),
-            np.zeros(count, np.int64),
+            list(iterations),
+            [version] * count,
+            [duration_s] * count,
+            [100.0 * duration_s] * count,
+            [is_regular] * count,
+            [0] * count,
         ),
         computations=ComputationColumns(
-            np.repeat(np.array(iterations, np.int64), len(order)),
-            np.array([KINDS.index(c.kind) for c in order] * count, np.int64),
-            np.array([c.microbatch for c in order] * count, np.int64),
-            np.array([c.chunk for c in order] * count, np.int64),
-            np.linspace(0.0, duration_s, computations),
-            np.full(computations, 0.01),
-            np.full(computations, clock_mhz, np.int64),
+            [iteration for iteration in iterations for _ in order],
+            [KINDS.index(c.kind) for c in order] * count,
+            [c.microbatch for c in order] * count,
+            [c.chunk for c in order] * count,
+            np.linspace(0.0, duration_s, computations).tolist(),
+            [0.01] * computations,
+            [clock_mhz] * computations,
         ),
         energy=energy,
         dropped_batch_count=0,

@@ -1,10 +1,24 @@
 """Orders of the named schedules, and the refusal of orders that make no sense."""
 
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.solver import Computation, Kind, Schedule, ScheduleError, gpipe, one_forward_one_backward
+from perseus.solver import (
+    Computation,
+    Kind,
+    Schedule,
+    ScheduleError,
+    early_recomputation,
+    gpipe,
+    interleaved_one_forward_one_backward,
+    one_forward_one_backward,
+    zero_bubble_h1,
+)
 
 LETTERS = {
     "F": Kind.FORWARD,
@@ -122,3 +136,92 @@ def test_counts_are_checked() -> None:
         gpipe(0, 4)
     with pytest.raises(ScheduleError, match="microbatch_count: expected at least 1, found -1"):
         one_forward_one_backward(4, -1)
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many functions of Python's and C's are called."""
+    count = 0
+
+    def note(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(
+    "given_orders",
+    [
+        lambda width: one_forward_one_backward(4, width).orders,
+        lambda width: one_forward_one_backward(width, 4).orders,
+        lambda width: gpipe(width, 8).orders,
+    ],
+)
+def test_checks_cost_what_the_schedule_is_large(
+    given_orders: Callable[[int], tuple[tuple[Computation, ...], ...]],
+) -> None:
+    small, large = given_orders(32), given_orders(128)
+    assert calls_of(lambda: Schedule(large)) < 4.4 * calls_of(lambda: Schedule(small))
+
+
+@given(
+    schedule=st.one_of(
+        st.builds(one_forward_one_backward, st.integers(1, 5), st.integers(1, 8)),
+        st.builds(zero_bubble_h1, st.integers(1, 4), st.integers(1, 8)),
+        st.builds(early_recomputation, st.integers(1, 4), st.integers(1, 8)),
+        st.builds(
+            lambda stages, groups, chunks: interleaved_one_forward_one_backward(
+                stages, stages * groups, chunks
+            ),
+            st.integers(1, 3),
+            st.integers(1, 3),
+            st.integers(1, 3),
+        ),
+    )
+)
+def test_arcs_and_levels_are_what_they_say(schedule: Schedule) -> None:
+    computations = list(schedule.computations)
+    named = tuple((computations[earlier], computations[later]) for earlier, later in schedule.arcs.tolist())
+    assert named == schedule.dependencies
+    levels = dict(zip(computations, schedule.levels.tolist(), strict=True))
+    waits_for: dict[Computation, list[Computation]] = {c: [] for c in computations}
+    for pairs in (schedule.dependencies, *map(pairwise, schedule.orders)):
+        for earlier, later in pairs:
+            waits_for[later].append(earlier)
+    for computation, awaited in waits_for.items():
+        assert levels[computation] == 1 + max((levels[earlier] for earlier in awaited), default=-1)
+        # What activations and gradients imply: forwards down the path, gradients up.
+        others = {c for c in awaited if c.stage != computation.stage}
+        assert all(c.microbatch == computation.microbatch for c in others)
+        assert len(others) <= 1
+    last = schedule.stage_count - 1
+    chunk_count = 1 + max(c.chunk for c in computations)
+    for c in computations:
+        inputs = [each for each in waits_for[c] if each.stage != c.stage]
+        begins = c.kind is Kind.FORWARD and (c.stage, c.chunk) == (0, 0)
+        turns = c.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and (c.stage, c.chunk) == (
+            last,
+            chunk_count - 1,
+        )
+        alone = c.kind in (Kind.RECOMPUTATION, Kind.BACKWARD_WEIGHT) or last == 0
+        assert bool(inputs) is not (begins or turns or alone)
+
+
+def test_numbers_with_large_gaps_are_as_good_as_any() -> None:
+    far = 2**40
+    found = Schedule(
+        tuple(
+            tuple(Computation(stage, kind, m * far) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in (0, 1))
+            for stage in (0, 1)
+        )
+    )
+    assert len(found.dependencies) == 4
+    with pytest.raises(ScheduleError, match="below 2"):
+        Schedule(((Computation(0, Kind.FORWARD, 2**63),),))
+    with pytest.raises(ScheduleError, match=r"stage 0, chunk 0, microbatch 0: .* found nothing"):
+        Schedule(((Computation(0, Kind.FORWARD, 0, far), Computation(0, Kind.BACKWARD, 0, far)),))

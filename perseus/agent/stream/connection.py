@@ -31,6 +31,7 @@ _log = structlog.get_logger(__name__)
 
 _HANDSHAKE_S = 10.0
 _GOODBYE_S = 2.0
+_MAX_CHECK_WORD_LENGTH = 256
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL}
 
 # Attempts follow our own backoff, so a new attempt must not wait for gRPC's own on a shared connection.
@@ -94,6 +95,8 @@ class Connection:
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
         self._is_closing = False
+        # Kept over streams: by it the coordinator finds that it has lost state.
+        self._check_word = ""
         self._once = Once(_log)
 
     @property
@@ -174,7 +177,7 @@ class Connection:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
-                    await call.write(translate.hello(self._agent))
+                    await call.write(translate.hello(self._agent, self._check_word))
                 while True:
                     answer = await call.read()
                     if not isinstance(answer, wire.ConnectResponse):
@@ -187,6 +190,7 @@ class Connection:
                         await call.write(translate.request(self._refusal(error)))
                         continue
                     if isinstance(welcome, Welcome):
+                        self._note_check_word(answer)
                         return welcome
                     raise _NoWelcomeError(f"expected a welcome, found {type(welcome).__name__}")
         except TimeoutError:
@@ -203,12 +207,17 @@ class Connection:
             if not isinstance(answer, wire.ConnectResponse):  # grpc.aio.EOF
                 return
             self._heard_at_s = time.monotonic()
+            self._note_check_word(answer)
             try:
                 message = translate.response(answer)
             except translate.MalformedMessageError as error:
                 self.send(self._refusal(error))
                 continue
             self._handler.received(message)
+
+    def _note_check_word(self, answer: wire.ConnectResponse) -> None:
+        if 0 < len(word := translate.check_word(answer)) <= _MAX_CHECK_WORD_LENGTH:
+            self._check_word = word
 
     def _refusal(self, error: translate.MalformedMessageError) -> MessageRefused:
         """Say in the log what the coordinator said wrong, or newly, and return what it is told."""

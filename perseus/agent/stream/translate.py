@@ -81,7 +81,19 @@ class MalformedMessageError(ValueError):
 # --- What the agent says ------------------------------------------------------------------------------------
 
 
-def hello(agent: AgentIdentity) -> wire.ConnectRequest:
+def check_word(message: wire.ConnectResponse) -> str:
+    """The coordinator's word for what it has stored, where a message has one; empty if not."""
+    match message.WhichOneof("message"):
+        case "welcome":
+            return message.welcome.check_word
+        case "telemetry_ack":
+            return message.telemetry_ack.check_word
+        case "plan_offer":
+            return message.plan_offer.check_word
+    return ""
+
+
+def hello(agent: AgentIdentity, latest_check_word: str = "") -> wire.ConnectRequest:
     """The first message on a stream."""
     return wire.ConnectRequest(
         hello=wire.Hello(
@@ -89,6 +101,7 @@ def hello(agent: AgentIdentity) -> wire.ConnectRequest:
             agent_version=agent.version,
             hostname=agent.hostname,
             protocol_version=PROTOCOL_VERSION,
+            check_word=latest_check_word,
         )
     )
 

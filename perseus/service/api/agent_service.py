@@ -1,7 +1,7 @@
 """`perseus.v1.AgentService`: one stream per agent, a thin adapter over the coordinator.
 
-The reader takes one message after another; telemetry is read on only when the batch before is stored, so
-that an agent can't fill the coordinator's memory. One writer task sends what the outbox holds.
+The reader takes one message after another, and of what it has taken only so much may wait to be stored: an
+agent can't fill the coordinator's memory. One writer task sends what the outbox holds.
 
 A message that can't be, is not known here or makes the coordinator fail is refused by itself, and the stream
 goes on: other ranks share it. What ends a stream is listed in the contract, at the top of its file.
@@ -17,6 +17,7 @@ from typing import TypeVar
 import grpc
 import structlog
 
+from perseus.service.api.kept import Kept
 from perseus.service.api.outbox import Outbox
 from perseus.service.api.statuses import (
     MAPPED,
@@ -55,7 +56,7 @@ from perseus.service.domain.model import Offer
 from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents
 from perseus.solver import Computation
-from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc
+from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, computation_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 
 log = structlog.get_logger(__name__)
@@ -63,8 +64,17 @@ log = structlog.get_logger(__name__)
 PROTOCOL_VERSION = 1
 """Of the contract; `Hello` in it says when it rises."""
 
+_UNSTORED_LIMIT = 64
+"""Messages of one stream that may wait to be stored."""
+
+_ROWS_LIKE_A_MESSAGE = 1024
+"""So many rows of telemetry count as one message more."""
+
 _KINDS_LIMIT = 64
 """Kinds of misunderstanding that are logged, of one stream; each once."""
+
+_ORDERS: Kept[Sequence[Computation], computation_pb2.StageOrder] = Kept(order_to_proto, limit=256)
+"""What ranks compute: all of a stage the same."""
 
 M = TypeVar("M", bound=RankMessage)
 
@@ -82,9 +92,15 @@ class OutboxPort:
     def accept_rank(self, job_id: str, rank: Coordinates, order: Sequence[Computation]) -> None:
         """See `shell.ports.AgentPort`."""
         accepted = agent_service_pb2.RankAccepted(
-            job_id=job_id, rank=coordinates_to_proto(rank), order=order_to_proto(order)
+            job_id=job_id, rank=coordinates_to_proto(rank), order=_ORDERS.of(order)
         )
         self._outbox.answer(ConnectResponse(rank_accepted=accepted))
+
+    def refuse_rank(self, job_id: str, rank: Coordinates, error: CoordinatorError) -> None:
+        """See `shell.ports.AgentPort`."""
+        self._outbox.drop((job_id, rank))
+        refused = rank_refused(job_id, coordinates_to_proto(rank), error)
+        self._outbox.answer(ConnectResponse(rank_refused=refused))
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
         """See `shell.ports.AgentPort`."""
@@ -120,8 +136,11 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         stream = _Stream(self._agents, context)
         reader = asyncio.create_task(stream.read(request_iterator))
         writer = asyncio.create_task(stream.write())
+        # The writer may be waiting for an agent that reads nothing, and not see that the stream is to end.
+        ended = asyncio.create_task(stream.ended())
+        tasks = (reader, writer, ended)
         try:
-            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         except MAPPED as error:
@@ -134,9 +153,9 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
                 failure = unexpected(error, "Connect", instance_id=stream.instance_id)
                 await context.abort_with_status(to_status(failure))
         finally:
-            for task in (reader, writer):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             stream.part()
 
 
@@ -159,11 +178,38 @@ class _Stream:
         while not is_last:
             messages, is_last = await self._outbox.take()
             for message in messages:
+                self._stamp(message)
                 await self._context.write(message)
 
+    async def ended(self) -> None:
+        """Wait until the stream is to end before its time.
+
+        Raises:
+            CoordinatorError: why.
+        """
+        raise await self._outbox.ended
+
+    def _stamp(self, message: ConnectResponse) -> None:
+        """Put the check word on what tells that something is stored; as late as can be, so that it rises."""
+        match message.WhichOneof("message"):
+            case "welcome":
+                message.welcome.check_word = self._agents.check_word
+            case "telemetry_ack":
+                message.telemetry_ack.check_word = self._agents.check_word
+            case "plan_offer":
+                message.plan_offer.check_word = self._agents.check_word
+
     async def read(self, requests: AsyncIterator[ConnectRequest]) -> None:
-        """Take what the agent says, until it ends the stream or says goodbye."""
+        """Take what the agent says, until it ends the stream or says goodbye.
+
+        Every so many messages it waits until all of them are stored: no agent fills the writer's queue.
+        """
+        unstored = 0
         async for request in requests:
+            unstored += 1 + len(request.telemetry.computations.iteration) // _ROWS_LIKE_A_MESSAGE
+            if unstored >= _UNSTORED_LIMIT:
+                await self._agents.flush()
+                unstored = 0
             if not self.instance_id:
                 await self._greet(request)
             elif request.WhichOneof("message") == "goodbye":
@@ -171,7 +217,7 @@ class _Stream:
                 self._is_goodbye = True
                 return
             else:
-                await self._take(request)
+                self._take(request)
 
     def part(self) -> None:
         """The stream has ended."""
@@ -185,8 +231,9 @@ class _Stream:
         check_hello(request.hello)
         instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
-        self._port.epoch, sequence = await self._agents.greet(instance_id, self._port)
-        self.instance_id = instance_id
+        self.instance_id = instance_id  # before it is greeted: it parts, too, if that is cut short
+        check_word = request.hello.check_word
+        self._port.epoch, sequence = await self._agents.greet(instance_id, self._port, check_word)
         log.info("agent connected", instance_id=instance_id, hostname=self._hostname)
         their_version = request.hello.protocol_version or 1
         if their_version != PROTOCOL_VERSION:
@@ -206,7 +253,7 @@ class _Stream:
         )
         self._outbox.answer(ConnectResponse(welcome=welcome))
 
-    async def _take(self, request: ConnectRequest) -> None:
+    def _take(self, request: ConnectRequest) -> None:
         match request.WhichOneof("message"):
             case "hello":
                 raise HelloRepeatedError(instance_id=self.instance_id)
@@ -215,7 +262,7 @@ class _Stream:
                 answer_beat = ConnectResponse(heartbeat=agent_service_pb2.Heartbeat())
                 self._outbox.replace("heartbeat", answer_beat)
             case "telemetry":
-                await self._take_telemetry(request.telemetry)
+                self._take_telemetry(request.telemetry)
             case "message_refused":
                 self._note_refusal(request.message_refused)
             case "rank_joined":
@@ -261,25 +308,23 @@ class _Stream:
     def _take_gpu_error(self, message: agent_service_pb2.GpuError) -> None:
         self._agents.note_gpu_error(message.job_id, gpu_error_from_proto(message))
 
-    async def _take_telemetry(self, message: agent_service_pb2.TelemetryBatch) -> None:
+    def _take_telemetry(self, message: agent_service_pb2.TelemetryBatch) -> None:
         try:
             check_job_id(message.job_id)
             telemetry = telemetry_from_proto(message, self.instance_id)
-            await self._agents.take_telemetry(message.job_id, telemetry)
+            self._agents.take_telemetry(message.job_id, telemetry)
         except CoordinatorError as error:
-            await self._refuse_telemetry(message, error)
+            self._refuse_telemetry(message, error)
         except Exception as error:
-            await self._refuse_telemetry(message, self._unexpected(error, message))
+            self._refuse_telemetry(message, self._unexpected(error, message))
 
-    async def _refuse_telemetry(
-        self, message: agent_service_pb2.TelemetryBatch, error: CoordinatorError
-    ) -> None:
+    def _refuse_telemetry(self, message: agent_service_pb2.TelemetryBatch, error: CoordinatorError) -> None:
         self._log_refusal("telemetry", error)
         parts = refused_parts(error)
         refused = agent_service_pb2.TelemetryRefused(sequence=message.sequence, **parts)
         self._outbox.answer(ConnectResponse(telemetry_refused=refused))
         if 1 <= message.sequence <= MAX_COUNT:
-            await self._agents.pass_telemetry(self.instance_id, message.sequence)
+            self._agents.pass_telemetry(self.instance_id, message.sequence)
 
     def _answer_mistake(self, message: RankMessage, error: CoordinatorError) -> None:
         """Refuse a rank, where one is announced (or may be, once its job is registered), else the message."""
@@ -289,14 +334,7 @@ class _Stream:
         if not is_rank_refused or not message.HasField("rank"):
             self._refuse(error, message)
             return
-        info = error_info(error)
-        refused = agent_service_pb2.RankRefused(
-            job_id=cut(message.job_id),
-            rank=message.rank,
-            reason=info.reason,
-            message=str(error),
-            metadata=info.metadata,
-        )
+        refused = rank_refused(cut(message.job_id), message.rank, error)
         self._outbox.answer(ConnectResponse(rank_refused=refused))
 
     def _refuse(self, error: MappedError, about: RankMessage | None = None) -> None:
@@ -338,6 +376,16 @@ class _Stream:
             return InternalError(cause=type(error).__name__)
         self._logged.add(kind)
         return unexpected(error, where, instance_id=self.instance_id, job_id=cut(message.job_id))
+
+
+def rank_refused(
+    job_id: str, rank: rank_pb2.RankCoordinates, error: CoordinatorError
+) -> agent_service_pb2.RankRefused:
+    """Return what an agent is told of a rank that is not served."""
+    info = error_info(error)
+    return agent_service_pb2.RankRefused(
+        job_id=job_id, rank=rank, reason=info.reason, message=str(error), metadata=info.metadata
+    )
 
 
 def _kind(field: str) -> str:

@@ -1,17 +1,27 @@
-"""`perseus.v1.FrontierService`: a thin adapter over the coordinator."""
+"""`perseus.v1.FrontierService`: a thin adapter over the coordinator.
+
+Problems and frontiers have up to tens of thousands of parts: they are translated in threads, so that the loop
+goes on.
+"""
 
 # ruff: noqa: N802 (the contract names the methods)
 
+import asyncio
 from typing import Any
 
 import grpc
 
 from perseus.service.api.statuses import mapped
-from perseus.service.api.translate_problems import frontier_to_proto, plan_to_proto, problem_from_proto
+from perseus.service.api.translate_problems import (
+    check_problem_size,
+    frontier_to_proto,
+    plan_to_proto,
+    problem_from_proto,
+)
 from perseus.service.domain.bounds import MAX_DURATION_S, check_range
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.shell.jobs import Jobs
-from perseus.service.shell.solving import POINT_COUNT
+from perseus.service.solving.work import POINT_COUNT
 from perseus.v1 import frontier_service_pb2 as pb
 from perseus.v1 import frontier_service_pb2_grpc
 
@@ -30,14 +40,16 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
     @mapped
     async def GetFrontier(self, request: pb.GetFrontierRequest, context: Context) -> pb.GetFrontierResponse:
         """See the contract."""
-        return pb.GetFrontierResponse(frontier=frontier_to_proto(self._jobs.frontier(request.job_id)))
+        frontier = self._jobs.frontier(request.job_id)
+        return pb.GetFrontierResponse(frontier=await asyncio.to_thread(frontier_to_proto, frontier))
 
     @mapped
     async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.GetPlanResponse:
         """See the contract."""
         time_s = request.iteration_time_s
         check_range("iteration_time_s", time_s, 0, MAX_DURATION_S)
-        return pb.GetPlanResponse(plan=plan_to_proto(await self._jobs.plan(request.job_id, time_s)))
+        plan = await self._jobs.plan(request.job_id, time_s)
+        return pb.GetPlanResponse(plan=await asyncio.to_thread(plan_to_proto, plan))
 
     @mapped
     async def Solve(self, request: pb.SolveRequest, context: Context) -> pb.SolveResponse:
@@ -47,5 +59,7 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
             raise InvalidFieldError(
                 field="point_count", expected=f"0, or {LEAST_POINT_COUNT} to {MOST_POINT_COUNT}", found=count
             )
-        frontier = await self._jobs.solve(problem_from_proto(request.problem), count)
-        return pb.SolveResponse(frontier=frontier_to_proto(frontier))
+        check_problem_size(request.problem, count)
+        problem = await asyncio.to_thread(problem_from_proto, request.problem)
+        frontier = await self._jobs.solve(problem, count)
+        return pb.SolveResponse(frontier=await asyncio.to_thread(frontier_to_proto, frontier))

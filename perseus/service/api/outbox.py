@@ -1,7 +1,8 @@
 """What waits to be sent to one agent: the latest of each thing, and one queue for what must all arrive.
 
 An offer replaces the one that still waits for the same rank, an acknowledgement the one before: a slow
-agent gets the newest of each, and takes no memory.
+agent gets the newest of each. All together take no more than so many bytes; an agent that lets more gather
+than that does not read, and its stream is ended.
 """
 
 import asyncio
@@ -11,39 +12,55 @@ from collections.abc import Hashable
 from perseus.service.domain.errors import CoordinatorError, ReaderTooSlowError
 from perseus.v1 import agent_service_pb2
 
-ANSWER_LIMIT = 100_000
-"""Answers that may wait (room for all ranks of a large job); an agent that asks on unread is ended."""
+BYTES_LIMIT = 16 * 2**20
+"""Bytes that may wait: the orders and the plans of eight ranks with 65,536 computations each."""
+
+_OVERHEAD_BYTES = 128
+"""What an empty message takes while it waits."""
+
+_TAKEN_AT_ONCE = 32
 
 
 class Outbox:
-    """Messages on their way to one agent. `take` waits; nothing else does."""
+    """Messages on their way to one agent. `take` waits; nothing else does.
+
+    Attributes:
+        ended: done with the reason once the stream is to end instead of sending anything more.
+    """
 
     def __init__(self) -> None:
+        self.ended: asyncio.Future[CoordinatorError] = asyncio.get_running_loop().create_future()
         self._answers: deque[agent_service_pb2.ConnectResponse] = deque()
         self._latest: dict[Hashable, agent_service_pb2.ConnectResponse] = {}
-        self._error: CoordinatorError | None = None
+        self._bytes = 0
         self._is_closed = False
         self._wake = asyncio.Event()
 
     def answer(self, message: agent_service_pb2.ConnectResponse) -> None:
         """Queue a message; all of these are sent, in order, before the others."""
-        if len(self._answers) >= ANSWER_LIMIT:
-            self.end(ReaderTooSlowError(limit=ANSWER_LIMIT))
-        else:
+        if not self.ended.done():
             self._answers.append(message)
-            self._wake.set()
+            self._grow(message)
 
     def replace(self, key: Hashable, message: agent_service_pb2.ConnectResponse) -> None:
         """Let this message wait in place of the one of the same key."""
-        self._latest.pop(key, None)
-        self._latest[key] = message
-        self._wake.set()
+        if not self.ended.done():
+            self.drop(key)
+            self._latest[key] = message
+            self._grow(message)
+
+    def drop(self, key: Hashable) -> None:
+        """Let nothing of this key wait any more."""
+        if (message := self._latest.pop(key, None)) is not None:
+            self._bytes -= _size(message)
 
     def end(self, error: CoordinatorError) -> None:
         """End the stream instead of sending anything more. The first error counts."""
-        self._error = self._error or error
+        if not self.ended.done():
+            self.ended.set_result(error)
         self._answers.clear()
         self._latest.clear()
+        self._bytes = 0
         self._wake.set()
 
     def close(self) -> None:
@@ -52,16 +69,32 @@ class Outbox:
         self._wake.set()
 
     async def take(self) -> tuple[list[agent_service_pb2.ConnectResponse], bool]:
-        """Wait for messages; return all, and whether they are the last.
+        """Wait for messages; return the next few, and whether they are the last.
 
         Raises:
             CoordinatorError: the stream is to end.
         """
         await self._wake.wait()
-        self._wake.clear()
-        if self._error is not None:
-            raise self._error
-        messages = [*self._answers, *self._latest.values()]
-        self._answers.clear()
-        self._latest.clear()
-        return messages, self._is_closed
+        if self.ended.done():
+            raise self.ended.result()
+        messages = [self._answers.popleft() for _ in range(min(len(self._answers), _TAKEN_AT_ONCE))]
+        while self._latest and len(messages) < _TAKEN_AT_ONCE:
+            messages.append(self._latest.pop(next(iter(self._latest))))
+        self._bytes -= sum(map(_size, messages))
+        has_more = bool(self._answers or self._latest)
+        if not has_more:
+            self._wake.clear()
+        return messages, self._is_closed and not has_more
+
+    def _grow(self, message: agent_service_pb2.ConnectResponse) -> None:
+        size = _size(message)
+        # One message is never too much by itself: nothing of its kind could ever be sent.
+        if self._bytes and self._bytes + size > BYTES_LIMIT:
+            self.end(ReaderTooSlowError(limit=BYTES_LIMIT))
+            return
+        self._bytes += size
+        self._wake.set()
+
+
+def _size(message: agent_service_pb2.ConnectResponse) -> int:
+    return _OVERHEAD_BYTES + message.ByteSize()

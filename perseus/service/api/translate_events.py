@@ -8,7 +8,14 @@ from perseus.service.api.translate_time import time_from_proto, time_to_proto
 from perseus.service.domain import evidence as domain
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.events import EventFilter, JobEvent
-from perseus.service.domain.model import EventType, GpuErrorReason, JobState, RankState, RefusalReason
+from perseus.service.domain.model import (
+    EventType,
+    FaultyPart,
+    GpuErrorReason,
+    JobState,
+    RankState,
+    RefusalReason,
+)
 from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingLimit
 from perseus.service.domain.stall import Stall, StallReason
 from perseus.solver import Kind
@@ -30,6 +37,7 @@ _GIVEN_UP = {
     for reason in ClockGivenUpReason
 }
 _LIMIT = {limit: event_pb2.ProfilingLimit.Value(f"PROFILING_LIMIT_{limit.name}") for limit in ProfilingLimit}
+_FAULTY_PART = {part: event_pb2.FaultyPart.Value(f"FAULTY_PART_{part.name}") for part in FaultyPart}
 _STALL = {reason: event_pb2.StallReason.Value(f"STALL_REASON_{reason.name}") for reason in StallReason}
 
 
@@ -90,6 +98,12 @@ def _add_details(message: event_pb2.JobEvent, evidence: domain.Evidence) -> None
             message.solved.CopyFrom(_solved(evidence))
         case domain.SolveFailed():
             message.solve_failed.CopyFrom(event_pb2.SolveFailed(cause=evidence.cause))
+        case domain.SolveRetried():
+            message.solve_retried.CopyFrom(
+                event_pb2.SolveRetried(
+                    cause=evidence.cause, crash_count=evidence.crash_count, delay_s=evidence.delay_s
+                )
+            )
         case domain.PipelineClocks():
             message.pipeline_clocks.CopyFrom(_pipeline_clocks(evidence))
         case domain.PlanRefused():
@@ -112,6 +126,12 @@ def _add_details(message: event_pb2.JobEvent, evidence: domain.Evidence) -> None
             message.baseline_requested.CopyFrom(
                 event_pb2.BaselineRequested(baseline_time_s=evidence.baseline_time_s)
             )
+        case domain.Quarantined():
+            message.quarantined.CopyFrom(_quarantined(evidence))
+        case domain.EventsDropped():
+            message.events_dropped.CopyFrom(
+                event_pb2.EventsDropped(dropped_count=evidence.dropped_count, is_over=evidence.is_over)
+            )
         case Stall():
             message.stall.CopyFrom(_stall(evidence))
         case _:
@@ -126,6 +146,12 @@ def _registered(evidence: domain.Registered) -> event_pb2.Registered:
             stage_count=counts.stage_count,
             tensor_count=counts.tensor_count,
         )
+    )
+
+
+def _quarantined(evidence: domain.Quarantined) -> event_pb2.Quarantined:
+    return event_pb2.Quarantined(
+        part=_FAULTY_PART[evidence.part], error=evidence.error, before=_JOB_STATE[evidence.before]
     )
 
 

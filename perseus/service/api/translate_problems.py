@@ -36,6 +36,12 @@ from perseus.solver import (
 )
 from perseus.v1 import computation_pb2, frontier_pb2
 
+MAX_SOLVED_COMPUTATION_COUNT = 8192
+"""Of a problem that a client has solved: with more, no solve ends within the time that it may take."""
+
+MAX_SOLVED_CHOICE_COUNT = 2**22
+"""Computations times points: each is a number in the answer of the worker."""
+
 _KIND_TO_PROTO = {
     kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind
 }
@@ -182,6 +188,29 @@ def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
             time_s=time_s, energy_j=time_s * problem.blocking_power_w[stage]
         )
     return message
+
+
+def check_problem_size(message: frontier_pb2.PipelineProblem, point_count: int) -> None:
+    """Refuse a problem that is too large to be solved while somebody waits.
+
+    Raises:
+        InvalidFieldError: names the field.
+    """
+    check_range("stage_count", message.stage_count, 1, MAX_STAGE_COUNT)
+    schedule = message.schedule
+    if schedule.WhichOneof("order") == "named":
+        field = "problem.schedule.named.microbatch_count"
+        computation_count = 2 * message.stage_count * max(1, schedule.named.microbatch_count)
+    else:
+        field = "problem.schedule.explicit.stages"
+        computation_count = sum(len(stage.computations) for stage in schedule.explicit.stages)
+    if computation_count > MAX_SOLVED_COMPUTATION_COUNT:
+        expected = f"at most {MAX_SOLVED_COMPUTATION_COUNT} computations"
+        raise InvalidFieldError(field=field, expected=expected, found=f"{computation_count} computations")
+    if computation_count * point_count > MAX_SOLVED_CHOICE_COUNT:
+        most = MAX_SOLVED_CHOICE_COUNT // computation_count
+        expected = f"at most {most} for {computation_count} computations"
+        raise InvalidFieldError(field="point_count", expected=expected, found=point_count)
 
 
 def problem_from_proto(message: frontier_pb2.PipelineProblem) -> Pipeline:

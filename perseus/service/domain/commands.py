@@ -6,6 +6,7 @@ version or an acknowledgement that the database does not know.
 
 from dataclasses import dataclass
 
+from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.events import Happening
 from perseus.service.domain.model import IterationSummary, Offer
 from perseus.service.domain.records import Record
@@ -28,6 +29,15 @@ class SendOffer:
     rank: Coordinates
     instance_id: str
     offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRank:
+    """Tell the agent that its rank is served no longer, and why: it goes to stock, and asks again."""
+
+    rank: Coordinates
+    instance_id: str
+    why: CoordinatorError
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,11 @@ class Solve:
 
 
 @dataclass(frozen=True, slots=True)
+class DropSolve:
+    """Solve no more what is being solved; if that is in time, it comes back as SolveFailed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Store an event, and tell it to whoever watches."""
 
@@ -88,4 +103,15 @@ class Store:
     record: Record
 
 
-Command = AcceptRank | SendOffer | EndStream | FindProfile | Solve | Announce | ReportIteration | Store
+Command = (
+    AcceptRank
+    | SendOffer
+    | RefuseRank
+    | EndStream
+    | FindProfile
+    | Solve
+    | DropSolve
+    | Announce
+    | ReportIteration
+    | Store
+)

@@ -14,25 +14,30 @@
     │   ├── HelloExpectedError      something else came first
     │   └── HelloRepeatedError      it came twice
     ├── JobNotFoundError
+    ├── JobUnreadableError          what is stored of the job can't be read
     ├── RunNotFoundError            the job has no run of that number
     ├── JobAlreadyExistsError       another specification has that identifier, and live ranks
     ├── JobFinishedError            the job has ended
     ├── JobNotFinishedError         the job has not ended yet
+    ├── JobQuarantinedError         a fault of the coordinator's own has put the job aside
     ├── JobNotSolvedError           there is no frontier yet
     ├── TimelineNotReadyError       no whole iteration has been seen yet
     ├── RankAlreadyServedError      another agent serves the rank, or its lease still runs
     ├── GpuAlreadyServedError       another rank is on the GPU, or its lease still runs
     ├── SpecMismatchError           the rank belongs to another specification than the job's run
     ├── StreamReplacedError         the agent opened a newer stream
+    ├── StateLostError              the coordinator has lost state that the agent knows of
     ├── LeaseExpiredError           the agent was silent for too long
     ├── ReaderTooSlowError          a stream's reader does not keep up
     ├── SolverBusyError             too many problems wait to be solved
     ├── SolverCrashedError          the solver's process died
+    ├── SolverTimeoutError          solving took too long
     ├── DrainingError               the coordinator is about to stop
     └── InternalError               a fault of the coordinator's own
     StartupError                    the coordinator can not start; never seen over gRPC
     ├── AddressUnavailableError
     └── DatabaseUnavailableError
+    StoreFailedError                the database fails while the coordinator runs: it stops
 
 Each error's text is its class's template filled with `metadata`: the changing values by name, cut where they
 are long: whoever sends a megabyte of nonsense gets a line back. `statuses.py` maps every class to its gRPC
@@ -167,6 +172,14 @@ class JobNotFoundError(CoordinatorError):
     template = "job {job_id!r} is not registered"
 
 
+class JobUnreadableError(CoordinatorError):
+    """What is stored of the job can't be read. It can be deleted."""
+
+    template = (
+        "job {job_id!r}: run {run_number} can't be read from the store, delete the job to go on: {cause}"
+    )
+
+
 class RunNotFoundError(CoordinatorError):
     """The job has no run of that number."""
 
@@ -191,6 +204,12 @@ class JobNotFinishedError(CoordinatorError):
     """The job has not ended yet."""
 
     template = "job {job_id!r} has not finished: it is {state}"
+
+
+class JobQuarantinedError(CoordinatorError):
+    """A fault of the coordinator's own has put the job aside, at stock, until somebody resumes it."""
+
+    template = "job {job_id!r} is quarantined, at stock: {cause}; ResumeJob begins anew from what is stored"
 
 
 class JobNotSolvedError(CoordinatorError):
@@ -238,6 +257,12 @@ class StreamReplacedError(CoordinatorError):
     template = "agent instance {instance_id!r} has opened another stream"
 
 
+class StateLostError(CoordinatorError):
+    """The coordinator's state is older than what an agent knows of it: everybody is to begin anew."""
+
+    template = "the coordinator has lost state that it had acknowledged, and begins epoch {epoch}"
+
+
 class LeaseExpiredError(CoordinatorError):
     """The agent was silent for too long."""
 
@@ -247,7 +272,7 @@ class LeaseExpiredError(CoordinatorError):
 class ReaderTooSlowError(CoordinatorError):
     """A stream's reader does not keep up."""
 
-    template = "more than {limit} messages wait to be read"
+    template = "more than {limit} bytes wait to be read"
 
 
 class SolverBusyError(CoordinatorError):
@@ -260,6 +285,12 @@ class SolverCrashedError(CoordinatorError):
     """The solver's process died."""
 
     template = "the solver's process died: {cause}"
+
+
+class SolverTimeoutError(CoordinatorError):
+    """Solving took longer than it may."""
+
+    template = "the solver was stopped: it took longer than {limit_s} s"
 
 
 class DrainingError(CoordinatorError):
@@ -287,4 +318,10 @@ class AddressUnavailableError(StartupError):
 class DatabaseUnavailableError(StartupError):
     """The database can not be opened."""
 
-    template = "can not open the database {path}: {cause}"
+    template = "can not open the database {database}: {cause}"
+
+
+class StoreFailedError(ServiceError):
+    """The database fails while the coordinator runs: nothing can be promised any more."""
+
+    template = "the database {database} failed: {cause}"

@@ -8,7 +8,14 @@ keeps the fields by name.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from perseus.service.domain.model import EventType, GpuErrorReason, JobState, RankState, RefusalReason
+from perseus.service.domain.model import (
+    EventType,
+    FaultyPart,
+    GpuErrorReason,
+    JobState,
+    RankState,
+    RefusalReason,
+)
 from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingCost, ProfilingLimit
 from perseus.service.domain.specification import Coordinates, OperatingPolicy, Parallelism
 from perseus.service.domain.stall import Stall
@@ -116,6 +123,15 @@ class SolveFailed:
     """Solving failed; `cause` is for people."""
 
     cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class SolveRetried:
+    """Solving begins again after `delay_s`: `crash_count` processes have died over the problem so far."""
+
+    cause: str
+    crash_count: int
+    delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +264,26 @@ class BaselineRequested:
     baseline_time_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """The coordinator failed at a part of the job, which was in a state; `error` is for people."""
+
+    part: FaultyPart
+    error: str
+    before: JobState
+
+
+@dataclass(frozen=True, slots=True)
+class EventsDropped:
+    """Agents cause more events than the job's budget allows; `dropped_count` so far in this flood.
+
+    Told when the first is dropped, and again when the flood is over.
+    """
+
+    dropped_count: int
+    is_over: bool
+
+
 Evidence = (
     Registered
     | StateChanged
@@ -258,6 +294,7 @@ Evidence = (
     | ProfilingEnded
     | Solved
     | SolveFailed
+    | SolveRetried
     | PipelineClocks
     | PlanRefused
     | StragglerReported
@@ -268,6 +305,8 @@ Evidence = (
     | PromiseBroken
     | ProfileCorrected
     | BaselineRequested
+    | Quarantined
+    | EventsDropped
     | Stall
 )
 
@@ -281,6 +320,7 @@ EVIDENCE: Mapping[EventType, type[Evidence]] = {
     EventType.PROFILING_ENDED: ProfilingEnded,
     EventType.SOLVED: Solved,
     EventType.SOLVE_FAILED: SolveFailed,
+    EventType.SOLVE_RETRIED: SolveRetried,
     EventType.PLAN_OFFERED: PipelineClocks,
     EventType.PLAN_IN_FORCE: PipelineClocks,
     EventType.PLAN_REFUSED: PlanRefused,
@@ -293,6 +333,8 @@ EVIDENCE: Mapping[EventType, type[Evidence]] = {
     EventType.PROMISE_BROKEN: PromiseBroken,
     EventType.PROFILE_CORRECTED: ProfileCorrected,
     EventType.BASELINE_REQUESTED: BaselineRequested,
+    EventType.QUARANTINED: Quarantined,
+    EventType.EVENTS_DROPPED: EventsDropped,
     EventType.STALLED: Stall,
     EventType.STALL_ENDED: Stall,
 }

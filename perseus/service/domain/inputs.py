@@ -145,6 +145,13 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True)
+class EpochRenewed:
+    """The coordinator has lost state, of which nobody knows how much: what it was is told by the epoch."""
+
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
 class FinishRequested:
     """Somebody ends the job."""
 
@@ -183,6 +190,15 @@ class SolveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SolveRetried:
+    """The solver's process died, `crash_count` by now over this problem; it goes on in `delay_s`."""
+
+    cause: str
+    crash_count: int
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -202,11 +218,13 @@ Input = (
     | PolicySet
     | RegisteredAgain
     | Abandoned
+    | EpochRenewed
     | FinishRequested
     | ResumeRequested
     | BaselineRequested
     | ProfileFound
     | Solved
     | SolveFailed
+    | SolveRetried
     | Tick
 )

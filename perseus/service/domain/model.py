@@ -25,6 +25,8 @@ class JobState(enum.Enum):
     STOCK = "stock"
     FINISHED = "finished"
 
+    __hash__ = object.__hash__  # members are single; what an enumeration has costs ten times as much
+
 
 class RankState(enum.Enum):
     """Whether an agent serves a rank."""
@@ -34,6 +36,8 @@ class RankState(enum.Enum):
     DISCONNECTED = "disconnected"
     LOST = "lost"
     FINISHED = "finished"
+
+    __hash__ = object.__hash__  # members are single; what an enumeration has costs ten times as much
 
 
 class RankLeftReason(enum.Enum):
@@ -94,6 +98,19 @@ class EventType(enum.Enum):
     STALLED = "stalled"
     STALL_ENDED = "stall ended"
     PROFILING_ENDED = "profiling ended"
+    SOLVE_RETRIED = "solve retried"
+    QUARANTINED = "quarantined"
+    EVENTS_DROPPED = "events dropped"
+
+
+class FaultyPart(enum.Enum):
+    """What of a job the coordinator failed at."""
+
+    MACHINE = "taking an input"
+    SOLVING = "solving"
+    ACTION = "carrying out what follows from an input"
+    VIEW = "showing the job"
+    STORED_STATE = "going on from what is stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +181,9 @@ NO_VERSION = 0
 FOREIGN_VERSION = -1
 """In force is a plan of another epoch: of a coordinator that has lost what it knew."""
 
+LOST_VERSIONS = 2**20
+"""More versions of clocks than a lost part of the state can have used."""
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -212,6 +232,22 @@ class Rank:
     clocks: ClockStatistics | None = None
     refused_clocks_mhz: tuple[int, ...] = ()
     is_stock_only: bool = False
+
+    def at(self, iteration: int) -> "Rank":
+        """Return the rank at another iteration: every batch has one, and `replace` looks at every field."""
+        return Rank(
+            self.coordinates,
+            self.state,
+            self.instance_id,
+            self.hostname,
+            self.gpu,
+            self.offered_version,
+            self.in_force_version,
+            iteration,
+            self.clocks,
+            self.refused_clocks_mhz,
+            self.is_stock_only,
+        )
 
     @property
     def has_refused(self) -> bool:

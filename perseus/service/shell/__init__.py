@@ -1,1 +1,1 @@
-"""The asyncio shell: the coordinator around its jobs' machines, watchers, solving in worker processes."""
+"""The asyncio shell: the coordinator around its jobs' machines and watchers."""

@@ -1,8 +1,12 @@
 """What agents say: their streams, the ranks that they serve, and their telemetry."""
 
+import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 
-from perseus.service.domain.errors import SpecMismatchError, StreamReplacedError
+import structlog
+
+from perseus.service.domain.errors import SpecMismatchError, StateLostError, StreamReplacedError
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -23,11 +27,14 @@ from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.store import Entry, JobStore, TelemetrySequence
 
+log = structlog.get_logger(__name__)
+
 
 @dataclass(slots=True)
 class _Agent:
     port: AgentPort
-    received_sequence: int
+    received_sequence: int = 0
+    is_greeted: bool = False
     job_ids: set[str] = field(default_factory=set)
 
 
@@ -40,11 +47,17 @@ class Agents:
         self._live = live
         self._agents: dict[str, _Agent] = {}
         self._gpus = GpuIndex(self._is_on_gpu)
+        self._checking = asyncio.Lock()
 
     @property
     def lease_s(self) -> float:
         """How long a rank whose agent is silent keeps its plan."""
         return self._live.rules.lease_s
+
+    @property
+    def check_word(self) -> str:
+        """The word for all that is stored so far."""
+        return self._store.check_word
 
     def load(self) -> None:
         """Learn which GPUs the loaded runs' ranks are on."""
@@ -58,21 +71,42 @@ class Agents:
         for agent in self._agents.values():
             agent.port.drain()
 
-    async def greet(self, instance_id: str, port: AgentPort) -> tuple[str, int]:
-        """Take an agent's new stream, which replaces its older one.
+    async def greet(self, instance_id: str, port: AgentPort, check_word: str = "") -> tuple[str, int]:
+        """Take an agent's new stream, which replaces its older one; `check_word` is what it heard last.
 
-        Returns the epoch and the highest telemetry sequence that is stored.
+        Returns the epoch and the highest telemetry sequence that is stored. `part` is to follow, whatever
+        comes of it.
         """
-        older = self._agents.pop(instance_id, None)
+        await self._check_state(check_word, instance_id)
+        older = self._agents.get(instance_id)
+        # It is there before anything else is awaited: of many that come at once, the last one stays.
+        self._agents[instance_id] = agent = _Agent(port)
+        self._live.ports[instance_id] = port
         if older is not None:
-            del self._live.ports[instance_id]
             older.port.end(StreamReplacedError(instance_id=instance_id))
             self._tell_jobs(older, AgentDisconnected(instance_id))
         await self._writer.flush()
-        sequence = await self._store.telemetry_sequence(instance_id)
-        self._agents[instance_id] = _Agent(port, sequence)
-        self._live.ports[instance_id] = port
-        return self._live.epoch, sequence
+        agent.received_sequence = await self._store.telemetry_sequence(instance_id)
+        agent.is_greeted = True
+        return self._live.epoch, agent.received_sequence
+
+    async def _check_state(self, check_word: str, instance_id: str) -> None:
+        """Begin a new epoch if state is lost that an agent knows of, and let all others begin anew, too."""
+        if not check_word:
+            return
+        async with self._checking:  # Another agent's hello may have told it already.
+            if not self._store.has_lost(check_word):
+                return
+            epoch = await self._store.renew_epoch()
+        log.error(
+            "state that was acknowledged is lost, a new epoch begins: was the database restored from an "
+            "older copy, or its log damaged?",
+            epoch=epoch,
+            instance_id=instance_id,
+        )
+        self._live.renew(epoch)
+        for agent in self._agents.values():
+            agent.port.end(StateLostError(epoch=epoch))
 
     def part(self, instance_id: str, port: AgentPort, is_goodbye: bool) -> None:
         """An agent's stream has ended; nothing happens if a newer one has replaced it."""
@@ -130,7 +164,7 @@ class Agents:
         run = self._live.find(job_id)
         self._live.handle(run, event)
 
-    async def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
+    def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
         """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.
 
         Raises:
@@ -140,29 +174,29 @@ class Agents:
         """
         instance_id, sequence = event.instance_id, event.batch.sequence
         agent = self._agents.get(instance_id)
-        if agent is None:
+        if agent is None or not agent.is_greeted:  # the last word of a stream that is being replaced
             return
         if sequence <= agent.received_sequence:
-            await self.pass_telemetry(instance_id, sequence)
+            self.pass_telemetry(instance_id, sequence)
             return
-        run = self._live.find(job_id)
-        done = self._live.handle(run, event, [TelemetrySequence(instance_id, sequence)])
+        run, acknowledge = self._live.find(job_id), partial(agent.port.acknowledge, sequence)
+        self._live.handle(run, event, [TelemetrySequence(instance_id, sequence)], [acknowledge])
         agent.received_sequence = sequence
-        await done
-        agent.port.acknowledge(sequence)
 
-    async def pass_telemetry(self, instance_id: str, sequence: int) -> None:
+    def pass_telemetry(self, instance_id: str, sequence: int) -> None:
         """Acknowledge a batch that was refused or taken before, so that the agent doesn't send it again."""
         agent = self._agents.get(instance_id)
-        if agent is None:
+        if agent is None or not agent.is_greeted:  # the last word of a stream that is being replaced
             return
         entries: list[Entry] = []
         if sequence > agent.received_sequence:
             agent.received_sequence = sequence
             entries = [TelemetrySequence(instance_id, sequence)]
-        taken = agent.received_sequence
-        await self._writer.later(entries)
-        agent.port.acknowledge(taken)
+        self._writer.later(entries, [partial(agent.port.acknowledge, agent.received_sequence)])
+
+    async def flush(self) -> None:
+        """Wait until what agents said so far is stored, and carried out."""
+        await self._writer.flush()
 
     def _is_on_gpu(self, job_id: str, rank: Coordinates, gpu_uuid: str) -> bool:
         run = self._live.get(job_id)

@@ -4,14 +4,33 @@ A thin shell. `live_runs` feeds the jobs' state machines and carries out what th
 clients may ask, `agents` what agents say; the writer stores everything before anything leaves.
 """
 
+import asyncio
+import time
+
+import structlog
+
 from perseus.service.domain.errors import DrainingError
+from perseus.service.domain.retention import Retention
 from perseus.service.job.rules import Rules
 from perseus.service.shell.agents import Agents
+from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.live_runs import LiveRuns
-from perseus.service.shell.solving import SolverPool
 from perseus.service.shell.writer import Writer
+from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.store import JobStore
+
+log = structlog.get_logger(__name__)
+
+TICK_S = 1.0
+"""How often leases are looked at."""
+
+PRUNE_STEP_S = 0.2
+"""Between two steps of pruning: commits go first."""
+
+PRUNE_ROUND_S = 60.0
+"""Between two rounds."""
 
 
 class Coordinator:
@@ -22,10 +41,21 @@ class Coordinator:
         agents: what agents say.
     """
 
-    def __init__(self, store: JobStore, solver: SolverPool, rules: Rules) -> None:
+    def __init__(
+        self,
+        store: JobStore,
+        job_solver: JobLane,
+        request_solver: RequestLane,
+        rules: Rules,
+        retention: Retention,
+    ) -> None:
+        self._store = store
+        self._retention = retention
         self._writer = Writer(store)
-        self._live = LiveRuns(store, self._writer, solver, rules)
-        self.jobs = Jobs(store, self._writer, solver, self._live)
+        self._clock = JobClock(TICK_S, time.monotonic)
+        self._late_s = 0.0
+        self._live = LiveRuns(store, self._writer, job_solver, rules, self._clock)
+        self.jobs = Jobs(store, self._writer, request_solver, self._live)
         self.agents = Agents(store, self._writer, self._live)
 
     async def start(self) -> None:
@@ -35,16 +65,42 @@ class Coordinator:
         self.agents.load()
 
     async def run(self) -> None:
-        """Store and carry out what the machines want, until cancelled.
+        """Store and carry out what the machines want, let time pass and forget what is old, until cancelled.
 
         Raises:
             Exception: the store failed. Nothing can be promised any more: stop.
         """
-        await self._writer.run()
+        parts = [asyncio.ensure_future(part) for part in (self._writer.run(), self._tick(), self._prune())]
+        try:
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for part in parts:
+                part.cancel()
+            ends = await asyncio.gather(*parts, return_exceptions=True)
+        for end in ends:
+            if isinstance(end, Exception):
+                raise end
 
-    def tick(self) -> None:
-        """Let leases run out. To be called about every second."""
-        self._live.tick()
+    async def _tick(self) -> None:
+        while True:
+            self._late_s = self._clock.tick()
+            if self._late_s > TICK_S:
+                log.warning(
+                    "event loop stood still: leases are credited with it", late_s=round(self._late_s, 3)
+                )
+            self._live.tick()
+            await asyncio.sleep(TICK_S)
+
+    async def _prune(self) -> None:
+        """Forget what is no longer to be kept, in the store and here, in small steps."""
+        while True:
+            pruned = await self._store.prune(self._retention, time.time())
+            self.jobs.retire(self._retention, time.time())
+            await asyncio.sleep(PRUNE_ROUND_S if pruned.is_done else PRUNE_STEP_S)
+
+    def late_s(self) -> float:
+        """For how long something has waited to be stored, or the event loop has stood still, seconds."""
+        return max(self._late_s, self._writer.late_s())
 
     def drain(self) -> None:
         """Tell all agents and watchers that the coordinator is about to stop."""

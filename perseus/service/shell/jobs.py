@@ -10,6 +10,7 @@ from perseus.service.domain.errors import (
     JobAlreadyExistsError,
     JobNotFinishedError,
     JobNotFoundError,
+    JobUnreadableError,
     RunNotFoundError,
 )
 from perseus.service.domain.events import EventFilter, JobEvent
@@ -26,15 +27,18 @@ from perseus.service.domain.inputs import (
 )
 from perseus.service.domain.measured import Period, Saving, Timeline
 from perseus.service.domain.model import JobState, JobView, Rank, RankFilter, Straggler
+from perseus.service.domain.records import UnreadableJob
+from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import JobSpec, OperatingPolicy, Registration, check_request_id
 from perseus.service.job import runs
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
-from perseus.service.shell.live_runs import LiveRun, LiveRuns
-from perseus.service.shell.solving import SolverPool
+from perseus.service.job.quarantine import QuarantinedRun
+from perseus.service.shell.live_runs import LiveRun, LiveRuns, Machine
 from perseus.service.shell.watch_state import WatchState
 from perseus.service.shell.watching import Update, Watcher
 from perseus.service.shell.writer import Writer
+from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.store import JobDeleted, JobStore, NewRun
 from perseus.solver import Frontier, Pipeline, Plan
 
@@ -45,7 +49,7 @@ LATEST = 0
 class Jobs:
     """All jobs, as clients see them. None but the awaited methods waits."""
 
-    def __init__(self, store: JobStore, writer: Writer, solver: SolverPool, live: LiveRuns) -> None:
+    def __init__(self, store: JobStore, writer: Writer, solver: RequestLane, live: LiveRuns) -> None:
         self._store = store
         self._writer = writer
         self._solver = solver
@@ -67,46 +71,55 @@ class Jobs:
         Raises:
             InvalidInputError, ScheduleError: the specification or the registration can't be.
             JobAlreadyExistsError: it differs from the one that was registered, whose ranks are live.
+            JobUnreadableError: what is stored of the job can't be read.
         """
         registration.check()
-        run = self._live.get(spec.job_id)
-        known_to = self._requests.get(spec.job_id, {}).get(registration.request_id)
-        if run is not None:
-            self._live.tick_run(run)
-        match runs.way(_latest_run(run, spec), known_to):
-            case runs.Return(number):
-                await self._writer.flush()  # What it led to may be on its way to the store.
-                return await self.job(spec.job_id, number, has_details=True)
-            case runs.Refuse(difference):
-                raise JobAlreadyExistsError(job_id=spec.job_id, field=difference)
-            case runs.GoOn():
-                assert run is not None
-                done = self._live.handle(run, RegisteredAgain(registration))
-                self._note_requests(run.machine)
-                await done
-                return run.machine.view()
-            case runs.Begin(number, abandons):
-                return await self._begin_run(spec, number, registration, abandons)
+        await self._recall(spec.job_id)
+        machine: JobMachine | None = None
+        while True:
+            run = self._live.get(spec.job_id)
+            known_to = self._requests.get(spec.job_id, {}).get(registration.request_id)
+            if run is not None:
+                self._live.tick_run(run)
+            match runs.way(_latest_run(run, spec), known_to):
+                case runs.Return(number):
+                    await self._writer.flush()  # What it led to may be on its way to the store.
+                    return await self.job(spec.job_id, number, has_details=True)
+                case runs.Refuse(difference):
+                    raise JobAlreadyExistsError(job_id=spec.job_id, field=difference)
+                case runs.GoOn():
+                    assert run is not None
+                    done = self._live.handle(run, RegisteredAgain(registration))
+                    self._note_requests(run.machine)
+                    await done
+                    return self._live.view(run, has_details=True)
+                case runs.Begin(number, abandons):
+                    if machine is not None and machine.run_number == number:
+                        return await self._begin_run(machine, registration, abandons)
+                    # Others may register the job while its machine is made: look again then.
+                    machine = await self._live.made(spec, partial(self._new_machine, spec, number))
+
+    def _new_machine(self, spec: JobSpec, number: int) -> JobMachine:
+        live = self._live
+        return JobMachine(spec, number, live.rules, live.epoch, time.time(), live.clock.now_s())
 
     async def _begin_run(
-        self, spec: JobSpec, number: int, registration: Registration, abandons: str | None
+        self, machine: JobMachine, registration: Registration, abandons: str | None
     ) -> JobView:
-        create_time_s, version = time.time(), self._deleted_version
-        machine = JobMachine(
-            spec, number, self._live.rules, self._live.epoch, create_time_s, time.monotonic()
-        )
+        spec, version = machine.spec, self._deleted_version
         if (before := self._live.get(spec.job_id)) is not None:
             version = before.machine.version
             if abandons is not None:
                 why = f"another specification was registered: its {abandons} differs"
                 self._live.handle(before, Abandoned(why))
         commands = machine.register(registration, version)
-        done = self._live.begin(machine, commands, [NewRun(spec, number, create_time_s)])
+        done = self._live.begin(machine, commands, [NewRun(spec, machine.run_number, machine.create_time_s)])
+        run = self._live.find(spec.job_id)
         self._note_requests(machine)
         await done
-        return machine.view()
+        return self._live.view(run, has_details=True)
 
-    def _note_requests(self, machine: JobMachine) -> None:
+    def _note_requests(self, machine: Machine) -> None:
         """Keep in mind which requests led to the latest run: no more than it knows itself."""
         job_id, latest = machine.spec.job_id, machine.run_number
         before = self._requests.get(job_id, {})
@@ -121,6 +134,12 @@ class Jobs:
             JobNotFoundError: there is none, unless that is allowed.
             JobNotFinishedError: it has not ended.
         """
+        await self._recall(job_id, may_be_unreadable=True)
+        if self._live.unreadable.pop(job_id, None) is not None:
+            await self._writer.later([JobDeleted(job_id, 0)])
+            self._requests.pop(job_id, None)
+            self._deleted_version = max(self._deleted_version, await self._store.deleted_version())
+            return
         run = self._live.get(job_id)
         if run is None:
             if not allow_missing:
@@ -142,7 +161,8 @@ class Jobs:
         Raises:
             JobNotFoundError, RunNotFoundError: there is none.
         """
-        return _view(await self._machine(job_id, run_number), has_details)
+        run = await self._run(job_id, run_number)
+        return self._live.view(run, has_details=has_details)
 
     def jobs(
         self, after_job_id: str, states: Collection[JobState], *, has_details: bool
@@ -153,9 +173,9 @@ class Jobs:
         """
         job_ids = self._live.job_ids
         for job_id in job_ids[bisect_right(job_ids, after_job_id) :]:
-            machine = self._live.find(job_id).machine
-            if not states or machine.state in states:
-                yield _view(machine, has_details)
+            run = self._live.find(job_id)
+            if not states or run.machine.state in states:
+                yield self._live.view(run, has_details=has_details)
 
     async def runs(self, job_id: str, before: int, count: int) -> list[JobView]:
         """Return up to `count` runs of a job, the latest first; those numbered below `before`, or LATEST.
@@ -163,6 +183,7 @@ class Jobs:
         Raises:
             JobNotFoundError: there is none.
         """
+        await self._recall(job_id)
         self._live.find(job_id)
         await self._writer.flush()
         numbers = [
@@ -178,12 +199,19 @@ class Jobs:
         Raises:
             PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
         """
-        return self._live.find(job_id).machine.ranks(wanted, first_index)
+        return self._live.read(self._live.find(job_id), lambda machine: machine.ranks(wanted, first_index))
 
     # ------------------------------------------------------------------ steering
 
     async def resume(self, job_id: str) -> JobView:
-        """Let a job go on from stock; nothing happens in another state."""
+        """Let a job go on from stock; nothing happens in another state.
+
+        Raises:
+            JobQuarantinedError: it was put aside, and can't go on from what is stored.
+        """
+        run = self._live.find(job_id)
+        if isinstance(run.machine, QuarantinedRun) and not run.machine.has_finished:
+            await self._live.revive(run)
         return await self._change(job_id, ResumeRequested())
 
     async def finish(self, job_id: str) -> JobView:
@@ -223,7 +251,8 @@ class Jobs:
         Raises:
             JobNotFoundError, RunNotFoundError: there is none.
         """
-        return (await self._machine(job_id, run_number)).report(first_number)
+        run = await self._run(job_id, run_number)
+        return self._live.read(run, lambda machine: machine.report(first_number))
 
     def timeline(self, job_id: str, pipeline: int) -> Timeline:
         """Return the latest whole iteration of a pipeline.
@@ -231,7 +260,7 @@ class Jobs:
         Raises:
             PipelineOutOfRangeError, TimelineNotReadyError: there is no such pipeline, or no iteration yet.
         """
-        return self._live.find(job_id).machine.timeline(pipeline)
+        return self._live.read(self._live.find(job_id), lambda machine: machine.timeline(pipeline))
 
     def frontier(self, job_id: str) -> Frontier:
         """Return a job's frontier.
@@ -239,7 +268,7 @@ class Jobs:
         Raises:
             JobNotSolvedError: there is none yet.
         """
-        return self._live.find(job_id).machine.solved_frontier()
+        return self._live.read(self._live.find(job_id), lambda machine: machine.solved_frontier())
 
     async def plan(self, job_id: str, iteration_time_s: float) -> Plan:
         """Return the plan of least energy that is not slower than a time, FIXED computations in their places.
@@ -247,14 +276,19 @@ class Jobs:
         Raises:
             JobNotSolvedError: there is no frontier yet.
             DeadlineError: no plan is as fast as that.
+            SolverBusyError, SolverCrashedError, SolverTimeoutError: there is no answer.
         """
         frontier = self.frontier(job_id)
-        # Rounding is plain Python over all computations: too long for the event loop of a large job.
-        plan = await asyncio.to_thread(frontier.plan, iteration_time_s)
-        return with_fixed(plan, frontier.pipeline)
+        plan = await self._solver.plan(frontier, iteration_time_s)
+        return await asyncio.to_thread(with_fixed, plan, frontier.pipeline)
 
     async def solve(self, problem: Pipeline, point_count: int) -> Frontier:
-        """Solve a problem without a job."""
+        """Solve a problem without a job.
+
+        Raises:
+            SolverError: it can't be solved.
+            SolverBusyError, SolverCrashedError, SolverTimeoutError: there is no answer.
+        """
         return await self._solver.solve(problem, point_count)
 
     # ------------------------------------------------------------------ events
@@ -267,6 +301,7 @@ class Jobs:
         Raises:
             JobNotFoundError, RunNotFoundError: there is none.
         """
+        await self._recall(job_id)
         run = self._live.find(job_id)
         number = run_number or run.number
         if number != run.number and number not in await self._store.run_numbers(job_id):
@@ -285,40 +320,67 @@ class Jobs:
             JobNotFoundError, RunNotFoundError: there is none.
             DrainingError: the coordinator is about to stop.
         """
-        run = self._live.find(job_id)
-        if run_number not in (LATEST, run.number):
-            run = LiveRun(await self._machine(job_id, run_number))
+        run = await self._run(job_id, run_number)
         machine = run.machine
         watcher = Watcher(WatchState(after_sequence, machine.last_event_sequence, machine.has_finished))
         run.watchers.add(watcher)
         try:
             await self._writer.flush()
             fetch = partial(self._store.events, job_id, run.number)
-            async for update in watcher.follow(partial(_view, machine, has_details), fetch):
+            view = partial(self._live.view, run, has_details=has_details)
+            async for update in watcher.follow(view, fetch):
                 yield update
         finally:
             run.watchers.discard(watcher)
 
-    async def _machine(self, job_id: str, run_number: int) -> JobMachine:
-        """Return a run's machine: the one that lives, or one as it was stored when the run had ended."""
+    async def _recall(self, job_id: str, *, may_be_unreadable: bool = False) -> None:
+        """Load a job whose latest run is archived, so that it is there until `retire` is called next.
+
+        Raises:
+            JobUnreadableError: it can't be read, and this is not allowed.
+        """
+        if self._live.get(job_id) is None and job_id not in self._live.unreadable:
+            numbers = await self._store.run_numbers(job_id)
+            stored = await self._store.load_run(job_id, numbers[0]) if numbers else None
+            requests = await self._store.known_requests(job_id) if numbers else {}
+            # Meanwhile it may have been recalled otherwise, or a run of it may be on its way to the store.
+            if stored is not None and self._live.get(job_id) is None:
+                self._live.load_run(stored)
+                self._requests[job_id] = dict(requests.get(job_id, {}))
+        if not may_be_unreadable:
+            self._live.check_readable(job_id)
+
+    def retire(self, retention: Retention, now_s: float) -> None:
+        """Drop the runs from memory that have ended too long ago; the store has their reports."""
+        finished = [
+            (run.machine.finish_time_s, run) for run in self._live if run.machine.finish_time_s is not None
+        ]
+        finished.sort(key=lambda pair: pair[0], reverse=True)
+        for later_count, (finish_time_s, run) in enumerate(finished):
+            if not run.watchers and retention.is_run_due(finish_time_s, later_count, now_s):
+                self._live.forget(run)
+                self._requests.pop(run.job_id, None)
+
+    async def _run(self, job_id: str, run_number: int) -> LiveRun:
+        """Return a run: the one that lives, or one as it was stored when the run had ended."""
+        await self._recall(job_id)
         run = self._live.find(job_id)
         if run_number in (LATEST, run.number):
-            return run.machine
+            return run
         await self._writer.flush()  # A run that has just ended may be on its way to the store.
         stored = await self._store.load_run(job_id, run_number)
         if stored is None:
             raise RunNotFoundError(job_id=job_id, run_number=run_number)
-        machine, _ = self._live.restored(stored)
-        return machine
+        if isinstance(stored, UnreadableJob):
+            raise JobUnreadableError(job_id=job_id, run_number=run_number, cause=stored.cause)
+        machine, _ = await self._live.made(stored.spec, partial(self._live.restored, stored))
+        return LiveRun(machine)
 
     async def _change(self, job_id: str, event: Input) -> JobView:
+        await self._recall(job_id)
         run = self._live.find(job_id)
         await self._live.handle(run, event)
-        return run.machine.view()
-
-
-def _view(machine: JobMachine, has_details: bool) -> JobView:
-    return machine.view() if has_details else machine.summary()
+        return self._live.view(run, has_details=True)
 
 
 def _latest_run(run: LiveRun | None, spec: JobSpec) -> runs.LatestRun | None:

@@ -2,12 +2,20 @@
 
 What a machine returns is handed to the writer (`writer.py`): first the records are stored, and only then
 anything leaves for an agent, a watcher or the caller, in the order in which the machine gave it.
+
+A fault stays where it is. Whatever one run makes the coordinator fail at, be it an input, an action, a
+solve, a view or going on from what is stored: that run is put aside (`job/quarantine.py`), and nothing of any
+other run, stream or the process itself is touched. Only a store that fails ends more than that.
 """
 
 import asyncio
+import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import structlog
 
@@ -15,37 +23,89 @@ from perseus.service.domain.commands import (
     AcceptRank,
     Announce,
     Command,
+    DropSolve,
     EndStream,
     FindProfile,
+    RefuseRank,
     ReportIteration,
     SendOffer,
     SlowPlan,
     Solve,
     Store,
 )
-from perseus.service.domain.errors import CoordinatorError, JobNotFoundError, LeaseExpiredError
+from perseus.service.domain.errors import (
+    CoordinatorError,
+    JobNotFoundError,
+    JobQuarantinedError,
+    JobUnreadableError,
+    LeaseExpiredError,
+)
 from perseus.service.domain.events import JobEvent
-from perseus.service.domain.inputs import Input, ProfileFound, Solved, SolveFailed, Tick
-from perseus.service.domain.model import Rank
-from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob
+from perseus.service.domain.inputs import (
+    EpochRenewed,
+    Input,
+    ProfileFound,
+    Solved,
+    SolveFailed,
+    SolveRetried,
+    Tick,
+)
+from perseus.service.domain.model import FaultyPart, JobView, Rank
+from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob, UnreadableJob
+from perseus.service.domain.specification import Coordinates, JobSpec
 from perseus.service.job.machine import JobMachine
+from perseus.service.job.quarantine import Fault, QuarantinedRun
 from perseus.service.job.rules import Rules
+from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.ports import AgentPort
-from perseus.service.shell.solving import SolverPool
 from perseus.service.shell.watching import Watcher
-from perseus.service.shell.writer import Writer
+from perseus.service.shell.writer import Work, Writer
+from perseus.service.solving.job_lane import JobLane
 from perseus.service.storage.store import Entry, JobEntry, JobStore
-from perseus.solver import Pipeline, SolverError
+from perseus.solver import Frontier, Pipeline, SolverError
+
+Result = TypeVar("Result")
+Made = TypeVar("Made")
 
 log = structlog.get_logger(__name__)
 
 
+_SHOWN = (JobRecord, OfferRecord, Rank)
+"""Records that a job's view shows."""
+
+_LARGE_SIZE = 4096
+"""Ranks and computations; making a machine for fewer takes no more than some tens of milliseconds."""
+
+Machine = JobMachine | QuarantinedRun
+
+T = TypeVar("T")
+
+
+def _made_in_one(make: Callable[[], Made]) -> Made:
+    """Make something of very many objects, none of which is garbage: looking for some would stop the loop."""
+    gc.disable()
+    try:
+        return make()
+    finally:
+        gc.enable()
+
+
 @dataclass(slots=True, eq=False)
 class LiveRun:
-    """The latest run of a job; earlier ones have ended, and are in the store."""
+    """The latest run of a job; earlier ones have ended, and are in the store.
 
-    machine: JobMachine
+    Attributes:
+        machine: its state machine, or what stands in for one that failed.
+        record, ranks, last_sequence: what the machine gave out last; all that counts of it should it fail.
+        watchers: who watches it.
+    """
+
+    machine: Machine
+    record: JobRecord | None = None
+    ranks: dict[Coordinates, Rank] = field(default_factory=dict)
+    last_sequence: int = 0
     watchers: set[Watcher] = field(default_factory=set)
+    solving: asyncio.Task[Frontier] | None = None
 
     @property
     def job_id(self) -> str:
@@ -64,30 +124,73 @@ class LiveRuns:
     Attributes:
         epoch: of the coordinator's state; known once the runs are loaded.
         rules: what the operator has set.
+        clock: the time that the runs live by.
         ports: the ways to the agents, by instance.
+        fault_counts: how many runs were put aside since the start, by what the coordinator failed at.
+        unreadable: jobs whose latest run can't be read from the store; nothing but deleting them is possible.
     """
 
-    def __init__(self, store: JobStore, writer: Writer, solver: SolverPool, rules: Rules) -> None:
+    def __init__(
+        self, store: JobStore, writer: Writer, solver: JobLane, rules: Rules, clock: JobClock
+    ) -> None:
         self.epoch = ""
         self.rules = rules
+        self.clock = clock
         self.ports: dict[str, AgentPort] = {}
+        self.fault_counts: Counter[FaultyPart] = Counter()
+        self.unreadable: dict[str, UnreadableJob] = {}
         self._store = store
         self._writer = writer
         self._solver = solver
         self._runs: dict[str, LiveRun] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        # Those that may have a deadline: an ended job has none, and costs nothing.
+        self._ticking: set[LiveRun] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_closing = False
+        self._making = asyncio.Lock()
 
     async def load(self) -> None:
         """Load what is stored, and go on with it."""
         self.epoch = await self._store.epoch()
         for stored in await self._store.load_jobs():
+            self.load_run(stored)
+        log.info(
+            "jobs loaded", job_count=len(self._runs), unreadable_count=len(self.unreadable), epoch=self.epoch
+        )
+
+    def load_run(self, stored: StoredJob | UnreadableJob) -> None:
+        """Go on with the latest run of a job; without it, if it can't be read."""
+        if isinstance(stored, UnreadableJob):
+            log.error(
+                "stored job can't be read: it stays out until it is deleted",
+                job_id=stored.job_id,
+                run_number=stored.run_number,
+                cause=stored.cause,
+            )
+            self.unreadable[stored.job_id] = stored
+        else:
+            self._load(stored)
+
+    def renew(self, epoch: str) -> None:
+        """Begin a new epoch: state is lost."""
+        self.epoch = epoch
+        for run in self._runs.values():
+            self.handle(run, EpochRenewed(epoch))
+
+    def _load(self, stored: StoredJob) -> None:
+        machine: Machine
+        try:
             machine, commands = self.restored(stored)
-            self._runs[stored.spec.job_id] = run = LiveRun(machine)
-            self._perform(run, commands)
-        log.info("jobs loaded", job_count=len(self._runs), epoch=self.epoch)
+        except Exception as error:
+            machine, commands = self._stand_in(stored, FaultyPart.STORED_STATE, error)
+        self._runs[stored.spec.job_id] = run = LiveRun(
+            machine, stored.record, {rank.coordinates: rank for rank in stored.ranks}, stored.last_sequence
+        )
+        self._perform(run, commands)
 
     async def close(self) -> None:
         """Drop what is being solved."""
+        self._is_closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -111,11 +214,22 @@ class LiveRuns:
 
         Raises:
             JobNotFoundError: there is none.
+            JobUnreadableError: there is one, but it can't be read.
         """
+        self.check_readable(job_id)
         try:
             return self._runs[job_id]
         except KeyError:
             raise JobNotFoundError(job_id=job_id) from None
+
+    def check_readable(self, job_id: str) -> None:
+        """Refuse a job that can't be read.
+
+        Raises:
+            JobUnreadableError: it is one.
+        """
+        if (job := self.unreadable.get(job_id)) is not None:
+            raise JobUnreadableError(job_id=job_id, run_number=job.run_number, cause=job.cause)
 
     def forget(self, run: LiveRun) -> None:
         """Forget a job."""
@@ -123,72 +237,210 @@ class LiveRuns:
 
     def restored(self, stored: StoredJob) -> tuple[JobMachine, list[Command]]:
         """Return the machine of a stored run, and what it wants done to go on."""
-        return JobMachine.restore(stored, self.rules, self.epoch, time.monotonic(), time.time())
+        return JobMachine.restore(stored, self.rules, self.epoch, self.clock.now_s(), time.time())
+
+    async def made(self, spec: JobSpec, make: Callable[[], Made]) -> Made:
+        """Make what grows with a job. For a large one that takes a while: the loop goes on meanwhile.
+
+        In a thread, which takes turns with the loop; in one only, or the loop's turns would come late.
+        """
+        if spec.size < _LARGE_SIZE:
+            return make()
+        async with self._making:
+            return await asyncio.to_thread(_made_in_one, make)
 
     # ------------------------------------------------------------------ feeding
 
-    def begin(
-        self, machine: JobMachine, commands: Iterable[Command], entries: Iterable[Entry]
-    ) -> asyncio.Future[None]:
-        """Begin a run, the latest of its job from now on. The future is done when it is stored."""
+    def begin(self, machine: JobMachine, commands: Iterable[Command], entries: Iterable[Entry]) -> Work:
+        """Begin a run, the latest of its job from now on. Await what is returned to know it stored."""
         self._runs[machine.spec.job_id] = run = LiveRun(machine)
         return self._perform(run, commands, entries)
 
-    def handle(self, run: LiveRun, event: Input, entries: Iterable[Entry] = ()) -> asyncio.Future[None]:
-        """Let a run take an input. The future is done when what follows is stored, with entries, and done.
+    def handle(
+        self,
+        run: LiveRun,
+        event: Input,
+        entries: Iterable[Entry] = (),
+        then: Iterable[Callable[[], None]] = (),
+    ) -> Work:
+        """Let a run take an input; what follows is stored, with entries, and done. Await it to wait for that.
+
+        `then`: more that is to be done once it is stored.
 
         Raises:
-            CoordinatorError: the run refuses the input (`JobMachine.handle`); nothing is stored.
+            CoordinatorError: the run refuses the input (`JobMachine.handle`); nothing is stored. So does one
+                that is put aside, because of this input or before it.
         """
-        return self._perform(run, run.machine.handle(event, time.monotonic(), time.time()), entries)
+        try:
+            commands = run.machine.handle(event, self.clock.now_s(), time.time())
+        except CoordinatorError:
+            raise
+        except Exception as error:
+            self._quarantine(run, FaultyPart.MACHINE, error)
+            commands = run.machine.handle(event, self.clock.now_s(), time.time())
+        return self._perform(run, commands, entries, then)
+
+    def read(self, run: LiveRun, ask: Callable[[Machine], T]) -> T:
+        """Return what a run's machine answers.
+
+        Raises:
+            CoordinatorError: it has no answer.
+        """
+        try:
+            return ask(run.machine)
+        except CoordinatorError:
+            raise
+        except Exception as error:
+            self._quarantine(run, FaultyPart.VIEW, error)
+            return ask(run.machine)
+
+    def view(self, run: LiveRun, *, has_details: bool) -> JobView:
+        """Return a run as others may see it."""
+        return self.read(run, lambda machine: machine.view() if has_details else machine.summary())
 
     def tick(self) -> None:
         """Let leases run out."""
-        now_s = time.monotonic()
-        for run in self._runs.values():
-            self._tick(run, now_s)
+        now_s = self.clock.now_s()
+        for run in [*self._ticking]:
+            if self._runs.get(run.job_id) is not run or run.machine.next_deadline_s() is None:
+                self._ticking.discard(run)  # until something happens to it
+            else:
+                self._tick(run, now_s)
 
     def tick_run(self, run: LiveRun) -> None:
         """Let a run's leases run out: they may have since the last tick."""
-        self._tick(run, time.monotonic())
+        self._tick(run, self.clock.now_s())
 
     def _tick(self, run: LiveRun, now_s: float) -> None:
         deadline_s = run.machine.next_deadline_s()
         if deadline_s is not None and deadline_s <= now_s:
             self.handle(run, Tick())
 
+    # ------------------------------------------------------------------ faults
+
+    def _quarantine(self, run: LiveRun, part: FaultyPart, error: Exception) -> None:
+        """Put a run aside; what it gave out before is still carried out, and then its ranks are told."""
+        machine = run.machine
+        if isinstance(machine, QuarantinedRun):
+            self._note_fault(run.job_id, run.number, part, error)
+            return
+        known = StoredJob(
+            spec=machine.spec,
+            run_number=machine.run_number,
+            create_time_s=machine.create_time_s,
+            registrations=machine.registrations,
+            record=run.record,
+            ranks=tuple(run.ranks.values()),
+            offers=(),
+            profiles=(),
+            periods=tuple(machine.log.periods),
+            open_rows=(),
+            last_sequence=run.last_sequence,
+        )
+        if run.solving is not None:
+            run.solving.cancel()
+        run.machine, commands = self._stand_in(known, part, error)
+        self._perform(run, commands)
+
+    def _stand_in(
+        self, known: StoredJob, part: FaultyPart, error: Exception
+    ) -> tuple[QuarantinedRun, list[Command]]:
+        self._note_fault(known.spec.job_id, known.run_number, part, error)
+        machine = QuarantinedRun(known, Fault.of(part, error), self.rules, self.epoch)
+        return machine, machine.begin()
+
+    def _note_fault(self, job_id: str, run_number: int, part: FaultyPart, error: Exception) -> None:
+        self.fault_counts[part] += 1
+        log.error("job quarantined", job_id=job_id, run_number=run_number, part=part.value, exc_info=error)
+
+    async def revive(self, run: LiveRun) -> None:
+        """Give a run that was put aside a machine again, made from what is stored.
+
+        Raises:
+            JobQuarantinedError: the coordinator fails at that, too.
+            JobUnreadableError: what is stored can't be read.
+        """
+        aside = run.machine
+        if run.solving is not None:
+            await asyncio.wait([run.solving])
+        await self._writer.flush()
+        stored = await self._store.load_run(run.job_id, run.number)
+        if run.machine is not aside or stored is None:  # somebody else was faster, or it is deleted
+            return
+        if isinstance(stored, UnreadableJob):
+            raise JobUnreadableError(job_id=run.job_id, run_number=run.number, cause=stored.cause)
+        try:
+            run.machine, commands = self.restored(stored)
+        except Exception as error:
+            self._note_fault(run.job_id, run.number, FaultyPart.STORED_STATE, error)
+            cause = Fault.of(FaultyPart.STORED_STATE, error)
+            raise JobQuarantinedError(job_id=run.job_id, cause=cause) from None
+        log.info("job resumed from quarantine", job_id=run.job_id, run_number=run.number)
+        self._perform(run, commands)
+
     # ------------------------------------------------------------------ carrying out
 
     def _perform(
-        self, run: LiveRun, commands: Iterable[Command], entries: Iterable[Entry] = ()
-    ) -> asyncio.Future[None]:
-        """Store what is to be stored; then do the rest. The future is done after both."""
+        self,
+        run: LiveRun,
+        commands: Iterable[Command],
+        entries: Iterable[Entry] = (),
+        more: Iterable[Callable[[], None]] = (),
+    ) -> Work:
+        """Store what is to be stored; then do the rest."""
         to_store = list(entries)
         then: list[Callable[[], None]] = []
         is_job_changed = False
+        job_id, number = run.job_id, run.number
         for command in commands:
             match command:
                 case Store(record):
-                    to_store.append(JobEntry(run.job_id, run.number, record))
-                    is_job_changed |= isinstance(record, JobRecord | OfferRecord | Rank)
+                    to_store.append(JobEntry(job_id, number, record))
+                    if isinstance(record, _SHOWN):
+                        is_job_changed = True
+                        if isinstance(record, Rank):
+                            run.ranks[record.coordinates] = record
+                        elif isinstance(record, JobRecord):
+                            run.record = record
                 case Announce(happening):
-                    event = JobEvent(run.job_id, run.number, time.time(), happening)
+                    event = JobEvent(job_id, number, time.time(), happening)
+                    run.last_sequence = happening.sequence
                     to_store.append(event)
-                    then.append(lambda event=event: self._publish(run, event))  # type: ignore[misc]
+                    then.append(self._guarded(run, partial(self._publish, run, event)))
+                case ReportIteration() if not run.watchers:
+                    pass
                 case _:
-                    then.append(lambda command=command: self._do(run, command))  # type: ignore[misc]
+                    then.append(self._guarded(run, partial(self._do, run, run.machine, command)))
         if is_job_changed:
-            then.append(lambda: self._publish_job(run))
+            then.append(self._guarded(run, partial(self._publish_job, run)))
+        then.extend(more)
+        self._ticking.add(run)
         return self._writer.later(to_store, then)
 
-    def _do(self, run: LiveRun, command: Command) -> None:
+    def _guarded(self, run: LiveRun, action: Callable[[], None]) -> Callable[[], None]:
+        """Let an action that fails put its run aside, and nothing else."""
+
+        def act() -> None:
+            try:
+                action()
+            except Exception as error:
+                self._quarantine(run, FaultyPart.ACTION, error)
+
+        return act
+
+    def _do(self, run: LiveRun, machine: Machine, command: Command) -> None:
+        if run.machine is not machine:
+            return  # It was put aside, or has been revived: nothing that it wanted before is of use.
         match command:
             case AcceptRank(rank, instance_id):
-                if port := self.ports.get(instance_id):
-                    port.accept_rank(run.job_id, rank, run.machine.order(rank.stage))
+                if (port := self.ports.get(instance_id)) and isinstance(machine, JobMachine):
+                    port.accept_rank(run.job_id, rank, machine.order(rank.stage))
             case SendOffer(rank, instance_id, offer):
                 if port := self.ports.get(instance_id):
                     port.offer(run.job_id, rank, offer)
+            case RefuseRank(rank, instance_id, error):
+                if port := self.ports.get(instance_id):
+                    port.refuse_rank(run.job_id, rank, error)
             case EndStream(instance_id):
                 if port := self.ports.get(instance_id):
                     port.end(LeaseExpiredError(instance_id=instance_id, lease_s=self.rules.lease_s))
@@ -196,14 +448,18 @@ class LiveRuns:
                 for watcher in run.watchers:
                     watcher.tell(summary)
             case FindProfile(keys):
-                self._begin(self._find_profile(run, keys))
+                self._begin(self._find_profile(run, machine, keys))
             case Solve(problem, slow):
-                self._begin(self._solve(run, problem, slow))
+                self._solve(run, machine, problem, slow)
+            case DropSolve():
+                if run.solving is not None:
+                    run.solving.cancel()
 
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
+    def _begin(self, work: Coroutine[None, None, Result]) -> asyncio.Task[Result]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _publish(self, run: LiveRun, event: JobEvent) -> None:
         happening = event.happening
@@ -215,18 +471,38 @@ class LiveRuns:
         for watcher in run.watchers:
             watcher.change_job()
 
-    async def _find_profile(self, run: LiveRun, keys: Sequence[str]) -> None:
+    async def _find_profile(self, run: LiveRun, machine: Machine, keys: Sequence[str]) -> None:
         """Give a run what is known of its stages' work."""
         await self._writer.flush()
         found = tuple(await self._store.known_profiles(keys))
-        if found and self._runs.get(run.job_id) is run:
+        if found and self._is_awaiting(run, machine):
             self.handle(run, ProfileFound(found))
 
-    async def _solve(self, run: LiveRun, problem: Pipeline, slow: SlowPlan | None) -> None:
-        answer: Solved | SolveFailed
-        try:
-            answer = Solved(await self._solver.solve(problem, slow=slow))
-        except (SolverError, CoordinatorError) as error:
-            answer = SolveFailed(str(error))
-        if self._runs.get(run.job_id) is run:
-            self.handle(run, answer)
+    def _solve(self, run: LiveRun, machine: Machine, problem: Pipeline, slow: SlowPlan | None) -> None:
+        """Ask for the frontier that a run wants; a run has at most one problem at a time."""
+
+        def tell_retry(cause: str, crash_count: int, delay_s: float) -> None:
+            if self._is_awaiting(run, machine):
+                self.handle(run, SolveRetried(cause, crash_count, delay_s))
+
+        run.solving = self._begin(self._solver.solve(run.job_id, problem, slow, tell_retry))
+        run.solving.add_done_callback(partial(self._take_answer, run, machine))
+
+    def _take_answer(self, run: LiveRun, machine: Machine, solving: asyncio.Task[Frontier]) -> None:
+        """Give a run its frontier, or the reason why there is none."""
+        if run.solving is solving:
+            run.solving = None
+        if self._is_closing or not self._is_awaiting(run, machine):
+            return
+        if solving.cancelled():
+            self.handle(run, SolveFailed("it was of no use any more"))
+        elif (error := solving.exception()) is None:
+            self.handle(run, Solved(solving.result()))
+        elif isinstance(error, SolverError | CoordinatorError):
+            self.handle(run, SolveFailed(str(error)))
+        elif isinstance(error, Exception):
+            self._quarantine(run, FaultyPart.SOLVING, error)
+
+    def _is_awaiting(self, run: LiveRun, machine: Machine) -> bool:
+        """Whether the machine that asked for something is there still."""
+        return self._runs.get(run.job_id) is run and run.machine is machine

@@ -15,6 +15,9 @@ class AgentPort(Protocol):
     def accept_rank(self, job_id: str, rank: Coordinates, order: Sequence[Computation]) -> None:
         """Say that a rank is served, and what it computes."""
 
+    def refuse_rank(self, job_id: str, rank: Coordinates, error: CoordinatorError) -> None:
+        """Say that a rank is not served, or no longer: it goes to stock. An offer that waits is dropped."""
+
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
         """Offer clocks to a rank; an offer that still waits for the rank is replaced."""
 

@@ -4,6 +4,9 @@ Everything is written as a list of entries in one transaction, and read back onl
 latest runs), when an agent introduces itself (its last sequence), when somebody asks for events or for an
 earlier run, and when a stage may have been profiled before. An entry of a key that is already there replaces
 the older one.
+
+Whatever the database itself fails at is a StoreFailedError (`domain.errors`): nothing can be promised from
+then on.
 """
 
 import abc
@@ -12,7 +15,8 @@ from dataclasses import dataclass
 
 from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
 from perseus.service.domain.measured import KnownProfile
-from perseus.service.domain.records import Record, StoredJob
+from perseus.service.domain.records import Record, StoredJob, UnreadableJob
+from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import JobSpec
 
 
@@ -50,6 +54,30 @@ class TelemetrySequence:
     sequence: int
 
 
+class UnstorableEntryError(ValueError):
+    """An entry of a run holds what could not be read back; the text names the field. Nothing is written."""
+
+    def __init__(self, job_id: str, run_number: int, cause: str) -> None:
+        super().__init__(f"job {job_id!r}, run {run_number}: {cause}")
+        self.job_id = job_id
+        self.run_number = run_number
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What one step of pruning did.
+
+    Attributes:
+        row_count: rows that it deleted.
+        archived: runs of which little else than the report is left from now on, as (job_id, run_number).
+        is_done: whether nothing more is due at this time.
+    """
+
+    row_count: int
+    archived: tuple[tuple[str, int], ...]
+    is_done: bool
+
+
 Entry = NewRun | JobDeleted | JobEntry | JobEvent | TelemetrySequence
 
 
@@ -58,7 +86,20 @@ class JobStore(abc.ABC):
 
     @abc.abstractmethod
     async def epoch(self) -> str:
-        """Return the identifier of this database's state; made when it was created."""
+        """Return the identifier of this database's state; made when it was created, or state was lost."""
+
+    @abc.abstractmethod
+    async def renew_epoch(self) -> str:
+        """Make another epoch, durably, because state is lost; return it."""
+
+    @property
+    @abc.abstractmethod
+    def check_word(self) -> str:
+        """The word for all that is written so far: it shows whether that is lost (`check_words`)."""
+
+    @abc.abstractmethod
+    def has_lost(self, check_word: str) -> bool:
+        """Tell whether a word that somebody holds is of state that is not here."""
 
     @abc.abstractmethod
     async def deleted_version(self) -> int:
@@ -66,23 +107,27 @@ class JobStore(abc.ABC):
 
     @abc.abstractmethod
     async def write(self, entries: Sequence[Entry]) -> None:
-        """Write all entries, or none; they are safe when this returns."""
+        """Write all entries, or none; they are safe when this returns.
+
+        Raises:
+            UnstorableEntryError: one of them holds what could not be read back.
+        """
 
     @abc.abstractmethod
-    async def load_jobs(self) -> list[StoredJob]:
-        """Return the latest run of every job, by identifier."""
+    async def load_jobs(self) -> list[StoredJob | UnreadableJob]:
+        """Return the latest run of every job, by identifier, but of those that are archived."""
 
     @abc.abstractmethod
-    async def load_run(self, job_id: str, run_number: int) -> StoredJob | None:
-        """Return a run of a job, if there is such a one."""
+    async def load_run(self, job_id: str, run_number: int) -> StoredJob | UnreadableJob | None:
+        """Return a run of a job, if there is such a one; archived or not."""
 
     @abc.abstractmethod
     async def run_numbers(self, job_id: str) -> list[int]:
         """Return the numbers of a job's runs, the latest first."""
 
     @abc.abstractmethod
-    async def known_requests(self) -> Mapping[str, Mapping[str, int]]:
-        """Return, by job, the run that each request to register has led to."""
+    async def known_requests(self, job_id: str | None = None) -> Mapping[str, Mapping[str, int]]:
+        """Return, by job, the run that each request to register has led to: of one, or as `load_jobs`."""
 
     @abc.abstractmethod
     async def known_profiles(self, keys: Sequence[str]) -> Collection[KnownProfile]:
@@ -102,6 +147,10 @@ class JobStore(abc.ABC):
     @abc.abstractmethod
     async def telemetry_sequence(self, instance_id: str) -> int:
         """Return the highest sequence taken from an agent, 0 if none."""
+
+    @abc.abstractmethod
+    async def prune(self, retention: Retention, now_s: float) -> Pruned:
+        """Delete some of what is no longer to be kept at this time of the wall clock: a small step."""
 
     @abc.abstractmethod
     async def close(self) -> None:

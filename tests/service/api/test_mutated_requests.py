@@ -19,11 +19,14 @@ from structlog.testing import capture_logs
 
 from perseus.service.api.agent_service import AgentService
 from perseus.service.domain.model import RankFilter, RankState
+from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import Coordinates, Registration
+from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.shell.solving import SolverPool
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.request_lane import RequestLane
+from perseus.service.storage.sql_store import SqlStore
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import clock_statistics_pb2, computation_pb2, rank_pb2
 from tests.service.service_fakes import make_gpu, make_spec
@@ -64,7 +67,12 @@ class _Context:
         return False
 
 
-class _Unused(SolverPool):
+class _UnusedJobLane(JobLane):
+    def __init__(self) -> None:
+        pass
+
+
+class _UnusedRequestLane(RequestLane):
     def __init__(self) -> None:
         pass
 
@@ -226,8 +234,8 @@ async def converse(coordinator: Coordinator, instance_id: str, said: list[wire.C
 
 
 async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
-    store = await SqliteStore.open(path)
-    coordinator = Coordinator(store, _Unused(), RULES)
+    store = await SqlStore.open(path)
+    coordinator = Coordinator(store, _UnusedJobLane(), _UnusedRequestLane(), RULES, Retention())
     await coordinator.start()
     running = asyncio.create_task(coordinator.run())
     try:
@@ -243,6 +251,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
             await over.wait()
             others.answered.clear()
             yield telemetry(THEIRS, BEGINNING + 1)
+            await coordinator.flush()  # as the acknowledgement does, and the heartbeat's answer does not
             yield wire.ConnectRequest(heartbeat=wire.Heartbeat())
             await others.answered.wait()
 
@@ -260,6 +269,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         await coordinator.flush()
         assert said_by(coordinator, THEIRS) == before
         for job in coordinator._live:
+            assert isinstance(job.machine, JobMachine), "no job is quarantined"
             job.machine.validate()
 
         over.set()
@@ -278,8 +288,8 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
         await coordinator.close()
         await store.close()
     # What was stored can be loaded, and gone on with.
-    again = await SqliteStore.open(path)
-    restarted = Coordinator(again, _Unused(), RULES)
+    again = await SqlStore.open(path)
+    restarted = Coordinator(again, _UnusedJobLane(), _UnusedRequestLane(), RULES, Retention())
     await restarted.start()
     assert said_by(restarted, THEIRS)[1:3] == before[1:3]
     await again.close()

@@ -55,9 +55,50 @@ async def test_an_ended_outbox_sends_nothing_and_tells_the_first_reason() -> Non
 
 
 async def test_an_agent_that_asks_on_without_reading_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "ANSWER_LIMIT", 2)
+    monkeypatch.setattr(outbox, "BYTES_LIMIT", 1000)
     box = Outbox()
-    for job_id in "abc":
-        box.answer(accepted(job_id))
-    with pytest.raises(ReaderTooSlowError, match="more than 2 messages"):
+    while not box.ended.done():
+        box.answer(accepted("a" * 63))
+    assert len(box._answers) == 0
+    for _ in range(3):  # nothing gathers any more
+        box.answer(accepted("b"))
+        box.replace("rank 0", offer(1))
+    assert (len(box._answers), len(box._latest)) == (0, 0)
+    with pytest.raises(ReaderTooSlowError, match="more than 1000 bytes"):
         await box.take()
+
+
+async def test_what_is_replaced_dropped_or_taken_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "BYTES_LIMIT", 1000)
+    box = Outbox()
+    for version in range(1, 100):
+        box.replace("acknowledgement", offer(version))
+        box.replace(("job", version), offer(version))
+        box.drop(("job", version))
+        box.answer(accepted(str(version)))
+        assert await box.take() == ([accepted(str(version)), offer(version)], False)
+    assert not box.ended.done()
+    assert box._bytes == 0
+
+
+async def test_a_message_that_is_larger_than_all_may_be_together_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox, "BYTES_LIMIT", 10)
+    box = Outbox()
+    box.answer(accepted("job"))
+    assert await box.take() == ([accepted("job")], False)
+
+
+async def test_many_messages_are_taken_a_few_at_a_time_in_their_order() -> None:
+    box = Outbox()
+    for index in range(100):
+        box.answer(accepted(str(index)))
+        box.replace(index, offer(index))
+    box.close()
+    taken, is_last = [], False
+    while not is_last:
+        messages, is_last = await box.take()
+        assert len(messages) <= outbox._TAKEN_AT_ONCE
+        taken += messages
+    assert taken == [*(accepted(str(index)) for index in range(100)), *(offer(index) for index in range(100))]

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry
 from perseus.v1 import agent_service_pb2, event_pb2, job_pb2, job_service_pb2, rank_pb2
 from tests.service.grpc_fakes import (
@@ -127,14 +127,14 @@ async def test_a_registration_is_answered_only_when_it_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, writing = asyncio.Event(), asyncio.Event()
-    write = SqliteStore.write
+    write = SqlStore.write
 
-    async def held_write(self: SqliteStore, entries: list[Entry]) -> None:
+    async def held_write(self: SqlStore, entries: list[Entry]) -> None:
         writing.set()
         await gate.wait()
         await write(self, entries)
 
-    monkeypatch.setattr(SqliteStore, "write", held_write)
+    monkeypatch.setattr(SqlStore, "write", held_write)
     async with connected(make_settings(tmp_path)) as client:
         first = asyncio.create_task(client.register("first"))
         await asyncio.wait_for(writing.wait(), TIMEOUT_S)

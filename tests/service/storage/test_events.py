@@ -2,9 +2,7 @@
 
 import asyncio
 import sqlite3
-import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,7 +14,8 @@ from hypothesis import strategies as st
 from perseus.service.domain.events import EventFilter, Happening, JobEvent
 from perseus.service.domain.evidence import SolveFailed
 from perseus.service.domain.model import EventType
-from perseus.service.storage.sqlite_store import SqliteStore, events_query
+from perseus.service.storage.reading import events_query
+from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import JobStore, NewRun
 from tests.service.evidence_strategies import events
 from tests.service.service_fakes import make_spec
@@ -24,14 +23,22 @@ from tests.service.service_fakes import make_spec
 ALL = 10_000
 
 
-@asynccontextmanager
-async def opened() -> AsyncIterator[JobStore]:
-    with tempfile.TemporaryDirectory() as directory:
-        store = await SqliteStore.open(Path(directory) / "jobs.db")
-        try:
-            yield store
-        finally:
-            await store.close()
+JOB_NUMBERS = count()
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobStore]:
+    """One for all examples, each of which has jobs of its own."""
+    database: Path | str = tmp_path_factory.mktemp("events") / "jobs.db"
+    if request.param == "postgresql":
+        database = request.getfixturevalue("postgresql_server").new_database()
+    opened = asyncio.run(SqlStore.open(database))
+    yield opened
+    asyncio.run(opened.close())
+
+
+def of_job(job_id: str, found: Sequence[JobEvent]) -> list[JobEvent]:
+    return [replace(event, job_id=job_id, run_number=1) for event in found]
 
 
 def numbered(found: Sequence[JobEvent]) -> list[JobEvent]:
@@ -42,13 +49,13 @@ def numbered(found: Sequence[JobEvent]) -> list[JobEvent]:
 
 
 @given(st.tuples(*map(events, EventType)))
-def test_evidence_of_every_type_comes_back_as_it_was(drawn: tuple[JobEvent, ...]) -> None:
-    written = numbered(drawn)
+def test_evidence_of_every_type_comes_back_as_it_was(store: JobStore, drawn: tuple[JobEvent, ...]) -> None:
+    job_id = f"job-{next(JOB_NUMBERS)}"
+    written = of_job(job_id, numbered(drawn))
 
     async def write_and_read() -> list[JobEvent]:
-        async with opened() as store:
-            await store.write([NewRun(make_spec(), 1, 1.0), *written])
-            return await store.events("job", 1, 0, ALL)
+        await store.write([NewRun(make_spec(job_id), 1, 1.0), *written])
+        return await store.events(job_id, 1, 0, ALL)
 
     assert asyncio.run(write_and_read()) == written
 
@@ -72,7 +79,7 @@ FILTERS = st.builds(
 
 @given(EVENTS, FILTERS, st.integers(1, 7), st.integers(0, 30))
 def test_pages_hold_what_is_wanted_in_order_wherever_the_clock_was(
-    written: list[JobEvent], wanted: EventFilter, limit: int, after_sequence: int
+    store: JobStore, drawn: list[JobEvent], wanted: EventFilter, limit: int, after_sequence: int
 ) -> None:
     def is_wanted(event: JobEvent) -> bool:
         return (
@@ -82,19 +89,21 @@ def test_pages_hold_what_is_wanted_in_order_wherever_the_clock_was(
             and (wanted.end_time_s is None or event.create_time_s < wanted.end_time_s)
         )
 
+    job_id, other_id = (f"job-{next(JOB_NUMBERS)}" for _ in range(2))
+    written = of_job(job_id, drawn)
+
     async def read_pages() -> list[JobEvent]:
-        async with opened() as store:
-            other = [replace(event, job_id="other") for event in written]
-            next_run = [replace(event, run_number=2) for event in written]
-            runs = [NewRun(make_spec(job_id), n, 1.0) for job_id, n in (("job", 1), ("other", 1), ("job", 2))]
-            await store.write([*runs, *written, *other, *next_run])
-            found: list[JobEvent] = []
-            after = after_sequence
-            while page := await store.events("job", 1, after, limit, wanted):
-                assert len(page) <= limit
-                found += page
-                after = page[-1].happening.sequence
-            return found
+        other = [replace(event, job_id=other_id) for event in written]
+        next_run = [replace(event, run_number=2) for event in written]
+        runs = [NewRun(make_spec(name), n, 1.0) for name, n in ((job_id, 1), (other_id, 1), (job_id, 2))]
+        await store.write([*runs, *written, *other, *next_run])
+        found: list[JobEvent] = []
+        after = after_sequence
+        while page := await store.events(job_id, 1, after, limit, wanted):
+            assert len(page) <= limit
+            found += page
+            after = page[-1].happening.sequence
+        return found
 
     assert asyncio.run(read_pages()) == [event for event in written if is_wanted(event)]
 
@@ -111,9 +120,9 @@ def test_pages_hold_what_is_wanted_in_order_wherever_the_clock_was(
 async def test_no_page_is_looked_for_among_all_events(
     tmp_path: Path, wanted: EventFilter, index: str
 ) -> None:
-    await (await SqliteStore.open(tmp_path / "jobs.db")).close()
+    await (await SqlStore.open(tmp_path / "jobs.db")).close()
     connection = sqlite3.connect(tmp_path / "jobs.db")
-    statement, values = events_query("job", 1, 0, 10, wanted)
+    statement, values = events_query("job", 1, 0, 10, wanted, has_index_hints=True)
     plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}", values)]
     connection.close()
     assert any(index in step for step in plan), plan
@@ -124,12 +133,12 @@ async def test_deleted_events_leave_a_hole(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     failed = SolveFailed("no")
     written = [JobEvent("job", 1, 1.0, Happening(n, EventType.SOLVE_FAILED, "", failed)) for n in range(1, 7)]
-    store = await SqliteStore.open(path)
+    store = await SqlStore.open(path)
     await store.write([NewRun(make_spec(), 1, 1.0), *written])
     await store.close()
     with sqlite3.connect(path) as connection:
         connection.execute("DELETE FROM events WHERE sequence IN (1, 4, 5)")
     connection.close()
-    store = await SqliteStore.open(path)
+    store = await SqlStore.open(path)
     assert [event.happening.sequence for event in await store.events("job", 1, 0, ALL)] == [2, 3, 6]
     await store.close()

@@ -1,11 +1,10 @@
-"""What any store must do. Each implementation is one parameter of the fixture."""
+"""What any store must do, on every engine."""
 
 import sqlite3
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from perseus.service.domain.commands import Announce, Store
@@ -46,7 +45,7 @@ from perseus.service.domain.stall import Stall, StallReason
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.rules import Rules
-from perseus.service.storage.sqlite_store import SqliteStore
+from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, JobDeleted, JobEntry, JobStore, NewRun, TelemetrySequence
 from perseus.solver import Computation, Kind, Measurement
 from tests.service.service_fakes import EPOCH, Cluster, make_gpu, make_spec
@@ -54,14 +53,14 @@ from tests.service.service_fakes import EPOCH, Cluster, make_gpu, make_spec
 Open = Callable[[], Awaitable[JobStore]]
 
 
-@pytest.fixture(params=["sqlite"])
-def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+@pytest.fixture
+def open_store(database: Path | str) -> Open:
     """Opens the same store every time."""
 
-    async def open_sqlite() -> JobStore:
-        return await SqliteStore.open(tmp_path / "jobs.db")
+    async def open_it() -> JobStore:
+        return await SqlStore.open(database)
 
-    return {"sqlite": open_sqlite}[request.param]
+    return open_it
 
 
 RECORD = JobRecord(
@@ -88,12 +87,12 @@ PERIOD = Period(0, JobState.BASELINE, False, (1, 1), 0, 1, 1.5, 2.5, 2, 0.8, 0.0
 def rows(rank: Coordinates, iterations: list[int], closed_through: int) -> IterationRows:
     count = len(iterations)
     columns = IterationColumns(
-        np.array(iterations),
-        np.full(count, 4),
-        np.full(count, 1 / 3),
-        np.full(count, 2 / 3),
-        np.full(count, True),
-        np.zeros(count, np.int64),
+        iterations,
+        [4] * count,
+        [1 / 3] * count,
+        [2 / 3] * count,
+        [True] * count,
+        [0] * count,
     )
     return IterationRows(rank, columns, closed_through)
 
@@ -354,18 +353,19 @@ async def test_a_write_that_fails_leaves_nothing_behind(open_store: Open) -> Non
     await store.close()
 
 
-async def test_a_database_in_use_is_refused(tmp_path: Path) -> None:
-    store = await SqliteStore.open(tmp_path / "jobs.db")
+async def test_a_database_in_use_is_refused(database: Path | str) -> None:
+    store = await SqlStore.open(database)
     with pytest.raises(DatabaseUnavailableError, match="locked"):
-        await SqliteStore.open(tmp_path / "jobs.db")
+        await SqlStore.open(database)
     await store.close()
+    await (await SqlStore.open(database)).close()
 
 
 async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     path.write_text("something else " * 100)
     with pytest.raises(DatabaseUnavailableError, match=str(path)):
-        await SqliteStore.open(path)
+        await SqlStore.open(path)
     assert path.read_text().startswith("something else")
 
 
@@ -374,5 +374,5 @@ async def test_a_database_of_another_schema_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(DatabaseUnavailableError, match="found 99"):
-        await SqliteStore.open(path)
+    with pytest.raises(DatabaseUnavailableError, match="found 0099, which is newer"):
+        await SqlStore.open(path)

@@ -1,13 +1,13 @@
 """From profiles to plans: the frontier, and where on it each pipeline runs. Part of the state machine.
 
 One problem is solved at a time. Where a frontier is dropped (clocks are gone, or there again), the problem
-that is being solved is solved in vain: its answer is ignored.
+that is being solved is solved in vain: it is to be dropped, and should there be an answer, it is ignored.
 """
 
 from collections.abc import Iterable
 
 from perseus.service.domain import evidence
-from perseus.service.domain.commands import SlowPlan, Solve
+from perseus.service.domain.commands import DropSolve, SlowPlan, Solve
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import Clocks, EventType, PlannedClocks, Straggler
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
@@ -110,8 +110,22 @@ class Planner:
         The next one is to explain the slow plan.
         """
         self.frontier = None
-        self.is_in_vain = self.is_solving
+        self.stop_solving()
         self._slow = slow
+
+    def stop_solving(self) -> None:
+        """What is being solved, if anything is, is of no use any more."""
+        if self.is_solving and not self.is_in_vain:
+            self.is_in_vain = True
+            self._journal.do(DropSolve())
+
+    def announce_retry(self, cause: str, crash_count: int, delay_s: float) -> None:
+        """Tell that solving takes longer, because the solver's process died."""
+        self._journal.announce(
+            EventType.SOLVE_RETRIED,
+            f"solving begins again in {delay_s:.1f} s: {cause}",
+            evidence.SolveRetried(cause, crash_count, delay_s),
+        )
 
     def straggler_times_s(self) -> dict[int, float]:
         """Return T' of each straggler; 0 while there is no frontier to measure it by."""

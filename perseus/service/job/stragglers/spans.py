@@ -11,11 +11,11 @@ while the last microbatch's backward still runs, that backward waits for the slo
 of the median.
 
 The schedule is compiled once. Computations are laid out level by level (each level waits for the ones before
-it only), so a replay takes one numpy operation per level for all pipelines together, and a batch of telemetry
-is put in place by one look-up per column.
+it only), so a replay takes one numpy operation per level for all pipelines together, and what
+the ranks of a stage reported of an iteration is put in place at once when all have.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,7 +32,9 @@ _OPEN_LIMIT = 4
 _VERSION_LIMIT = 64
 """Versions whose plans are remembered: an iteration is judged by the one that it ran under."""
 
-_REDUCING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+_KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
+
+_REDUCING = [_KIND_CODES[kind] for kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)]
 """Kinds that yield gradients of weights: the last of them may hold the reduction."""
 
 
@@ -63,27 +65,30 @@ class SpanGraph:
 
     Attributes:
         columns: the column of each computation in arrays of durations.
+        column_of: the same by the computation's index in the schedule.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        waits_for: dict[Computation, list[Computation]] = {c: [] for c in schedule.computations}
-        for earlier, later in schedule.dependencies:
-            waits_for[later].append(earlier)
-        for order in schedule.orders:
-            for earlier, later in pairwise(order):
-                waits_for[later].append(earlier)
-        levels = _levels(schedule, waits_for)
-        by_level = sorted(waits_for, key=levels.__getitem__)
-        self.columns = {computation: column for column, computation in enumerate(by_level)}
+        levels = schedule.levels
+        by_level = np.argsort(levels, kind="stable")
+        self.column_of = np.empty_like(by_level)
+        self.column_of[by_level] = np.arange(len(by_level))
+        computations = list(schedule.computations)
+        self.columns = {computations[index]: column for column, index in enumerate(by_level.tolist())}
         # One more row, always 0, stands for the begin of the iteration.
-        width = max(len(awaited) for awaited in waits_for.values())
         begin = len(by_level)
-        self._waits_for = np.full((width, len(by_level)), begin, np.int64)
-        for computation, awaited in waits_for.items():
-            for row, one in enumerate(awaited):
-                self._waits_for[row, self.columns[computation]] = self.columns[one]
-        sizes = np.bincount([levels[computation] for computation in by_level])
-        self._bounds = list(pairwise([0, *np.cumsum(sizes).tolist()]))
+        lengths = np.array([len(order) for order in schedule.orders])
+        first = np.cumsum(lengths) - lengths
+        before = np.concatenate(([begin], self.column_of[:-1]))
+        before[first] = begin
+        across = self.column_of[schedule.arcs]
+        across = across[np.argsort(across[:, 1], kind="stable")]
+        # The how-manieth of those that the same computation waits for on other stages.
+        row = np.arange(len(across)) - np.searchsorted(across[:, 1], across[:, 1])
+        self._waits_for = np.full((2 + row.max(initial=-1), begin), begin, np.int64)
+        self._waits_for[0, self.column_of] = before
+        self._waits_for[1 + row, across[:, 1]] = across[:, 0]
+        self._bounds = list(pairwise([0, *np.cumsum(np.bincount(levels)).tolist()]))
 
     def spans_s(self, durations_s: FloatColumn) -> FloatColumn:
         """Return the spans for durations of shape (computations, pipelines); NaN where one of them is."""
@@ -97,22 +102,19 @@ class SpanGraph:
         return spans_s
 
 
-def _levels(schedule: Schedule, waits_for: Mapping[Computation, list[Computation]]) -> dict[Computation, int]:
-    """Return for each computation the number of those that it waits for, one after another."""
-    levels: dict[Computation, int] = {}
-    next_in = [0] * schedule.stage_count
-    # The schedule does not deadlock, so every turn over the stages gets at least one of them further.
-    while len(levels) < len(waits_for):
-        for stage, order in enumerate(schedule.orders):
-            while next_in[stage] < len(order):
-                computation = order[next_in[stage]]
-                if not all(earlier in levels for earlier in waits_for[computation]):
-                    break
-                levels[computation] = 1 + max(
-                    (levels[earlier] for earlier in waits_for[computation]), default=-1
-                )
-                next_in[stage] += 1
-    return levels
+@dataclass(frozen=True, slots=True, eq=False)
+class _Open:
+    """An incomplete iteration.
+
+    Attributes:
+        durations_s: of shape (computations, pipelines), NaN for what is not known.
+        clock_event_reasons: NVML's bits, by pipeline.
+        reports: by stage, what its ranks told, by (pipeline, tensor): durations in the order of the stage.
+    """
+
+    durations_s: FloatColumn
+    clock_event_reasons: IntColumn
+    reports: list[dict[tuple[int, int], Sequence[float]]]
 
 
 class SpanBook:
@@ -120,21 +122,23 @@ class SpanBook:
 
     def __init__(self, schedule: Schedule, parallelism: Parallelism) -> None:
         self._graph = SpanGraph(schedule)
-        columns = self._graph.columns
+        computations = list(schedule.computations)
+        kinds = np.array([_KIND_CODES[computation.kind] for computation in computations])
+        chunks = np.array([computation.chunk for computation in computations])
+        microbatches = np.array([computation.microbatch for computation in computations])
+        stages = np.repeat(np.arange(schedule.stage_count), [len(order) for order in schedule.orders])
         self._pipeline_count = parallelism.pipeline_count
-        self._counts = (
-            len(KINDS),
-            1 + max(computation.chunk for computation in columns),
-            1 + max(computation.microbatch for computation in columns),
-        )
+        self._counts = (len(KINDS), 1 + int(chunks.max()), 1 + int(microbatches.max()))
         self._column_of = np.full((schedule.stage_count, np.prod(self._counts)), -1, np.int64)
-        for computation, column in columns.items():
-            place = (KINDS.index(computation.kind), computation.chunk, computation.microbatch)
-            self._column_of[computation.stage, np.ravel_multi_index(place, self._counts)] = column
-        self._stages = [np.array([columns[each] for each in order]) for order in schedule.orders]
-        self._likes = list(_likes(schedule, columns))
+        place = np.ravel_multi_index((kinds, chunks, microbatches), self._counts)
+        self._column_of[stages, place] = self._graph.column_of
+        self._stages = [self._graph.column_of[stages == stage] for stage in range(schedule.stage_count)]
+        # FIXED computations are told apart by their microbatch; none is like another.
+        only = np.where(kinds == _KIND_CODES[Kind.FIXED], microbatches, 0)
+        alike = np.ravel_multi_index((stages, kinds, chunks, only), (schedule.stage_count, *self._counts))
+        self._likes = list(_likes(self._graph.column_of, alike, np.isin(kinds, _REDUCING)))
         self._planned_s: dict[int, tuple[FloatColumn, float]] = {}
-        self._open: dict[int, tuple[FloatColumn, IntColumn]] = {}
+        self._open: dict[int, _Open] = {}
 
     def expect(self, version: int, planned_s: Mapping[Computation, float]) -> None:
         """Take the durations that a plan promises, those of FIXED computations included."""
@@ -147,25 +151,29 @@ class SpanBook:
         """Forget incomplete iterations."""
         self._open.clear()
 
-    def add(self, rank: Coordinates, batch: TelemetryBatch) -> None:
-        """Take what a rank measured. A stage's duration is the longest of its ranks'."""
-        computations = batch.computations
+    def add(self, rank: Coordinates, batch: TelemetryBatch, *, is_plain: bool = False) -> None:
+        """Take what a rank measured. A stage's duration is the longest of its ranks'.
+
+        `is_plain`: the computations are those of one iteration, in the order of the rank's stage.
+        """
+        computations, finished = batch.computations, batch.iterations
+        if is_plain:
+            reports = self._open_iteration(computations.iteration[0]).reports[rank.stage]
+            reports[rank.pipeline, rank.tensor] = computations.duration_s
+        else:
+            self._add_others(rank, computations)
+        for number, reasons in zip(finished.iteration, finished.clock_event_reasons, strict=True):
+            if reasons:
+                self._open_iteration(number).clock_event_reasons[rank.pipeline] |= reasons
+
+    def _add_others(self, rank: Coordinates, computations: ComputationColumns) -> None:
         columns = self._columns(rank.stage, computations)
-        iterations = computations.iterations()
-        for iteration in iterations:
-            own, measured_s = columns, computations.duration_s
-            if len(iterations) > 1:
-                rows = computations.iteration == iteration
-                own, measured_s = own[rows], measured_s[rows]
-            if own.min() < 0:  # not of the order
-                own, measured_s = own[own >= 0], measured_s[own >= 0]
-            durations_s, _ = self._open_iteration(iteration)
-            own_s = durations_s[:, rank.pipeline]
-            own_s[own] = np.fmax(own_s[own], measured_s)
-        finished = batch.iterations
-        for row in np.flatnonzero(finished.clock_event_reasons).tolist():
-            _, reasons = self._open_iteration(int(finished.iteration[row]))
-            reasons[rank.pipeline] |= finished.clock_event_reasons[row]
+        numbers, measured_s = np.array(computations.iteration), np.array(computations.duration_s)
+        for iteration in computations.iterations():
+            is_own = (numbers == iteration) & (columns >= 0)  # others are not of the order
+            entry = self._open_iteration(iteration)
+            own_s = entry.durations_s[:, rank.pipeline]
+            own_s[columns[is_own]] = np.fmax(own_s[columns[is_own]], measured_s[is_own])
 
     def take(self, iteration: int, versions: tuple[int, ...]) -> IterationSpans | None:
         """Return the spans of an iteration that is complete, and forget it and the ones before."""
@@ -173,7 +181,9 @@ class SpanBook:
         self._open = {number: entry for number, entry in self._open.items() if number > iteration}
         if found is None:
             return None
-        durations_s, reasons = found
+        durations_s, reasons = found.durations_s, found.clock_event_reasons
+        for stage, reports in enumerate(found.reports):
+            self._put_reports(durations_s, stage, reports)
         weights_s = np.ones_like(durations_s)
         planned_s = np.full(self._pipeline_count, np.nan)
         for pipeline, version in enumerate(versions):
@@ -196,18 +206,38 @@ class SpanBook:
     def _columns(self, stage: int, computations: ComputationColumns) -> NDArray[np.int64]:
         """Return the column of each row, -1 for what the stage's order does not have."""
         _, chunk_count, microbatch_count = self._counts
-        known = (computations.chunk < chunk_count) & (computations.microbatch < microbatch_count)
-        place = (computations.kind * chunk_count + computations.chunk) * microbatch_count
-        place = np.where(known, place + computations.microbatch, 0)
+        kind, chunk = np.array(computations.kind, np.int64), np.array(computations.chunk, np.int64)
+        microbatch = np.array(computations.microbatch, np.int64)
+        known = (chunk < chunk_count) & (microbatch < microbatch_count)
+        place = np.where(known, (kind * chunk_count + chunk) * microbatch_count + microbatch, 0)
         columns: NDArray[np.int64] = np.where(known, self._column_of[stage, place], -1)
         return columns
 
-    def _open_iteration(self, iteration: int) -> tuple[FloatColumn, IntColumn]:
+    def _put_reports(
+        self, durations_s: FloatColumn, stage: int, reports: Mapping[tuple[int, int], Sequence[float]]
+    ) -> None:
+        """Put what ranks of a stage reported in the stage's order in place, all pipelines together."""
+        if not reports:
+            return
+        columns = self._stages[stage][:, None]
+        places = np.array(list(reports))
+        measured_s = np.array(list(reports.values())).T
+        for tensor in np.unique(places[:, 1]):
+            is_own = places[:, 1] == tensor
+            pipelines = places[is_own, 0]
+            known_s = durations_s[columns, pipelines]
+            durations_s[columns, pipelines] = np.fmax(known_s, measured_s[:, is_own])
+
+    def _open_iteration(self, iteration: int) -> _Open:
         entry = self._open.get(iteration)
         if entry is None:
             # A pipeline's durations lie side by side: its ranks write there, batch by batch.
             shape = (self._pipeline_count, len(self._graph.columns))
-            entry = self._open[iteration] = np.full(shape, np.nan).T, np.zeros(self._pipeline_count, np.int64)
+            entry = self._open[iteration] = _Open(
+                np.full(shape, np.nan).T,
+                np.zeros(self._pipeline_count, np.int64),
+                [{} for _ in self._stages],
+            )
             if len(self._open) > _OPEN_LIMIT:
                 del self._open[min(self._open)]
         return entry
@@ -228,17 +258,13 @@ class SpanBook:
 
 
 def _likes(
-    schedule: Schedule, columns: Mapping[Computation, int]
+    columns: NDArray[np.int64], alike: NDArray[np.int64], is_reducing: NDArray[np.bool_]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """The columns of computations that are alike, and of those among them whose pace counts.
 
-    FIXED computations are told apart by their microbatch; none is like another.
+    All by the computations' index in the schedule; those of the same number in `alike` are.
     """
-    for order in schedule.orders:
-        groups: dict[tuple[Kind, int, int], list[int]] = {}
-        for computation in order:
-            only = computation.microbatch if computation.kind is Kind.FIXED else 0
-            groups.setdefault((computation.kind, computation.chunk, only), []).append(columns[computation])
-        for (kind, _, _), group in groups.items():
-            without_last = group[:-1] or group
-            yield np.array(group), np.array(without_last if kind in _REDUCING else group)
+    in_groups = np.argsort(alike, kind="stable")
+    for group in np.split(in_groups, np.flatnonzero(np.diff(alike[in_groups])) + 1):
+        judged = group[:-1] if is_reducing[group[0]] and len(group) > 1 else group
+        yield columns[group], columns[judged]

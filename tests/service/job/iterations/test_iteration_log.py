@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Sequence
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,12 +25,12 @@ def rows(
 ) -> IterationColumns:
     count = len(iterations)
     return IterationColumns(
-        np.array(iterations),
-        np.full(count, version),
-        np.full(count, time_s),
-        np.full(count, energy_j),
-        np.full(count, is_regular),
-        np.zeros(count, np.int64),
+        list(iterations),
+        [version] * count,
+        [time_s] * count,
+        [energy_j] * count,
+        [is_regular] * count,
+        [0] * count,
     )
 
 
@@ -49,6 +48,40 @@ def test_a_pipelines_iteration_takes_as_long_as_its_slowest_rank_and_costs_the_s
     ((summary),) = summaries
     assert (summary.pipeline, summary.iteration) == (0, 0)
     assert (summary.iteration_time_s, summary.energy_j) == (2.0, 7.0)
+
+
+def restored(log: IterationLog) -> IterationLog:
+    """As a coordinator that was started again goes on with it."""
+    found = IterationLog(RANKS)
+    found.restore(log.periods)
+    return found
+
+
+def test_a_restart_leaves_no_iteration_out_of_the_report() -> None:
+    log = IterationLog(RANKS)
+    for iteration in range(3):
+        add_all(log, iteration, energy_j=float(iteration))
+    log = restored(log)
+    for iteration in range(3, 5):
+        add_all(log, iteration, energy_j=float(iteration))
+    (period,) = log.periods
+    assert (period.first_iteration, period.last_iteration, period.iteration_count) == (1, 4, 4)
+    assert period.energy_j * period.iteration_count == len(RANKS) * (1 + 2 + 3 + 4)
+
+
+def test_after_a_restart_an_iteration_whose_predecessor_is_unknown_counts_as_the_first_of_its_plans() -> None:
+    log = IterationLog(RANKS)
+    for pipeline in range(2):
+        log.label(pipeline, PipelineOffer((7,), 2, STOCK), JobState.STOCK)
+    for iteration in range(2):
+        add_all(log, iteration)
+    add_all(log, 2, version=7)
+    log = restored(log)
+    add_all(log, 3)  # the first under version 0 again, though the last period's was the same
+    assert log.periods[-1].iteration_count == 1
+    add_all(log, 4)
+    assert log.periods[-1].iteration_count == 2
+    assert restored(IterationLog(RANKS)).periods == []
 
 
 def test_a_row_that_comes_twice_counts_once() -> None:

@@ -1,0 +1,369 @@
+"""Agents as the wire sees them: they join, follow offers, report, resend, reconnect, check what they hear.
+
+What an agent holds against the coordinator is said in `Findings`: an acknowledgement that is taken back, a
+version that carries two plans, or one that falls, and whatever refuses it.
+"""
+
+import asyncio
+import hashlib
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.load import wire
+from benchmarks.load.http2 import GrpcStream
+from perseus.solver import Schedule
+from perseus.v1 import agent_service_pb2 as pb
+from perseus.v1 import rank_pb2
+
+CONNECT = "/perseus.v1.AgentService/Connect"
+
+_PAST_START = rank_pb2.PLAN_REFUSAL_REASON_PAST_START
+_MESSAGES_LIMIT = 20
+
+
+@dataclass(slots=True)
+class Findings:
+    """What the coordinator did and may not do; by kind how often, and the first of all in words."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, message: str) -> None:
+        """Note one."""
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if len(self.messages) < _MESSAGES_LIMIT:
+            self.messages.append(f"{kind}: {message}")
+
+
+class Bodies:
+    """What the ranks of a stage say of an iteration, made once for all pipelines under the same clocks."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._made: dict[int, dict[tuple[int, int, tuple[int, ...], int], bytes]] = {}
+
+    def get(self, stage: int, iteration: int, version: int, clocks: tuple[int, ...], since: int) -> bytes:
+        """Made when it is first wanted; only those of the latest iterations are kept."""
+        made = self._made.get(iteration)
+        if made is None:
+            made = self._made[iteration] = {}
+            self._made.pop(iteration - 3, None)
+        key = (stage, version, clocks, since)
+        found = made.get(key)
+        if found is None:
+            order = self._schedule.orders[stage]
+            is_one = len(clocks) == 1
+            clocks_mhz = clocks * len(order) if is_one else clocks
+            held = iteration - since + 1 if is_one else None
+            found = made[key] = wire.stage_body(order, iteration, version, clocks_mhz, held)
+        return found
+
+
+class Rank:
+    """One rank: what is in force, what waits for its start iteration, and all that it was ever offered."""
+
+    def __init__(self, job_id: str, place: wire.Place) -> None:
+        self.job_id = job_id
+        self.place = place
+        self.prefix = wire.rank_prefix(job_id, place)
+        self.epoch = ""
+        self.version = 0
+        self.clocks: tuple[int, ...] = (0,)
+        self.since = 0
+        self.pending: pb.PlanOffer | None = None
+        self.history: list[tuple[int, int]] = [(0, 0)]
+        """First iteration under each version that was in force."""
+        self._highest_version: dict[str, int] = {}
+        """By epoch."""
+        self._clocks_of: dict[tuple[str, int], bytes] = {}
+
+    @property
+    def version_count(self) -> int:
+        """Different versions that it was offered."""
+        return len(self._clocks_of)
+
+    def check(self, offer: pb.PlanOffer, findings: Findings) -> None:
+        """Hold an offer against all earlier ones."""
+        said = f"{self.job_id} {self.place.pipeline}/{self.place.stage} version {offer.version}"
+        kind = offer.WhichOneof("clocks") or ""
+        content = getattr(offer, kind).SerializeToString(deterministic=True) if kind else b""
+        digest = hashlib.blake2b(kind.encode() + content, digest_size=8).digest()
+        if self._clocks_of.setdefault((offer.epoch, offer.version), digest) != digest:
+            findings.add("version reused", f"{said} carries other clocks than before")
+        highest = self._highest_version.get(offer.epoch, 0)
+        if offer.version < highest:
+            findings.add("version reversed", f"{said} after {highest}")
+        self._highest_version[offer.epoch] = max(highest, offer.version)
+
+    def begin(self, iteration: int) -> bytes | None:
+        """Go on to an iteration; what is to be said if an offer comes into force with it."""
+        offer = self.pending
+        if offer is None or offer.start_iteration > iteration:
+            return None
+        self.pending = None
+        self.epoch, self.version, self.since = offer.epoch, offer.version, iteration
+        self.history.append((iteration, offer.version))
+        match offer.WhichOneof("clocks"):
+            case "hold":
+                self.clocks = (offer.hold.clock_mhz,)
+            case "stage_plan":
+                self.clocks = tuple(each.clock_mhz for each in offer.stage_plan.computations)
+            case _:
+                self.clocks = (0,)
+        in_force = pb.PlanInForce(
+            job_id=self.job_id,
+            rank=self.place.to_proto(),
+            epoch=offer.epoch,
+            version=offer.version,
+            iteration=iteration,
+        )
+        return pb.ConnectRequest(plan_in_force=in_force).SerializeToString()
+
+    def joined(self, iteration: int) -> bytes:
+        """Announce it."""
+        place = self.place
+        message = pb.RankJoined(
+            job_id=self.job_id,
+            rank=place.to_proto(),
+            gpu=pb.Gpu(
+                uuid=f"GPU-{self.job_id}-{place.pipeline}-{place.stage}",
+                model="Loaded",
+                supported_clocks_mhz=wire.CLOCKS_MHZ,
+            ),
+            iteration=iteration,
+            in_force_epoch=self.epoch,
+            in_force_version=self.version,
+        )
+        return pb.ConnectRequest(rank_joined=message).SerializeToString()
+
+
+@dataclass(slots=True)
+class Back:
+    """When an agent's latest stream was welcomed, joined by all ranks, and freed of what was sent again."""
+
+    opened_s: float = 0.0
+    welcomed_s: float = 0.0
+    joined_s: float = 0.0
+    resent_s: float = 0.0
+
+
+class Agent:
+    """One agent: its ranks, its stream, and the batches that are not acknowledged yet."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        ranks: Sequence[Rank],
+        bodies: Bodies,
+        findings: Findings,
+        reconnect_within_s: float,
+        is_echo: bool,
+    ) -> None:
+        self.ranks = ranks
+        self.sequence = 0
+        self.acknowledged = 0
+        self.connection_count = 0
+        self.iteration = -1
+        self.latencies_s: list[float] = []
+        self.back = Back()
+        self.offered: Callable[[Rank], None] | None = None
+        self.instance_id = instance_id
+        self._bodies = bodies
+        self._findings = findings
+        self._reconnect_within_s = reconnect_within_s
+        self._is_echo = is_echo
+        self._by_place = {rank.place: rank for rank in ranks}
+        self._unacknowledged: deque[tuple[int, bytes, float]] = deque()
+        self._resent_through = 0
+        self._accepted_count = 0
+        self._epoch = ""
+        self._check_word = ""
+        self._stream: GrpcStream | None = None
+        self._is_welcome = False
+        self._is_closed = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether all its ranks are served on the stream that it has now."""
+        return self._is_welcome and self._accepted_count == len(self.ranks)
+
+    @property
+    def standing(self) -> str:
+        """Where it stands, for people."""
+        return (
+            f"{self.connection_count} connections, welcome {self._is_welcome}, {self._accepted_count} ranks "
+            f"accepted, {self.unacknowledged_count} batches after {self.acknowledged} not acknowledged"
+        )
+
+    @property
+    def unacknowledged_count(self) -> int:
+        """Batches that were reported and not acknowledged."""
+        return len(self._unacknowledged)
+
+    def connect(self, target: str, wait_s: float = 0.0) -> None:
+        """Open the stream after a while, and again after random waits until it is open."""
+        self._task = asyncio.get_running_loop().create_task(self._open(target, wait_s))
+
+    def report(self) -> None:
+        """Say that an iteration has ended on every rank, and that the next one begins."""
+        ended = self.iteration = max(0, self.iteration)
+        self.iteration += 1
+        now_s = time.perf_counter()
+        messages = []
+        for rank in self.ranks:
+            self.sequence += 1
+            body = self._bodies.get(rank.place.stage, ended, rank.version, rank.clocks, rank.since)
+            message = wire.telemetry(rank.prefix, body, self.sequence)
+            messages.append(message)
+            self._unacknowledged.append((self.sequence, message, now_s))
+            if (in_force := rank.begin(self.iteration)) is not None:
+                messages.append(in_force)
+        if self._is_welcome and self._stream is not None:
+            self._stream.send(*messages)
+
+    def beat(self) -> None:
+        """Give a sign of life."""
+        if self._is_welcome and self._stream is not None:
+            self._stream.send(_HEARTBEAT)
+
+    def leave(self) -> None:
+        """Say that all ranks have ended, and goodbye; the connection closes by itself when that is read."""
+        if self._stream is not None:
+            left = [
+                pb.ConnectRequest(
+                    rank_left=pb.RankLeft(
+                        job_id=rank.job_id,
+                        rank=rank.place.to_proto(),
+                        reason=rank_pb2.RANK_LEFT_REASON_FINISHED,
+                    )
+                ).SerializeToString()
+                for rank in self.ranks
+            ]
+            goodbye = pb.ConnectRequest(goodbye=pb.Goodbye(reason="done")).SerializeToString()
+            self._stream.send(*left, goodbye)
+        self._is_closed = True
+
+    def close(self) -> None:
+        """Drop the stream."""
+        self._is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+        if self._stream is not None:
+            self._stream.abort()
+            self._stream = None
+
+    async def _open(self, target: str, wait_s: float) -> None:
+        while not self._is_closed:
+            await asyncio.sleep(wait_s)
+            wait_s = random.uniform(0.0, self._reconnect_within_s)
+            try:
+                stream = await GrpcStream.open(
+                    target, CONNECT, self._take, lambda why: self._ended(target, why)
+                )
+            except OSError:
+                continue
+            self._stream = stream
+            self.connection_count += 1
+            self.back = Back(opened_s=time.monotonic())
+            stream.send(pb.ConnectRequest(hello=self._hello()).SerializeToString())
+            if self._is_echo:
+                self._is_welcome, self._accepted_count = True, len(self.ranks)
+            return
+
+    def _hello(self) -> pb.Hello:
+        return pb.Hello(
+            instance_id=self.instance_id, hostname="load", protocol_version=1, check_word=self._check_word
+        )
+
+    def _ended(self, target: str, why: str) -> None:
+        was_welcome, self._is_welcome = self._is_welcome, False
+        self._stream, self._accepted_count = None, 0
+        if not self._is_closed:
+            if "frame 1:" in why and was_welcome:
+                self._findings.add("stream ended", f"{self.instance_id}: {why}")
+            self.connect(target, random.uniform(0.0, self._reconnect_within_s))
+
+    def _take(self, data: bytes) -> None:
+        if self._is_echo:
+            if self._unacknowledged:
+                self._acknowledge(self._unacknowledged[0][0])
+            return
+        message = pb.ConnectResponse.FromString(data)
+        match message.WhichOneof("message"):
+            case "telemetry_ack":
+                self._check_word = message.telemetry_ack.check_word
+                self._acknowledge(message.telemetry_ack.sequence)
+            case "plan_offer":
+                self._check_word = message.plan_offer.check_word
+                self._take_offer(message.plan_offer)
+            case "rank_accepted":
+                self._accepted_count += 1
+                if self.is_joined:
+                    self.back.joined_s = time.monotonic()
+            case "welcome":
+                self._check_word = message.welcome.check_word
+                self._take_welcome(message.welcome)
+            case "heartbeat" | "drain":
+                pass
+            case kind:
+                self._findings.add(f"{kind}", f"{self.instance_id}: {message}".replace("\n", " "))
+
+    def _take_welcome(self, welcome: pb.Welcome) -> None:
+        self.back.welcomed_s = time.monotonic()
+        if welcome.acknowledged_sequence < self.acknowledged:
+            found = f"{self.instance_id}: {welcome.acknowledged_sequence} of {self.acknowledged} are stored"
+            self._findings.add("acknowledged and lost", found)
+        if welcome.acknowledged_sequence > self.sequence:
+            found = f"{self.instance_id}: {welcome.acknowledged_sequence} of {self.sequence} are stored"
+            self._findings.add("stored and never sent", found)
+        if self._epoch and welcome.epoch != self._epoch:
+            self._findings.add("epoch changed", f"{self.instance_id}: {self._epoch} to {welcome.epoch}")
+        self._epoch = welcome.epoch
+        self._acknowledge(welcome.acknowledged_sequence, is_measured=False)
+        self._is_welcome = True
+        assert self._stream is not None
+        self._resent_through = self._unacknowledged[-1][0] if self._unacknowledged else 0
+        if not self._resent_through:
+            self.back.resent_s = time.monotonic()
+        self._stream.send(
+            *(rank.joined(self.iteration) for rank in self.ranks),
+            *(batch for _, batch, _ in self._unacknowledged),
+        )
+
+    def _acknowledge(self, sequence: int, is_measured: bool = True) -> None:
+        now_s = time.perf_counter()
+        waiting = self._unacknowledged
+        while waiting and waiting[0][0] <= sequence:
+            number, _, sent_s = waiting.popleft()
+            if is_measured and number > self._resent_through:
+                self.latencies_s.append(now_s - sent_s)
+        self.acknowledged = max(self.acknowledged, sequence)
+        if not self.back.resent_s and self.acknowledged >= self._resent_through > 0:
+            self.back.resent_s = time.monotonic()
+
+    def _take_offer(self, offer: pb.PlanOffer) -> None:
+        rank = self._by_place[wire.Place(offer.rank.pipeline, offer.rank.stage)]
+        rank.check(offer, self._findings)
+        is_late = offer.start_iteration <= self.iteration and offer.version != rank.version
+        answer = pb.PlanAnswer(
+            job_id=rank.job_id,
+            rank=offer.rank,
+            epoch=offer.epoch,
+            version=offer.version,
+            accepted=not is_late,
+            refusal_reason=_PAST_START if is_late else rank_pb2.PLAN_REFUSAL_REASON_UNSPECIFIED,
+            iteration=self.iteration,
+        )
+        assert self._stream is not None
+        self._stream.send(pb.ConnectRequest(plan_answer=answer).SerializeToString())
+        if not is_late:
+            rank.pending = offer if offer.version != rank.version else None
+            if self.offered is not None:
+                self.offered(rank)
+
+
+_HEARTBEAT = pb.ConnectRequest(heartbeat=pb.Heartbeat()).SerializeToString()

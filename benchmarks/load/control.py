@@ -1,0 +1,231 @@
+"""The processes of a load, from outside: a coordinator (or the echo), the agents, who measures the lag."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_START_LIMIT_S = 120.0
+_END_LIMIT_S = 60.0
+
+LOAD_FLAGS = ("--lease-s", "60", "--profile-clocks", "2", "--guard-tolerance-percent", "1000")
+"""For jobs that are planned soon and stay so, on a busy machine too."""
+
+
+class GeneratorError(Exception):
+    """What the generator could not do."""
+
+
+def on_core(number: int) -> list[str]:
+    """What pins a command to a core, where there is another for the rest."""
+    return ["taskset", "-c", str(number)] if (os.cpu_count() or 1) > 1 else []
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile, and nan of nothing."""
+    return float(np.quantile(values, share)) if len(values) else float("nan")
+
+
+def raise_file_limit() -> None:
+    """Allow as many connections as the machine does."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class CoordinatorProcess:
+    """A coordinator that can be killed and started again: the same database, the same port.
+
+    Args:
+        database: a path, or a URL.
+        wrapper: what its command is put behind.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        database: str,
+        flags: Sequence[str] = LOAD_FLAGS,
+        *,
+        wrapper: Sequence[str] = (),
+    ) -> None:
+        self.address = "127.0.0.1:0"
+        self._folder = folder
+        self._command = [*on_core(0), *wrapper, sys.executable, "-m", "perseus.cli", "coordinator"]
+        self._command += ["--database", database, "--log-format", "json", *flags]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start_count = 0
+
+    def __enter__(self) -> "CoordinatorProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs, or ran last."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def log(self) -> Path:
+        """What it says, since it was started last."""
+        return self._folder / f"coordinator-{self._start_count}.log"
+
+    def start(self) -> float:
+        """Start it, and wait until it listens; the seconds that it took."""
+        begun_s = time.monotonic()
+        self.launch()
+        while not self.is_listening():
+            if self.poll() is not None or time.monotonic() - begun_s > _START_LIMIT_S:
+                raise RuntimeError(f"the coordinator did not start: {self.log.read_text()[-2000:]}")
+            time.sleep(0.005)
+        return time.monotonic() - begun_s
+
+    def launch(self) -> None:
+        """Start it, and wait for nothing."""
+        self._start_count += 1
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*self._command, "--listen", self.address],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def is_listening(self) -> bool:
+        """Whether it has said so."""
+        for line in self.log.read_text().splitlines():
+            with suppress(ValueError):
+                if line.startswith("{") and (entry := json.loads(line)).get("event") == "listening":
+                    self.address = str(entry["address"])
+                    return True
+        return False
+
+    def poll(self) -> int | None:
+        """Return its exit status, None while it runs."""
+        assert self._process is not None
+        return self._process.poll()
+
+    def standing(self) -> str:
+        """How it is, for people: whether it works, waits or has ended, and its last words."""
+        status = Path(f"/proc/{self.pid}/stat")
+        ticks = []
+        for _ in range(2):
+            fields = (
+                status.read_text().rpartition(")")[2].split() if status.exists() else ["ended", *12 * "0"]
+            )
+            ticks.append(int(fields[11]) + int(fields[12]))
+            time.sleep(1.0)
+        words = self.log.read_text()[-1000:]
+        return f"state {fields[0]}, {ticks[1] - ticks[0]} ticks in a second, load {os.getloadavg()}, {words}"
+
+    def wait(self, limit_s: float = _END_LIMIT_S) -> int:
+        """Wait for its end; the exit status."""
+        assert self._process is not None
+        return self._process.wait(limit_s)
+
+    def kill(self) -> float:
+        """SIGKILL; the time of the monotonic clock."""
+        assert self._process is not None
+        self._process.kill()
+        killed_s = time.monotonic()
+        self._process.wait()
+        return killed_s
+
+    def terminate(self) -> int:
+        """SIGTERM, and wait for its end; the exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        return self.wait()
+
+
+class _Child:
+    """A process that answers lines with lines."""
+
+    def __init__(self, module: str, target: str) -> None:
+        command = [*on_core(1), sys.executable, "-m", module, target]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def exchange(self, line: Any) -> Any:
+        """Say a line, and return the answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(line) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise GeneratorError(f"{self._process.args!r} has ended")
+        return json.loads(answer)
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+class Agents:
+    """The generator's process. See the methods of `benchmarks.load.generator.Generator`."""
+
+    def __init__(self, target: str) -> None:
+        self._child = _Child("benchmarks.load.generator", target)
+
+    def __enter__(self) -> "Agents":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.end()
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        """Have a command carried out. GeneratorError if it could not be."""
+        answer = self._child.exchange({"command": command, **arguments})
+        if "error" in answer:
+            raise GeneratorError(f"{command}: {answer['error']}")
+        return answer["answer"]
+
+
+class LagProbe:
+    """The process that asks for the coordinator's health all the time."""
+
+    def __init__(self, target: str) -> None:
+        self._child = _Child("benchmarks.load.lag", target)
+
+    def __enter__(self) -> "LagProbe":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.end()
+
+    def between(self, since_s: float, until_s: float) -> list[tuple[float, float | None]]:
+        """Return when each check was begun, and what it took; None where it failed."""
+        return [(begun_s, took_s) for begun_s, took_s in self._child.exchange([since_s, until_s])]
+
+
+@contextmanager
+def echo() -> Iterator[tuple[str, int]]:
+    """Run the server that only echoes; its address and process."""
+    command = [*on_core(0), sys.executable, "-m", "benchmarks.load.echo"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip(), process.pid
+    finally:
+        process.terminate()
+        process.wait(30)

@@ -1,0 +1,91 @@
+"""What becomes of a coordinator that is killed and started again: all its agents come within a second.
+
+SIGKILL under load, a start on the same database and port. Every agent tries to connect after random waits of
+at most a second, joins, and sends again what was not acknowledged. `--pipelines 1024` for one size alone.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.coordinator_load import STAGES, problems
+from benchmarks.harness import Cell, Column, Table, main
+from benchmarks.load.control import Agents, CoordinatorProcess, LagProbe, quantile, raise_file_limit
+
+PIPELINES = (256, 1024)
+
+_PLAN_LIMIT_S = 180.0
+_BACK_LIMIT_S = 180.0
+_REST_LIMIT_S = 120.0
+_FIRST_S = 1.0
+_WATCHED_S = 10.0
+"""How long the lag is watched after all are back."""
+
+
+def storm(pipeline_count: int) -> tuple[Cell, ...]:
+    """One kill and restart with so many pipelines of 4 stages; a row of the table."""
+    with tempfile.TemporaryDirectory(prefix="perseus-storm-") as name:
+        folder = Path(name)
+        with CoordinatorProcess(folder, str(folder / "jobs.db")) as coordinator:
+            coordinator.start()
+            with Agents(coordinator.address) as agents, LagProbe(coordinator.address) as lag:
+                agents.ask("add", job_id="storm", pipeline_count=pipeline_count, stage_count=STAGES)
+                agents.ask("planned", job_id="storm", limit_s=_PLAN_LIMIT_S)
+                killed_s = coordinator.kill()
+                coordinator.start()
+                listening_s = time.monotonic()
+                back = agents.ask("back", since_s=killed_s, limit_s=_BACK_LIMIT_S)
+                time.sleep(_WATCHED_S)
+                checks = lag.between(listening_s, time.monotonic())
+                agents.ask("rest", limit_s=_REST_LIMIT_S)
+                found = problems(agents, {"storm": 1})
+    down_s = listening_s - killed_s
+    first = [took_s for begun_s, took_s in checks if took_s and begun_s < listening_s + _FIRST_S]
+    later = [took_s for begun_s, took_s in checks if took_s and begun_s >= listening_s + _FIRST_S]
+    failed_count = sum(took_s is None and begun_s >= listening_s + _FIRST_S for begun_s, took_s in checks)
+    if failed_count:
+        found.append(f"{failed_count} health checks failed after the first second")
+    return (
+        pipeline_count * STAGES,
+        down_s,
+        *(back[name] - down_s for name in ("connected_s", "welcomed_s", "joined_s", "resent_s")),
+        1e3 * quantile(first, 1.0),
+        1e3 * quantile(later, 1.0),
+        "; ".join(found)[:300] or "nothing",
+    )
+
+
+def run(pipeline_counts: tuple[int, ...] = PIPELINES) -> list[Table]:
+    """One storm of each size."""
+    raise_file_limit()
+    return [
+        Table(
+            "All agents at once",
+            (
+                Column("agents"),
+                Column("killed to listening [s]", ".1f"),
+                Column("then all connected [s]", ".1f"),
+                Column("welcomed [s]", ".1f"),
+                Column("joined [s]", ".1f"),
+                Column("sent again, acknowledged [s]", ".1f"),
+                Column("slowest health check, first second [ms]", ".0f"),
+                Column("after it [ms]", ".0f"),
+                Column("lost, doubled"),
+            ),
+            tuple(storm(count) for count in pipeline_counts),
+            "One rank and connection each, 1 Hz, one job under its plan; seconds from listening on.",
+        )
+    ]
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    arguments.add_argument("--pipelines", type=int)
+    given = arguments.parse_args()
+    if given.pipelines:
+        (table,) = run((given.pipelines,))
+        for column, cell in zip(table.columns, table.rows[0], strict=True):
+            print(f"{column.name:45} {cell if isinstance(cell, str) else format(cell or 0, column.form)}")
+    else:
+        main("storm", run)

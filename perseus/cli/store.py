@@ -1,0 +1,112 @@
+"""`perseus store`: check, export and import the coordinator's database, while no coordinator runs on it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perseus import configuration
+from perseus.cli.terminal import (
+    BAD_INPUT,
+    FAILURE,
+    STORE_FAILED,
+    check_destination,
+    console,
+    fail,
+    write_whole,
+)
+from perseus.service.settings import CoordinatorSettings
+
+app = typer.Typer(help="Check, export and import the coordinator's database.", no_args_is_help=True)
+
+Config = Annotated[Path | None, typer.Option(help="TOML file with the coordinator's settings.")]
+Database = Annotated[
+    str | None,
+    typer.Option(help=configuration.describe(CoordinatorSettings, "database"), show_default=False),
+]
+
+
+@app.command()
+def check(config: Config = None, database: Database = None) -> None:
+    """Read everything, and say what is wrong: exit code 1 if anything is. Nothing is changed."""
+    check_store(_database(config, database))
+
+
+@app.command(name="export")
+def export_(
+    file: Annotated[Path, typer.Argument(help="Where to: lines of JSON.")],
+    config: Config = None,
+    database: Database = None,
+) -> None:
+    """Write the whole database into a portable file."""
+    from perseus.service.storage.archive import export_database
+
+    check_destination("FILE", file)
+    source = _database(config, database)
+    if "://" not in str(source) and not Path(source).exists():
+        fail(f"can not open the database {source}: there is no such file", FAILURE)
+    counts: list[int] = []
+
+    def write(draft: Path) -> None:
+        with draft.open("w", encoding="utf-8") as stream:
+            counts.append(export_database(source, stream))
+
+    with _failing_clearly():
+        write_whole(file, write)
+    console.print(f"exported {counts[0]} rows to {file}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command(name="import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="What `export` wrote.")],
+    config: Config = None,
+    database: Database = None,
+) -> None:
+    """Fill an empty database from such a file; of either engine."""
+    from perseus.service.storage.archive import ArchiveError, import_database
+
+    with _failing_clearly():
+        try:
+            with file.open(encoding="utf-8") as stream:
+                count = import_database(_database(config, database), stream)
+        except (ArchiveError, UnicodeDecodeError) as error:
+            fail(f"{file}: {error}", BAD_INPUT)
+    console.print(f"imported {count} rows from {file}", markup=False, highlight=False, soft_wrap=True)
+
+
+def check_store(database: Path | str) -> None:
+    """Print what is wrong with a database, and exit with 1 if anything is."""
+    from perseus.service.storage.checking import check_database
+
+    if "://" not in str(database) and not Path(database).exists():
+        fail(f"can not open the database {database}: there is no such file", FAILURE)
+    with _failing_clearly():
+        findings = check_database(database)
+    for finding in findings:
+        console.print(finding, markup=False, highlight=False, soft_wrap=True)
+    if findings:
+        raise typer.Exit(FAILURE)
+    console.print("the store is whole", highlight=False)
+
+
+def _database(config: Path | None, database: str | None) -> Path | str:
+    try:
+        return configuration.load(CoordinatorSettings, config, {"database": database}).database
+    except configuration.ConfigurationError as error:
+        fail(str(error))
+
+
+@contextmanager
+def _failing_clearly() -> Iterator[None]:
+    from perseus.service.domain.errors import StartupError, StoreFailedError
+
+    try:
+        yield
+    except StartupError as error:
+        fail(str(error), FAILURE)
+    except StoreFailedError as error:
+        fail(str(error), STORE_FAILED)
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}", FAILURE)

@@ -1,0 +1,448 @@
+"""A job's way through its states: where it stands, why, and where it goes next. Part of the state machine.
+
+`states` has the picture. The course holds all parts of the machine and lets them work together; what comes
+from outside is `machine`'s to take. Each state says what clocks the pipelines should have in it.
+"""
+
+from collections.abc import Collection, Sequence
+
+from perseus.service.domain import evidence
+from perseus.service.domain.commands import FindProfile, ReportIteration
+from perseus.service.domain.errors import JobFinishedError
+from perseus.service.domain.measured import JobIteration
+from perseus.service.domain.model import (
+    NO_VERSION,
+    STOCK,
+    EventType,
+    Gpu,
+    HoldClocks,
+    JobState,
+    PlannedClocks,
+    Rank,
+    RankState,
+    StockClocks,
+)
+from perseus.service.domain.records import ForgetIterations, IterationRows, ProfiledWork, StoredJob
+from perseus.service.domain.specification import Coordinates, JobSpec
+from perseus.service.domain.telemetry import IterationColumns
+from perseus.service.job.iterations.baseline import Baseline
+from perseus.service.job.iterations.iteration_log import IterationLog
+from perseus.service.job.iterations.timeline_memory import TimelineMemory
+from perseus.service.job.journal import Journal
+from perseus.service.job.planning.offers import OfferBoard
+from perseus.service.job.planning.planner import Planner
+from perseus.service.job.profiling.profiler import Profiler
+from perseus.service.job.profiling.work_keys import work_keys
+from perseus.service.job.progress import Progress
+from perseus.service.job.ranks.rank_table import RankTable
+from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, stages_at_stock
+from perseus.service.job.rules import Rules
+from perseus.service.job.states import NEEDS_ALL_RANKS, check_transition
+from perseus.service.job.stragglers.straggler_book import StragglerBook
+from perseus.solver import Frontier, SolverError
+
+
+class Course:
+    """The state of one run of a job, and its parts.
+
+    Attributes:
+        now_s: the time of the input that is being taken, on a clock that never goes back.
+        wall_time_s: the same on the wall clock.
+        schedule: the job's order of computations.
+        state: where the job stands.
+        state_reason: why it is there; one sentence.
+        finish_time_s: when it finished, on the wall clock; None if it has not.
+        is_profile_complete: whether what is measured is enough to plan on.
+        journal: where all parts write down what they want done.
+        ranks: who serves the job.
+        offers: what clocks its pipelines should have.
+        log: its iterations and the report.
+        timelines: the latest iteration of each pipeline.
+        baseline: what an iteration takes at stock.
+        profiler: what is measured of its stages.
+        stragglers: which pipelines are slow.
+        planner: the frontier and the plans on it.
+        progress: whether the job gets on.
+    """
+
+    def __init__(self, spec: JobSpec, rules: Rules, create_time_s: float, created_s: float) -> None:
+        """Begin where nothing is known.
+
+        Args:
+            spec: the job.
+            rules: what the operator has set.
+            create_time_s: when it was registered, on the wall clock.
+            created_s: the same on the clock that never goes back.
+        """
+        self._spec = spec
+        self.now_s, self.wall_time_s = created_s, create_time_s
+        self.schedule = spec.check()
+        self.state = JobState.WAITING
+        self.state_reason = "some ranks have not joined yet"
+        self.finish_time_s: float | None = None
+        self.is_profile_complete = False
+        counts = spec.parallelism
+        self.journal = Journal()
+        self.log = IterationLog(list(counts.all_coordinates()))
+        self.timelines = TimelineMemory(counts)
+        self.ranks = RankTable(spec, rules.lease_s, self.journal, created_s)
+        self.offers = OfferBoard(counts, self.ranks, self.journal)
+        self.baseline = Baseline(rules.baseline_iterations)
+        self.profiler = Profiler(counts, self.schedule, rules.profiling, self.journal)
+        self.stragglers = StragglerBook(self.schedule, counts, self.journal)
+        self.planner = Planner(
+            counts,
+            self.schedule,
+            spec.policy,
+            rules.guard,
+            self.ranks,
+            self.offers,
+            self.profiler,
+            self.baseline,
+            self.stragglers,
+            self.journal,
+        )
+        self.progress = Progress(
+            self.ranks,
+            self.log,
+            self.baseline,
+            self.offers,
+            self.profiler,
+            rules.profiling.iterations,
+            self.journal,
+            created_s,
+            create_time_s,
+        )
+        # The state and the frontier for which the report and the detection know the offers.
+        self._labelled: tuple[JobState, Frontier | None] | None = None
+
+    def restore(self, stored: StoredJob, now_s: float, wall_time_s: float) -> None:
+        """Take what is stored of a run, and ask again for what was asked for and is not stored."""
+        version, stall = NO_VERSION, None
+        if (record := stored.record) is not None:
+            self.state, version, stall = record.state, record.version, record.stall
+            self.state_reason, self.finish_time_s = record.state_reason, record.finish_time_s
+            self.planner.policy, self.planner.lag_s = record.policy, record.lag_s
+            self.baseline.iteration = record.baseline
+            self.is_profile_complete = record.is_profile_complete
+            self.stragglers.restore(record.stragglers)
+            self.profiler.cost, self.profiler.given_up = record.profiling_cost, record.given_up_clocks
+        self.ranks.restore(stored.ranks, now_s)
+        self.offers.restore(version, stored.offers)
+        self.profiler.profiles = stored.profiles
+        self.now_s, self.wall_time_s = now_s, wall_time_s
+        self.progress.restore(self.state, stall, now_s)
+        self.journal.sequence = stored.last_sequence
+        self.log.restore(stored.periods)
+        self.log.mark_straggler(-1, bool(self.stragglers))
+        if self.state not in (JobState.PROFILING, JobState.PLANNED):
+            self.offers.wish(range(len(self.offers)), STOCK)  # a run that was put aside had other clocks
+        self._label_versions()
+        for rows in stored.open_rows:
+            # They complete nothing, or it would have been stored as complete: the time is of no matter.
+            self.log.add(rows.rank, rows.rows, stored.create_time_s)
+        if self.is_profile_complete and self.state not in (JobState.STOCK, JobState.FINISHED):
+            self._solve()
+        if self.state is JobState.PROFILING:
+            self._find_profile()
+
+    def begin(self, now_s: float, wall_time_s: float) -> None:
+        """An input is taken at this time."""
+        self.now_s, self.wall_time_s = now_s, wall_time_s
+
+    def settle(self) -> None:
+        """An input was taken: move the state as far as what is known allows, and offer what follows."""
+        self.progress.check(self.now_s, self.wall_time_s)
+        self._advance()
+        self.offers.settle()
+        self._label_versions()
+
+    # ------------------------------------------------------------------ rank
+
+    def lose(self, ranks: Sequence[Rank], why: str) -> None:
+        """Lose ranks. The job can't go on without them, and may come back at another iteration."""
+        for rank in ranks:
+            self.offers.forget_sent(rank.coordinates)
+            self.ranks.lose(rank.coordinates, why, self.now_s)
+        if ranks:
+            self.log.restart()
+            self.stragglers.restart()
+            self.journal.store(ForgetIterations())
+            if self.state in NEEDS_ALL_RANKS:
+                self.enter(JobState.WAITING, f"{ranks[0].coordinates} is lost: {why}")
+
+    def plan_without(self, why: str) -> None:
+        """Settle on what can be: there are clocks that are no longer to be had."""
+        if len(stages_at_stock(self.ranks.usable_clocks_mhz())) == self._spec.parallelism.stage_count:
+            self._fall_back(f"no stage can have other clocks than stock: {why}")
+        elif self.state is JobState.PROFILING:
+            self.enter(JobState.PROFILING, why)
+        else:
+            self.planner.drop_frontier()
+            self.enter(JobState.SOLVING, why)
+
+    def profile_more(self, why: str) -> None:
+        """There may be more clocks to plan on than were measured."""
+        self.planner.drop_frontier()
+        self.is_profile_complete = False
+        if self.state in (JobState.PROFILING, JobState.SOLVING, JobState.PLANNED):
+            self.enter(JobState.PROFILING, why)
+
+    def check_running(self) -> None:
+        """Refuse what makes no sense once the job has ended.
+
+        Raises:
+            JobFinishedError: it has.
+        """
+        if self.state is JobState.FINISHED:
+            raise JobFinishedError(job_id=self._spec.job_id)
+
+    # ------------------------------------------------------------------ iterations
+
+    def take_iterations(self, rank: Coordinates, rows: IterationColumns) -> None:
+        """Take the iterations that a rank reports, and judge those of the whole job that they complete."""
+        self.progress.take_rows(rank, rows)
+        count = len(self.log.periods)
+        last = self.log.periods[-1] if self.log.periods else None
+        summaries, complete = self.log.add(rank, rows, self.wall_time_s)
+        for summary in summaries:
+            self.timelines.finish(summary)
+            self.journal.do(ReportIteration(summary))
+        self.journal.store(IterationRows(rank, rows, self.log.closed_through))
+        if not complete:
+            return
+        for period in self.log.periods[max(0, count - 1) :]:
+            if period != last:
+                self.journal.store(period)
+        self.offers.iteration_time_s = complete[-1].iteration_time_s
+        for iteration in complete:
+            gap_s = self.progress.silence_s(self.now_s)
+            self.progress.take_iteration(iteration, self.now_s)
+            judgement = self.stragglers.judge(iteration)
+            if judgement.has_changed:
+                self.after_straggler_change()
+            if self.state is JobState.PROFILING:
+                self._note_profiled(iteration, judgement.slowed, gap_s)
+            elif self.state is JobState.PLANNED:
+                self._watch_plans(iteration)
+        if self.state is JobState.BASELINE:
+            self.baseline.take(complete, self.offers.versions)
+
+    def _note_profiled(self, iteration: JobIteration, slowed: Collection[int], gap_s: float) -> None:
+        """Let the profiler count an iteration, unless it ran at stock because nothing is held for now.
+
+        `gap_s`: since the one before.
+        """
+        if iteration.skipped_count:
+            self.profiler.take_gap(iteration, gap_s, self.baseline.time_s)
+        self.profiler.end_gap()
+        is_as_offered = iteration.versions == self.offers.versions
+        if is_as_offered and self._held_clocks() is None:
+            return
+        baseline = self.baseline.iteration
+        assert baseline is not None
+        self.profiler.take_iteration(
+            iteration, is_as_offered, {*self.stragglers.pipelines, *slowed}, baseline
+        )
+
+    def _held_clocks(self) -> HoldClocks | None:
+        """Return the clocks that all pipelines are to hold, if they are to."""
+        clocks = self.offers[0].clocks
+        return clocks if isinstance(clocks, HoldClocks) else None
+
+    def _label_versions(self) -> None:
+        """Let the report know for what state clocks were offered, and the detection what plans promise.
+
+        Only of what has changed: the offers of some pipelines; or, for all, the state or the frontier.
+        """
+        if self.state is JobState.WAITING:
+            return
+        basis = self.state, self.planner.frontier
+        changed = self.offers.take_changed()
+        if basis != self._labelled:
+            self._labelled, changed = basis, range(len(self.offers))
+        if not changed:
+            return
+        for pipeline in changed:
+            self.log.label(pipeline, self.offers[pipeline], self.state)
+        self.planner.tell_expectations(changed)
+
+    # ------------------------------------------------------------------ states
+
+    def _advance(self) -> None:
+        """Move the state as far as what is known allows."""
+        if self.state is not JobState.FINISHED and self.ranks.are_all(RankState.FINISHED):
+            self.enter(JobState.FINISHED, "all ranks are done")
+        if self.state is JobState.WAITING and self.ranks.are_all(RankState.CONNECTED):
+            self.enter(self._state_with_all_ranks(), "all ranks are there")
+        if self.state is JobState.BASELINE and self.baseline.time_s:
+            why = f"the stock iteration takes {self.baseline.time_s:.6f} s"
+            self.enter(self._state_with_all_ranks(), why)
+        if self.state is JobState.PROFILING:
+            if self.progress.is_silent:
+                self._release_clocks()
+            else:
+                self._profile(self._held_clocks())
+        if self.state is JobState.SOLVING and self.planner.frontier is not None:
+            self.enter(JobState.PLANNED, "the frontier is solved")
+
+    def _state_with_all_ranks(self) -> JobState:
+        if not self.baseline.time_s:
+            return JobState.BASELINE
+        if not self.is_profile_complete:
+            return JobState.PROFILING
+        return JobState.SOLVING if self.planner.frontier is None else JobState.PLANNED
+
+    def enter(self, state: JobState, why: str) -> None:
+        """Enter a state, and say what clocks the pipelines should have in it."""
+        check_transition(self.state, state)
+        before, self.state, self.state_reason = self.state, state, why
+        if state is JobState.FINISHED:
+            self.finish_time_s = self.wall_time_s
+            self.planner.stop_solving()
+        self.journal.announce(
+            EventType.STATE_CHANGED,
+            f"{before.value} → {state.value}: {why}",
+            evidence.StateChanged(before, state, why),
+        )
+        self.baseline.restart()
+        self.planner.watch.restart()
+        self.progress.enter(state, self.now_s)
+        match state:
+            case JobState.PROFILING:
+                self._find_profile()
+                self._profile(held=None)
+            case JobState.PLANNED:
+                self.retarget()
+            case JobState.SOLVING:
+                self.offers.wish(range(len(self.offers)), STOCK)
+                self._solve()
+            case _:
+                self.offers.wish(range(len(self.offers)), STOCK)
+
+    def _fall_back(self, why: str) -> None:
+        if self.state not in (JobState.STOCK, JobState.FINISHED):
+            self.enter(JobState.STOCK, why)
+
+    def _profile(self, held: HoldClocks | None) -> None:
+        """Hold clocks round by round, until what is measured is enough."""
+        clocks_mhz = self.ranks.usable_clocks_mhz()
+        if not any(clocks_mhz):
+            self._fall_back("the GPUs have no clock in common")
+            return
+        following = self.profiler.next_round(held, clocks_mhz)
+        if isinstance(following, HoldClocks):
+            if following is not held:
+                self.offers.wish(range(len(self.offers)), following)
+        elif following.is_enough:
+            self.is_profile_complete = True
+            for stage, key in enumerate(self._work_keys()):
+                self.journal.store(ProfiledWork(stage, key))
+            self.enter(JobState.SOLVING, following.why)
+        else:
+            self._fall_back(following.why)
+
+    def _find_profile(self) -> None:
+        """Ask for what is known from before, as long as it can be held against the first measurements."""
+        if self.profiler.clock_count < LEAST_CLOCKS:
+            self.journal.do(FindProfile(self._work_keys()))
+
+    def _work_keys(self) -> tuple[str, ...]:
+        gpus: list[list[Gpu]] = [[] for _ in range(self._spec.parallelism.stage_count)]
+        for rank in self.ranks:
+            if rank.gpu is not None:
+                gpus[rank.coordinates.stage].append(rank.gpu)
+        return work_keys(self._spec, self.schedule, gpus)
+
+    def _release_clocks(self) -> None:
+        """Hold nothing while nobody knows what the clocks cost; the round begins anew once that is known."""
+        if self._held_clocks() is not None:
+            self.profiler.take_silence(self.progress.silence_s(self.now_s), self.baseline.time_s)
+            self.offers.wish(range(len(self.offers)), STOCK)
+
+    # ------------------------------------------------------------------ solving
+
+    def _solve(self) -> None:
+        try:
+            self.planner.solve()
+        except SolverError as error:
+            self._give_up_solving(str(error))
+
+    def take_frontier(self, frontier: Frontier) -> None:
+        """Take the frontier that was asked for."""
+        if self._has_use_for_answer():
+            self.planner.take_frontier(frontier)
+            self.retarget()
+
+    def take_failure(self, cause: str) -> None:
+        """Take note that there will be no frontier."""
+        if self._has_use_for_answer():
+            self._give_up_solving(cause)
+
+    def _has_use_for_answer(self) -> bool:
+        """Take note that there is an answer; one that is of no use any more may have to be asked for anew."""
+        is_of_use = self.planner.end_solving()
+        if not is_of_use and self.state is JobState.SOLVING:
+            self._solve()
+        return is_of_use and self.state not in (JobState.STOCK, JobState.FINISHED)
+
+    def _give_up_solving(self, cause: str) -> None:
+        self.journal.announce(EventType.SOLVE_FAILED, f"no frontier: {cause}", evidence.SolveFailed(cause))
+        self._fall_back(f"no frontier: {cause}")
+
+    # ------------------------------------------------------------------ plans
+
+    def _watch_plans(self, iteration: JobIteration) -> None:
+        verdict = self.planner.judge(iteration)
+        if verdict.withdraw is None:
+            if verdict.solve_again:
+                self._solve()
+        elif verdict.solve_again:
+            self.planner.drop_frontier(verdict.slow)
+            self.enter(JobState.SOLVING, verdict.withdraw)
+        else:
+            self._fall_back(verdict.withdraw)
+
+    def after_straggler_change(self) -> None:
+        """Other pipelines are slow than before, or by other factors."""
+        self.log.mark_straggler(self.ranks.highest_iteration() + 1, bool(self.stragglers))
+        self.retarget()
+
+    def retarget(self) -> None:
+        """Where plans are in force, let them be those for what is wanted, and waited for, now."""
+        if self.state is JobState.PLANNED:
+            self.planner.retarget()
+
+    # ------------------------------------------------------------------ checks
+
+    def validate(self) -> None:
+        """Check what must always hold between two inputs."""
+        self.ranks.validate()
+        self.offers.validate()
+        self.log.validate()
+        planner, clocks = self.planner, [offer.clocks for offer in self.offers]
+        match self.state:
+            case JobState.PROFILING:
+                assert len(set(clocks)) == 1
+                assert isinstance(clocks[0], StockClocks if self.progress.is_silent else HoldClocks)
+                assert not self.is_profile_complete
+            case JobState.PLANNED:
+                assert all(isinstance(some, PlannedClocks) for some in clocks)
+                assert planner.frontier is not None or planner.is_solving
+            case _:
+                assert all(isinstance(some, StockClocks) for some in clocks)
+        if self.state in NEEDS_ALL_RANKS:
+            assert not any(rank.state in (RankState.EXPECTED, RankState.LOST) for rank in self.ranks)
+        if self.state is JobState.WAITING:
+            assert not self.ranks.are_all(RankState.CONNECTED)
+        if self.state is JobState.SOLVING:
+            assert planner.is_solving
+        if self.state is JobState.BASELINE:
+            assert not self.baseline.time_s
+        if self.is_profile_complete:
+            assert self.profiler.clock_count >= LEAST_CLOCKS
+        if planner.frontier is not None or (planner.is_solving and not planner.is_in_vain):
+            assert self.is_profile_complete
+        planner.validate()
+        self.progress.validate()
+        self.stragglers.validate()

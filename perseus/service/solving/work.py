@@ -1,0 +1,63 @@
+"""What workers do: all that takes seconds of a processor. Runs in their processes."""
+
+from collections import OrderedDict
+
+from perseus.service.domain.commands import SlowPlan
+from perseus.solver import (
+    Frontier,
+    LagError,
+    Pipeline,
+    Plan,
+    explaining_lag_s,
+    fastest_clock_plan,
+    solve,
+    with_lag,
+)
+
+POINT_COUNT = 100
+
+KEPT_FRONTIERS = 4
+"""That a process remembers: a large one has many megabytes, and clients ask for plan after plan of one."""
+
+_frontiers: OrderedDict[int, Frontier] = OrderedDict()
+
+
+def solve_explaining(
+    problem: Pipeline, point_count: int = POINT_COUNT, slow: SlowPlan | None = None
+) -> Frontier:
+    """Solve a problem, with the lag between stages that explains a slow plan, if there is one.
+
+    Raises:
+        LagError: no lag explains the slow plan.
+        SolverError: the problem can't be solved.
+    """
+    if slow is not None:
+        problem = with_lag(problem, _lag_s(problem, slow))
+    return solve(problem, point_count=point_count)
+
+
+def plan_of(key: int, frontier: Frontier | None, iteration_time_s: float) -> Plan:
+    """Return a plan of a frontier, which comes along unless this process was given it under that key before.
+
+    Raises:
+        DeadlineError: no plan is as fast as that.
+    """
+    if frontier is None:
+        frontier = _frontiers.pop(key)
+    _frontiers[key] = frontier
+    while len(_frontiers) > KEPT_FRONTIERS:
+        _frontiers.popitem(last=False)
+    return frontier.plan(iteration_time_s)
+
+
+def _lag_s(problem: Pipeline, slow: SlowPlan) -> float:
+    stock = fastest_clock_plan(problem)
+    lag_s = explaining_lag_s(problem, slow.plan, slow.median_time_s, stock, slow.baseline_time_s)
+    if lag_s is None:
+        raise LagError(
+            f"no lag between stages explains iterations of {slow.median_time_s:.6f} s, "
+            f"{slow.baseline_time_s:.6f} s at stock",
+            median_time_s=slow.median_time_s,
+            baseline_time_s=slow.baseline_time_s,
+        )
+    return lag_s

@@ -1,0 +1,124 @@
+"""A whole database in one portable file, to keep it or to move it to another engine.
+
+Lines of JSON. The first says what the file is: `{"format": "perseus-store", "schema": "0006"}`. Then one line
+for each row, `{"table": "runs", "row": {...}}`, columns by name, tables and rows in the order of their keys.
+The last is `{"end": true, "row_count": 1234}`: a file without it was cut off.
+
+The state is moved, not copied: epoch, versions and what agents hold of it stay. Of a coordinator that goes on
+after it was exported, agents will tell the one that is begun with the file that state is lost.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from sqlalchemy import Connection, func, insert, select
+
+from perseus.service.domain.errors import StoreFailedError
+from perseus.service.storage import schema
+from perseus.service.storage.engines import connect, explain
+from perseus.service.storage.migrating import migrate
+
+_FORMAT = "perseus-store"
+_ROWS_AT_ONCE = 500
+
+
+class ArchiveError(Exception):
+    """A file is no archive, or can't be taken into this database; nothing has changed."""
+
+
+def export_database(database: Path | str, file: TextIO) -> int:
+    """Write a database that nobody uses meanwhile into a file, migrated; return how many rows.
+
+    Raises:
+        DatabaseUnavailableError: it can't be opened, or is in use.
+        StoreFailedError: it can't be read to the end.
+    """
+    opened = connect(database, is_read_only=False)
+    try:
+        with opened.connection.begin():
+            migrate(opened.connection, opened.name)
+            return _export(opened.connection, file)
+    except opened.errors as error:
+        raise StoreFailedError(database=opened.name, cause=explain(error)) from None
+    finally:
+        opened.close()
+
+
+def _export(connection: Connection, file: TextIO) -> int:
+    _write_line(file, {"format": _FORMAT, "schema": schema.HEAD})
+    count = 0
+    for table in schema.metadata.sorted_tables:
+        rows = connection.execute(select(table).order_by(*table.primary_key.columns))
+        for row in rows.mappings():
+            _write_line(file, {"table": table.name, "row": dict(row)})
+            count += 1
+    _write_line(file, {"end": True, "row_count": count})
+    return count
+
+
+def import_database(database: Path | str, file: TextIO) -> int:
+    """Fill an empty database from a file; return how many rows.
+
+    Raises:
+        ArchiveError: the file is no archive, damaged or of another schema, or the database is not empty.
+        DatabaseUnavailableError: it can't be opened or made, or is in use.
+        StoreFailedError: it can't be written to the end.
+    """
+    opened = connect(database)
+    try:
+        with opened.connection.begin():
+            migrate(opened.connection, opened.name)
+            for table in schema.metadata.sorted_tables:
+                if opened.connection.scalar(select(func.count()).select_from(table)):
+                    raise ArchiveError(f"{opened.name}: expected an empty database, found {table.name}")
+            return _import(opened.connection, file)
+    except opened.errors as error:
+        raise StoreFailedError(database=opened.name, cause=explain(error)) from None
+    finally:
+        opened.close()
+
+
+def _import(connection: Connection, file: TextIO) -> int:
+    lines = _lines(file)
+    number, first = next(lines, (1, {}))
+    if first.get("format") != _FORMAT:
+        raise ArchiveError(f"line {number}: expected the first line of an exported store")
+    if first.get("schema") != schema.HEAD:
+        raise ArchiveError(
+            f"line {number}: expected schema {schema.HEAD}, found {first.get('schema')}: "
+            "export it with this release"
+        )
+    rows: list[dict[str, Any]] = []
+    name, count = "", 0
+    for number, line in lines:
+        is_end = line.get("end") is True
+        if name and (is_end or line.get("table") != name or len(rows) >= _ROWS_AT_ONCE):
+            connection.execute(insert(schema.metadata.tables[name]), rows)
+            count, rows = count + len(rows), []
+        if is_end:
+            if line.get("row_count") != count:
+                raise ArchiveError(f"line {number}: expected {line.get('row_count')} rows, found {count}")
+            return count
+        name, row = line.get("table", ""), line.get("row")
+        table = schema.metadata.tables.get(name)
+        if table is None or not isinstance(row, dict) or row.keys() != set(table.c.keys()):
+            raise ArchiveError(f"line {number}: expected a row of one of the tables, found another line")
+        rows.append(row)
+    raise ArchiveError("expected an end line, found the end of the file: it was cut off")
+
+
+def _lines(file: TextIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, text in enumerate(file, 1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise ArchiveError(f"line {number}: expected JSON, found: {error}") from None
+        if not isinstance(line, dict):
+            raise ArchiveError(f"line {number}: expected an object, found {type(line).__name__}")
+        yield number, line
+
+
+def _write_line(file: TextIO, line: dict[str, Any]) -> None:
+    file.write(json.dumps(line, allow_nan=False) + "\n")

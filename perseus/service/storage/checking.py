@@ -1,0 +1,156 @@
+"""Whether a database is whole: the engine's own check, every value read back, and what must always hold."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from sqlalchemy import Connection, exists, func, select
+
+from perseus.service.domain.errors import CoordinatorError, StoreFailedError
+from perseus.service.domain.model import EventType
+from perseus.service.domain.records import StoredJob, UnreadableJob
+from perseus.service.storage import codecs, reading, schema
+from perseus.service.storage.engines import connect, explain
+from perseus.service.storage.migrating import schema_of
+from perseus.solver import SolverError
+
+_MOST_EVENTS = 20
+"""Events that are named one by one."""
+
+
+def check_database(database: Path | str) -> list[str]:
+    """Return what is wrong with a database that nobody uses meanwhile, one line each; nothing is changed.
+
+    Raises:
+        DatabaseUnavailableError: it can't be opened, or is in use.
+        StoreFailedError: it can't be read to the end.
+    """
+    opened = connect(database, is_read_only=True)
+    try:
+        with opened.connection.begin():
+            return list(_findings(opened.connection))
+    except opened.errors as error:
+        raise StoreFailedError(database=opened.name, cause=explain(error)) from None
+    finally:
+        opened.close()
+
+
+def _findings(connection: Connection) -> Iterator[str]:
+    try:
+        found = schema_of(connection)
+    except ValueError as error:
+        yield str(error)
+        return
+    if found != schema.HEAD:
+        what = found or "an empty database"
+        yield f"schema: expected {schema.HEAD}, found {what}; a coordinator migrates it"
+        return
+    yield from _engine_findings(connection)
+    yield from _state_findings(connection)
+    yield from _orphans(connection)
+    runs = schema.runs.c
+    keys = connection.execute(
+        select(runs.job_id, runs.run_number).order_by(runs.job_id, runs.run_number)
+    ).all()
+    versions: dict[str, int] = {}
+    for job_id, run_number in keys:
+        name = f"job {job_id!r}, run {run_number}"
+        job = reading.load_run(connection, job_id, run_number)
+        if isinstance(job, UnreadableJob):
+            yield f"{name}: can't be read: {job.cause}"
+        elif job is not None:
+            yield from (f"{name}: {finding}" for finding in _run_findings(job))
+            version = job.record.version if job.record else 0
+            least = versions.get(job_id, 0)
+            if version < least:
+                yield f"{name}: expected a version of {least} or more, as of the run before, found {version}"
+            versions[job_id] = max(version, least)
+    yield from _event_findings(connection)
+
+
+def _engine_findings(connection: Connection) -> Iterator[str]:
+    if connection.dialect.name != "sqlite":
+        return  # PostgreSQL checks its pages as they are read, and they are all read here.
+    for (line,) in connection.exec_driver_sql("PRAGMA integrity_check"):
+        if line != "ok":
+            yield f"SQLite: {line}"
+
+
+def _state_findings(connection: Connection) -> Iterator[str]:
+    rows = connection.execute(select(schema.coordinator)).all()
+    if len(rows) != 1:
+        yield f"coordinator: expected one row, found {len(rows)}"
+        return
+    table = schema.generations.c
+    before = 0
+    for number, first_commit in connection.execute(
+        select(table.number, table.first_commit).order_by(table.number)
+    ):
+        if not before <= first_commit <= rows[0].commit_number:
+            yield (
+                f"generation {number}: expected its first commit from {before} to {rows[0].commit_number}, "
+                f"found {first_commit}"
+            )
+        before = first_commit
+    sequences = schema.telemetry.c
+    for instance_id, sequence in connection.execute(
+        select(sequences.instance_id, sequences.sequence).where(sequences.sequence < 1)
+    ):
+        yield f"agent {instance_id!r}: expected a telemetry sequence of 1 or more, found {sequence}"
+
+
+def _orphans(connection: Connection) -> Iterator[str]:
+    runs = schema.runs.c
+    for table in schema.OF_RUNS:
+        if table is schema.runs:
+            continue
+        has_run = exists().where(runs.job_id == table.c.job_id, runs.run_number == table.c.run_number)
+        if count := connection.scalar(select(func.count()).select_from(table).where(~has_run)):
+            yield f"{table.name}: {count} rows are of no run"
+
+
+def _run_findings(job: StoredJob) -> Iterator[str]:
+    counts = job.spec.parallelism
+    try:
+        job.spec.check()
+    except (CoordinatorError, SolverError) as error:
+        yield f"specification: {error}"
+    version = job.record.version if job.record else 0
+    for rank in job.ranks:
+        try:
+            job.spec.check_rank(rank.coordinates)
+        except CoordinatorError as error:
+            yield str(error)
+        highest = max(rank.offered_version, rank.in_force_version)
+        if highest > version:
+            yield f"{rank.coordinates}: expected versions up to {version}, found {highest}"
+    for record in job.offers:
+        if not 0 <= record.pipeline < counts.pipeline_count:
+            yield f"offers: expected pipelines below {counts.pipeline_count}, found {record.pipeline}"
+        if len(record.offer.stage_versions) != counts.stage_count:
+            yield (
+                f"pipeline {record.pipeline}: expected versions of {counts.stage_count} stages, "
+                f"found {len(record.offer.stage_versions)}"
+            )
+        elif record.offer.version > version:
+            found = record.offer.version
+            yield f"pipeline {record.pipeline}: expected versions up to {version}, found {found}"
+    numbers = [period.number for period in job.periods]
+    if numbers != list(range(len(numbers))):
+        yield f"report: expected periods 0 to {len(numbers) - 1}, found {numbers}"
+
+
+def _event_findings(connection: Connection) -> Iterator[str]:
+    events = schema.events.c
+    count = 0
+    for row in connection.execute(
+        select(events.job_id, events.run_number, events.sequence, events.type, events.evidence)
+    ):
+        try:
+            codecs.load_evidence(EventType(row.type), row.evidence)
+        except (ValueError, LookupError, TypeError) as error:
+            count += 1
+            if count <= _MOST_EVENTS:
+                cause = " ".join(str(error).split())
+                yield f"job {row.job_id!r}, run {row.run_number}: event {row.sequence} can't be read: {cause}"
+    if count > _MOST_EVENTS:
+        yield f"{count - _MOST_EVENTS} more events can't be read"

@@ -1,0 +1,173 @@
+"""Values to columns and back: JSON for what is only read whole.
+
+Nothing is stored that can't be read back: a number that is not finite, or beyond 64 bits, is refused by name.
+Only evidence may hold infinities, as it always could.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from pydantic import TypeAdapter
+
+from perseus.service.domain.evidence import EVIDENCE, Evidence
+from perseus.service.domain.measured import Period, StageKey
+from perseus.service.domain.model import (
+    Clocks,
+    EventType,
+    HoldClocks,
+    PlannedClocks,
+    Rank,
+    StockClocks,
+)
+from perseus.service.domain.records import JobRecord
+from perseus.service.domain.specification import JobSpec, Registration
+from perseus.solver import Measurement
+
+T = TypeVar("T")
+
+_MAX_INTEGER = 2**63 - 1
+
+
+class UnstorableError(ValueError):
+    """A value that could not be read back; the text names its field."""
+
+
+class Json(Generic[T]):
+    """Values of one type as JSON text; `name` is for errors."""
+
+    def __init__(self, name: str, kind: Any, *, may_be_infinite: bool = False) -> None:
+        # In a tuple, because only then pydantic can be told to write infinities as such and not as null.
+        self._adapter: TypeAdapter[tuple[T]] = TypeAdapter(
+            tuple[kind],  # type: ignore[valid-type]
+            config={"ser_json_inf_nan": "constants"},
+        )
+        self._name = name
+        self._may_be_infinite = may_be_infinite
+
+    def dump(self, value: T) -> str:
+        """Return the text.
+
+        Raises:
+            UnstorableError: a number is not finite.
+        """
+        text = self._adapter.dump_json((value,))[1:-1].decode()
+        # Looked for in the text first, since that costs next to nothing; names may hold these words, too.
+        if not self._may_be_infinite and ("Infinity" in text or "NaN" in text):
+            self._refuse_constants(text)
+        return text
+
+    def load(self, text: str) -> T:
+        """Return the value; ValueError if the text is not of it."""
+        return self._adapter.validate_json(f"[{text}]")[0]
+
+    def _refuse_constants(self, text: str) -> None:
+        found = next(_constants(json.loads(text), self._name), None)
+        if found is not None:
+            path, number = found
+            raise UnstorableError(f"{path}: expected a finite number, found {number}")
+
+
+def _constants(value: object, path: str) -> Iterator[tuple[str, float]]:
+    """Yield the paths of the numbers that are not finite."""
+    match value:
+        case float() if not math.isfinite(value):
+            yield path, value
+        case dict():
+            for name, part in value.items():
+                yield from _constants(part, f"{path}.{name}")
+        case list():
+            for index, part in enumerate(value):
+                yield from _constants(part, f"{path}[{index}]")
+
+
+def integer(field: str, value: int) -> int:
+    """Return a number, if a column holds it.
+
+    Raises:
+        UnstorableError: it is beyond 64 bits.
+    """
+    if not -_MAX_INTEGER <= value <= _MAX_INTEGER:
+        raise UnstorableError(f"{field}: expected a number of 64 bits, found {value}")
+    return value
+
+
+def figure(field: str, value: float) -> float:
+    """Return a figure, if it is finite.
+
+    Raises:
+        UnstorableError: it is not.
+    """
+    if not math.isfinite(value):
+        raise UnstorableError(f"{field}: expected a finite number, found {value}")
+    return value
+
+
+def figures(field: str, values: Sequence[float]) -> Sequence[float]:
+    """Return a column, if all in it are finite.
+
+    Raises:
+        UnstorableError: one is not.
+    """
+    if not all(map(math.isfinite, values)):
+        row = next(row for row, value in enumerate(values) if not math.isfinite(value))
+        raise UnstorableError(f"{field}[{row}]: expected a finite number, found {values[row]}")
+    return values
+
+
+def text(value: str) -> str:
+    """Return a text without the one character that not every engine stores."""
+    return value.replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+SPEC: Json[JobSpec] = Json("spec", JobSpec)
+REGISTRATIONS: Json[tuple[Registration, ...]] = Json("registrations", tuple[Registration, ...])
+RECORD: Json[JobRecord] = Json("record", JobRecord)
+RANK: Json[Rank] = Json("rank", Rank)
+PERIOD: Json[Period] = Json("period", Period)
+STAGE_VERSIONS: Json[tuple[int, ...]] = Json("offer.stage_versions", tuple[int, ...])
+MEASUREMENTS: Json[list[tuple[StageKey, Measurement]]] = Json(
+    "profile.measurements", list[tuple[StageKey, Measurement]]
+)
+_EVIDENCE: dict[type, Json[Any]] = {
+    kind: Json(kind.__name__, kind, may_be_infinite=True) for kind in set(EVIDENCE.values())
+}
+_CLOCKS: dict[str, Json[Any]] = {
+    "stock": Json("offer.clocks", StockClocks),
+    "hold": Json("offer.clocks", HoldClocks),
+    "plan": Json("offer.clocks", PlannedClocks),
+}
+_CLOCKS_TYPE: dict[type, str] = {StockClocks: "stock", HoldClocks: "hold", PlannedClocks: "plan"}
+
+
+def dump_clocks(clocks: Clocks) -> tuple[str, str, str]:
+    """Return clocks' digest, type and text."""
+    kind = _CLOCKS_TYPE[type(clocks)]
+    content = _CLOCKS[kind].dump(clocks)
+    return clocks_digest(kind, content), kind, content
+
+
+def clocks_digest(kind: str, content: str) -> str:
+    """Return what clocks of a type and text are found by."""
+    return hashlib.blake2b(f"{kind}\n{content}".encode(), digest_size=16).hexdigest()
+
+
+def load_clocks(kind: str, content: str) -> Clocks:
+    """Return clocks; ValueError or KeyError if they can't be read."""
+    clocks: Clocks = _CLOCKS[kind].load(content)
+    return clocks
+
+
+def dump_evidence(evidence: Evidence | None) -> str | None:
+    """Return an event's evidence as text."""
+    return None if evidence is None else _EVIDENCE[type(evidence)].dump(evidence)
+
+
+def load_evidence(kind: EventType, content: str | None) -> Evidence | None:
+    """Return the evidence of an event of a type; ValueError or KeyError if it can't be read."""
+    if content is None:
+        return None
+    evidence: Evidence = _EVIDENCE[EVIDENCE[kind]].load(content)
+    return evidence

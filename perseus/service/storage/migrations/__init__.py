@@ -1,0 +1,1 @@
+"""How each schema becomes the next; run by `migrating`."""

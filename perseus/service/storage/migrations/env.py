@@ -1,0 +1,6 @@
+"""Alembic's way in: the connection and its transaction are the store's."""
+
+from alembic import context
+
+context.configure(connection=context.config.attributes["connection"])
+context.run_migrations()

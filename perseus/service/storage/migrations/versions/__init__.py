@@ -1,0 +1,1 @@
+"""One module for each schema: how it comes from the one before."""

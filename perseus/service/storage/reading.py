@@ -1,0 +1,255 @@
+"""What is read back: whole runs, profiles by their work, events by pages.
+
+A run that can't be read doesn't keep others from being read: it is told of as such.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, Table, func, select, text
+
+from perseus.service.domain.errors import cut
+from perseus.service.domain.events import EventFilter, Happening, JobEvent
+from perseus.service.domain.measured import KnownProfile, StageProfile
+from perseus.service.domain.model import EventType, PipelineOffer
+from perseus.service.domain.records import IterationRows, OfferRecord, Registrations, StoredJob, UnreadableJob
+from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.telemetry import IterationColumns
+from perseus.service.storage import codecs, schema
+
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What reading a stored value may raise, whatever it is (pydantic's errors are ValueErrors)."""
+
+_NOT_ARCHIVED = schema.runs.c.is_archived == 0
+
+
+def load_jobs(connection: Connection) -> list[StoredJob | UnreadableJob]:
+    """Return the latest run of every job, unless it is archived."""
+    runs = schema.runs.c
+    latest = (
+        select(runs.job_id, func.max(runs.run_number).label("run_number")).group_by(runs.job_id).subquery()
+    )
+    found = connection.execute(
+        select(runs.job_id, runs.run_number)
+        .join(latest, (runs.job_id == latest.c.job_id) & (runs.run_number == latest.c.run_number))
+        .where(_NOT_ARCHIVED)
+        .order_by(runs.job_id)
+    ).all()
+    return [job for run in found if (job := load_run(connection, *run)) is not None]
+
+
+def load_run(connection: Connection, job_id: str, run_number: int) -> StoredJob | UnreadableJob | None:
+    """Return a run, if there is such a one."""
+    try:
+        return _load_run(connection, job_id, run_number)
+    except _UNREADABLE as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        return UnreadableJob(job_id, run_number, cut(cause))
+
+
+def _load_run(connection: Connection, job_id: str, run_number: int) -> StoredJob | None:
+    def rows(table: Table, *order: str) -> Sequence[Row[Any]]:
+        return connection.execute(
+            select(table)
+            .where(table.c.job_id == job_id, table.c.run_number == run_number)
+            .order_by(*(table.c[name] for name in order))
+        ).all()
+
+    runs = rows(schema.runs)
+    if not runs:
+        return None
+    (run,) = runs
+    plans = {row.digest: codecs.load_clocks(row.clocks_type, row.clocks) for row in rows(schema.plans)}
+    last_sequence = connection.scalar(
+        select(func.coalesce(func.max(schema.events.c.sequence), 0)).where(
+            schema.events.c.job_id == job_id, schema.events.c.run_number == run_number
+        )
+    )
+    return StoredJob(
+        spec=codecs.SPEC.load(run.spec),
+        run_number=run_number,
+        create_time_s=run.create_time_s,
+        registrations=Registrations(codecs.REGISTRATIONS.load(run.registrations)),
+        record=codecs.RECORD.load(run.record) if run.record else None,
+        ranks=tuple(codecs.RANK.load(row.rank) for row in rows(schema.ranks, "pipeline", "stage", "tensor")),
+        offers=tuple(
+            OfferRecord(
+                row.pipeline,
+                PipelineOffer(
+                    codecs.STAGE_VERSIONS.load(row.stage_versions),
+                    row.start_iteration,
+                    plans[row.plan_digest],
+                ),
+            )
+            for row in rows(schema.offers, "pipeline")
+        ),
+        profiles=tuple(_profile(row.stage, row) for row in rows(schema.profiles, "stage", "clock_mhz")),
+        periods=tuple(codecs.PERIOD.load(row.period) for row in rows(schema.periods, "number")),
+        open_rows=tuple(
+            map(_iteration, rows(schema.open_iterations, "iteration", "pipeline", "stage", "tensor"))
+        ),
+        last_sequence=int(last_sequence or 0),
+    )
+
+
+def run_numbers(connection: Connection, job_id: str) -> list[int]:
+    """Return the numbers of a job's runs, the latest first."""
+    runs = schema.runs.c
+    found = connection.scalars(
+        select(runs.run_number).where(runs.job_id == job_id).order_by(runs.run_number.desc())
+    )
+    return list(found)
+
+
+def known_requests(connection: Connection, job_id: str | None = None) -> Mapping[str, Mapping[str, int]]:
+    """Return the run that each request has led to, of one job or of all whose latest run is not archived.
+
+    What can't be read is left out: its run can't be read either.
+    """
+    runs = schema.runs.c
+    query = select(runs.job_id, runs.run_number, runs.registrations).order_by(runs.run_number)
+    if job_id is not None:
+        query = query.where(runs.job_id == job_id)
+    else:
+        live = schema.runs.alias()
+        query = query.where(runs.job_id.in_(select(live.c.job_id).where(live.c.is_archived == 0)))
+    known: dict[str, dict[str, int]] = {}
+    for name, run_number, content in connection.execute(query):
+        try:
+            registrations = codecs.REGISTRATIONS.load(content)
+        except _UNREADABLE:
+            continue
+        for registration in registrations:
+            known.setdefault(name, {})[registration.request_id] = run_number
+    return known
+
+
+def known_profiles(connection: Connection, keys: Sequence[str]) -> list[KnownProfile]:
+    """Return what is profiled of the work under each stage's key, stage 0 first, by the youngest run."""
+    work, runs, profiles = schema.profiled_work.c, schema.runs.c, schema.profiles
+    found = []
+    for stage, key in enumerate(keys):
+        source = connection.execute(
+            select(work.job_id, work.run_number, work.stage)
+            .join(schema.runs, (work.job_id == runs.job_id) & (work.run_number == runs.run_number))
+            .where(work.work_key == key)
+            .order_by(runs.create_time_s.desc(), runs.run_number.desc())
+            .limit(1)
+        ).first()
+        if source is None:
+            continue
+        job_id, run_number, source_stage = source
+        rows = connection.execute(
+            select(profiles)
+            .where(
+                profiles.c.job_id == job_id,
+                profiles.c.run_number == run_number,
+                profiles.c.stage == source_stage,
+            )
+            .order_by(profiles.c.clock_mhz)
+        )
+        try:
+            measured = tuple(_profile(stage, row) for row in rows)
+        except _UNREADABLE:
+            continue  # Measured anew: nothing is lost but time.
+        found.append(KnownProfile(stage, measured, job_id, run_number))
+    return found
+
+
+def events(
+    connection: Connection,
+    job_id: str,
+    run_number: int,
+    after_sequence: int,
+    limit: int,
+    wanted: EventFilter,
+) -> list[JobEvent]:
+    """Return a run's first `limit` events above a sequence that are wanted, in their order.
+
+    An event whose evidence can't be read comes without it.
+    """
+    is_sqlite = connection.dialect.name == "sqlite"
+    statement, values = events_query(
+        job_id, run_number, after_sequence, limit, wanted, has_index_hints=is_sqlite
+    )
+    return [
+        JobEvent(job_id, run_number, time_s, happening(sequence, EventType(kind), message, evidence))
+        for sequence, time_s, kind, message, evidence in connection.execute(text(statement), values)
+    ]
+
+
+def happening(sequence: int, kind: EventType, message: str, content: str | None) -> Happening:
+    """Return an event as it was; without evidence if that can't be read."""
+    try:
+        evidence = codecs.load_evidence(kind, content)
+    except _UNREADABLE:
+        evidence = None
+    return Happening(sequence, kind, message, evidence)
+
+
+def events_query(
+    job_id: str,
+    run_number: int,
+    after_sequence: int,
+    limit: int,
+    wanted: EventFilter,
+    *,
+    has_index_hints: bool,
+) -> tuple[str, dict[str, object]]:
+    """Return the query for a page of a run's events, and its values.
+
+    However many events there are, it reads little more than the page: along the primary key, or along the
+    index of each type, these merged. The wall clock may be set back, so times need not follow the sequence:
+    bounds on time become bounds on the sequence, along an index of their own, and are tested for each event.
+    SQLite has to be told which index is meant.
+    """
+
+    def along(index: str) -> str:
+        return f"events INDEXED BY {index}" if has_index_hints else "events"
+
+    run = "job_id = :job_id AND run_number = :run_number"
+    values: dict[str, object] = {
+        "job_id": job_id,
+        "run_number": run_number,
+        "after": after_sequence,
+        "limit": limit,
+    }
+    conditions = f"{run} AND sequence > :after"
+    if wanted.start_time_s is not None:
+        values["start_s"] = wanted.start_time_s
+        conditions += (
+            " AND create_time_s >= :start_s AND sequence >= (SELECT min(sequence) "
+            f"FROM {along('events_by_time')} WHERE {run} AND create_time_s >= :start_s)"
+        )
+    if wanted.end_time_s is not None:
+        values["end_s"] = wanted.end_time_s
+        conditions += (
+            " AND create_time_s < :end_s AND sequence <= (SELECT max(sequence) "
+            f"FROM {along('events_by_time')} WHERE {run} AND create_time_s < :end_s)"
+        )
+    columns = "sequence, create_time_s, type, message, evidence"
+    if not wanted.types:
+        query = f"SELECT {columns} FROM events WHERE {conditions}"
+    else:
+        kinds = {f"type_{number}": kind.value for number, kind in enumerate(wanted.types)}
+        values |= kinds
+        of_type = f"SELECT {columns} FROM {along('events_by_type')} WHERE {conditions} AND type ="
+        query = " UNION ALL ".join(f"{of_type} :{name}" for name in kinds)
+    return f"{query} ORDER BY sequence LIMIT :limit", values
+
+
+def _profile(stage: int, row: Row[Any]) -> StageProfile:
+    by_key = dict(codecs.MEASUREMENTS.load(row.measurements))
+    return StageProfile(stage, row.clock_mhz, by_key, row.blocking_power_w, row.blocking_power_se_w)
+
+
+def _iteration(row: Row[Any]) -> IterationRows:
+    columns = IterationColumns(
+        [row.iteration],
+        [row.plan_version],
+        [row.duration_s],
+        [row.energy_j],
+        [bool(row.is_regular)],
+        [0],  # they matter when they come, and are not stored
+    )
+    return IterationRows(Coordinates(row.pipeline, row.stage, row.tensor), columns, closed_through=-1)

@@ -1,0 +1,171 @@
+"""The tables, for every engine. A change here needs a migration in `migrations/versions`.
+
+Values are kept as JSON text beside the keys that they are looked up by. No foreign keys: all rows of a
+run are written and deleted by the same few statements, and `checking` finds what points nowhere.
+"""
+
+from typing import Any
+
+from sqlalchemy import (
+    REAL,
+    BigInteger,
+    Column,
+    Double,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+)
+from sqlalchemy.types import TypeEngine
+
+HEAD = "0006"
+"""The latest migration: what this schema is."""
+
+# Ordered by bytes wherever it is, as SQLite orders all texts.
+_KEY = Text().with_variant(Text(collation="C"), "postgresql")
+_NUMBER = BigInteger().with_variant(Integer(), "sqlite")
+_FIGURE: TypeEngine[float] = Double().with_variant(REAL(), "sqlite")
+
+metadata = MetaData()
+
+
+def _table(name: str, *parts: Column[Any] | Index) -> Table:
+    return Table(name, metadata, *parts, sqlite_with_rowid=False)
+
+
+def _run_columns() -> tuple[Column[Any], Column[Any]]:
+    return Column("job_id", _KEY, primary_key=True), Column("run_number", _NUMBER, primary_key=True)
+
+
+def _number(name: str, *, primary_key: bool = False) -> Column[Any]:
+    return Column(name, _NUMBER, primary_key=primary_key, nullable=False, autoincrement=False)
+
+
+def _text(name: str, *, nullable: bool = False) -> Column[Any]:
+    return Column(name, Text(), nullable=nullable)
+
+
+def _figure(name: str, *, nullable: bool = False) -> Column[Any]:
+    return Column(name, _FIGURE, nullable=nullable)
+
+
+# One row. `commit_number` counts group commits; `secret` makes the check words (`check_words`), and
+# `deleted_version` is the highest version of clocks that a deleted job has used.
+coordinator = _table(
+    "coordinator",
+    Column("epoch", _KEY, primary_key=True),
+    _number("deleted_version"),
+    _text("secret"),
+    _number("commit_number"),
+)
+
+# Every start of a coordinator on this database, the latest ones: `token` is random, `first_commit` the number
+# of commits before it.
+generations = _table(
+    "generations", _number("number", primary_key=True), _text("token"), _number("first_commit")
+)
+
+# `version` and `finish_time_s` repeat what is in the record. An archived run has its report and little else.
+runs = _table(
+    "runs",
+    *_run_columns(),
+    _figure("create_time_s"),
+    _text("spec"),
+    _text("registrations"),
+    _text("record", nullable=True),
+    _number("version"),
+    _figure("finish_time_s", nullable=True),
+    _number("is_archived"),
+    Index("runs_by_finish", "is_archived", "finish_time_s"),
+)
+
+ranks = _table(
+    "ranks",
+    *_run_columns(),
+    _number("pipeline", primary_key=True),
+    _number("stage", primary_key=True),
+    _number("tensor", primary_key=True),
+    _text("rank"),
+)
+
+# Clocks that pipelines are offered, each once however many pipelines have them.
+plans = _table(
+    "plans",
+    *_run_columns(),
+    Column("digest", _KEY, primary_key=True),
+    _text("clocks_type"),
+    _text("clocks"),
+)
+
+offers = _table(
+    "offers",
+    *_run_columns(),
+    _number("pipeline", primary_key=True),
+    _text("stage_versions"),
+    _number("start_iteration"),
+    Column("plan_digest", _KEY, nullable=False),
+)
+
+profiles = _table(
+    "profiles",
+    *_run_columns(),
+    _number("stage", primary_key=True),
+    _number("clock_mhz", primary_key=True),
+    _text("measurements"),
+    _figure("blocking_power_w", nullable=True),
+    _figure("blocking_power_se_w"),
+)
+
+profiled_work = _table(
+    "profiled_work",
+    *_run_columns(),
+    _number("stage", primary_key=True),
+    Column("work_key", _KEY, nullable=False),
+    Index("profiled_work_by_key", "work_key"),
+)
+
+periods = _table("periods", *_run_columns(), _number("number", primary_key=True), _text("period"))
+
+open_iterations = _table(
+    "open_iterations",
+    *_run_columns(),
+    _number("iteration", primary_key=True),
+    _number("pipeline", primary_key=True),
+    _number("stage", primary_key=True),
+    _number("tensor", primary_key=True),
+    _number("plan_version"),
+    _figure("duration_s"),
+    _figure("energy_j"),
+    _number("is_regular"),
+)
+
+events = _table(
+    "events",
+    *_run_columns(),
+    _number("sequence", primary_key=True),
+    _figure("create_time_s"),
+    Column("type", _KEY, nullable=False),
+    _text("message"),
+    _text("evidence", nullable=True),
+    Index("events_by_type", "job_id", "run_number", "type", "sequence"),
+    Index("events_by_time", "job_id", "run_number", "create_time_s"),
+)
+
+# `write_time_s`: when it was written last, on the wall clock.
+telemetry = _table(
+    "telemetry", Column("instance_id", _KEY, primary_key=True), _number("sequence"), _figure("write_time_s")
+)
+
+OF_RUNS = (
+    runs,
+    ranks,
+    offers,
+    plans,
+    profiles,
+    profiled_work,
+    periods,
+    open_iterations,
+    events,
+)
+"""What is deleted with a job."""

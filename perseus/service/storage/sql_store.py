@@ -1,0 +1,217 @@
+"""The store in a SQL database, of either engine: one connection, one thread of its own.
+
+`engines` opens it, `migrating` brings it to the present schema, `writing`, `reading`, `pruning` use it.
+Everything is done in the one thread, one thing after another, and each in one transaction.
+"""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
+from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
+from perseus.service.domain.measured import KnownProfile
+from perseus.service.domain.records import StoredJob, UnreadableJob
+from perseus.service.domain.retention import Retention
+from perseus.service.storage import reading, schema
+from perseus.service.storage.check_words import GENERATIONS_KEPT, Generation, History
+from perseus.service.storage.engines import Opened, connect, explain
+from perseus.service.storage.migrating import migrate
+from perseus.service.storage.pruning import Pruner
+from perseus.service.storage.store import Entry, JobStore, Pruned
+from perseus.service.storage.writing import GroupWriter
+
+T = TypeVar("T")
+
+
+class SqlStore(JobStore):
+    """Jobs in a SQL database."""
+
+    def __init__(self, opened: Opened, thread: ThreadPoolExecutor, clock: Callable[[], float]) -> None:
+        """To be called in the thread."""
+        self._opened = opened
+        self._thread = thread
+        self._connection = opened.connection
+        with self._connection.begin():
+            migrate(self._connection, opened.name)
+            self._commit_number = _create_state(self._connection)
+            self._history = _begin_generation(self._connection, self._commit_number)
+        self._word = self._history.word(self._commit_number)
+        self._writer = GroupWriter(self._connection, clock)
+        self._pruner = Pruner(self._connection)
+
+    @classmethod
+    async def open(cls, database: Path | str, *, clock: Callable[[], float] = time.time) -> "SqlStore":
+        """Open a database, make it if it is not there, and migrate it if it is of an older schema.
+
+        Args:
+            database: the path of a SQLite file, or postgresql://….
+            clock: the wall clock.
+
+        Raises:
+            DatabaseUnavailableError: it is no database of ours, in use, or newer, or can not be made.
+        """
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+
+        def open_here() -> SqlStore:
+            opened = connect(database)
+            try:
+                return cls(opened, thread, clock)
+            except opened.errors as error:
+                opened.close()
+                raise DatabaseUnavailableError(database=opened.name, cause=explain(error)) from None
+            except BaseException:
+                opened.close()
+                raise
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, open_here)
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+
+    # ------------------------------------------------------------------ the state itself
+
+    async def epoch(self) -> str:
+        """See JobStore."""
+        return self._history.epoch
+
+    async def renew_epoch(self) -> str:
+        """See JobStore."""
+        return await self._run(self._renew_epoch)
+
+    @property
+    def check_word(self) -> str:
+        """See JobStore."""
+        return self._word
+
+    def has_lost(self, check_word: str) -> bool:
+        """See JobStore."""
+        return self._history.is_behind(check_word, self._commit_number)
+
+    async def deleted_version(self) -> int:
+        """See JobStore."""
+        column = schema.coordinator.c.deleted_version
+        return int(await self._run(lambda: self._connection.scalar(select(column)) or 0))
+
+    def _renew_epoch(self) -> str:
+        epoch = uuid.uuid4().hex
+        self._connection.execute(update(schema.coordinator).values(epoch=epoch))
+        self._history = History(epoch, self._history.secret, self._history.generations)
+        self._word = self._history.word(self._commit_number)
+        return epoch
+
+    # ------------------------------------------------------------------ writing
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        """See JobStore."""
+        number = self._commit_number + 1
+        await self._run(partial(self._writer.write, entries, number))
+        self._commit_number = number
+        self._word = self._history.word(number)
+
+    async def prune(self, retention: Retention, now_s: float) -> Pruned:
+        """See JobStore."""
+        return await self._run(partial(self._prune, retention, now_s))
+
+    def _prune(self, retention: Retention, now_s: float) -> Pruned:
+        pruned = self._pruner.step(retention, now_s)
+        if pruned.archived:
+            self._writer.forget_plans()
+        return pruned
+
+    # ------------------------------------------------------------------ reading
+
+    async def load_jobs(self) -> list[StoredJob | UnreadableJob]:
+        """See JobStore."""
+        return await self._run(partial(reading.load_jobs, self._connection))
+
+    async def load_run(self, job_id: str, run_number: int) -> StoredJob | UnreadableJob | None:
+        """See JobStore."""
+        return await self._run(partial(reading.load_run, self._connection, job_id, run_number))
+
+    async def run_numbers(self, job_id: str) -> list[int]:
+        """See JobStore."""
+        return await self._run(partial(reading.run_numbers, self._connection, job_id))
+
+    async def known_requests(self, job_id: str | None = None) -> Mapping[str, Mapping[str, int]]:
+        """See JobStore."""
+        return await self._run(partial(reading.known_requests, self._connection, job_id))
+
+    async def known_profiles(self, keys: Sequence[str]) -> Collection[KnownProfile]:
+        """See JobStore."""
+        return await self._run(partial(reading.known_profiles, self._connection, keys))
+
+    async def events(
+        self,
+        job_id: str,
+        run_number: int,
+        after_sequence: int,
+        limit: int,
+        wanted: EventFilter = ALL_EVENTS,
+    ) -> list[JobEvent]:
+        """See JobStore."""
+        return await self._run(
+            partial(reading.events, self._connection, job_id, run_number, after_sequence, limit, wanted)
+        )
+
+    async def telemetry_sequence(self, instance_id: str) -> int:
+        """See JobStore."""
+        return await self._run(partial(self._writer.telemetry_sequence, instance_id))
+
+    async def close(self) -> None:
+        """See JobStore."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._opened.close)
+        self._thread.shutdown()
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_transaction, work)
+
+    def _in_transaction(self, work: Callable[[], T]) -> T:
+        try:
+            with self._connection.begin():
+                result = work()
+        except self._opened.errors as error:
+            raise StoreFailedError(database=self._opened.name, cause=explain(error)) from None
+        if (missing := self._opened.missing()) is not None:
+            raise StoreFailedError(database=self._opened.name, cause=missing)
+        return result
+
+
+def _create_state(connection: Connection) -> int:
+    """Make what a new database knows of itself; return the number of its commits."""
+    columns = schema.coordinator.c
+    number = connection.scalar(select(columns.commit_number))
+    if number is not None:
+        return int(number)
+    connection.execute(
+        insert(schema.coordinator).values(
+            epoch=uuid.uuid4().hex, deleted_version=0, secret=secrets.token_hex(16), commit_number=0
+        )
+    )
+    return 0
+
+
+def _begin_generation(connection: Connection, commit_number: int) -> History:
+    """Write down that a coordinator starts on this database; return its history."""
+    table = schema.generations
+    earlier = [
+        Generation(row.number, row.token, row.first_commit)
+        for row in connection.execute(select(table).order_by(table.c.number))
+    ]
+    number = earlier[-1].number + 1 if earlier else 1
+    latest = Generation(number, secrets.token_hex(8), commit_number)
+    connection.execute(
+        insert(table).values(number=latest.number, token=latest.token, first_commit=latest.first_commit)
+    )
+    connection.execute(delete(table).where(table.c.number <= number - GENERATIONS_KEPT))
+    state = connection.execute(select(schema.coordinator.c.epoch, schema.coordinator.c.secret)).one()
+    return History(state.epoch, state.secret, (*earlier, latest)[-GENERATIONS_KEPT:])

@@ -1,0 +1,279 @@
+"""Group commits: a list of entries becomes rows, and these a few statements in one transaction.
+
+What is written of different tables is put together, table by table, whatever order it came in; only what
+deletes divides a group, and what comes after it is written after it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from sqlalchemy import Connection, delete, func, literal, select, update
+from sqlalchemy.engine.interfaces import DBAPICursor
+
+from perseus.service.domain.events import JobEvent
+from perseus.service.domain.measured import Period, StageProfile
+from perseus.service.domain.model import Clocks, Rank
+from perseus.service.domain.records import (
+    ForgetIterations,
+    IterationRows,
+    JobRecord,
+    OfferRecord,
+    ProfiledWork,
+    Record,
+    Registrations,
+)
+from perseus.service.storage import codecs, schema
+from perseus.service.storage import statements as to
+from perseus.service.storage.codecs import UnstorableError, figure, figures, integer
+from perseus.service.storage.statements import Row, Statements
+from perseus.service.storage.store import (
+    Entry,
+    JobDeleted,
+    JobEntry,
+    NewRun,
+    TelemetrySequence,
+    UnstorableEntryError,
+)
+
+_RunKey = tuple[str, int]
+"""(job_id, run_number)."""
+
+_DIGESTS_KEPT = 256
+"""Clocks whose digest is remembered: all pipelines of a job have the same few."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rows to be written together; of iterations those that are not closed in the same group."""
+
+    rows: dict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    iterations: dict[_RunKey, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    closed_through: dict[_RunKey, int] = field(default_factory=dict)
+    new_plans: set[tuple[_RunKey, str]] = field(default_factory=set)
+    runs_with_new_plans: dict[_RunKey, None] = field(default_factory=dict)
+
+    def take_iterations(self, run: _RunKey, record: IterationRows) -> None:
+        rank, columns = record.rank, record.rows
+        values = zip(
+            columns.iteration,
+            columns.plan_version,
+            figures("iterations.duration_s", columns.duration_s),
+            figures("iterations.energy_j", columns.energy_j),
+            columns.is_regular,
+            strict=True,
+        )
+        job_id, run_number = run
+        pipeline, stage, tensor = rank.pipeline, rank.stage, rank.tensor
+        closed, rows = record.closed_through, self.iterations[run]
+        for iteration, version, duration_s, energy_j, is_regular in values:
+            if iteration > closed:
+                rows.append(
+                    (
+                        job_id, run_number, iteration, pipeline, stage, tensor, version, duration_s, energy_j,
+                        int(is_regular),
+                    )
+                )  # fmt: skip
+        self.closed_through[run] = closed
+
+    def all_rows(self) -> Iterator[tuple[str, list[Row]]]:
+        """Yield statements with their rows, in their order."""
+        for run, rows in self.iterations.items():
+            closed = self.closed_through[run]
+            self.rows[to.INSERT_ITERATION] += [row for row in rows if row[2] > closed]
+            if closed >= 0:
+                self.rows[to.CLOSE_ITERATIONS].append((*run, closed))
+        self.rows[to.PRUNE_PLANS] += list(self.runs_with_new_plans)
+        for name in to.ORDER:
+            if rows := self.rows.get(name):
+                yield name, rows
+
+
+@dataclass(frozen=True, slots=True)
+class _ForgetIterations:
+    run: _RunKey
+
+
+_Step = _Group | JobDeleted | _ForgetIterations
+
+
+class GroupWriter:
+    """Writes groups of entries on one connection; `clock` is the wall clock."""
+
+    def __init__(self, connection: Connection, clock: Callable[[], float]) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._statements = Statements(connection.dialect)
+        # By run: the plans that are stored, as far as known.
+        self._plans: dict[_RunKey, set[str]] = defaultdict(set)
+        # By identity, with the clocks themselves, so that they keep it.
+        self._digests: dict[int, tuple[Clocks, tuple[str, str, str]]] = {}
+
+    def write(self, entries: Sequence[Entry], commit_number: int) -> None:
+        """Write all entries in the transaction that is open, or raise before anything is written.
+
+        Raises:
+            UnstorableEntryError: a record holds what could not be read back.
+        """
+        steps = self._steps(entries)
+        with self._cursor() as cursor:
+            self._execute(steps, cursor)
+            self._statements.count_commit.run(cursor, [(commit_number,)])
+
+    @contextmanager
+    def _cursor(self) -> Iterator[DBAPICursor]:
+        cursor = self._connection.connection.cursor()
+        try:
+            yield cursor
+        finally:
+            cursor.close()  # SQLite's file stays open as long as a cursor remembers its last statement
+
+    def _execute(self, steps: Iterable[_Step], cursor: DBAPICursor) -> None:
+        for step in steps:
+            match step:
+                case _Group():
+                    for name, rows in step.all_rows():
+                        self._statements.by_name[name].run(cursor, rows)
+                    for run in step.runs_with_new_plans:
+                        found = self._statements.plan_digests.rows(cursor, run)
+                        self._plans[run] = {digest for (digest,) in found}
+                case JobDeleted():
+                    self._delete(step)
+                case _ForgetIterations(run):
+                    rows = schema.open_iterations
+                    self._connection.execute(
+                        delete(rows).where(rows.c.job_id == run[0], rows.c.run_number == run[1])
+                    )
+
+    def forget_plans(self) -> None:
+        """What is stored of plans may have changed otherwise."""
+        self._plans.clear()
+
+    def telemetry_sequence(self, instance_id: str) -> int:
+        """Return the highest sequence taken from an agent, 0 if none."""
+        with self._cursor() as cursor:
+            found = self._statements.telemetry_sequence.rows(cursor, (instance_id,))
+        return int(found[0][0]) if found else 0
+
+    # ------------------------------------------------------------------ entries to rows
+
+    def _steps(self, entries: Sequence[Entry]) -> list[_Step]:
+        group = _Group()
+        steps: list[_Step] = [group]
+        for entry in entries:
+            match entry:
+                case JobEntry(job_id, run_number, record):
+                    run = (job_id, run_number)
+                    if isinstance(record, IterationRows):
+                        # A job may go on at an iteration that it had before.
+                        if record.closed_through < group.closed_through.get(run, -1):
+                            steps.append(group := _Group())
+                    elif isinstance(record, ForgetIterations):
+                        steps += [_ForgetIterations(run), group := _Group()]
+                        continue
+                    try:
+                        self._take_record(group, run, record)
+                    except UnstorableError as error:
+                        raise UnstorableEntryError(job_id, run_number, str(error)) from None
+                case JobEvent(job_id, run_number, create_time_s, event):
+                    evidence = codecs.dump_evidence(event.evidence)
+                    group.rows[to.INSERT_EVENT].append(
+                        (
+                            job_id,
+                            run_number,
+                            event.sequence,
+                            create_time_s,
+                            event.type.value,
+                            codecs.text(event.message),
+                            evidence,
+                        )
+                    )
+                case TelemetrySequence(instance_id, sequence):
+                    group.rows[to.UPSERT_TELEMETRY].append((instance_id, sequence, self._clock()))
+                case NewRun(spec, run_number, create_time_s):
+                    row = (spec.job_id, run_number, create_time_s, self._spec(entry), "[]", None, 0, None, 0)
+                    group.rows[to.INSERT_RUN].append(row)
+                case JobDeleted(job_id):
+                    self._drop_plans(job_id)
+                    steps += [entry, group := _Group()]
+        return steps
+
+    def _spec(self, entry: NewRun) -> str:
+        try:
+            return codecs.SPEC.dump(entry.spec)
+        except UnstorableError as error:
+            raise UnstorableEntryError(entry.spec.job_id, entry.run_number, str(error)) from None
+
+    def _take_record(self, group: _Group, run: _RunKey, record: Record) -> None:
+        rows = group.rows
+        match record:
+            case IterationRows():
+                group.take_iterations(run, record)
+            case JobRecord():
+                version = integer("record.version", record.version)
+                rows[to.UPDATE_RECORD].append(
+                    (codecs.RECORD.dump(record), version, record.finish_time_s, *run)
+                )
+            case Registrations(registrations):
+                rows[to.UPDATE_REGISTRATIONS].append((codecs.REGISTRATIONS.dump(registrations), *run))
+            case Rank():
+                place = record.coordinates
+                rows[to.UPSERT_RANK].append(
+                    (*run, place.pipeline, place.stage, place.tensor, codecs.RANK.dump(record))
+                )
+            case OfferRecord():
+                self._take_offer(group, run, record)
+            case StageProfile(stage, clock_mhz, measurements, power_w, power_se_w):
+                rows[to.UPSERT_PROFILE].append(
+                    (
+                        *run,
+                        stage,
+                        clock_mhz,
+                        codecs.MEASUREMENTS.dump(list(measurements.items())),
+                        None if power_w is None else figure("profile.blocking_power_w", power_w),
+                        figure("profile.blocking_power_se_w", power_se_w),
+                    )
+                )
+            case ProfiledWork(stage, key):
+                rows[to.UPSERT_WORK].append((*run, stage, key))
+            case Period():
+                rows[to.UPSERT_PERIOD].append((*run, record.number, codecs.PERIOD.dump(record)))
+
+    def _take_offer(self, group: _Group, run: _RunKey, record: OfferRecord) -> None:
+        offer = record.offer
+        digest, kind, content = self._dumped(offer.clocks)
+        if digest not in self._plans.get(run, ()) and (run, digest) not in group.new_plans:
+            group.new_plans.add((run, digest))
+            group.runs_with_new_plans[run] = None
+            group.rows[to.INSERT_PLAN].append((*run, digest, kind, content))
+        start_iteration = integer("offer.start_iteration", offer.start_iteration)
+        versions = codecs.STAGE_VERSIONS.dump(offer.stage_versions)
+        group.rows[to.UPSERT_OFFER].append((*run, record.pipeline, versions, start_iteration, digest))
+
+    def _dumped(self, clocks: Clocks) -> tuple[str, str, str]:
+        known = self._digests.get(id(clocks))
+        if known is None:
+            if len(self._digests) >= _DIGESTS_KEPT:
+                self._digests.clear()
+            known = self._digests[id(clocks)] = (clocks, codecs.dump_clocks(clocks))
+        return known[1]
+
+    # ------------------------------------------------------------------ deleting
+
+    def _delete(self, entry: JobDeleted) -> None:
+        runs, coordinator = schema.runs.c, schema.coordinator
+        used = self._connection.scalar(select(func.max(runs.version)).where(runs.job_id == entry.job_id))
+        version = max(entry.version, used or 0)
+        self._connection.execute(
+            update(coordinator)
+            .values(deleted_version=version)
+            .where(coordinator.c.deleted_version < literal(version))
+        )
+        for table in schema.OF_RUNS:
+            self._connection.execute(delete(table).where(table.c.job_id == entry.job_id))
+        self._drop_plans(entry.job_id)
+
+    def _drop_plans(self, job_id: str) -> None:
+        for run in [run for run in self._plans if run[0] == job_id]:
+            del self._plans[run]

@@ -1,0 +1,66 @@
+"""Tells in the log that the event loop is stuck, and where: the loop itself can't while it is.
+
+Health is served by the loop, so while it is stuck nobody is answered, whoever checks runs into a deadline,
+and that is right. What is missing is a word of why; a thread of its own has it.
+"""
+
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+_LOOKS = 4
+"""How often it is looked at within the limit."""
+
+
+class Watchdog:
+    """Watches the thread that makes it, for the length of a `with` block; `beat` is to be called there."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._watched = threading.get_ident()
+        self._beat_s = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def beat(self) -> None:
+        """The loop runs."""
+        self._beat_s = time.monotonic()
+
+    def __enter__(self) -> "Watchdog":
+        self.beat()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        is_stuck = False
+        pause_s = self._limit_s / _LOOKS
+        looked_s = time.monotonic()
+        while not self._over.wait(pause_s):
+            before_s, looked_s = looked_s, time.monotonic()
+            silent_s = looked_s - self._beat_s
+            if looked_s - before_s > 2 * pause_s:
+                continue  # this thread stood still as well: the process did, not the loop
+            if silent_s <= self._limit_s:
+                if is_stuck:
+                    log.warning("event loop goes on")
+                is_stuck = False
+            elif not is_stuck:
+                is_stuck = True
+                frame = sys._current_frames().get(self._watched)
+                log.error(
+                    "event loop stuck",
+                    silent_s=round(silent_s, 3),
+                    stack="".join(traceback.format_stack(frame)) if frame is not None else "",
+                )

@@ -1,0 +1,84 @@
+"""`perseus store`, and the coordinator's `--check-store`."""
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from perseus.cli.main import app
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import NewRun
+from tests.service.service_fakes import make_spec
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    path = tmp_path / "jobs.db"
+
+    async def fill() -> None:
+        store = await SqlStore.open(path)
+        await store.write([NewRun(make_spec(), 1, 1.0)])
+        await store.close()
+
+    asyncio.run(fill())
+    return path
+
+
+@pytest.mark.parametrize("command", [["store", "check"], ["coordinator", "--check-store"]])
+def test_the_check_says_what_is_wrong_by_its_exit_code(database: Path, command: list[str]) -> None:
+    call = [*command, "--database", str(database)]
+    done = RUNNER.invoke(app, call)
+    assert (done.exit_code, done.stdout) == (0, "the store is whole\n")
+    with sqlite3.connect(database) as connection:
+        connection.execute("UPDATE runs SET spec = ''")
+    connection.close()
+    done = RUNNER.invoke(app, call)
+    assert done.exit_code == 1
+    assert "job 'job', run 1: can't be read" in done.stdout
+
+
+def test_a_store_goes_out_and_into_another(database: Path, tmp_path: Path) -> None:
+    file, other = tmp_path / "jobs.jsonl", tmp_path / "other.db"
+    done = RUNNER.invoke(app, ["store", "export", str(file), "--database", str(database)])
+    assert (done.exit_code, done.stdout) == (0, f"exported 3 rows to {file}\n")
+    done = RUNNER.invoke(app, ["store", "import", str(file), "--database", str(other)])
+    assert (done.exit_code, done.stdout) == (0, f"imported 3 rows from {file}\n")
+    done = RUNNER.invoke(app, ["store", "import", str(file), "--database", str(other)])
+    assert done.exit_code == 2
+    assert "expected an empty database" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "exit_code", "message"),
+    [
+        (["check"], 1, "there is no such file"),
+        (["export", "{folder}/out.jsonl"], 1, "there is no such file"),
+        (["export", "{folder}/none/out.jsonl"], 2, "expected a path in an existing folder"),
+        (["import", "{folder}/none.jsonl"], 1, "No such file"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line_and_not_made(
+    tmp_path: Path, command: list[str], exit_code: int, message: str
+) -> None:
+    absent = tmp_path / "absent.db"
+    call = [part.format(folder=tmp_path) for part in command]
+    done = RUNNER.invoke(app, ["store", *call, "--database", str(absent)])
+    assert (done.exit_code, message in done.stderr, done.stderr.count("\n")) == (exit_code, True, 1)
+    assert not absent.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_in_use_is_not_touched(database: Path) -> None:
+    async def check_while_open() -> int:
+        store = await SqlStore.open(database)
+        try:
+            call = ["store", "check", "--database", str(database)]
+            return (await asyncio.to_thread(RUNNER.invoke, app, call)).exit_code
+        finally:
+            await store.close()
+
+    assert asyncio.run(check_while_open()) == 1

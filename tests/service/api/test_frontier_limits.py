@@ -1,0 +1,68 @@
+"""What clients ask of the solver is bounded, ends with them, and no job waits for it."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from perseus.service.api.translate_problems import problem_to_proto
+from perseus.v1 import frontier_pb2, frontier_service_pb2, job_pb2
+from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, FakeAgent, connected, make_settings, refusal
+from tests.service.solving.problems import large_problem, make_problem
+
+SMALL = problem_to_proto(make_problem())
+LARGE = problem_to_proto(large_problem())
+
+
+def solve(problem: frontier_pb2.PipelineProblem, point_count: int = 3) -> frontier_service_pb2.SolveRequest:
+    return frontier_service_pb2.SolveRequest(problem=problem, point_count=point_count)
+
+
+async def test_a_solve_ends_with_its_deadline_and_no_other_waits_for_it(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        await client.frontiers.Solve(solve(SMALL), timeout=3 * TIMEOUT_S)
+        gone = [asyncio.ensure_future(client.frontiers.Solve(solve(LARGE), timeout=1.0)) for _ in range(3)]
+        cancelled = client.frontiers.Solve(solve(LARGE), timeout=600)
+        await asyncio.sleep(0.2)
+        # Jobs have processes of their own.
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+        await agent.end()
+        for call in gone:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        cancelled.cancel()
+        answer = await client.frontiers.Solve(solve(SMALL), timeout=3 * TIMEOUT_S)
+        assert len(answer.frontier.points) == 3
+
+
+async def test_a_solve_has_a_limit_of_time(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path, request_limit_s=0.5)) as client:
+        began_s = time.monotonic()
+        code, reason, values = await refusal(client.frontiers.Solve(solve(LARGE), timeout=600))
+        assert (code, reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "SOLVER_TIMEOUT")
+        assert values == {"limit_s": "0.5"}
+        assert time.monotonic() - began_s < 300
+
+
+async def test_a_solve_has_a_limit_of_size(tmp_path: Path) -> None:
+    wide = frontier_pb2.PipelineProblem()
+    wide.CopyFrom(SMALL)
+    wide.schedule.named.microbatch_count = 4096
+    async with connected(make_settings(tmp_path)) as client:
+        code, reason, values = await refusal(client.frontiers.Solve(solve(wide), timeout=TIMEOUT_S))
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert values["field"] == "problem.schedule.named.microbatch_count"
+        assert values["found"] == "16384 computations"
+        code, _, values = await refusal(client.frontiers.Solve(solve(LARGE, 10_000), timeout=TIMEOUT_S))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert values == {
+            "field": "point_count",
+            "expected": "at most 1024 for 4096 computations",
+            "found": "10000",
+        }

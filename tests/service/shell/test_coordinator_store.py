@@ -1,0 +1,185 @@
+"""The coordinator and its store: lost state, jobs that can't be read or are archived, failures."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+from perseus.service.domain.errors import StoreFailedError
+from perseus.service.server import running
+from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1.job_service_pb2_grpc import JobServiceStub
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    TIMEOUT_S,
+    FakeAgent,
+    connected,
+    connected_to,
+    make_settings,
+    refusal,
+    spec_message,
+    until,
+)
+
+
+async def test_an_older_copy_begins_a_new_epoch_when_an_agent_shows_that_state_is_lost(
+    tmp_path: Path,
+) -> None:
+    settings = make_settings(tmp_path)
+    async with connected(settings) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate(1)
+        early_word = agent.check_word
+        await agent.end()
+    shutil.copy(settings.database, tmp_path / "copy.db")
+    async with connected(settings) as client:
+        agent.use(client)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
+        await agent.iterate(3)
+        lost_versions = {offer.version for offer in agent.offers}
+        await agent.end()
+    old_epoch = agent.epoch
+    shutil.move(tmp_path / "copy.db", settings.database)
+
+    async with connected(settings) as client:
+        bystander = FakeAgent(client, "bystander", [])
+        bystander.check_word = early_word
+        await bystander.hello()
+        assert bystander.epoch == old_epoch  # nothing tells it yet
+        agent.use(client)
+        agent.offers.clear()
+        await agent.hello()
+        assert agent.epoch != old_epoch
+        for rank in agent.ranks.values():  # they keep what they have in force, of the old epoch
+            message = agent.joined(rank)
+            message.in_force_epoch = old_epoch if rank.in_force.version else ""
+            await agent.say(rank_joined=message)
+        with pytest.raises(grpc.aio.AioRpcError, match="has lost state"):
+            await bystander.reader
+        await agent.until(lambda: len(agent.accepted) == len(agent.ranks))
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
+        versions = {offer.version for offer in agent.offers}
+        assert versions
+        assert max(lost_versions) < min(versions)
+        await agent.end()
+    async with connected(settings) as client:
+        agent.use(client)
+        epoch = agent.epoch
+        await agent.hello()
+        assert agent.epoch == epoch  # it is durable, and nothing is lost any more
+        await agent.end()
+
+
+async def test_a_job_that_can_not_be_read_stays_out_until_it_is_deleted(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    async with connected(settings) as client:
+        for job_id in ("broken", "whole"):
+            await client.register(job_id=job_id, request_id="request")
+    with sqlite3.connect(settings.database) as connection:
+        connection.execute("UPDATE runs SET record = '{', version = 41 WHERE job_id = 'broken'")
+    connection.close()
+    async with connected(settings) as client:
+        assert (await client.job("whole")).job_id == "whole"
+        for call in (client.job("broken"), client.register(job_id="broken"), client.events("broken")):
+            code, reason, metadata = await refusal(call)
+            assert (code, reason) == (grpc.StatusCode.DATA_LOSS, "JOB_UNREADABLE")
+            assert metadata["job_id"] == "broken"
+        agent = FakeAgent(client, "agent", ALL_PLACES[:1], job_id="broken")
+        await agent.join()
+        assert [refused.reason for refused in agent.refused] == ["JOB_UNREADABLE"]
+        await agent.end()
+        request = job_service_pb2.DeleteJobRequest(job_id="broken")
+        await client.jobs.DeleteJob(request, timeout=TIMEOUT_S)
+        await client.register(job_id="broken")
+    with sqlite3.connect(settings.database) as connection:
+        # Its versions are never used again.
+        versions = connection.execute("SELECT version FROM runs WHERE job_id = 'broken'").fetchall()
+        assert versions == [(41,)]
+    connection.close()
+
+
+async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, keep_finished_days=1e-6)
+    async with connected(settings) as client:
+        await client.register(request_id="first")
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
+        await agent.iterate(2)
+        await client.finish()
+        report = await client.jobs.GetReport(
+            job_service_pb2.GetReportRequest(job_id="job"), timeout=TIMEOUT_S
+        )
+        assert report.periods
+        await agent.end()
+    await asyncio.sleep(0.2)
+
+    async def is_gone() -> bool:
+        jobs = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
+        return not jobs.jobs
+
+    async with connected(settings) as client:
+        await until(is_gone)
+        again = await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"), timeout=TIMEOUT_S)
+        assert again == report
+        assert (await client.job()).state == job_pb2.JOB_STATE_FINISHED
+        assert (await client.register(request_id="second")).run_number == 2
+
+
+async def test_a_store_that_fails_stops_everything_with_its_error(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+
+    async def serve() -> None:
+        async with running(settings) as (address, background), connected_to(address) as client:
+            await client.register()
+            os.unlink(settings.database)
+            request = asyncio.ensure_future(client.register(job_id="other"))
+            await asyncio.wait({background}, timeout=TIMEOUT_S)
+            assert background.done()
+            request.cancel()
+
+    with pytest.raises(StoreFailedError, match=r"perseus\.db was removed or replaced"):
+        await serve()
+    assert not [task for task in asyncio.all_tasks() if "_tick" in repr(task)]
+
+
+def test_the_process_ends_with_one_line_and_its_exit_code(tmp_path: Path) -> None:
+    database = tmp_path / "perseus.db"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "perseus.cli", "coordinator", f"--listen={address}"]
+    command += [f"--database={database}", "--shutdown-grace-s=0.5"]
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "NO_COLOR": "1"},
+    ) as process:
+        try:
+            with grpc.insecure_channel(address) as channel:
+                grpc.channel_ready_future(channel).result(timeout=90)
+                database.unlink()
+                request = job_service_pb2.RegisterJobRequest(spec=spec_message(), request_id="request")
+                with pytest.raises(grpc.RpcError):
+                    JobServiceStub(channel).RegisterJob(request, timeout=60)
+            assert process.wait(timeout=60) == 3
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+        assert process.stderr is not None
+        lines = process.stderr.read().splitlines()
+    assert lines[-1] == f"error: the database {database} failed: its file {database} was removed or replaced"
+    assert not any("Traceback" in line for line in lines)

@@ -1,0 +1,76 @@
+"""The time that jobs live by does not pass while the coordinator stands still."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.shell.job_clock import TOLERANCE_S, JobClock
+
+PERIOD_S = 1.0
+
+
+class Source:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def clock() -> tuple[JobClock, Source]:
+    source = Source()
+    return JobClock(PERIOD_S, source), source
+
+
+def test_it_goes_with_its_source_while_ticks_are_in_time() -> None:
+    jobs, source = clock()
+    for _ in range(100):
+        assert jobs.tick() <= TOLERANCE_S
+        source.now_s += PERIOD_S / 2
+        assert jobs.now_s() == source.now_s
+        source.now_s += PERIOD_S / 2 + 0.9 * TOLERANCE_S
+    assert jobs.now_s() == source.now_s
+
+
+@pytest.mark.parametrize("is_asked_first", [True, False])
+def test_a_stop_is_taken_out_whether_a_tick_or_a_message_comes_first(is_asked_first: bool) -> None:
+    jobs, source = clock()
+    jobs.tick()
+    before_s = jobs.now_s()
+    source.now_s += 600.0
+    if is_asked_first:
+        assert jobs.now_s() - before_s <= PERIOD_S + TOLERANCE_S
+    assert jobs.tick() == pytest.approx(600.0 - PERIOD_S)
+    assert jobs.now_s() - before_s <= PERIOD_S + TOLERANCE_S
+    jobs.tick()
+    source.now_s += 0.5
+    assert jobs.now_s() - before_s <= PERIOD_S + TOLERANCE_S + 0.5
+
+
+def test_a_loop_that_is_busy_without_ticking_is_credited_at_the_tick_and_never_goes_back() -> None:
+    jobs, source = clock()
+    jobs.tick()
+    start_s = jobs.now_s()
+    for _ in range(50):
+        source.now_s += 0.1
+        busy_s = jobs.now_s()
+    assert jobs.tick() == pytest.approx(4.0)
+    assert jobs.now_s() == busy_s
+    for _ in range(5):  # it stands until what it has told is true
+        source.now_s += PERIOD_S
+        jobs.tick()
+    assert jobs.now_s() - start_s == pytest.approx(10.0 - 4.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ask", "tick"]), st.floats(0, 100)), max_size=50))
+def test_it_never_goes_back_and_never_runs_ahead(steps: list[tuple[str, float]]) -> None:
+    jobs, source = clock()
+    first_s = last_s = jobs.now_s()
+    for step, time_s in steps:
+        source.now_s += time_s
+        if step == "tick":
+            assert jobs.tick() >= 0
+        now_s = jobs.now_s()
+        assert last_s <= now_s <= source.now_s
+        last_s = now_s
+    assert last_s - first_s <= source.now_s - 1000.0

@@ -1,0 +1,96 @@
+"""The largest job is registered while the loop goes on; who registers it twice meanwhile has one run."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.retention import Retention
+from perseus.service.domain.specification import (
+    MAX_COMPUTATION_COUNT,
+    JobSpec,
+    NamedSchedule,
+    Parallelism,
+    Registration,
+    ScheduleName,
+)
+from perseus.service.job.machine import JobMachine
+from perseus.service.shell.coordinator import Coordinator
+from perseus.service.storage.sql_store import SqlStore
+from tests.service.api.test_mutated_requests import RULES, _UnusedJobLane, _UnusedRequestLane
+
+
+def spec(microbatches: int, stages: int = 16) -> JobSpec:
+    schedule = NamedSchedule(ScheduleName.ONE_FORWARD_ONE_BACKWARD, microbatches)
+    return JobSpec("job", Parallelism(1, stages, 1), schedule)
+
+
+LARGEST = spec(MAX_COMPUTATION_COUNT // 32)
+
+
+async def test_the_largest_job_is_made_beside_the_loop_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_in: list[threading.Thread] = []
+    make = JobMachine.__init__
+
+    def noting(self: JobMachine, *arguments: object) -> None:
+        made_in.append(threading.current_thread())
+        make(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(JobMachine, "__init__", noting)
+    store = await SqlStore.open(tmp_path / "jobs.db")
+    coordinator = Coordinator(store, _UnusedJobLane(), _UnusedRequestLane(), RULES, Retention())
+    await coordinator.start()
+    running = asyncio.create_task(coordinator.run())
+    try:
+        calls = [coordinator.jobs.register(LARGEST, Registration(f"request-{number}")) for number in (1, 2)]
+        views = await asyncio.gather(*calls)
+        assert [view.run_number for view in views] == [1, 1]
+        assert threading.main_thread() not in made_in
+        await coordinator.jobs.finish("job")
+        first, other = await asyncio.gather(
+            coordinator.jobs.register(LARGEST, Registration("request-3")),
+            coordinator.jobs.register(spec(8), Registration("request-4")),
+            return_exceptions=True,
+        )
+        # The small one is there first; the large one is another specification then, and no rank is live.
+        assert not isinstance(first, BaseException)
+        assert not isinstance(other, BaseException)
+        assert {first.run_number, other.run_number} == {2, 3}
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await coordinator.close()
+        await store.close()
+
+
+def test_a_larger_job_is_refused_before_anything_is_laid_out() -> None:
+    with pytest.raises(InvalidFieldError, match="microbatch_count: expected 1 to 537"):
+        JobMachine(spec(4096, stages=61), 1, RULES, "epoch", 0.0, 0.0)
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many functions of Python's and C's are called."""
+    count = 0
+
+    def note(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_machine_costs_what_the_job_is_large() -> None:
+    small = calls_of(lambda: JobMachine(spec(64), 1, RULES, "epoch", 0.0, 0.0))
+    large = calls_of(lambda: JobMachine(spec(256), 1, RULES, "epoch", 0.0, 0.0))
+    assert large < 4.4 * small

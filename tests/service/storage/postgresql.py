@@ -1,0 +1,90 @@
+"""A PostgreSQL server of our own, from the programs that Debian's package installs."""
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+
+_PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[4]))
+
+MISSING = None if _PROGRAMS else "no PostgreSQL in /usr/lib/postgresql (see tests/service/storage/install)"
+"""Why there can be no server, None if there can."""
+
+
+class Server:
+    """A server on a Unix socket; `databases` are made anew for every test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._programs = _PROGRAMS[-1].parent
+        self.data = folder / "data"
+
+    def url(self, database: str) -> str:
+        return f"postgresql://tester@/{database}?host={self._folder}"
+
+    def new_database(self) -> str:
+        """Make a database, and return its URL."""
+        name = f"test_{uuid.uuid4().hex}"
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(f'CREATE DATABASE "{name}"')
+        return self.url(name)
+
+    def start(self) -> None:
+        self._run(self._programs / "initdb", "-D", self.data, "-U", "tester", "--auth=trust", "--no-sync")
+        self.start_again()
+
+    def start_again(self) -> None:
+        # Nothing here outlives the machine; what a killed server has lost, fsync would not have saved.
+        options = "-c fsync=off -c full_page_writes=off -c autovacuum=off "
+        options += f"-c listen_addresses='' -c unix_socket_directories='{self._folder}' -c max_connections=20"
+        log = self._folder / "log"
+        self._run(self._programs / "pg_ctl", "-D", self.data, "-l", log, "-w", "-o", options, "start")
+
+    def stop(self, mode: str = "immediate") -> None:
+        """Stop it: `immediate` is as a crash."""
+        self._run(self._programs / "pg_ctl", "-D", self.data, "-m", mode, "-w", "stop")
+
+    def _run(self, *command: object) -> None:
+        # It refuses to run as root.
+        user = _unprivileged() if os.getuid() == 0 else None
+        done = subprocess.run(
+            [str(part) for part in command],
+            user=user,
+            group=pwd.getpwuid(user).pw_gid if user is not None else None,
+            cwd=self._folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+        if done.returncode:
+            log = self._folder / "log"
+            raise RuntimeError(f"{command}: {log.read_text() if log.exists() else done.returncode}")
+
+
+@contextmanager
+def running() -> Iterator[Server]:
+    """Run a server for the length of the block."""
+    # Not in pytest's folders: these are closed to other users, and too long for a socket's name.
+    folder = Path(tempfile.mkdtemp(prefix="perseus-pg-"))
+    if os.getuid() == 0:
+        os.chown(folder, _unprivileged(), -1)
+    server = Server(folder)
+    try:
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unprivileged() -> int:
+    return pwd.getpwnam("nobody").pw_uid

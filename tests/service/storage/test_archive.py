@@ -1,0 +1,153 @@
+"""Whole databases out of one engine and into another, and the check that says what is wrong with one."""
+
+import asyncio
+import io
+import json
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from perseus.service.domain.commands import Announce, Store
+from perseus.service.domain.events import JobEvent
+from perseus.service.domain.model import JobState
+from perseus.service.storage.archive import ArchiveError, export_database, import_database
+from perseus.service.storage.checking import check_database
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import Entry, JobEntry, NewRun, TelemetrySequence
+from tests.service.service_fakes import Cluster, make_spec
+
+
+def planned_job() -> list[Entry]:
+    cluster = Cluster(make_spec())
+    cluster.join_all()
+    cluster.iterate_until(JobState.PLANNED)
+    entries: list[Entry] = [NewRun(cluster.spec, 1, 12.5), TelemetrySequence("agent", 7)]
+    for command in cluster.history:
+        if isinstance(command, Store):
+            entries.append(JobEntry("job", 1, command.record))
+        elif isinstance(command, Announce):
+            entries.append(JobEvent("job", 1, 13.5, command.happening))
+    return entries
+
+
+def fill(database: Path | str, entries: Sequence[Entry]) -> str:
+    """Return the check word after it."""
+
+    async def write() -> str:
+        store = await SqlStore.open(database)
+        await store.write(entries)
+        word = store.check_word
+        await store.close()
+        return word
+
+    return asyncio.run(write())
+
+
+def exported(database: Path | str) -> str:
+    file = io.StringIO()
+    count = export_database(database, file)
+    text = file.getvalue()
+    assert text.count("\n") == count + 2
+    return text
+
+
+def test_what_is_exported_is_the_same_in_every_engine(database: Path | str, tmp_path: Path) -> None:
+    word = fill(database, planned_job())
+    text = exported(database)
+    other = tmp_path / "other.db"
+    assert import_database(other, io.StringIO(text)) == text.count("\n") - 2
+    assert exported(other) == text
+    assert check_database(other) == check_database(database) == []
+
+    async def word_is_known() -> bool:
+        store = await SqlStore.open(other)
+        try:
+            return not store.has_lost(word)
+        finally:
+            await store.close()
+
+    assert asyncio.run(word_is_known())
+
+
+def test_what_comes_from_sqlite_goes_into_every_engine(database: Path | str, tmp_path: Path) -> None:
+    source = tmp_path / "source.db"
+    fill(source, planned_job())
+    text = exported(source)
+    import_database(database, io.StringIO(text))
+    assert exported(database) == text
+
+
+def test_a_database_with_anything_in_it_is_not_filled(database: Path | str) -> None:
+    fill(database, [NewRun(make_spec(), 1, 1.0)])
+    text = exported(database)
+    with pytest.raises(ArchiveError, match="expected an empty database, found"):
+        import_database(database, io.StringIO(text))
+    assert exported(database) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: lines[:-1], "it was cut off"),
+        (lambda lines: [*lines[:3], *lines[4:]], r"line \d+: expected \d+ rows, found \d+"),
+        (lambda lines: lines[1:], "line 1: expected the first line of an exported store"),
+        (lambda lines: [lines[0].replace("0006", "0099"), *lines[1:]], "expected schema 0006, found 0099"),
+        (lambda lines: [lines[0], "{", *lines[1:]], "line 2: expected JSON"),
+        (lambda lines: [lines[0], '{"table": "users", "row": {}}', *lines[1:]], "line 2: expected a row"),
+        (lambda lines: [lines[0], '{"table": "runs", "row": {}}', *lines[1:]], "line 2: expected a row"),
+        (lambda lines: [lines[0], "7", *lines[1:]], "line 2: expected an object, found int"),
+        (lambda lines: [], "line 1: expected the first line"),
+    ],
+)
+def test_a_damaged_file_is_refused_and_nothing_of_it_stays(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    source, target = tmp_path / "source.db", tmp_path / "target.db"
+    fill(source, planned_job())
+    lines = exported(source).splitlines()
+    with pytest.raises(ArchiveError, match=message):
+        import_database(target, io.StringIO("\n".join(change(lines))))
+    assert import_database(target, io.StringIO("\n".join(lines))) == len(lines) - 2
+
+
+@pytest.mark.parametrize(
+    ("statement", "finding"),
+    [
+        ("UPDATE runs SET spec = '{}'", "job 'job', run 1: can't be read: "),
+        ("UPDATE ranks SET rank = 'x' WHERE pipeline = 1", "job 'job', run 1: can't be read: "),
+        ("DELETE FROM plans", "job 'job', run 1: can't be read: KeyError"),
+        ("DELETE FROM runs", "ranks: 4 rows are of no run"),
+        ("DELETE FROM periods WHERE number = 0", "report: expected periods 0 to"),
+        ("UPDATE events SET evidence = '[]' WHERE sequence = 1", "run 1: event 1 can't be read"),
+        (
+            "UPDATE telemetry SET sequence = 0",
+            "agent 'agent': expected a telemetry sequence of 1 or more, found 0",
+        ),
+        (
+            "UPDATE generations SET first_commit = 99",
+            "generation 1: expected its first commit from 0 to 1, found 99",
+        ),
+        ("DELETE FROM coordinator", "coordinator: expected one row, found 0"),
+        ("UPDATE offers SET stage_versions = '[9999, 9999]'", "expected versions up to"),
+        ("UPDATE offers SET stage_versions = '[1]'", "expected versions of 2 stages, found 1"),
+        ("UPDATE ranks SET rank = json_set(rank, '$.offered_version', 9999)", "expected versions up to"),
+    ],
+)
+def test_the_check_finds_what_is_wrong(tmp_path: Path, statement: str, finding: str) -> None:
+    path = tmp_path / "jobs.db"
+    fill(path, planned_job())
+    assert check_database(path) == []
+    with sqlite3.connect(path) as connection:
+        connection.execute(statement)
+    connection.close()
+    findings = check_database(path)
+    assert any(finding in line for line in findings), findings
+    assert all("\n" not in line for line in findings)
+
+
+def test_the_check_changes_nothing(database: Path | str) -> None:
+    fill(database, planned_job())
+    before = exported(database)
+    assert check_database(database) == []
+    assert exported(database) == before
+    assert json.loads(before.splitlines()[0]) == {"format": "perseus-store", "schema": "0006"}

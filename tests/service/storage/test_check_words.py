@@ -1,0 +1,95 @@
+"""Check words: whatever part of the past is lost, a word of it tells; nothing else does."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.storage.check_words import Generation, History
+
+SECRET = "5ec4e7"
+
+
+@dataclass
+class Database:
+    """What a database would remember: starts, and the number of commits."""
+
+    generations: list[Generation] = field(default_factory=list)
+    commit_number: int = 0
+
+    def start(self, token: str) -> None:
+        number = self.generations[-1].number + 1 if self.generations else 1
+        self.generations.append(Generation(number, token, self.commit_number))
+
+    def copy(self) -> "Database":
+        return Database(list(self.generations), self.commit_number)
+
+    @property
+    def history(self) -> History:
+        return History("epoch", SECRET, tuple(self.generations))
+
+    @property
+    def word(self) -> str:
+        return self.history.word(self.commit_number)
+
+    def has_lost(self, word: str) -> bool:
+        return self.history.is_behind(word, self.commit_number)
+
+
+class Tokens:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> str:
+        self.count += 1
+        return f"{self.count:016x}"
+
+
+STEPS = st.lists(st.sampled_from(["start", "commit"]), max_size=12)
+
+
+def go(database: Database, steps: list[str], tokens: Tokens) -> list[str]:
+    """Take steps; return the word after each."""
+    words = []
+    for step in steps:
+        if step == "start":
+            database.start(tokens())
+        else:
+            database.commit_number += 1
+        words.append(database.word)
+    return words
+
+
+@given(STEPS, STEPS, STEPS)
+def test_only_what_is_lost_is_told_as_lost_however_far_the_older_copy_has_gone_on(
+    before: list[str], lost: list[str], after: list[str]
+) -> None:
+    tokens = Tokens()
+    database = Database()
+    database.start(tokens())
+    known = [database.word, *go(database, before, tokens)]
+    copy = database.copy()
+    gone = go(database, lost, tokens)
+    assert not any(database.has_lost(word) for word in [*known, *gone])
+    copy.start(tokens())  # it is opened, after all
+    own = [copy.word, *go(copy, after, tokens)]
+    assert not any(copy.has_lost(word) for word in [*known, *own])
+    assert all(copy.has_lost(word) for word in gone)
+
+
+def test_a_word_that_is_not_of_this_database_tells_nothing() -> None:
+    database = Database()
+    database.start("aa")
+    own = History("epoch", SECRET, (Generation(1, "aa", 0),))
+    assert database.has_lost(own.word(7))
+    for stranger in (History("another", SECRET, own.generations), History("epoch", "bb", own.generations)):
+        assert not database.has_lost(stranger.word(7))
+    for nonsense in ("", "x", "1.aa.7", own.word(7)[:-1] + "0" * 2, "1.aa.7." + "0" * 16, "9" * 5000):
+        assert not database.has_lost(nonsense)
+
+
+def test_starts_that_are_forgotten_count_as_fine() -> None:
+    generations = tuple(Generation(number, f"{number:02x}", number) for number in (5, 6))
+    history = History("epoch", SECRET, generations)
+    forgotten = History("epoch", SECRET, (Generation(4, "99", 0),)).word(10**6)
+    assert not history.is_behind(forgotten, 7)

@@ -1,0 +1,249 @@
+"""Databases that fail under a running store: it says so, in one line, and promises nothing more."""
+
+import asyncio
+import os
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
+from perseus.service.domain.events import Happening, JobEvent
+from perseus.service.domain.model import EventType
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import NewRun, TelemetrySequence
+from tests.service.service_fakes import make_spec
+from tests.service.storage.postgresql import Server
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A file system of its own of a megabyte."""
+    folder = Path(tempfile.mkdtemp(prefix="perseus-disk-"))
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "perseus-test", str(folder)]
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        folder.rmdir()
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+        folder.rmdir()
+
+
+async def write_on(store: SqlStore, first: int, written: list[int]) -> None:
+    """Write event after event, and note which were acknowledged."""
+    for number in range(first, first + 1000):
+        await store.write([event(number, 20_000)])
+        written.append(number)
+
+
+def event(number: int, length: int) -> JobEvent:
+    return JobEvent("job", 1, 1.0, Happening(number, EventType.SOLVE_FAILED, "x" * length, None))
+
+
+async def test_a_full_disk_ends_the_store_and_what_was_acknowledged_stays(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    path = small_disk / "jobs.db"
+    store = await SqlStore.open(path)
+    await store.write([NewRun(make_spec(), 1, 1.0)])
+    counts: list[int] = []
+    with pytest.raises(StoreFailedError, match=r"jobs\.db failed: the disk is full") as caught:
+        await write_on(store, 1, counts)
+    assert "\n" not in str(caught.value)
+    assert len(counts) > 3
+    await store.close()
+    shutil.copytree(small_disk, tmp_path / "roomy")
+    store = await SqlStore.open(tmp_path / "roomy" / "jobs.db")
+    assert len(await store.events("job", 1, 0, 1000)) == len(counts)
+    await store.close()
+
+
+async def test_a_file_that_may_not_grow_ends_the_store(tmp_path: Path) -> None:
+    store = await SqlStore.open(tmp_path / "jobs.db")
+    await store.write([NewRun(make_spec(), 1, 1.0)])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+        with pytest.raises(StoreFailedError, match=r"jobs\.db failed: "):
+            await write_on(store, 1, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    await store.close()
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def replace(path: Path) -> None:
+    shutil.copy(path, path.with_suffix(".copy"))
+    path.with_suffix(".copy").replace(path)
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal"])
+@pytest.mark.parametrize("harm", [remove, replace])
+async def test_files_that_are_removed_or_replaced_are_noticed_before_anything_more_is_acknowledged(
+    tmp_path: Path, suffix: str, harm: Callable[[Path], None]
+) -> None:
+    store = await SqlStore.open(tmp_path / "jobs.db")
+    await store.write([NewRun(make_spec(), 1, 1.0)])
+    harm(tmp_path / f"jobs.db{suffix}")
+    with pytest.raises(StoreFailedError, match=rf"jobs\.db{suffix} was removed or replaced$"):
+        await store.write([event(1, 1)])
+    await store.close()
+
+
+def test_a_file_on_a_read_only_file_system_is_refused(small_disk: Path) -> None:
+    path = small_disk / "jobs.db"
+
+    async def use() -> None:
+        await (await SqlStore.open(path)).close()
+
+    asyncio.run(use())
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(DatabaseUnavailableError, match=r"jobs\.db: .*(read-?only|can't be opened)"):
+        asyncio.run(use())
+
+
+def corrupt(path: Path) -> None:
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(size // 4)
+        file.write(os.urandom(size // 2))
+
+
+async def test_a_corrupt_file_ends_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    store = await SqlStore.open(path)
+    await store.write([NewRun(make_spec(), 1, 1.0), *(event(number, 3000) for number in range(1, 200))])
+    await store.close()
+    corrupt(path)
+
+    async def use() -> None:
+        store = await SqlStore.open(path)
+        try:
+            await store.events("job", 1, 0, 1000)
+            await store.write([event(number, 3000) for number in range(200, 400)])
+        finally:
+            await store.close()
+
+    with pytest.raises((StoreFailedError, DatabaseUnavailableError), match="corrupt") as caught:
+        await use()
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_log_without_its_end_opens_without_what_was_in_it_and_the_check_word_tells(
+    tmp_path: Path,
+) -> None:
+    path, copy = tmp_path / "jobs.db", tmp_path / "copy.db"
+    store = await SqlStore.open(path)
+    await store.write([TelemetrySequence("agent", 1)])
+    early = store.check_word
+    size = os.path.getsize(f"{path}-wal")  # noqa: ASYNC240
+    await store.write([TelemetrySequence("agent", 2)])
+    late = store.check_word
+    shutil.copy(path, copy)
+    shutil.copy(f"{path}-wal", f"{copy}-wal")
+    os.truncate(f"{copy}-wal", size + 100)  # in the midst of a page
+    assert not store.has_lost(late)
+    await store.close()
+
+    store = await SqlStore.open(copy)
+    assert await store.telemetry_sequence("agent") == 1
+    assert not store.has_lost(early)
+    assert store.has_lost(late)
+    await store.close()
+
+
+async def test_a_server_that_is_gone_ends_the_store_and_everything_acknowledged_is_there_after(
+    postgresql_server: Server,
+) -> None:
+    url = postgresql_server.new_database()
+    store = await SqlStore.open(url)
+    await store.write([TelemetrySequence("agent", 7)])
+    postgresql_server.stop()
+    try:
+        with pytest.raises(StoreFailedError, match="server") as caught:
+            await store.write([TelemetrySequence("agent", 8)])
+        assert "\n" not in str(caught.value)
+        await store.close()
+        with pytest.raises(DatabaseUnavailableError, match="server"):
+            await SqlStore.open(url)
+    finally:
+        postgresql_server.start_again()
+    store = await SqlStore.open(url)
+    assert await store.telemetry_sequence("agent") == 7
+    await store.close()
+
+
+async def test_a_session_that_the_server_ends_never_writes_again(postgresql_server: Server) -> None:
+    url = postgresql_server.new_database()
+    store = await SqlStore.open(url)
+    await store.write([TelemetrySequence("agent", 7)])
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+    other = await SqlStore.open(url)  # the lock went with the session
+    with pytest.raises(StoreFailedError, match="connection"):
+        await store.write([TelemetrySequence("agent", 9)])
+    assert await other.telemetry_sequence("agent") == 7
+    await store.close()
+    await other.close()
+
+
+async def test_a_database_that_a_user_may_only_read_is_refused_or_fails_clearly(
+    postgresql_server: Server,
+) -> None:
+    url = postgresql_server.new_database()
+    store = await SqlStore.open(url)
+    await store.write([TelemetrySequence("agent", 7)])
+    await store.close()
+    with psycopg.connect(url, autocommit=True) as connection:
+        name = connection.info.dbname
+        connection.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
+    with pytest.raises(DatabaseUnavailableError, match="it can't be written: the server is read-only"):
+        await SqlStore.open(url)
+
+
+@pytest.mark.parametrize(
+    ("database", "message"),
+    [
+        ("mysql://user:secret@host/name", r"expected a path or postgresql://…, found mysql://…"),
+        ("postgresql://user:secret@/name?host=/nowhere", r"server can't be reached"),
+        ("postgresql://:::", r"\(not a URL\)"),
+        ("/nowhere/jobs.db", r"/nowhere/jobs\.db: its file can't be opened"),
+    ],
+)
+async def test_what_is_no_database_is_refused_in_one_line_without_its_password(
+    database: str, message: str
+) -> None:
+    with pytest.raises(DatabaseUnavailableError, match=message) as caught:
+        await SqlStore.open(database)
+    assert "\n" not in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+async def test_a_failing_disk_is_no_reason_to_lose_the_cause(tmp_path: Path) -> None:
+    """What SQLite itself limits stands for a disk without room where none can be mounted."""
+    path = tmp_path / "jobs.db"
+    store = await SqlStore.open(path)
+    await store.write([NewRun(make_spec(), 1, 1.0)])
+    connection = store._opened.connection.connection.dbapi_connection
+    assert isinstance(connection, sqlite3.Connection)
+    await store._run(lambda: connection.execute("PRAGMA max_page_count = 40"))
+    with pytest.raises(StoreFailedError, match="the disk is full"):
+        await write_on(store, 1, [])
+    await store.close()

@@ -1,0 +1,153 @@
+"""Plans are stored once for all pipelines that have them; what can't be read back is not stored."""
+
+import asyncio
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import func, select
+
+from perseus.service.domain.measured import StageProfile
+from perseus.service.domain.model import HoldClocks, PipelineOffer, PlannedClocks, Rank, StockIteration
+from perseus.service.domain.records import IterationRows, OfferRecord, Record, StoredJob
+from perseus.service.domain.specification import Coordinates, OperatingPolicy
+from perseus.service.storage import schema
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import (
+    JobDeleted,
+    JobEntry,
+    NewRun,
+    TelemetrySequence,
+    UnstorableEntryError,
+)
+from perseus.solver import Computation, Kind, Measurement, Plan, PlannedComputation
+from tests.service.service_fakes import make_spec
+from tests.service.storage.test_store import PERIOD, RECORD, rows
+
+PIPELINES = 128
+
+
+def planned(time_s: float) -> PlannedClocks:
+    computations = tuple(
+        PlannedComputation(Computation(0, Kind.FORWARD, m), 1200, m * time_s, time_s) for m in range(20)
+    )
+    return PlannedClocks(Plan(time_s, 2.0, 3.0, (computations,)))
+
+
+async def offer(store: SqlStore, pipelines: range, version: int, clocks: PlannedClocks | HoldClocks) -> None:
+    # Equal clocks need not be the same object.
+    await store.write(
+        [
+            JobEntry("job", 1, OfferRecord(n, PipelineOffer((version,), 20, replace(clocks))))
+            for n in pipelines
+        ]
+    )
+
+
+async def plan_count(store: SqlStore) -> int:
+    count = await store._run(lambda: store._connection.scalar(select(func.count()).select_from(schema.plans)))
+    return int(count or 0)
+
+
+async def test_a_plan_is_stored_once_and_goes_when_nobody_has_it(database: Path | str) -> None:
+    store = await SqlStore.open(database)
+    everybody = range(PIPELINES)
+    await store.write([NewRun(make_spec(pipelines=PIPELINES, stages=1), 1, 1.0)])
+    await offer(store, everybody, 1, planned(0.1))
+    assert await plan_count(store) == 1
+    await offer(store, range(100), 2, planned(0.2))
+    assert await plan_count(store) == 2
+    await offer(store, everybody, 3, HoldClocks((1200,)))
+    assert await plan_count(store) == 1
+    await offer(store, everybody, 4, planned(0.1))  # it is not there any more
+    await store.close()
+
+    store = await SqlStore.open(database)
+    await offer(store, range(1), 5, planned(0.1))
+    (job,) = await store.load_jobs()
+    assert isinstance(job, StoredJob)
+    assert [record.offer.clocks for record in job.offers] == [planned(0.1)] * PIPELINES
+    assert len({id(record.offer.clocks) for record in job.offers}) == 1
+    assert [record.offer.version for record in job.offers] == [5, *[4] * (PIPELINES - 1)]
+    assert await plan_count(store) == 1
+    await store.write([JobDeleted("job", 5), NewRun(make_spec(), 1, 2.0)])
+    assert await plan_count(store) == 0
+    await offer(store, range(1), 6, planned(0.1))
+    assert await plan_count(store) == 1
+    await store.close()
+
+
+def broken_rows(duration_s: float = 1.0, energy_j: float = 1.0) -> IterationRows:
+    fine = rows(Coordinates(0, 0, 0), [1, 2], -1)
+    return IterationRows(
+        fine.rank, fine.rows._replace(duration_s=[1.0, duration_s], energy_j=[1.0, energy_j]), -1
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        (replace(RECORD, baseline=StockIteration(math.inf, 1.0)), r"record\.baseline\.time_s"),
+        (replace(RECORD, policy=OperatingPolicy(math.nan)), r"record\.policy\.max_slowdown_percent"),
+        (replace(RECORD, version=2**70), r"record\.version"),
+        (replace(PERIOD, energy_m2=math.inf), r"period\.energy_m2"),
+        (replace(PERIOD, pipeline_energy_j=(1.0, -math.inf)), r"period\.pipeline_energy_j\[1\]"),
+        (broken_rows(duration_s=math.nan), r"iterations\.duration_s\[1\]"),
+        (broken_rows(energy_j=math.inf), r"iterations\.energy_j\[1\]"),
+        (OfferRecord(0, PipelineOffer((1,), 2**63, planned(0.1))), r"offer\.start_iteration"),
+        (OfferRecord(0, PipelineOffer((1,), 1, planned(math.nan))), r"offer\.clocks\.plan\.iteration_time_s"),
+        (StageProfile(0, 1200, {}, math.inf, 0.5), r"profile\.blocking_power_w"),
+        (StageProfile(0, 1200, {}, None, math.nan), r"profile\.blocking_power_se_w"),
+    ],
+)
+async def test_a_number_that_can_not_be_read_back_is_refused_by_name_and_nothing_is_written(
+    database: Path | str, record: Record, field: str
+) -> None:
+    store = await SqlStore.open(database)
+    await store.write([NewRun(make_spec(), 1, 1.0), JobEntry("job", 1, RECORD)])
+    with pytest.raises(UnstorableEntryError, match=field) as caught:
+        await store.write([TelemetrySequence("agent", 7), JobEntry("job", 1, record)])
+    assert (caught.value.job_id, caught.value.run_number) == ("job", 1)
+    assert await store.telemetry_sequence("agent") == 0
+    await store.write([TelemetrySequence("agent", 7)])  # it goes on
+    (job,) = await store.load_jobs()
+    assert isinstance(job, StoredJob)
+    assert job.record == RECORD
+    await store.close()
+
+
+async def test_names_that_look_like_numbers_are_none(database: Path | str) -> None:
+    store = await SqlStore.open(database)
+    rank = Rank(Coordinates(0, 0, 0), instance_id="NaN", hostname="Infinity")
+    measured = {(0, Kind.FORWARD): Measurement(1200, 0.1, 10.0)}
+    profile = StageProfile(0, 1200, measured, None, 0.0)
+    await store.write([NewRun(make_spec(), 1, 1.0), JobEntry("job", 1, rank), JobEntry("job", 1, profile)])
+    (job,) = await store.load_jobs()
+    assert isinstance(job, StoredJob)
+    assert (job.ranks, job.profiles) == ((rank,), (profile,))
+    await store.close()
+
+
+def test_a_job_begun_again_in_one_group_has_only_what_came_after(database: Path | str) -> None:
+    async def write_and_read() -> StoredJob:
+        store = await SqlStore.open(database)
+        held = OfferRecord(0, PipelineOffer((1,), 1, HoldClocks((1200,))))
+        await store.write(
+            [
+                NewRun(make_spec(), 1, 1.0),
+                JobEntry("job", 1, held),
+                JobEntry("job", 1, replace(RECORD, version=9)),
+                JobDeleted("job", 4),
+                NewRun(make_spec(), 1, 2.0),
+                JobEntry("job", 1, held),
+            ]
+        )
+        assert await store.deleted_version() == 9
+        (job,) = await store.load_jobs()
+        await store.close()
+        assert isinstance(job, StoredJob)
+        return job
+
+    job = asyncio.run(write_and_read())
+    assert (job.create_time_s, job.record, len(job.offers)) == (2.0, None, 1)

@@ -1,0 +1,182 @@
+"""What is no longer kept goes in small steps; reports, adoptable profiles and the numbers of events stay."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.domain.events import Happening, JobEvent
+from perseus.service.domain.measured import StageProfile
+from perseus.service.domain.model import STOCK, EventType, JobState, PipelineOffer, Rank
+from perseus.service.domain.records import OfferRecord, ProfiledWork, Registrations, StoredJob
+from perseus.service.domain.retention import DAY_S, Retention
+from perseus.service.domain.specification import Coordinates, Registration
+from perseus.service.job.machine import JobMachine
+from perseus.service.job.rules import Rules
+from perseus.service.storage.checking import check_database
+from perseus.service.storage.pruning import STEP_ROWS
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import Entry, JobEntry, JobStore, NewRun, TelemetrySequence
+from perseus.solver import Kind, Measurement
+from tests.service.service_fakes import make_spec
+from tests.service.storage.test_store import PERIOD, RECORD, rows
+
+NOW_S = 1_000 * DAY_S
+
+
+def events(job_id: str, count: int, time_s: float, first: int = 1) -> list[JobEvent]:
+    return [
+        JobEvent(job_id, 1, time_s, Happening(n, EventType.SOLVE_FAILED, "", None))
+        for n in range(first, first + count)
+    ]
+
+
+async def prune(store: JobStore, retention: Retention, now_s: float = NOW_S) -> list[tuple[str, int]]:
+    """A whole round; none of its steps deletes more than it may."""
+    archived: list[tuple[str, int]] = []
+    while not (pruned := await store.prune(retention, now_s)).is_done:
+        assert pruned.row_count <= STEP_ROWS
+        archived += pruned.archived
+    return archived
+
+
+def finished(job_id: str, finish_time_s: float, key: str = "") -> list[Entry]:
+    """A job that has ended, with something in every table."""
+    place = Coordinates(0, 0, 0)
+    measured = {(0, Kind.FORWARD): Measurement(1200, 0.1, 10.0)}
+    entries: list[Entry] = [
+        NewRun(make_spec(job_id), 1, finish_time_s - 10),
+        JobEntry(job_id, 1, replace(RECORD, state=JobState.FINISHED, finish_time_s=finish_time_s)),
+        JobEntry(job_id, 1, Registrations((Registration("request"),))),
+        JobEntry(job_id, 1, Rank(place)),
+        JobEntry(job_id, 1, OfferRecord(0, PipelineOffer((3, 2), 20, STOCK))),
+        JobEntry(job_id, 1, StageProfile(0, 1200, measured, 60.0, 0.5)),
+        JobEntry(job_id, 1, StageProfile(1, 1200, measured, 60.0, 0.5)),
+        JobEntry(job_id, 1, PERIOD),
+        JobEntry(job_id, 1, rows(place, [1], -1)),
+        *events(job_id, 3, finish_time_s),
+    ]
+    return [*entries, JobEntry(job_id, 1, ProfiledWork(0, key))] if key else entries
+
+
+@pytest.fixture
+async def store(database: Path | str) -> SqlStore:
+    return await SqlStore.open(database, clock=lambda: NOW_S)
+
+
+async def test_events_go_by_age_and_by_number_but_for_the_last(store: SqlStore) -> None:
+    await store.write(
+        [
+            *(NewRun(make_spec(job_id), 1, 1.0) for job_id in ("many", "new", "old")),
+            *events("many", 1200, NOW_S),
+            *events("old", 700, NOW_S - 3 * DAY_S),
+            *events("new", 5, NOW_S - 3 * DAY_S),
+            *events("new", 5, NOW_S - DAY_S, first=6),
+        ]
+    )
+    await prune(store, Retention(event_age_s=2 * DAY_S, event_count=100))
+
+    async def left(job_id: str) -> list[int]:
+        return [event.happening.sequence for event in await store.events(job_id, 1, 0, 10_000)]
+
+    assert await left("many") == list(range(1101, 1201))
+    assert await left("new") == list(range(6, 11))
+    assert await left("old") == [700]  # numbers go on from it
+    jobs = {job.spec.job_id: job for job in await store.load_jobs() if isinstance(job, StoredJob)}
+    assert [jobs[name].last_sequence for name in ("many", "new", "old")] == [1200, 10, 700]
+    await store.close()
+
+
+async def test_of_a_run_that_ended_long_ago_the_report_and_adoptable_profiles_stay(
+    store: SqlStore, database: Path | str
+) -> None:
+    long_ago_s = NOW_S - 100 * DAY_S
+    await store.write(
+        [
+            *finished("superseded", long_ago_s - 100, key="work"),
+            *finished("old", long_ago_s, key="work"),
+            *finished("young", NOW_S - DAY_S),
+            NewRun(make_spec("live"), 1, long_ago_s),
+            JobEntry("live", 1, replace(RECORD, finish_time_s=None)),
+            *events("live", 3, long_ago_s),
+        ]
+    )
+    profile = (await store.known_profiles(["work"]))[0]  # type: ignore[index]
+    assert sorted(await prune(store, Retention())) == [("old", 1), ("superseded", 1)]
+    assert await prune(store, Retention()) == []
+
+    assert [job.spec.job_id for job in await store.load_jobs() if isinstance(job, StoredJob)] == [
+        "live",
+        "young",
+    ]
+    assert sorted(await store.known_requests()) == ["young"]
+    old = await store.load_run("old", 1)
+    assert isinstance(old, StoredJob)
+    assert (old.periods, old.record and old.record.version) == ((PERIOD,), RECORD.version)
+    assert (old.ranks, old.offers, old.open_rows) == ((), (), ())
+    assert [profile.stage for profile in old.profiles] == [0]
+    assert old.last_sequence == 3
+    machine, _ = JobMachine.restore(old, Rules(), "epoch", now_s=0.0, wall_time_s=NOW_S)
+    assert [period for period, _ in machine.report(0)] == [PERIOD]
+    superseded = await store.load_run("superseded", 1)
+    assert isinstance(superseded, StoredJob)
+    assert superseded.profiles == ()
+    assert list(await store.known_profiles(["work"])) == [profile]
+    await store.close()
+    assert check_database(database) == []
+
+
+async def test_of_many_runs_that_ended_the_latest_are_kept(store: SqlStore) -> None:
+    entries: list[Entry] = []
+    for number in range(5):
+        entries += finished(f"job-{number}", NOW_S - number)
+    await store.write(entries)
+    assert await prune(store, Retention(finished_count=2)) == [("job-2", 1), ("job-3", 1), ("job-4", 1)]
+    await store.close()
+
+
+async def test_agents_are_forgotten_by_the_time_of_their_last_word_and_by_number(
+    database: Path | str,
+) -> None:
+    now_s = 0.0
+    store = await SqlStore.open(database, clock=lambda: now_s)
+    for now_s in (1.0, 2.0, 3.0, 4.0):
+        await store.write([TelemetrySequence(f"agent-{now_s:.0f}", 7), TelemetrySequence("busy", int(now_s))])
+
+    async def known() -> list[int]:
+        names = ["busy", *(f"agent-{number}" for number in (1, 2, 3, 4))]
+        return [await store.telemetry_sequence(name) for name in names]
+
+    await prune(store, Retention(telemetry_age_s=2.5), now_s=4.0)
+    assert await known() == [4, 0, 7, 7, 7]
+    await prune(store, Retention(telemetry_age_s=100, telemetry_count=2), now_s=4.0)
+    assert (await known()).count(0) == 3
+    assert await known() in ([4, 0, 0, 0, 7], [4, 0, 0, 7, 0])
+    await store.close()
+
+
+async def test_the_file_stops_growing_when_as_much_goes_as_comes(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    store = await SqlStore.open(path)
+    await store.write([NewRun(make_spec(), 1, 1.0)])
+    sizes = []
+    for number in range(12):
+        await store.write(events("job", 1000, NOW_S, first=1 + 1000 * number))
+        await prune(store, Retention(event_count=2000))
+        sizes.append(path.stat().st_size)
+    await store.close()
+    assert sizes[-1] <= 1.1 * max(sizes[3:6])
+
+
+@given(st.lists(st.floats(0, 100), max_size=30), st.integers(0, 10), st.floats(1, 50))
+def test_a_run_is_due_if_it_is_old_or_more_than_enough_have_ended_after_it(
+    times_s: list[float], count: int, age_s: float
+) -> None:
+    retention = Retention(finished_count=count, finished_age_s=age_s)
+    latest_first = sorted(times_s, reverse=True)
+    kept = [t for n, t in enumerate(latest_first) if not retention.is_run_due(t, n, now_s=100.0)]
+    assert len(kept) <= count
+    assert all(t >= 100.0 - age_s for t in kept)
+    assert kept == latest_first[: len(kept)]

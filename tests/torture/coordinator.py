@@ -1,0 +1,320 @@
+"""`make torture-coordinator`: a coordinator killed many times under load, and what it lost.
+
+python -m tests.torture.coordinator COUNT [REPORT]
+
+Agents load it from a process of their own (`benchmarks.load`), and keep a book of all that they are told.
+What is killed is the process, by SIGKILL, at random times: while jobs are measured, profiled, planned, while
+stragglers come and go, and while it starts.
+"""
+
+import argparse
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from benchmarks.coordinator_load import report_problems
+from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError, raise_file_limit
+from tests.service.storage import postgresql
+from tests.torture.faults import FAULTS, LEASE_S, FaultOutcome, strike_all
+from tests.torture.killed_postgresql import KilledServer
+
+FLAGS = (
+    *("--lease-s", "60", "--guard-tolerance-percent", "1000"),
+    *("--baseline-iterations", "3", "--profile-iterations", "2", "--profile-clocks", "2"),
+)
+STAGES = 4
+PERIOD_S = 0.5
+RECONNECT_WITHIN_S = 0.3
+JOB_EVERY = 10
+"""Kills until another job begins."""
+JOBS = 2
+"""That live at a time; with another the oldest one ends."""
+
+_LONGEST_DELAY_S = 1.5
+_LONGEST_START_S = 1.2
+"""While it starts, a kill comes at most so late."""
+_START_KILLS = 0.2
+_UNFINISHED_COMEBACKS = 0.3
+"""Share of kills that don't wait for all agents to be back from the one before."""
+_LIMIT_S = 120.0
+_POSTGRESQL_SHARE, _SERVER_SHARE = 0.25, 0.1
+"""Of all kills: so many once more on PostgreSQL, and so many of its server."""
+
+
+class DatabaseServer(Protocol):
+    """A server that keeps a coordinator's database, and can be killed itself."""
+
+    def kill(self) -> None:
+        """SIGKILL to all of it."""
+
+    def start(self) -> None:
+        """Start it again, and wait until it answers."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of all the kills."""
+
+    kill_count: int = 0
+    start_kill_count: int = 0
+    server_kill_count: int = 0
+    batch_count: int = 0
+    comeback_s: list[float] = field(default_factory=list)
+    """From listening until all agents were back and nothing waited that was sent again."""
+    version_count: int = 0
+    left_out_count: int = 0
+    """Iterations that no report counts, though the one before ran under the same plans."""
+    states: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def torture(
+    folder: Path,
+    database: str,
+    kill_count: int,
+    seed: int,
+    *,
+    pipeline_count: int = 8,
+    server: DatabaseServer | None = None,
+    server_kill_count: int = 0,
+    check_store: Callable[[str], list[str]],
+) -> Outcome:
+    """Kill the coordinator of a database so many times, and hold everything against what it told.
+
+    Args:
+        database: what `--database` is given.
+        server: what keeps it, killed as many times as `server_kill_count` says, in between.
+        check_store: what is wrong with the database, once nobody has it open.
+    """
+    chance = random.Random(seed)
+    outcome = Outcome()
+    # Which kills take the server as well: spread evenly.
+    server_kills = {round((n + 0.5) * kill_count / server_kill_count) for n in range(server_kill_count)}
+    with CoordinatorProcess(folder, database, FLAGS) as coordinator:
+        coordinator.start()
+        with Agents(coordinator.address) as agents:
+            restart_counts: dict[str, int] = {}
+            killed_s = 0.0
+            for number in range(kill_count):
+                if number % JOB_EVERY == 0:
+                    if restart_counts:
+                        _come_back(coordinator, agents, killed_s, outcome)
+                    if len(restart_counts) == JOBS:
+                        oldest = next(iter(restart_counts))
+                        _settle(agents, {oldest: restart_counts.pop(oldest)}, outcome)
+                    restart_counts[_add(agents, number, pipeline_count)] = 0
+                _nudge(agents, list(restart_counts), chance)
+                time.sleep(chance.uniform(0.0, _LONGEST_DELAY_S))
+                if server is not None and number in server_kills:
+                    server.kill()
+                    outcome.server_kill_count += 1
+                    _end_without_database(coordinator, outcome)
+                    server.start()
+                killed_s = coordinator.kill()
+                outcome.kill_count += 1
+                if chance.random() < _START_KILLS:
+                    coordinator.launch()
+                    time.sleep(chance.uniform(0.0, _LONGEST_START_S))
+                    coordinator.kill()
+                    outcome.start_kill_count += 1
+                coordinator.start()
+                restart_counts = {job_id: count + 1 for job_id, count in restart_counts.items()}
+                if chance.random() >= _UNFINISHED_COMEBACKS:
+                    _come_back(coordinator, agents, killed_s, outcome)
+            _come_back(coordinator, agents, killed_s, outcome)
+            _settle(agents, restart_counts, outcome)
+            outcome.problems += agents.ask("findings")["messages"]
+        status = coordinator.terminate()
+        if status != 0:
+            outcome.problems.append(f"SIGTERM: exit status {status}: {coordinator.log.read_text()[-500:]}")
+    outcome.problems += check_store(database)
+    return outcome
+
+
+def _add(agents: Agents, number: int, pipeline_count: int) -> str:
+    job_id = f"torture-{number}"
+    agents.ask(
+        "add",
+        job_id=job_id,
+        pipeline_count=pipeline_count,
+        stage_count=STAGES,
+        microbatch_count=4,
+        period_s=PERIOD_S,
+        reconnect_within_s=RECONNECT_WITHIN_S,
+    )
+    return job_id
+
+
+def _nudge(agents: Agents, job_ids: Sequence[str], chance: random.Random) -> None:
+    """Let a straggler come or go, so that plans change."""
+    factor = chance.choice((0.0, chance.uniform(1.1, 1.6), chance.uniform(1.1, 1.6)))
+    agents.ask("straggler", job_id=chance.choice(job_ids), factor=factor)
+
+
+def _come_back(coordinator: CoordinatorProcess, agents: Agents, killed_s: float, outcome: Outcome) -> None:
+    begun_s = time.monotonic()
+    try:
+        agents.ask("back", since_s=killed_s, limit_s=_LIMIT_S)
+    except GeneratorError as error:
+        raise AssertionError(f"{error}; the coordinator: {coordinator.standing()}") from None
+    outcome.comeback_s.append(time.monotonic() - begun_s)
+
+
+def _end_without_database(coordinator: CoordinatorProcess, outcome: Outcome) -> None:
+    """A coordinator whose server is gone ends by itself, with a failure, or waits for it: either is well."""
+    deadline_s = time.monotonic() + 2.0
+    while coordinator.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    if coordinator.poll() is not None and "Traceback" in coordinator.log.read_text():
+        outcome.problems.append(f"a traceback: {coordinator.log.read_text()[-1000:]}")
+
+
+def _settle(agents: Agents, restart_counts: Mapping[str, int], outcome: Outcome) -> None:
+    """Jobs are planned in the end. Then hold everything against what was told, and end them."""
+    for job_id, restart_count in restart_counts.items():
+        try:
+            agents.ask("planned", job_id=job_id, limit_s=_LIMIT_S)
+        except GeneratorError as error:
+            outcome.problems.append(f"{job_id}: {error}")
+        outcome.states.append(agents.ask("state", job_id=job_id))
+        agents.ask("rest", job_id=job_id, limit_s=_LIMIT_S)
+        outcome.problems += report_problems(agents, job_id, restart_count)
+        account = agents.ask("account", job_id=job_id)
+        outcome.left_out_count += account["expected_count"] - account["counted_count"]
+        counts = agents.ask("counts", job_id=job_id)
+        outcome.batch_count += counts["acknowledged"]
+        outcome.version_count += counts["versions"]
+        agents.ask("finish", job_id=job_id)
+
+
+def check_by_command(database: str) -> list[str]:
+    """What the coordinator's own check finds wrong with a database."""
+    command = [sys.executable, "-m", "perseus.cli", "coordinator", "--check-store", "--database", database]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+    return [] if done.returncode == 0 else [f"store check: {done.stdout}{done.stderr}"]
+
+
+def torture_sqlite(folder: Path, kill_count: int, seed: int) -> Outcome:
+    """Kill a coordinator with a database in a file."""
+    return torture(folder, str(folder / "jobs.db"), kill_count, seed, check_store=check_by_command)
+
+
+def torture_postgresql(folder: Path, kill_count: int, server_kill_count: int, seed: int) -> Outcome:
+    """Kill a coordinator whose database a server keeps, and the server too."""
+    with postgresql.running() as server:
+        return torture(
+            folder,
+            server.new_database(),
+            kill_count,
+            seed,
+            server=KilledServer(server),
+            server_kill_count=server_kill_count,
+            check_store=check_by_command,
+        )
+
+
+_COLUMNS = (
+    *("database", "kills under load", "while it started", "of the server", "batches acknowledged"),
+    *(
+        "versions offered to ranks",
+        "left out",
+        "all agents back, median",
+        "at most",
+        "lost, doubled, reversed",
+    ),
+)
+
+
+def _fault_rows(outcomes: Iterable[FaultOutcome]) -> str:
+    rows = []
+    for each in outcomes:
+        said = each.lines[-1].replace("|", "/") if FAULTS[each.name].has_to_end and each.lines else "–"
+        ended = "–" if each.status is None else str(each.status)
+        problems = "; ".join(each.problems) or "nothing"
+        rows.append(f"| {each.name} | {ended} | {said} | {each.stock_after_s:.1f} s | {problems} |")
+    return "\n".join(rows)
+
+
+def report(outcomes: dict[str, Outcome], faults: Iterable[FaultOutcome], seed: int, took_s: float) -> str:
+    """The figures as a page."""
+    rows = [
+        f"| {name} | {each.kill_count} | {each.start_kill_count} | {each.server_kill_count} | "
+        f"{each.batch_count} | {each.version_count} | {each.left_out_count} | "
+        f"{statistics.median(each.comeback_s):.2f} s | {max(each.comeback_s):.2f} s | "
+        f"{'; '.join(each.problems) or 'nothing'} |"
+        for name, each in outcomes.items()
+    ]
+    today, cores = time.strftime("%Y-%m-%d"), os.cpu_count()
+    return f"""# What a killed coordinator loses
+
+`make torture-coordinator` kills a coordinator under load by SIGKILL at random times, and starts it again with
+the same database. Every {JOB_EVERY} kills a job of {8 * STAGES} ranks begins, and the last but one ends.
+Each rank is an agent of its own that reports {1 / PERIOD_S:g} iterations a second; stragglers come and go, so
+that plans change. The agents keep book, and hold against the coordinator:
+
+- a batch that was acknowledged and is not stored: what Welcome says, and the iterations and joules in the
+  report, are compared with what was sent;
+- a batch counted twice;
+- a version of a plan that carries other clocks than before, or is lower than one offered before;
+- another epoch; a refusal; a job that is not planned in the end; an integrity check that finds something.
+
+A run with any of these fails. The report leaves out the first iteration under its plans; where a restart
+follows it, the next one too, since under which plans the one before it ran isn't stored. These are counted.
+
+| {" | ".join(_COLUMNS)} |
+{"|---" * len(_COLUMNS)}|
+{chr(10).join(rows)}
+
+## When the database fails
+
+The same load and a real agent with an emulated GPU, on a database on a small disk of its own. The coordinator
+has to end with a clear line, or to show agents by another epoch that state is gone; the agent's plan runs out
+its lease ({LEASE_S:g} s here); and what was acknowledged is there once the fault is mended.
+
+| fault | exit status | last line | GPU unlocked after | what should not be so |
+|---|---|---|---|---|
+{_fault_rows(faults)}
+
+Last run: {today}, {took_s / 60:.0f} minutes, {cores} cores, Python {platform.python_version()}, seed {seed}.
+"""
+
+
+def main(count: int, path: Path | None, seed: int) -> None:
+    """Kill, and write down what came of it."""
+    print(f"seed {seed}", flush=True)
+    raise_file_limit()
+    begun_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
+        outcomes = {"SQLite": torture_sqlite(Path(folder), count, seed)}
+        if postgresql.MISSING:
+            print(postgresql.MISSING)
+        else:
+            (own := Path(folder) / "postgresql").mkdir()
+            outcomes["PostgreSQL"] = torture_postgresql(
+                own, round(count * _POSTGRESQL_SHARE), round(count * _SERVER_SHARE), seed
+            )
+        faults = strike_all(Path(folder))
+    text = report(outcomes, faults, seed, time.monotonic() - begun_s)
+    print(text)
+    if path is not None:
+        path.write_text(text)
+    if any(each.problems for each in outcomes.values()) or any(each.problems for each in faults):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("count", type=int)
+    arguments.add_argument("report", type=Path, nargs="?")
+    arguments.add_argument("--seed", type=int, default=random.randrange(2**32))
+    given = arguments.parse_args()
+    main(given.count, given.report, given.seed)

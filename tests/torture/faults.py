@@ -1,0 +1,225 @@
+"""What a coordinator does when its database fails it, with a real agent and many emulated ones on it.
+
+Each fault strikes a coordinator under load whose database is on a small disk of its own. Said of each: how
+the coordinator ended and in which words, when the real agent's GPU was back at stock, and whether anything
+that was acknowledged is gone once the fault is mended and the coordinator started again.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError
+from perseus.demo import nvml_stub
+from tests.nvml.stack import Stack
+
+LEASE_S = 3.0
+FLAGS = (
+    *("--lease-s", f"{LEASE_S:g}", "--guard-tolerance-percent", "1000"),
+    *("--baseline-iterations", "2", "--profile-iterations", "2", "--profile-clocks", "2"),
+)
+DISK_BYTES = 16 * 1024 * 1024
+
+_END_LIMIT_S = 45.0
+_STOCK_LIMIT_S = LEASE_S + 2.0
+_LIMIT_S = 60.0
+
+
+@dataclass(slots=True)
+class FaultOutcome:
+    """What one fault came to.
+
+    Attributes:
+        name: of the fault.
+        status: the coordinator's exit status; None if it did not end.
+        lines: the last lines that it wrote.
+        ended_after_s: from the fault.
+        stock_after_s: from the coordinator's end until the GPU was at stock.
+        problems: what should not be so.
+    """
+
+    name: str
+    status: int | None = None
+    lines: list[str] = field(default_factory=list)
+    ended_after_s: float = 0.0
+    stock_after_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+class Node(Stack):
+    """A real agent, its trainer and its GPU, on a coordinator that others start."""
+
+    def __init__(self, folder: Path, library: Path, coordinator: CoordinatorProcess) -> None:
+        super().__init__(folder, library)
+        self._watched = coordinator
+
+    @property
+    def address(self) -> str:
+        """The coordinator's."""
+        return self._watched.address
+
+    def start_coordinator(self) -> None:
+        """It runs already."""
+
+
+class Disk:
+    """A small disk; a coordinator's database lies on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.database = folder / "jobs.db"
+        self._filler = folder / "filler"
+
+    def fill(self) -> None:
+        """Leave no room."""
+        with self._filler.open("wb", buffering=0) as filler, suppress(OSError):
+            while filler.write(bytes(4096)):
+                pass
+
+    def make_room(self) -> None:
+        self._filler.unlink()
+
+    def remove_database(self) -> None:
+        for file in self.folder.glob("jobs.db*"):
+            file.unlink()
+
+    def log(self) -> Path:
+        """SQLite's write-ahead log."""
+        return self.folder / "jobs.db-wal"
+
+    def remount(self, option: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{option}", str(self.folder)], check=True)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Disk]:
+    """Mount a disk in memory; only root may."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)], check=True)
+    try:
+        yield Disk(folder)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _disk_full(disk: Disk, _: CoordinatorProcess) -> None:
+    disk.fill()
+
+
+def _database_removed(disk: Disk, _: CoordinatorProcess) -> None:
+    disk.remove_database()
+
+
+def _read_only(disk: Disk, coordinator: CoordinatorProcess) -> None:
+    """Nobody can make it so under a writer: it is found at the next start."""
+    coordinator.kill()
+    disk.remount("ro")
+    coordinator.launch()
+
+
+def _log_truncated(disk: Disk, coordinator: CoordinatorProcess) -> None:
+    """As a disk does that lied about what it had written."""
+    coordinator.kill()
+    os.truncate(disk.log(), disk.log().stat().st_size // 2)
+
+
+def _log_lost(disk: Disk, coordinator: CoordinatorProcess) -> None:
+    coordinator.kill()
+    disk.log().unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """How it strikes, and is mended; whether the coordinator has to end by itself, and state may be gone."""
+
+    strike: Callable[[Disk, CoordinatorProcess], None]
+    mend: Callable[[Disk], None] = lambda _: None
+    has_to_end: bool = True
+    is_state_gone: bool = False
+
+
+FAULTS = {
+    "disk full": Fault(_disk_full, Disk.make_room),
+    "read-only": Fault(_read_only, lambda disk: disk.remount("rw")),
+    "database removed": Fault(_database_removed, is_state_gone=True),
+    "log truncated": Fault(_log_truncated, has_to_end=False, is_state_gone=True),
+    "log lost": Fault(_log_lost, has_to_end=False, is_state_gone=True),
+}
+
+
+def strike(folder: Path, library: Path, name: str) -> FaultOutcome:
+    """Let a fault strike a coordinator under load."""
+    fault, outcome = FAULTS[name], FaultOutcome(name)
+    with (
+        small_disk(folder / "disk") as disk,
+        CoordinatorProcess(folder, str(disk.database), FLAGS) as coordinator,
+    ):
+        coordinator.start()
+        with Node(folder / "node", library, coordinator) as node, Agents(coordinator.address) as agents:
+            agents.ask(
+                "add", job_id="faults", pipeline_count=2, period_s=0.25, reconnect_within_s=0.5,
+                microbatch_count=4,
+            )  # fmt: skip
+            node.start()
+            node.until(node.is_locked, "a locked clock")
+            agents.ask("planned", job_id="faults", limit_s=_LIMIT_S)
+            struck_s = time.monotonic()
+            fault.strike(disk, coordinator)
+            _watch_end(coordinator, fault, struck_s, outcome)
+            outcome.stock_after_s = node.until(
+                lambda: not node.is_locked(), f"stock after {name}", _STOCK_LIMIT_S
+            )
+            fault.mend(disk)
+            ended_s = time.monotonic()
+            coordinator.start()
+            _hold_against(agents, ended_s, fault, outcome)
+    return outcome
+
+
+def _watch_end(coordinator: CoordinatorProcess, fault: Fault, struck_s: float, outcome: FaultOutcome) -> None:
+    while fault.has_to_end and coordinator.poll() is None and time.monotonic() < struck_s + _END_LIMIT_S:
+        time.sleep(0.02)
+    outcome.ended_after_s = time.monotonic() - struck_s
+    outcome.status = coordinator.poll()
+    if outcome.status is None:
+        coordinator.kill()
+    text = coordinator.log.read_text()
+    outcome.lines = text.splitlines()[-3:]
+    if "Traceback" in text:
+        outcome.problems.append("a traceback instead of a clear line")
+    if fault.has_to_end and outcome.status is None:
+        outcome.problems.append(f"it did not notice within {_END_LIMIT_S:g} s")
+    if fault.has_to_end and outcome.status == 0:
+        outcome.problems.append("it ended as if nothing had been wrong")
+
+
+def _hold_against(agents: Agents, ended_s: float, fault: Fault, outcome: FaultOutcome) -> None:
+    """What was acknowledged is there; or else every agent was shown that state is gone, by another epoch."""
+    try:
+        agents.ask("back", since_s=ended_s, limit_s=_LIMIT_S)
+    except GeneratorError as error:
+        if not fault.is_state_gone:
+            outcome.problems.append(str(error))
+    found = agents.ask("findings")
+    lost_count = found["counts"].get("acknowledged and lost", 0)
+    if not fault.is_state_gone:
+        outcome.problems += found["messages"]
+    elif lost_count > found["counts"].get("epoch changed", 0):
+        outcome.problems.append(f"lost without another epoch: {found}")
+
+
+def strike_all(folder: Path) -> list[FaultOutcome]:
+    """Every fault once; none where nobody may mount a disk."""
+    if os.geteuid() != 0:
+        print("faults of the disk: skipped, only root may mount one")
+        return []
+    library = nvml_stub.build(folder)
+    outcomes = []
+    for number, name in enumerate(FAULTS):
+        (own := folder / f"fault-{number}").mkdir()
+        outcomes.append(strike(own, library, name))
+    return outcomes

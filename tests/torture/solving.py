@@ -1,0 +1,149 @@
+"""Many jobs want to be solved at once, and the solver's processes die: every job has its plans in the end.
+
+`python -m tests.torture.solving [JOBS [KILLED]]` restarts a coordinator that has JOBS planned jobs (200), and
+one that has KILLED of them (20), whose solver is killed once during each solve. Each has one solver process.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from perseus.service.domain.commands import Announce, Store
+from perseus.service.domain.events import EventFilter, JobEvent
+from perseus.service.domain.model import EventType, JobState
+from perseus.service.domain.retention import Retention
+from perseus.service.shell.coordinator import Coordinator
+from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.request_lane import RequestLane
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import Entry, JobEntry, NewRun
+from tests.service.service_fakes import START_S, Cluster, make_spec
+
+_PATIENCE_S = 1800.0
+_TURN_S = 0.005
+_TURNS = 50
+"""How often a disturber is asked before the jobs are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of the jobs.
+
+    `planned_count`: those that have a frontier and their plans; `retried_count`: those that tell of a retry.
+    """
+
+    job_count: int
+    planned_count: int
+    retried_count: int
+    stock_count: int
+    time_s: float
+
+
+async def fill(path: Path, job_count: int, microbatches: int) -> None:
+    """Write a database as a coordinator with so many planned jobs leaves it."""
+    cluster = Cluster(make_spec(microbatches=microbatches))
+    cluster.join_all()
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.iterate(2)
+
+    def entries(job_id: str) -> Iterator[Entry]:
+        yield NewRun(replace(cluster.spec, job_id=job_id), 1, START_S)
+        for command in cluster.history:
+            if isinstance(command, Store):
+                yield JobEntry(job_id, 1, command.record)
+            elif isinstance(command, Announce):
+                yield JobEvent(job_id, 1, START_S, command.happening)
+
+    store = await SqlStore.open(path)
+    for number in range(job_count):
+        await store.write(list(entries(f"job-{number:03}")))
+    await store.close()
+
+
+@asynccontextmanager
+async def _coordinator(path: Path) -> AsyncIterator[tuple[Coordinator, JobLane]]:
+    store = await SqlStore.open(path)
+    # The ranks are gone, and their leases must not run out before the last job is solved.
+    rules = replace(Cluster(make_spec()).rules, lease_s=2 * _PATIENCE_S)
+    jobs, requests = JobLane(1, _PATIENCE_S), RequestLane(1, _PATIENCE_S)
+    coordinator = Coordinator(store, jobs, requests, rules, Retention())
+    await coordinator.start()
+    running = asyncio.create_task(coordinator.run())
+    try:
+        yield coordinator, jobs
+    finally:
+        await coordinator.flush()
+        await coordinator.close()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        jobs.close()
+        requests.close()
+        await store.close()
+
+
+async def restarted(path: Path, disturb: Callable[[JobLane], None] = lambda _: None) -> Outcome:
+    """Start a coordinator on a filled database, and wait until every job is solved or has given up."""
+    began_s = time.monotonic()
+    async with _coordinator(path) as (coordinator, lane):
+        while True:
+            for _ in range(_TURNS):
+                disturb(lane)
+                await asyncio.sleep(_TURN_S)
+            views = list(coordinator.jobs.jobs("", (), has_details=False))
+            solved = [view for view in views if view.t_min_s and view.state is JobState.PLANNED]
+            stock = [view for view in views if view.state is JobState.STOCK]
+            if len(solved) + len(stock) == len(views) or time.monotonic() > began_s + _PATIENCE_S:
+                break
+        await coordinator.flush()
+        wanted = EventFilter(types=frozenset({EventType.SOLVE_RETRIED}))
+        retried = [await coordinator.jobs.events(view.job_id, 0, wanted, 1, 1) for view in views]
+    time_s = time.monotonic() - began_s
+    return Outcome(len(views), len(solved), sum(map(bool, retried)), len(stock), time_s)
+
+
+class KillOnce:
+    """Kills the process that solves a job, some time after it has begun: once for each job."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._draw = random.Random(seed)
+        self._due_s: dict[str, float] = {}
+        self.killed: set[str] = set()
+
+    def __call__(self, lane: JobLane) -> None:
+        for job_id, process_id in lane.busy_process_ids.items():
+            due_s = self._due_s.setdefault(job_id, time.monotonic() + self._draw.uniform(0, 0.05))
+            if job_id not in self.killed and time.monotonic() >= due_s and process_id is not None:
+                os.kill(process_id, signal.SIGKILL)
+                self.killed.add(job_id)
+
+
+async def main(job_count: int, killed_count: int) -> None:
+    """Print what became of the jobs; fail if not all are planned."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "many.db"
+        await fill(path, job_count, 3)
+        many = await restarted(path)
+        print(f"restart with {many.job_count} jobs: {many}")
+        path = Path(directory) / "killed.db"
+        await fill(path, killed_count, 16)
+        kill = KillOnce()
+        killed = await restarted(path, kill)
+        print(f"{len(kill.killed)} workers killed: {killed}")
+    assert many.planned_count == job_count
+    assert killed.planned_count == killed.retried_count == len(kill.killed) == killed_count
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("jobs", type=int, nargs="?", default=200)
+    arguments.add_argument("killed", type=int, nargs="?", default=20)
+    given = arguments.parse_args()
+    asyncio.run(main(given.jobs, given.killed))

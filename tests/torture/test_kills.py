@@ -1,0 +1,22 @@
+"""A killed coordinator loses nothing that it has acknowledged. `make torture-coordinator` kills more."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.torture.coordinator import torture_sqlite
+
+KILLS = 4
+
+
+@pytest.mark.timeout(300)
+def test_nothing_acknowledged_is_lost_and_no_version_is_reused(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # shown if it fails
+    outcome = torture_sqlite(tmp_path, KILLS, seed)
+    assert outcome.problems == []
+    assert outcome.kill_count == KILLS
+    assert outcome.states == ["JOB_STATE_PLANNED"]
+    assert outcome.batch_count > 0
+    assert outcome.version_count > 0

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -214,11 +214,16 @@ def test_only_files_that_nobody_else_writes_are_believed(tmp_path: Path) -> None
     assert read_grants(folder).problems == ()
     assert read_grants(tmp_path / "none").grants == ()
     bad = folder / "bad"
-    puts = {
+
+    def put_writable() -> None:
+        bad.touch()
+        bad.chmod(0o666)
+
+    puts: dict[str, Callable[[], object]] = {
         "regular file": lambda: os.mkfifo(bad),
         "expected a regular": lambda: bad.mkdir(),
         "at most": lambda: bad.write_bytes(b"#" * 100_000),
-        "writable by root or": lambda: (bad.touch(), bad.chmod(0o666)),
+        "writable by root or": put_writable,
         "decode": lambda: bad.write_bytes(b"\xff\xfe"),
         "line 1": lambda: bad.write_text("alice"),
         "regular": lambda: bad.symlink_to("/dev/zero"),

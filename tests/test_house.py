@@ -183,6 +183,7 @@ HOUSE: Mapping[str, Room] = {
     "agent.gpu": room(
         "agent.gpu.dynamics", "agent.gpu.interface", "agent.gpu.physics", needs=["pynvml", "structlog"]
     ),
+    "agent.claims": pure("agent.link"),
     "agent.clocks": pure(),
     "agent.energy": pure("agent.gpu.interface", needs=["numpy"]),
     "agent.rank": pure("agent.clocks", "agent.energy", "agent.gpu.interface", "agent.link"),
@@ -196,6 +197,7 @@ HOUSE: Mapping[str, Room] = {
         needs=["google", "grpc", "grpc_status", "structlog"],
     ),
     "agent.sidecar": room(
+        "agent.claims",
         "agent.clocks",
         "agent.energy",
         "agent.gpu",

@@ -39,11 +39,23 @@ class AgentSettings(BaseSettings):
     insecure: bool = Field(False, description="Speak plaintext even to a coordinator on another machine.")
     coordinator: str = Field("127.0.0.1:50051", min_length=1, description="Coordinator's address, host:port.")
     socket: Path = Field(Path(DEFAULT_SOCKET_PATH), description="Local socket that trainers connect to.")
+    socket_group: str | None = Field(
+        None,
+        description="Group whose members may connect to the socket; by default perseus, where the node has "
+        "it and the agent may give files to it, else nobody but the agent's user.",
+    )
+    socket_mode: str = Field("0660", description="Permissions of the socket, octal.")
+    grants: Path = Field(
+        Path("/etc/perseus/grants"), description="Folder of files that say which user may claim which GPU."
+    )
     gpu_backend: Literal["nvml", "emulated"] = Field(
         "nvml", description="Where this node's GPUs come from: nvml or emulated."
     )
     emulated_gpus: Path | None = Field(
         None, validate_default=True, description="Folder with one state file per emulated GPU."
+    )
+    device_folder: Path = Field(
+        Path("/dev"), description="Folder with the GPUs' device nodes, nvidia0 and so on."
     )
     observe: bool = Field(False, description="Measure, but never set a clock; needs no privileges.")
     restore_folder: Path = Field(
@@ -90,6 +102,17 @@ class AgentSettings(BaseSettings):
         if info.data.get("gpu_backend") == "emulated" and folder is None:
             raise ValueError("expected a folder, as gpu_backend is emulated")
         return folder
+
+    @field_validator("socket_mode")
+    @classmethod
+    def _is_a_mode(cls, text: str) -> str:
+        if len(text) > 4 or not text.isascii() or not text.isdecimal() or "8" in text or "9" in text:
+            raise ValueError("expected permissions as octal digits, such as 0660")
+        if int(text, 8) & ~0o777 or int(text, 8) & 0o600 != 0o600:
+            raise ValueError(
+                "expected permissions from 0600 to 0777 that include the owner's to read and write"
+            )
+        return text
 
     @field_validator("restore_clocks")
     @classmethod

@@ -77,16 +77,17 @@ class Registrar:
         # Why the coordinator refused a rank last.
         self._refusals: dict[Rank, str] = {}
 
-    async def register(self, job_id: str, registration: Registration) -> Outcome:
-        """Register a job, and keep it registered unless it is refused for good."""
+    async def register(self, job_id: str, registration: Registration, owner: str = "") -> Outcome:
+        """Register a job of `owner`'s, and keep it registered unless it is refused for good."""
         try:
-            request = register_job_request(registration)
+            # Off the loop: it takes long for a schedule of many computations.
+            request = await asyncio.to_thread(register_job_request, registration, owner)
         except ValueError as error:
             return Refused(_INVALID, str(error))
         if request.spec.job_id != job_id:
             return Refused(
                 _INVALID,
-                f"registration: expected job {job_id!r}, as in the hello, found {request.spec.job_id!r}",
+                f"registration: expected job {job_id!r}, as in the hello, found {request.spec.job_id[:64]!r}",
             )
         return await self._register(request)
 

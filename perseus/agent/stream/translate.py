@@ -123,7 +123,7 @@ def request(message: Sendable) -> wire.ConnectRequest:
     match message:
         case Batch():
             return wire.ConnectRequest(telemetry=_telemetry(message))
-        case RankJoined(rank, gpu, iteration, in_force, after_sequence, spec_fingerprint):
+        case RankJoined(rank, gpu, iteration, in_force, after_sequence, spec_fingerprint, owner):
             return wire.ConnectRequest(
                 rank_joined=wire.RankJoined(
                     job_id=rank.job_id,
@@ -134,6 +134,7 @@ def request(message: Sendable) -> wire.ConnectRequest:
                     in_force_version=in_force.version,
                     after_sequence=after_sequence,
                     spec_fingerprint=spec_fingerprint,
+                    owner=owner,
                 )
             )
         case RankLeft(rank, reason):
@@ -144,7 +145,7 @@ def request(message: Sendable) -> wire.ConnectRequest:
                     reason=rank_pb2.RankLeftReason.ValueType(int(reason)),
                 )
             )
-        case GpuErrorReport(rank, gpu_uuid, gpu_reason, text):
+        case GpuErrorReport(rank, gpu_uuid, gpu_reason, text, owner):
             return wire.ConnectRequest(
                 gpu_error=wire.GpuError(
                     job_id=rank.job_id,
@@ -153,6 +154,7 @@ def request(message: Sendable) -> wire.ConnectRequest:
                     gpu_uuid=printable(gpu_uuid)[:_MAX_NAME_LENGTH],
                     reason=rank_pb2.GpuErrorReason.ValueType(int(gpu_reason)),
                     message=_sentence(text),
+                    owner=owner,
                 )
             )
         case PlanAnswer(rank, plan, refusal, iteration):
@@ -194,14 +196,21 @@ def request(message: Sendable) -> wire.ConnectRequest:
             )
 
 
-def register_job_request(registration: Registration) -> job_service_pb2.RegisterJobRequest:
-    """The request for a registration. ValueError, naming the field, if it holds no JobSpec."""
+def register_job_request(registration: Registration, owner: str = "") -> job_service_pb2.RegisterJobRequest:
+    """The request for a registration, of a trainer of `owner`'s.
+
+    ValueError, naming the field, if it holds no JobSpec. Many computations take a while, all of it in
+    Python: so a thread that does it leaves others their turns.
+    """
     try:
         spec = json_format.ParseDict(registration.spec, job_pb2.JobSpec())
     except json_format.ParseError as error:
-        raise ValueError(f"registration: expected a JobSpec as JSON: {error}") from error
+        raise ValueError(_sentence(f"registration: expected a JobSpec as JSON: {error}")) from error
     return job_service_pb2.RegisterJobRequest(
-        spec=spec, request_id=registration.request_id, spec_fingerprint=registration.spec_fingerprint
+        spec=spec,
+        request_id=registration.request_id,
+        spec_fingerprint=registration.spec_fingerprint,
+        owner=owner,
     )
 
 

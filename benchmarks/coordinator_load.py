@@ -248,7 +248,7 @@ def _row(wanted: Configuration, outcome: Outcome) -> tuple[Cell, ...]:
     first: tuple[Cell, ...] = (wanted.job_count, ranks, ranks // wanted.ranks_per_agent)
     figures, bare = outcome.figures, outcome.bare
     if figures is None:
-        return (*first, *(None,) * 12, "overloaded: never planned")
+        return (*first, *(None,) * 12, "; ".join(outcome.problems))
     cost = 1e6 * figures["server_cpu_s"] / max(1, figures["batch_count"])
     bare_cost = 1e6 * bare["server_cpu_s"] / max(1, bare["batch_count"]) if bare else None
     return (

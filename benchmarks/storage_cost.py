@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 from pydantic import TypeAdapter
 
 from benchmarks.harness import Cell, Column, Table, main
@@ -58,8 +57,8 @@ def _telemetry(number: int, batch_count: int = BATCHES) -> list[Entry]:
     for batch in range(batch_count):
         rank = Coordinates(batch // STAGES, batch % STAGES, 0)
         rows = IterationColumns(
-            np.array([number]), np.array([7]), np.array([1 / 3 + number]), np.array([2 / 3 + batch]),
-            np.array([True]), np.array([0]),
+            [number], [7], [1 / 3 + number], [2 / 3 + batch],
+            [True], [0],
         )  # fmt: skip
         entries += [
             JobEntry("job", 1, IterationRows(rank, rows, number - 3)),
@@ -197,7 +196,7 @@ class ByHand:
             "INSERT OR IGNORE INTO open_iterations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 (*run, rank.pipeline, rank.stage, rank.tensor, *row)
-                for row in zip(*(column.tolist() for column in columns), strict=True)
+                for row in zip(*(column for column in columns), strict=True)
                 if row[0] > record.closed_through
             ),
         )

@@ -180,6 +180,7 @@ class Agent:
         self._resent_through = 0
         self._accepted_count = 0
         self._epoch = ""
+        self._check_word = ""
         self._stream: GrpcStream | None = None
         self._is_welcome = False
         self._is_closed = False
@@ -274,7 +275,9 @@ class Agent:
             return
 
     def _hello(self) -> pb.Hello:
-        return pb.Hello(instance_id=self.instance_id, hostname="load", protocol_version=1)
+        return pb.Hello(
+            instance_id=self.instance_id, hostname="load", protocol_version=1, check_word=self._check_word
+        )
 
     def _ended(self, target: str, why: str) -> None:
         was_welcome, self._is_welcome = self._is_welcome, False
@@ -292,14 +295,17 @@ class Agent:
         message = pb.ConnectResponse.FromString(data)
         match message.WhichOneof("message"):
             case "telemetry_ack":
+                self._check_word = message.telemetry_ack.check_word
                 self._acknowledge(message.telemetry_ack.sequence)
             case "plan_offer":
+                self._check_word = message.plan_offer.check_word
                 self._take_offer(message.plan_offer)
             case "rank_accepted":
                 self._accepted_count += 1
                 if self.is_joined:
                     self.back.joined_s = time.monotonic()
             case "welcome":
+                self._check_word = message.welcome.check_word
                 self._take_welcome(message.welcome)
             case "heartbeat" | "drain":
                 pass

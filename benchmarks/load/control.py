@@ -117,6 +117,19 @@ class CoordinatorProcess:
         assert self._process is not None
         return self._process.poll()
 
+    def standing(self) -> str:
+        """How it is, for people: whether it works, waits or has ended, and its last words."""
+        status = Path(f"/proc/{self.pid}/stat")
+        ticks = []
+        for _ in range(2):
+            fields = (
+                status.read_text().rpartition(")")[2].split() if status.exists() else ["ended", *12 * "0"]
+            )
+            ticks.append(int(fields[11]) + int(fields[12]))
+            time.sleep(1.0)
+        words = self.log.read_text()[-1000:]
+        return f"state {fields[0]}, {ticks[1] - ticks[0]} ticks in a second, load {os.getloadavg()}, {words}"
+
     def wait(self, limit_s: float = _END_LIMIT_S) -> int:
         """Wait for its end; the exit status."""
         assert self._process is not None

@@ -118,12 +118,19 @@ class Job:
 
     async def planned(self, jobs: Jobs, limit_s: float) -> None:
         """Wait until it is planned and no rank waits for a start iteration."""
-        async with asyncio.timeout(limit_s):
-            while not (  # noqa: ASYNC110 - only asking tells
-                await self.state(jobs) == "JOB_STATE_PLANNED"
-                and all(rank.version and rank.pending is None for rank in self.ranks)
-            ):
-                await asyncio.sleep(0.5)
+        ends_s = time.monotonic() + limit_s
+        while True:
+            state = await self.state(jobs)
+            waiting_count = sum(not rank.version or rank.pending is not None for rank in self.ranks)
+            if state == "JOB_STATE_PLANNED" and not waiting_count:
+                return
+            if time.monotonic() > ends_s:
+                unanswered_count = sum(agent.unacknowledged_count for agent in self.agents)
+                raise TimeoutError(
+                    f"{self.task.job_id} is {state} after {limit_s:g} s, {waiting_count} of "
+                    f"{len(self.ranks)} ranks under no plan, {unanswered_count} batches unanswered"
+                )
+            await asyncio.sleep(0.5)
 
     async def state(self, jobs: Jobs) -> str:
         """Return the name of its state."""

@@ -55,7 +55,7 @@ def export_(
 
     with _failing_clearly():
         write_whole(file, write)
-    console.print(f"exported {counts[0]} rows to {file}", markup=False, highlight=False)
+    console.print(f"exported {counts[0]} rows to {file}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(name="import")
@@ -73,7 +73,7 @@ def import_(
                 count = import_database(_database(config, database), stream)
         except (ArchiveError, UnicodeDecodeError) as error:
             fail(f"{file}: {error}", BAD_INPUT)
-    console.print(f"imported {count} rows from {file}", markup=False, highlight=False)
+    console.print(f"imported {count} rows from {file}", markup=False, highlight=False, soft_wrap=True)
 
 
 def check_store(database: Path | str) -> None:

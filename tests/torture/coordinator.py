@@ -11,26 +11,28 @@ import argparse
 import os
 import platform
 import random
-import sqlite3
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from benchmarks.coordinator_load import report_problems
 from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError, raise_file_limit
+from tests.service.storage import postgresql
 from tests.torture.faults import FAULTS, LEASE_S, FaultOutcome, strike_all
+from tests.torture.killed_postgresql import KilledServer
 
 FLAGS = (
     *("--lease-s", "60", "--guard-tolerance-percent", "1000"),
     *("--baseline-iterations", "3", "--profile-iterations", "2", "--profile-clocks", "2"),
 )
 STAGES = 4
-PERIOD_S = 0.25
+PERIOD_S = 0.5
 RECONNECT_WITHIN_S = 0.3
 JOB_EVERY = 10
 """Kills until another job begins."""
@@ -44,6 +46,8 @@ _START_KILLS = 0.2
 _UNFINISHED_COMEBACKS = 0.3
 """Share of kills that don't wait for all agents to be back from the one before."""
 _LIMIT_S = 120.0
+_POSTGRESQL_SHARE, _SERVER_SHARE = 0.25, 0.1
+"""Of all kills: so many once more on PostgreSQL, and so many of its server."""
 
 
 class DatabaseServer(Protocol):
@@ -103,7 +107,7 @@ def torture(
             for number in range(kill_count):
                 if number % JOB_EVERY == 0:
                     if restart_counts:
-                        _come_back(agents, killed_s, outcome)
+                        _come_back(coordinator, agents, killed_s, outcome)
                     if len(restart_counts) == JOBS:
                         oldest = next(iter(restart_counts))
                         _settle(agents, {oldest: restart_counts.pop(oldest)}, outcome)
@@ -125,8 +129,8 @@ def torture(
                 coordinator.start()
                 restart_counts = {job_id: count + 1 for job_id, count in restart_counts.items()}
                 if chance.random() >= _UNFINISHED_COMEBACKS:
-                    _come_back(agents, killed_s, outcome)
-            _come_back(agents, killed_s, outcome)
+                    _come_back(coordinator, agents, killed_s, outcome)
+            _come_back(coordinator, agents, killed_s, outcome)
             _settle(agents, restart_counts, outcome)
             outcome.problems += agents.ask("findings")["messages"]
         status = coordinator.terminate()
@@ -156,9 +160,12 @@ def _nudge(agents: Agents, job_ids: Sequence[str], chance: random.Random) -> Non
     agents.ask("straggler", job_id=chance.choice(job_ids), factor=factor)
 
 
-def _come_back(agents: Agents, killed_s: float, outcome: Outcome) -> None:
+def _come_back(coordinator: CoordinatorProcess, agents: Agents, killed_s: float, outcome: Outcome) -> None:
     begun_s = time.monotonic()
-    agents.ask("back", since_s=killed_s, limit_s=_LIMIT_S)
+    try:
+        agents.ask("back", since_s=killed_s, limit_s=_LIMIT_S)
+    except GeneratorError as error:
+        raise AssertionError(f"{error}; the coordinator: {coordinator.standing()}") from None
     outcome.comeback_s.append(time.monotonic() - begun_s)
 
 
@@ -189,16 +196,30 @@ def _settle(agents: Agents, restart_counts: Mapping[str, int], outcome: Outcome)
         agents.ask("finish", job_id=job_id)
 
 
-def check_sqlite(database: str) -> list[str]:
-    """What is wrong with a file."""
-    with closing(sqlite3.connect(database)) as connection:
-        said = [str(line) for (line,) in connection.execute("PRAGMA integrity_check")]
-    return [] if said == ["ok"] else [f"store check: {line}" for line in said]
+def check_by_command(database: str) -> list[str]:
+    """What the coordinator's own check finds wrong with a database."""
+    command = [sys.executable, "-m", "perseus.cli", "coordinator", "--check-store", "--database", database]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+    return [] if done.returncode == 0 else [f"store check: {done.stdout}{done.stderr}"]
 
 
 def torture_sqlite(folder: Path, kill_count: int, seed: int) -> Outcome:
     """Kill a coordinator with a database in a file."""
-    return torture(folder, str(folder / "jobs.db"), kill_count, seed, check_store=check_sqlite)
+    return torture(folder, str(folder / "jobs.db"), kill_count, seed, check_store=check_by_command)
+
+
+def torture_postgresql(folder: Path, kill_count: int, server_kill_count: int, seed: int) -> Outcome:
+    """Kill a coordinator whose database a server keeps, and the server too."""
+    with postgresql.running() as server:
+        return torture(
+            folder,
+            server.new_database(),
+            kill_count,
+            seed,
+            server=KilledServer(server),
+            server_kill_count=server_kill_count,
+            check_store=check_by_command,
+        )
 
 
 _COLUMNS = (
@@ -274,6 +295,13 @@ def main(count: int, path: Path | None, seed: int) -> None:
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
         outcomes = {"SQLite": torture_sqlite(Path(folder), count, seed)}
+        if postgresql.MISSING:
+            print(postgresql.MISSING)
+        else:
+            (own := Path(folder) / "postgresql").mkdir()
+            outcomes["PostgreSQL"] = torture_postgresql(
+                own, round(count * _POSTGRESQL_SHARE), round(count * _SERVER_SHARE), seed
+            )
         faults = strike_all(Path(folder))
     text = report(outcomes, faults, seed, time.monotonic() - begun_s)
     print(text)

@@ -12,15 +12,7 @@ from tests.torture.faults import LEASE_S, strike
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a disk")
 @pytest.mark.skipif(nvml_stub.compiler() is None, reason="no C compiler here to build the NVML stub with")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            "disk full", marks=pytest.mark.xfail(strict=True, reason="ends with a traceback so far")
-        ),
-        pytest.param("log truncated", marks=pytest.mark.xfail(strict=True, reason="keeps its epoch so far")),
-    ],
-)
+@pytest.mark.parametrize("name", ["disk full", "log truncated"])
 def test_a_fault_is_said_clearly_and_loses_nothing_unnoticed(tmp_path: Path, name: str) -> None:
     outcome = strike(tmp_path, nvml_stub.build(tmp_path), name)
     assert outcome.stock_after_s <= LEASE_S + 2.0

@@ -1,7 +1,7 @@
 """`perseus.v1.AgentService`: one stream per agent, a thin adapter over the coordinator.
 
-The reader takes one message after another; telemetry is read on only when the batch before is stored, so
-that an agent can't fill the coordinator's memory. One writer task sends what the outbox holds.
+The reader takes one message after another, and of what it has taken only so much may wait to be stored: an
+agent can't fill the coordinator's memory. One writer task sends what the outbox holds.
 
 A message that can't be, is not known here or makes the coordinator fail is refused by itself, and the stream
 goes on: other ranks share it. What ends a stream is listed in the contract, at the top of its file.
@@ -17,6 +17,7 @@ from typing import TypeVar
 import grpc
 import structlog
 
+from perseus.service.api.kept import Kept
 from perseus.service.api.outbox import Outbox
 from perseus.service.api.statuses import (
     MAPPED,
@@ -55,7 +56,7 @@ from perseus.service.domain.model import Offer
 from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents
 from perseus.solver import Computation
-from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, rank_pb2
+from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, computation_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 
 log = structlog.get_logger(__name__)
@@ -66,8 +67,14 @@ PROTOCOL_VERSION = 1
 _UNSTORED_LIMIT = 64
 """Messages of one stream that may wait to be stored."""
 
+_ROWS_LIKE_A_MESSAGE = 1024
+"""So many rows of telemetry count as one message more."""
+
 _KINDS_LIMIT = 64
 """Kinds of misunderstanding that are logged, of one stream; each once."""
+
+_ORDERS: Kept[Sequence[Computation], computation_pb2.StageOrder] = Kept(order_to_proto, limit=256)
+"""What ranks compute: all of a stage the same."""
 
 M = TypeVar("M", bound=RankMessage)
 
@@ -85,7 +92,7 @@ class OutboxPort:
     def accept_rank(self, job_id: str, rank: Coordinates, order: Sequence[Computation]) -> None:
         """See `shell.ports.AgentPort`."""
         accepted = agent_service_pb2.RankAccepted(
-            job_id=job_id, rank=coordinates_to_proto(rank), order=order_to_proto(order)
+            job_id=job_id, rank=coordinates_to_proto(rank), order=_ORDERS.of(order)
         )
         self._outbox.answer(ConnectResponse(rank_accepted=accepted))
 
@@ -197,11 +204,12 @@ class _Stream:
 
         Every so many messages it waits until all of them are stored: no agent fills the writer's queue.
         """
-        count = 0
+        unstored = 0
         async for request in requests:
-            count += 1
-            if count % _UNSTORED_LIMIT == 0:
+            unstored += 1 + len(request.telemetry.computations.iteration) // _ROWS_LIKE_A_MESSAGE
+            if unstored >= _UNSTORED_LIMIT:
                 await self._agents.flush()
+                unstored = 0
             if not self.instance_id:
                 await self._greet(request)
             elif request.WhichOneof("message") == "goodbye":
@@ -209,7 +217,7 @@ class _Stream:
                 self._is_goodbye = True
                 return
             else:
-                await self._take(request)
+                self._take(request)
 
     def part(self) -> None:
         """The stream has ended."""
@@ -245,7 +253,7 @@ class _Stream:
         )
         self._outbox.answer(ConnectResponse(welcome=welcome))
 
-    async def _take(self, request: ConnectRequest) -> None:
+    def _take(self, request: ConnectRequest) -> None:
         match request.WhichOneof("message"):
             case "hello":
                 raise HelloRepeatedError(instance_id=self.instance_id)
@@ -254,7 +262,7 @@ class _Stream:
                 answer_beat = ConnectResponse(heartbeat=agent_service_pb2.Heartbeat())
                 self._outbox.replace("heartbeat", answer_beat)
             case "telemetry":
-                await self._take_telemetry(request.telemetry)
+                self._take_telemetry(request.telemetry)
             case "message_refused":
                 self._note_refusal(request.message_refused)
             case "rank_joined":
@@ -300,25 +308,23 @@ class _Stream:
     def _take_gpu_error(self, message: agent_service_pb2.GpuError) -> None:
         self._agents.note_gpu_error(message.job_id, gpu_error_from_proto(message))
 
-    async def _take_telemetry(self, message: agent_service_pb2.TelemetryBatch) -> None:
+    def _take_telemetry(self, message: agent_service_pb2.TelemetryBatch) -> None:
         try:
             check_job_id(message.job_id)
             telemetry = telemetry_from_proto(message, self.instance_id)
-            await self._agents.take_telemetry(message.job_id, telemetry)
+            self._agents.take_telemetry(message.job_id, telemetry)
         except CoordinatorError as error:
-            await self._refuse_telemetry(message, error)
+            self._refuse_telemetry(message, error)
         except Exception as error:
-            await self._refuse_telemetry(message, self._unexpected(error, message))
+            self._refuse_telemetry(message, self._unexpected(error, message))
 
-    async def _refuse_telemetry(
-        self, message: agent_service_pb2.TelemetryBatch, error: CoordinatorError
-    ) -> None:
+    def _refuse_telemetry(self, message: agent_service_pb2.TelemetryBatch, error: CoordinatorError) -> None:
         self._log_refusal("telemetry", error)
         parts = refused_parts(error)
         refused = agent_service_pb2.TelemetryRefused(sequence=message.sequence, **parts)
         self._outbox.answer(ConnectResponse(telemetry_refused=refused))
         if 1 <= message.sequence <= MAX_COUNT:
-            await self._agents.pass_telemetry(self.instance_id, message.sequence)
+            self._agents.pass_telemetry(self.instance_id, message.sequence)
 
     def _answer_mistake(self, message: RankMessage, error: CoordinatorError) -> None:
         """Refuse a rank, where one is announced (or may be, once its job is registered), else the message."""

@@ -2,14 +2,15 @@
 
 `…_from_proto` checks what the types can't say (a missing message, an unknown enum, a column of another
 length, a number or a text out of bounds) and raises InvalidFieldError with the field's path: of telemetry
-from the batch on, of all else from the message of the stream on. Repeated fields become numpy columns at
-once.
+from the batch on, of all else from the message of the stream on. Repeated fields become lists at once.
 """
 
-import numpy as np
+from collections.abc import Sequence
+
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from perseus.service.api.kept import Kept
 from perseus.service.api.translate_jobs import coordinates_from_proto, coordinates_to_proto
 from perseus.service.api.translate_problems import (
     KIND_FROM_PROTO,
@@ -44,7 +45,6 @@ from perseus.service.domain.model import (
     PlannedClocks,
     RankLeftReason,
     RefusalReason,
-    stage_clocks,
 )
 from perseus.service.domain.specification import (
     MAX_FINGERPRINT_LENGTH,
@@ -59,7 +59,7 @@ from perseus.service.domain.telemetry import (
     IterationColumns,
     TelemetryBatch,
 )
-from perseus.solver import MAX_CLOCK_MHZ
+from perseus.solver import MAX_CLOCK_MHZ, PlannedComputation
 from perseus.v1 import (
     agent_service_pb2,
     clock_statistics_pb2,
@@ -88,10 +88,8 @@ _REFUSAL_REASON = {
     rank_pb2.PlanRefusalReason.Value(f"PLAN_REFUSAL_REASON_{reason.name}"): reason for reason in RefusalReason
 }
 
-# Index into KINDS by the wire's number; -1 for what is no kind.
-_KIND_INDEX = np.full(max(KIND_FROM_PROTO) + 1, -1, dtype=np.int64)
-for _number, _kind in KIND_FROM_PROTO.items():
-    _KIND_INDEX[_number] = KINDS.index(_kind)
+# Index into KINDS by the wire's number.
+_KIND_INDEX = {number: KINDS.index(kind) for number, kind in KIND_FROM_PROTO.items()}
 
 
 def unknown_fields(message: Message) -> str:
@@ -251,25 +249,24 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
         InvalidFieldError: names the column and row, or the figure.
     """
     iterations, computations = message.iterations, message.computations
-    kinds = np.array(computations.kind, dtype=np.int64)
     batch = TelemetryBatch(
         sequence=message.sequence,
         iterations=IterationColumns(
-            iteration=np.array(iterations.iteration, dtype=np.int64),
-            plan_version=np.array(iterations.plan_version, dtype=np.int64),
-            duration_s=np.array(iterations.duration_s, dtype=np.float64),
-            energy_j=np.array(iterations.energy_j, dtype=np.float64),
-            is_regular=np.array(iterations.is_regular, dtype=np.bool_),
-            clock_event_reasons=np.array(iterations.clock_event_reasons, dtype=np.int64),
+            iteration=iterations.iteration[:],  # a slice of a repeated field is a list, the fastest to get
+            plan_version=iterations.plan_version[:],
+            duration_s=iterations.duration_s[:],
+            energy_j=iterations.energy_j[:],
+            is_regular=iterations.is_regular[:],
+            clock_event_reasons=iterations.clock_event_reasons[:],
         ),
         computations=ComputationColumns(
-            iteration=np.array(computations.iteration, dtype=np.int64),
-            kind=_KIND_INDEX[np.where((kinds >= 0) & (kinds < len(_KIND_INDEX)), kinds, 0)],
-            microbatch=np.array(computations.microbatch, dtype=np.int64),
-            chunk=np.array(computations.chunk, dtype=np.int64),
-            begin_s=np.array(computations.begin_s, dtype=np.float64),
-            duration_s=np.array(computations.duration_s, dtype=np.float64),
-            clock_mhz=np.array(computations.clock_mhz, dtype=np.int64),
+            iteration=computations.iteration[:],
+            kind=[_KIND_INDEX.get(number, -1) for number in computations.kind],
+            microbatch=computations.microbatch[:],
+            chunk=computations.chunk[:],
+            begin_s=computations.begin_s[:],
+            duration_s=computations.duration_s[:],
+            clock_mhz=computations.clock_mhz[:],
         ),
         energy=_estimate_from_proto(message.energy) if message.HasField("energy") else None,
         dropped_batch_count=message.dropped_batch_count,
@@ -330,12 +327,25 @@ def offer_to_proto(
         start_iteration=offer.start_iteration,
         lease_s=lease_s,
     )
-    if stage_clocks(offer.clocks, rank.stage) == STOCK_MHZ:
-        message.stock.SetInParent()
-        return message
     match offer.clocks:
         case PlannedClocks(plan):
-            message.stage_plan.CopyFrom(stage_plan_to_proto(plan.stages[rank.stage]))
-        case HoldClocks(clocks_mhz):
+            message.MergeFrom(_SHARES.of(plan.stages[rank.stage]))
+        case HoldClocks(clocks_mhz) if clocks_mhz[rank.stage] != STOCK_MHZ:
             message.hold.clock_mhz = clocks_mhz[rank.stage]
+        case _:
+            message.stock.SetInParent()
     return message
+
+
+def _share_to_proto(stage: Sequence[PlannedComputation]) -> agent_service_pb2.PlanOffer:
+    """Return an offer with nothing but a stage's share of a plan."""
+    message = agent_service_pb2.PlanOffer()
+    if any(planned.clock_mhz for planned in stage):
+        message.stage_plan.CopyFrom(stage_plan_to_proto(stage))
+    else:
+        message.stock.SetInParent()
+    return message
+
+
+_SHARES = Kept(_share_to_proto, limit=256)
+"""Shares of plans: every pipeline under a plan has the same."""

@@ -8,8 +8,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-import numpy as np
-
 from perseus.service.api.translate_problems import (
     computation_to_proto,
     schedule_spec_from_proto,
@@ -279,16 +277,16 @@ def timeline_to_proto(timeline: Timeline) -> job_service_pb2.GetTimelineResponse
         iteration=timeline.iteration, iteration_time_s=timeline.iteration_time_s
     )
     for stage, columns in enumerate(timeline.stages):
-        for row in np.argsort(columns.begin_s, kind="stable").tolist():
+        for row in sorted(range(len(columns.begin_s)), key=columns.begin_s.__getitem__):
             computation = Computation(
-                stage, KINDS[columns.kind[row]], int(columns.microbatch[row]), int(columns.chunk[row])
+                stage, KINDS[columns.kind[row]], columns.microbatch[row], columns.chunk[row]
             )
             response.entries.add(
                 stage=stage,
                 computation=computation_to_proto(computation),
                 start_s=columns.begin_s[row],
                 duration_s=columns.duration_s[row],
-                clock_mhz=int(columns.clock_mhz[row]),
+                clock_mhz=columns.clock_mhz[row],
             )
     return response
 

@@ -25,6 +25,8 @@ class JobState(enum.Enum):
     STOCK = "stock"
     FINISHED = "finished"
 
+    __hash__ = object.__hash__  # members are single; what an enumeration has costs ten times as much
+
 
 class RankState(enum.Enum):
     """Whether an agent serves a rank."""
@@ -34,6 +36,8 @@ class RankState(enum.Enum):
     DISCONNECTED = "disconnected"
     LOST = "lost"
     FINISHED = "finished"
+
+    __hash__ = object.__hash__  # members are single; what an enumeration has costs ten times as much
 
 
 class RankLeftReason(enum.Enum):
@@ -228,6 +232,22 @@ class Rank:
     clocks: ClockStatistics | None = None
     refused_clocks_mhz: tuple[int, ...] = ()
     is_stock_only: bool = False
+
+    def at(self, iteration: int) -> "Rank":
+        """Return the rank at another iteration: every batch has one, and `replace` looks at every field."""
+        return Rank(
+            self.coordinates,
+            self.state,
+            self.instance_id,
+            self.hostname,
+            self.gpu,
+            self.offered_version,
+            self.in_force_version,
+            iteration,
+            self.clocks,
+            self.refused_clocks_mhz,
+            self.is_stock_only,
+        )
 
     @property
     def has_refused(self) -> bool:

@@ -98,6 +98,8 @@ Record = (
 def record_key(record: Record) -> Hashable:
     """Return what a record is about: a later one of the same key replaces it. Rows add up instead."""
     match record:
+        case IterationRows():  # first: nearly all records are
+            return id(record)
         case JobRecord():
             return (JobRecord,)
         case Registrations():
@@ -114,8 +116,6 @@ def record_key(record: Record) -> Hashable:
             return ProfiledWork, record.stage
         case Period():
             return Period, record.number
-        case IterationRows():
-            return id(record)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
 """What agents measure, as columns of equal length, and the checks at the door.
 
-Columns go from repeated fields straight into numpy arrays; nothing here touches one sample at a time.
+Columns are lists: a batch has some twenty rows, and for so few each call of numpy costs more than all of
+them. Rows are looked at one by one only in a batch that is not as nearly all are.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,22 +32,26 @@ from perseus.solver import MAX_CLOCK_MHZ, Computation, Kind
 
 IntColumn = NDArray[np.int64]
 FloatColumn = NDArray[np.float64]
-BoolColumn = NDArray[np.bool_]
 
 KINDS = tuple(Kind)
 """A `kind` column holds indices into this."""
 
+_KINDS_KNOWN = frozenset(range(len(KINDS)))
+_KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 
-@dataclass(frozen=True, slots=True, eq=False)
-class IterationColumns:
+_Row = tuple[int, int, int]
+"""Index of the kind, microbatch and chunk."""
+
+
+class IterationColumns(NamedTuple):
     """Finished iterations of one rank. `clock_event_reasons` holds NVML's bits, 0 for none."""
 
-    iteration: IntColumn
-    plan_version: IntColumn
-    duration_s: FloatColumn
-    energy_j: FloatColumn
-    is_regular: BoolColumn
-    clock_event_reasons: IntColumn
+    iteration: Sequence[int]
+    plan_version: Sequence[int]
+    duration_s: Sequence[float]
+    energy_j: Sequence[float]
+    is_regular: Sequence[bool]
+    clock_event_reasons: Sequence[int]
 
     def check(self) -> None:
         """Refuse columns that can't be.
@@ -60,17 +67,16 @@ class IterationColumns:
         _check_bounds("iterations.clock_event_reasons", self.clock_event_reasons, 0, MAX_COUNT)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ComputationColumns:
+class ComputationColumns(NamedTuple):
     """Computations of one rank. `kind` holds indices into KINDS, `clock_mhz` 0 for stock."""
 
-    iteration: IntColumn
-    kind: IntColumn
-    microbatch: IntColumn
-    chunk: IntColumn
-    begin_s: FloatColumn
-    duration_s: FloatColumn
-    clock_mhz: IntColumn
+    iteration: Sequence[int]
+    kind: Sequence[int]
+    microbatch: Sequence[int]
+    chunk: Sequence[int]
+    begin_s: Sequence[float]
+    duration_s: Sequence[float]
+    clock_mhz: Sequence[int]
 
     def check(self) -> None:
         """Refuse columns that can't be.
@@ -79,28 +85,31 @@ class ComputationColumns:
             InvalidFieldError: names the column.
         """
         _check_lengths("computations", self, MAX_COMPUTATION_ROWS)
-        for name in ("iteration", "microbatch", "chunk"):
-            _check_bounds(f"computations.{name}", getattr(self, name), 0, MAX_COUNT)
-        _check_bounds("computations.clock_mhz", self.clock_mhz, 0, MAX_CLOCK_MHZ)
-        known = (self.kind >= 0) & (self.kind < len(KINDS))
-        _check_column("computations.kind", self.kind, known, "a known kind")
-        for name in ("begin_s", "duration_s"):
-            _check_bounds(f"computations.{name}", getattr(self, name), 0, MAX_DURATION_S)
+        _check_bounds("computations.iteration", self.iteration, 0, MAX_COUNT)
+        _check_bounds("computations.microbatch", self.microbatch, 0, MAX_COUNT)
+        _check_bounds("computations.chunk", self.chunk, 0, MAX_COUNT)
+        for clock_mhz in {*self.clock_mhz}:
+            if not 0 <= clock_mhz <= MAX_CLOCK_MHZ:
+                row = self.clock_mhz.index(clock_mhz)
+                check_range(f"computations.clock_mhz[{row}]", clock_mhz, 0, MAX_CLOCK_MHZ)
+        if not _KINDS_KNOWN.issuperset(self.kind):
+            _check_rows("computations.kind", self.kind, _KINDS_KNOWN.__contains__, "a known kind")
+        _check_bounds("computations.begin_s", self.begin_s, 0, MAX_DURATION_S)
+        _check_bounds("computations.duration_s", self.duration_s, 0, MAX_DURATION_S)
 
     def iterations(self) -> list[int]:
         """Return the iterations that there are rows of, in order."""
-        if not len(self.iteration):
-            return []
-        first = int(self.iteration[0])
-        # Nearly every batch is of a single one, and looking for others costs more than all else here.
-        return [first] if (self.iteration == first).all() else np.unique(self.iteration).tolist()
+        own = self.iteration
+        # Nearly every batch is of a single one.
+        return [own[0]] if own and own.count(own[0]) == len(own) else sorted(set(own))
 
     def of_iteration(self, iteration: int) -> "ComputationColumns":
         """Return the rows of one iteration."""
-        rows = self.iteration == iteration
-        if rows.all():
+        own = self.iteration
+        if own.count(iteration) == len(own):
             return self
-        return ComputationColumns(*(getattr(self, column.name)[rows] for column in fields(self)))
+        rows = [row for row, number in enumerate(own) if number == iteration]
+        return ComputationColumns(*([column[row] for row in rows] for column in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +197,7 @@ class ClockStatistics:
             check_range("clocks.prediction_error_s", self.prediction_error_s, 0, MAX_DURATION_S)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TelemetryBatch:
+class TelemetryBatch(NamedTuple):
     """Measurements of one rank, each part already checked by itself."""
 
     sequence: int
@@ -210,8 +218,9 @@ class TelemetryBatch:
         self.iterations.check()
         self.computations.check()
         ours, theirs = self.iterations.iteration, self.computations.iteration
-        is_ours = theirs == ours[0] if len(ours) == 1 else np.isin(theirs, ours)  # mostly it is a single one
-        _check_column("computations.iteration", theirs, is_ours, "one of iterations.iteration")
+        if theirs and not (len(ours) == 1 and theirs.count(ours[0]) == len(theirs)):
+            known = set(ours)
+            _check_rows("computations.iteration", theirs, known.__contains__, "one of iterations.iteration")
         if self.energy is not None:
             self.energy.check()
         if self.clocks is not None:
@@ -224,9 +233,9 @@ class TelemetryBatch:
             InvalidFieldError: quotes the clock.
         """
         clocks_mhz = self.computations.clock_mhz
-        if not {0, *supported_clocks_mhz}.issuperset(clocks_mhz.tolist()):
-            known = np.isin(clocks_mhz, [0, *supported_clocks_mhz])
-            _check_column("computations.clock_mhz", clocks_mhz, known, "a clock of the rank's GPU")
+        if not all(mhz == 0 or mhz in supported_clocks_mhz for mhz in {*clocks_mhz}):
+            known = {0, *supported_clocks_mhz}
+            _check_rows("computations.clock_mhz", clocks_mhz, known.__contains__, "a clock of the rank's GPU")
         for row, sample in enumerate(self.energy.samples if self.energy else ()):
             if sample.clock_mhz != 0 and sample.clock_mhz not in supported_clocks_mhz:
                 raise InvalidFieldError(
@@ -235,13 +244,17 @@ class TelemetryBatch:
                     found=sample.clock_mhz,
                 )
 
-    def check_order(self, order: "Order") -> None:
+    def check_order(self, order: "Order") -> bool:
         """Refuse regular iterations with other computations than the rank's, and energy of such.
+
+        Returns whether the computations are just one regular iteration's, one after another.
 
         Raises:
             InvalidFieldError: quotes the iteration, or the sample.
         """
-        order.check_regular(self.iterations, self.computations)
+        is_plain = order.is_just(self.iterations, self.computations)
+        if not is_plain:
+            order.check_regular(self.iterations, self.computations)
         for row, sample in enumerate(self.energy.samples if self.energy else ()):
             if (sample.kind, sample.chunk) not in order.keys:
                 raise InvalidFieldError(
@@ -249,6 +262,7 @@ class TelemetryBatch:
                     expected="kinds and chunks of the rank's order",
                     found=f"{sample.kind.value} of chunk {sample.chunk}",
                 )
+        return is_plain
 
 
 class Order:
@@ -260,9 +274,19 @@ class Order:
 
     def __init__(self, computations: Sequence[Computation]) -> None:
         self.keys = frozenset((each.kind, each.chunk) for each in computations)
-        self._columns = np.array(
-            [(KINDS.index(each.kind), each.microbatch, each.chunk) for each in computations], dtype=np.int64
-        ).reshape(-1, 3)
+        self._kinds = [_KIND_INDEX[each.kind] for each in computations]
+        self._microbatches = [each.microbatch for each in computations]
+        self._chunks = [each.chunk for each in computations]
+
+    def is_just(self, iterations: IterationColumns, computations: ComputationColumns) -> bool:
+        """Tell whether these are one regular iteration, its rows in this order, as nearly all batches are."""
+        return (
+            len(iterations.iteration) == 1
+            and iterations.is_regular[0]
+            and computations.kind == self._kinds
+            and computations.microbatch == self._microbatches
+            and computations.chunk == self._chunks
+        )
 
     def check_regular(self, iterations: IterationColumns, computations: ComputationColumns) -> None:
         """Refuse regular iterations whose computations are not exactly these, in this order.
@@ -270,68 +294,52 @@ class Order:
         Raises:
             InvalidFieldError: quotes the first such iteration.
         """
-        if self._are_all_regular(iterations, computations):
-            return
-        regular = iterations.iteration[iterations.is_regular]
-        rows = np.flatnonzero(np.isin(computations.iteration, regular))
-        rows = rows[np.argsort(computations.iteration[rows], kind="stable")]
-        columns = (computations.kind, computations.microbatch, computations.chunk)
-        found = np.stack([column[rows] for column in columns], axis=1)
-        if np.array_equal(found, np.tile(self._columns, (len(regular), 1))):
-            return
-        for iteration in np.unique(regular).tolist():
-            one = found[computations.iteration[rows] == iteration]
-            count = int(np.count_nonzero(regular == iteration))
-            if not np.array_equal(one, np.tile(self._columns, (count, 1))):
+        counts = Counter(
+            number
+            for number, is_regular in zip(iterations.iteration, iterations.is_regular, strict=True)
+            if is_regular
+        )
+        found: dict[int, list[_Row]] = {number: [] for number in sorted(counts)}
+        rows = zip(computations.kind, computations.microbatch, computations.chunk, strict=True)
+        for number, row in zip(computations.iteration, rows, strict=True):
+            if number in found:
+                found[number].append(row)
+        own = list(zip(self._kinds, self._microbatches, self._chunks, strict=True))
+        for number, one in found.items():
+            if one != own * counts[number]:
                 raise InvalidFieldError(
                     field="iterations.is_regular",
-                    expected=f"the {len(self._columns)} computations of the registered order in iteration "
-                    f"{iteration}",
-                    found=self._difference(one),
+                    expected=f"the {len(own)} computations of the registered order in iteration {number}",
+                    found=self._difference(one, own),
                 )
 
-    def _are_all_regular(self, iterations: IterationColumns, computations: ComputationColumns) -> bool:
-        """Whether rows follow rows as they should: what almost every batch is, told in a few comparisons."""
-        numbers = iterations.iteration
-        if (
-            len(computations.iteration) != len(numbers) * len(self._columns)
-            or not iterations.is_regular.all()
-        ):
-            return False
-        shape = (len(numbers), len(self._columns))
-        return bool(
-            (computations.iteration.reshape(shape) == numbers[:, None]).all()
-            and (computations.kind.reshape(shape) == self._columns[:, 0]).all()
-            and (computations.microbatch.reshape(shape) == self._columns[:, 1]).all()
-            and (computations.chunk.reshape(shape) == self._columns[:, 2]).all()
-        )
-
-    def _difference(self, found: IntColumn) -> str:
-        if len(found) != len(self._columns):
+    def _difference(self, found: Sequence[_Row], own: Sequence[_Row]) -> str:
+        if len(found) != len(own):
             return f"{len(found)} computations"
-        row = int(np.argmax((found != self._columns).any(axis=1)))
-        kind, microbatch, chunk = found[row].tolist()
+        row = next(row for row, (one, expected) in enumerate(zip(found, own, strict=True)) if one != expected)
+        kind, microbatch, chunk = found[row]
         return f"{KINDS[kind].value} of microbatch {microbatch}, chunk {chunk} as computation {row} of them"
 
 
 def _check_lengths(where: str, columns: IterationColumns | ComputationColumns, most: int) -> None:
     expected = len(columns.iteration)
     check_size(f"{where}.iteration", expected, most)
-    for column in fields(columns):
-        found = len(getattr(columns, column.name))
-        if found != expected:
-            raise InvalidFieldError(
-                field=f"{where}.{column.name}", expected=f"{expected} rows like iteration", found=found
-            )
+    if len(set(map(len, columns))) > 1:
+        for name, column in zip(columns._fields, columns, strict=True):
+            if len(column) != expected:
+                raise InvalidFieldError(
+                    field=f"{where}.{name}", expected=f"{expected} rows like iteration", found=len(column)
+                )
 
 
-def _check_bounds(field: str, column: IntColumn | FloatColumn, least: float, most: float) -> None:
-    # Two reductions tell of almost every column that it is fine; NaN is least and most where there is one.
-    if len(column) and not least <= np.minimum.reduce(column) <= np.maximum.reduce(column) <= most:
-        _check_column(field, column, (column >= least) & (column <= most), between(least, most))
+def _check_bounds(field: str, column: Sequence[float], least: float, most: float) -> None:
+    # Nothing below 0 and a sum that is not too large tell of almost every column that it is fine, and cost
+    # the least. A NaN anywhere is in the sum.
+    if column and not (0 <= least <= min(column) and sum(column) <= most):
+        _check_rows(field, column, lambda value: least <= value <= most, between(least, most))
 
 
-def _check_column(field: str, column: IntColumn | FloatColumn, is_fine: BoolColumn, expected: str) -> None:
-    if not is_fine.all():
-        row = int(np.argmin(is_fine))
-        raise InvalidFieldError(field=f"{field}[{row}]", expected=expected, found=column[row].item())
+def _check_rows(field: str, column: Sequence[float], is_fine: Callable[[float], bool], expected: str) -> None:
+    for row, value in enumerate(column):
+        if not is_fine(value):
+            raise InvalidFieldError(field=f"{field}[{row}]", expected=expected, found=value)

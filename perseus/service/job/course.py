@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from perseus.service.domain import evidence
 from perseus.service.domain.commands import FindProfile, ReportIteration
 from perseus.service.domain.errors import JobFinishedError
-from perseus.service.domain.inputs import TelemetryArrived
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import (
     NO_VERSION,
@@ -24,7 +23,8 @@ from perseus.service.domain.model import (
     StockClocks,
 )
 from perseus.service.domain.records import ForgetIterations, IterationRows, ProfiledWork, StoredJob
-from perseus.service.domain.specification import JobSpec
+from perseus.service.domain.specification import Coordinates, JobSpec
+from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
@@ -199,21 +199,22 @@ class Course:
 
     # ------------------------------------------------------------------ iterations
 
-    def take_iterations(self, event: TelemetryArrived) -> None:
+    def take_iterations(self, rank: Coordinates, rows: IterationColumns) -> None:
         """Take the iterations that a rank reports, and judge those of the whole job that they complete."""
-        self.progress.take_rows(event.rank, event.batch.iterations)
+        self.progress.take_rows(rank, rows)
         count = len(self.log.periods)
         last = self.log.periods[-1] if self.log.periods else None
-        summaries, complete = self.log.add(event.rank, event.batch.iterations, self.wall_time_s)
+        summaries, complete = self.log.add(rank, rows, self.wall_time_s)
         for summary in summaries:
             self.timelines.finish(summary)
             self.journal.do(ReportIteration(summary))
+        self.journal.store(IterationRows(rank, rows, self.log.closed_through))
+        if not complete:
+            return
         for period in self.log.periods[max(0, count - 1) :]:
             if period != last:
                 self.journal.store(period)
-        self.journal.store(IterationRows(event.rank, event.batch.iterations, self.log.closed_through))
-        if complete:
-            self.offers.iteration_time_s = complete[-1].iteration_time_s
+        self.offers.iteration_time_s = complete[-1].iteration_time_s
         for iteration in complete:
             gap_s = self.progress.silence_s(self.now_s)
             self.progress.take_iteration(iteration, self.now_s)
@@ -331,7 +332,8 @@ class Course:
             return
         following = self.profiler.next_round(held, clocks_mhz)
         if isinstance(following, HoldClocks):
-            self.offers.wish(range(len(self.offers)), following)
+            if following is not held:
+                self.offers.wish(range(len(self.offers)), following)
         elif following.is_enough:
             self.is_profile_complete = True
             for stage, key in enumerate(self._work_keys()):

@@ -17,9 +17,9 @@ on a Tick only. The time is any clock that never goes back; only differences cou
 there to be told to people, and nothing is decided by it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import singledispatchmethod
+from typing import Any
 
 from perseus.service.domain import evidence
 from perseus.service.domain.commands import AcceptRank, Command, EndStream
@@ -133,7 +133,7 @@ class JobMachine:
         self._refusals = Refusals(self._ranks, self._offers, self._journal)
         self._orders = [Order(order) for order in self.schedule.orders]
         self._baseline_request_ids: tuple[str, ...] = ()
-        self._stored_record: JobRecord | None = None
+        self._stored_figures: tuple[object, ...] = ()
 
     @property
     def state(self) -> JobState:
@@ -182,7 +182,7 @@ class JobMachine:
                 nothing has changed.
         """
         self._course.begin(now_s, wall_time_s)
-        self._on(event, now_s)
+        _HANDLERS[type(event)](self, event, now_s)
         self._course.settle()
         return self._take_commands()
 
@@ -320,47 +320,40 @@ class JobMachine:
         return self._planner.frontier
 
     def _take_commands(self) -> list[Command]:
-        record = JobRecord(
-            policy=self._planner.policy,
-            state=self.state,
-            state_reason=self._course.state_reason,
-            version=self._offers.version,
-            baseline=self._baseline.iteration,
-            is_profile_complete=self._course.is_profile_complete,
-            stragglers=tuple(self._stragglers),
-            lag_s=self._planner.lag_s,
-            profiling_cost=self.profiler.cost,
-            given_up_clocks=self.profiler.given_up,
-            stall=self._progress.told,
-            finish_time_s=self._course.finish_time_s,
-            baseline_request_ids=self._baseline_request_ids,
+        course, planner = self._course, self._planner
+        figures = (
+            planner.policy,
+            course.state,
+            course.state_reason,
+            self._offers.version,
+            self._baseline.iteration,
+            course.is_profile_complete,
+            tuple(self._stragglers) if self._stragglers else (),
+            planner.lag_s,
+            self.profiler.cost,
+            self.profiler.given_up,
+            self._progress.told,
+            course.finish_time_s,
+            self._baseline_request_ids,
         )
-        if record != self._stored_record:
-            self._stored_record = record
-            self._journal.store(record)
+        if figures != self._stored_figures:  # of every message; most change none of them
+            self._stored_figures = figures
+            self._journal.store(JobRecord(*figures))
         return self._journal.take()
 
     # ------------------------------------------------------------------ inputs
 
-    @singledispatchmethod
-    def _on(self, event: Input, now_s: float) -> None:
-        raise TypeError(f"unknown input {event!r}")
-
-    @_on.register
     def _on_registered_again(self, event: RegisteredAgain, _now_s: float) -> None:
         self._note_registration(event.registration)
 
-    @_on.register
     def _on_abandoned(self, event: Abandoned, _now_s: float) -> None:
         self._course.enter(JobState.FINISHED, f"abandoned: {event.why}")
 
-    @_on.register
     def _on_epoch_renewed(self, event: EpochRenewed, _now_s: float) -> None:
         self._epoch = event.epoch
         # Telemetry doesn't say of which epoch a version is: those that may be lost are not used again.
         self._offers.version += LOST_VERSIONS
 
-    @_on.register
     def _on_rank_joined(self, event: RankJoined, now_s: float) -> None:
         self._course.check_running()
         self.spec.check_rank(event.rank)
@@ -384,7 +377,6 @@ class JobMachine:
         if has_refused and not self._ranks[event.rank].has_refused:
             self._course.profile_more(f"{event.rank} has another agent")
 
-    @_on.register
     def _on_rank_left(self, event: RankLeft, _now_s: float) -> None:
         self.spec.check_rank(event.rank)
         rank = self._ranks[event.rank]
@@ -395,26 +387,21 @@ class JobMachine:
             else:
                 self._course.lose([rank], event.reason.value)
 
-    @_on.register
     def _on_gpu_error_reported(self, event: GpuErrorReported, _now_s: float) -> None:
         self.spec.check_rank(event.rank)
         self._ranks.note_gpu_error(event)
 
-    @_on.register
     def _on_agent_disconnected(self, event: AgentDisconnected, now_s: float) -> None:
         for rank in self._ranks.of_instance(event.instance_id, RankState.CONNECTED):
             self._offers.forget_sent(rank.coordinates)
         self._ranks.disconnect(event.instance_id, now_s)
 
-    @_on.register
     def _on_agent_left(self, event: AgentLeft, _now_s: float) -> None:
         self._course.lose(self._ranks.of_instance(event.instance_id, *LIVE), "its agent ended")
 
-    @_on.register
     def _on_agent_heard(self, event: AgentHeard, now_s: float) -> None:
         self._ranks.hear_agent(event.instance_id, now_s)
 
-    @_on.register
     def _on_telemetry_arrived(self, event: TelemetryArrived, now_s: float) -> None:
         if not self._ranks.hear(event.rank, event.instance_id, now_s):
             raise RankNotServedError(
@@ -423,26 +410,26 @@ class JobMachine:
                 stage=event.rank.stage,
                 tensor=event.rank.tensor,
             )
-        gpu, batch = self._ranks[event.rank].gpu, event.batch
-        self._ranks.check_trainer(event.rank, batch.sequence)
+        rank, batch = self._ranks[event.rank], event.batch
+        place, gpu = rank.coordinates, rank.gpu  # the tables' own place: they find it without a comparison
+        self._ranks.check_trainer(place, batch.sequence)
         assert gpu is not None
         batch.check_clocks(gpu.supported_clocks_mhz)
-        batch.check_order(self._orders[event.rank.stage])
-        self._stragglers.take_telemetry(event.rank, batch)
-        if len(batch.iterations.iteration):
-            self._ranks.note_iteration(event.rank, int(batch.iterations.iteration.max()))
-            self._course.take_iterations(event)
-        self.timelines.add(event.rank, batch.computations)
+        is_plain = batch.check_order(self._orders[place.stage])
+        self._stragglers.take_telemetry(place, batch, is_plain=is_plain)
+        if batch.iterations.iteration:
+            self._ranks.note_iteration(place, max(batch.iterations.iteration))
+            self._course.take_iterations(place, batch.iterations)
+        self.timelines.add(place, batch.computations)
         if batch.clocks is not None:
-            self._ranks.note_clocks(event.rank, batch.clocks)
+            self._ranks.note_clocks(place, batch.clocks)
         energy = batch.energy
-        if energy is not None and energy.plan_version == self._offers.of_rank(event.rank).version:
+        if energy is not None and energy.plan_version == self._offers.of_rank(place).version:
             if self.state is JobState.PLANNED:
-                self._planner.watch.take_estimate(event.rank, energy)
+                self._planner.watch.take_estimate(place, energy)
             else:
-                self.profiler.take_estimate(event.rank, energy)
+                self.profiler.take_estimate(place, energy)
 
-    @_on.register
     def _on_offer_answered(self, event: OfferAnswered, now_s: float) -> None:
         if not self._ranks.hear(event.rank, event.instance_id, now_s):
             return
@@ -451,7 +438,6 @@ class JobMachine:
         if why is not None:
             self._course.plan_without(why)
 
-    @_on.register
     def _on_plan_in_force(self, event: PlanInForce, now_s: float) -> None:
         if not self._ranks.hear(event.rank, event.instance_id, now_s):
             return
@@ -464,7 +450,6 @@ class JobMachine:
             self._offers.forget_sent(event.rank)
         self._ranks.change(replace(rank, in_force_version=version))
 
-    @_on.register
     def _on_straggler_reported(self, event: StragglerReported, _now_s: float) -> None:
         self._course.check_running()
         straggler = event.straggler
@@ -474,26 +459,22 @@ class JobMachine:
             self._planner.announce_straggler(straggler)
             self._course.after_straggler_change()
 
-    @_on.register
     def _on_straggler_cleared(self, event: StragglerCleared, _now_s: float) -> None:
         self._course.check_running()
         self.spec.check_pipeline(event.pipeline)
         if self._stragglers.clear(event.pipeline):
             self._course.after_straggler_change()
 
-    @_on.register
     def _on_policy_set(self, event: PolicySet, _now_s: float) -> None:
         self._course.check_running()
         event.policy.check()
         if self._planner.set_policy(event.policy):
             self._course.retarget()
 
-    @_on.register
     def _on_finish_requested(self, _event: FinishRequested, _now_s: float) -> None:
         if self.state is not JobState.FINISHED:
             self._course.enter(JobState.FINISHED, "ended on request")
 
-    @_on.register
     def _on_resume_requested(self, _event: ResumeRequested, _now_s: float) -> None:
         if self.state is not JobState.STOCK:
             return
@@ -505,7 +486,6 @@ class JobMachine:
         everybody = self._ranks.are_all(RankState.CONNECTED)
         self._course.enter(JobState.BASELINE if everybody else JobState.WAITING, "it was asked to go on")
 
-    @_on.register
     def _on_baseline_requested(self, event: BaselineRequested, _now_s: float) -> None:
         if event.request_id in self._baseline_request_ids:
             return
@@ -521,24 +501,19 @@ class JobMachine:
         self._baseline.forget()
         self._course.enter(JobState.BASELINE, "the stock baseline is measured again")
 
-    @_on.register
     def _on_profile_found(self, event: ProfileFound, _now_s: float) -> None:
         self.profiler.known = event.found
 
-    @_on.register
     def _on_solved(self, event: Solved, _now_s: float) -> None:
         self._course.take_frontier(event.frontier)
 
-    @_on.register
     def _on_solve_retried(self, event: SolveRetried, _now_s: float) -> None:
         if self._course.state is not JobState.FINISHED:
             self._course.planner.announce_retry(event.cause, event.crash_count, event.delay_s)
 
-    @_on.register
     def _on_solve_failed(self, event: SolveFailed, _now_s: float) -> None:
         self._course.take_failure(event.cause)
 
-    @_on.register
     def _on_tick(self, _event: Tick, now_s: float) -> None:
         expired = self._ranks.expired(now_s)
         silent = {rank.instance_id: None for rank in expired if rank.state is RankState.CONNECTED}
@@ -564,3 +539,31 @@ class JobMachine:
         if registrations != self.registrations:
             self.registrations = registrations
             self._journal.store(registrations)
+
+
+# Looked up for every message: a table costs a tenth of what `functools.singledispatchmethod` does.
+_HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
+    RegisteredAgain: JobMachine._on_registered_again,
+    Abandoned: JobMachine._on_abandoned,
+    EpochRenewed: JobMachine._on_epoch_renewed,
+    RankJoined: JobMachine._on_rank_joined,
+    RankLeft: JobMachine._on_rank_left,
+    GpuErrorReported: JobMachine._on_gpu_error_reported,
+    AgentDisconnected: JobMachine._on_agent_disconnected,
+    AgentLeft: JobMachine._on_agent_left,
+    AgentHeard: JobMachine._on_agent_heard,
+    TelemetryArrived: JobMachine._on_telemetry_arrived,
+    OfferAnswered: JobMachine._on_offer_answered,
+    PlanInForce: JobMachine._on_plan_in_force,
+    StragglerReported: JobMachine._on_straggler_reported,
+    StragglerCleared: JobMachine._on_straggler_cleared,
+    PolicySet: JobMachine._on_policy_set,
+    FinishRequested: JobMachine._on_finish_requested,
+    ResumeRequested: JobMachine._on_resume_requested,
+    BaselineRequested: JobMachine._on_baseline_requested,
+    ProfileFound: JobMachine._on_profile_found,
+    Solved: JobMachine._on_solved,
+    SolveRetried: JobMachine._on_solve_retried,
+    SolveFailed: JobMachine._on_solve_failed,
+    Tick: JobMachine._on_tick,
+}

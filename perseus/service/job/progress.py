@@ -125,9 +125,9 @@ class Progress:
     def take_rows(self, rank: Coordinates, rows: IterationColumns) -> None:
         """Take note of the iterations that a rank reports."""
         highest = self._reported.get(rank, -1)
-        if int(rows.iteration.min()) <= highest:
+        if min(rows.iteration) <= highest:
             self._repeating.add(rank)
-        self._latest_iteration = int(rows.iteration.max())
+        self._latest_iteration = max(rows.iteration)
         self._reported[rank] = max(highest, self._latest_iteration)
 
     def take_iteration(self, iteration: JobIteration, now_s: float) -> None:
@@ -156,6 +156,9 @@ class Progress:
             self._measuring_s = None
             if self._told is not None and self._told.reason is StallReason.NO_ENERGY_ESTIMATES:
                 self._get_on()
+        since_s = self._heard_s if self._measuring_s is None else min(self._heard_s, self._measuring_s)
+        if now_s < since_s + PATIENCE_S:  # nobody's patience is shorter
+            return
         deadline_s = self.next_deadline_s()
         if deadline_s is None or now_s < deadline_s:
             return

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
@@ -163,7 +164,7 @@ class Agents:
         run = self._live.find(job_id)
         self._live.handle(run, event)
 
-    async def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
+    def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
         """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.
 
         Raises:
@@ -176,15 +177,13 @@ class Agents:
         if agent is None or not agent.is_greeted:  # the last word of a stream that is being replaced
             return
         if sequence <= agent.received_sequence:
-            await self.pass_telemetry(instance_id, sequence)
+            self.pass_telemetry(instance_id, sequence)
             return
-        run = self._live.find(job_id)
-        done = self._live.handle(run, event, [TelemetrySequence(instance_id, sequence)])
+        run, acknowledge = self._live.find(job_id), partial(agent.port.acknowledge, sequence)
+        self._live.handle(run, event, [TelemetrySequence(instance_id, sequence)], [acknowledge])
         agent.received_sequence = sequence
-        await done
-        agent.port.acknowledge(sequence)
 
-    async def pass_telemetry(self, instance_id: str, sequence: int) -> None:
+    def pass_telemetry(self, instance_id: str, sequence: int) -> None:
         """Acknowledge a batch that was refused or taken before, so that the agent doesn't send it again."""
         agent = self._agents.get(instance_id)
         if agent is None or not agent.is_greeted:  # the last word of a stream that is being replaced
@@ -193,9 +192,7 @@ class Agents:
         if sequence > agent.received_sequence:
             agent.received_sequence = sequence
             entries = [TelemetrySequence(instance_id, sequence)]
-        taken = agent.received_sequence
-        await self._writer.later(entries)
-        agent.port.acknowledge(taken)
+        self._writer.later(entries, [partial(agent.port.acknowledge, agent.received_sequence)])
 
     async def flush(self) -> None:
         """Wait until what agents said so far is stored, and carried out."""

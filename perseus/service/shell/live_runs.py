@@ -59,7 +59,7 @@ from perseus.service.job.rules import Rules
 from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.watching import Watcher
-from perseus.service.shell.writer import Writer
+from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.storage.store import Entry, JobEntry, JobStore
 from perseus.solver import Frontier, Pipeline, SolverError
@@ -69,6 +69,9 @@ Made = TypeVar("Made")
 
 log = structlog.get_logger(__name__)
 
+
+_SHOWN = (JobRecord, OfferRecord, Rank)
+"""Records that a job's view shows."""
 
 _LARGE_SIZE = 4096
 """Ranks and computations; making a machine for fewer takes no more than some tens of milliseconds."""
@@ -140,6 +143,8 @@ class LiveRuns:
         self._writer = writer
         self._solver = solver
         self._runs: dict[str, LiveRun] = {}
+        # Those that may have a deadline: an ended job has none, and costs nothing.
+        self._ticking: set[LiveRun] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closing = False
         self._making = asyncio.Lock()
@@ -246,15 +251,21 @@ class LiveRuns:
 
     # ------------------------------------------------------------------ feeding
 
-    def begin(
-        self, machine: JobMachine, commands: Iterable[Command], entries: Iterable[Entry]
-    ) -> asyncio.Future[None]:
-        """Begin a run, the latest of its job from now on. The future is done when it is stored."""
+    def begin(self, machine: JobMachine, commands: Iterable[Command], entries: Iterable[Entry]) -> Work:
+        """Begin a run, the latest of its job from now on. Await what is returned to know it stored."""
         self._runs[machine.spec.job_id] = run = LiveRun(machine)
         return self._perform(run, commands, entries)
 
-    def handle(self, run: LiveRun, event: Input, entries: Iterable[Entry] = ()) -> asyncio.Future[None]:
-        """Let a run take an input. The future is done when what follows is stored, with entries, and done.
+    def handle(
+        self,
+        run: LiveRun,
+        event: Input,
+        entries: Iterable[Entry] = (),
+        then: Iterable[Callable[[], None]] = (),
+    ) -> Work:
+        """Let a run take an input; what follows is stored, with entries, and done. Await it to wait for that.
+
+        `then`: more that is to be done once it is stored.
 
         Raises:
             CoordinatorError: the run refuses the input (`JobMachine.handle`); nothing is stored. So does one
@@ -267,7 +278,7 @@ class LiveRuns:
         except Exception as error:
             self._quarantine(run, FaultyPart.MACHINE, error)
             commands = run.machine.handle(event, self.clock.now_s(), time.time())
-        return self._perform(run, commands, entries)
+        return self._perform(run, commands, entries, then)
 
     def read(self, run: LiveRun, ask: Callable[[Machine], T]) -> T:
         """Return what a run's machine answers.
@@ -290,8 +301,11 @@ class LiveRuns:
     def tick(self) -> None:
         """Let leases run out."""
         now_s = self.clock.now_s()
-        for run in self._runs.values():
-            self._tick(run, now_s)
+        for run in [*self._ticking]:
+            if self._runs.get(run.job_id) is not run or run.machine.next_deadline_s() is None:
+                self._ticking.discard(run)  # until something happens to it
+            else:
+                self._tick(run, now_s)
 
     def tick_run(self, run: LiveRun) -> None:
         """Let a run's leases run out: they may have since the last tick."""
@@ -367,30 +381,40 @@ class LiveRuns:
     # ------------------------------------------------------------------ carrying out
 
     def _perform(
-        self, run: LiveRun, commands: Iterable[Command], entries: Iterable[Entry] = ()
-    ) -> asyncio.Future[None]:
-        """Store what is to be stored; then do the rest. The future is done after both."""
+        self,
+        run: LiveRun,
+        commands: Iterable[Command],
+        entries: Iterable[Entry] = (),
+        more: Iterable[Callable[[], None]] = (),
+    ) -> Work:
+        """Store what is to be stored; then do the rest."""
         to_store = list(entries)
         then: list[Callable[[], None]] = []
         is_job_changed = False
+        job_id, number = run.job_id, run.number
         for command in commands:
             match command:
                 case Store(record):
-                    to_store.append(JobEntry(run.job_id, run.number, record))
-                    is_job_changed |= isinstance(record, JobRecord | OfferRecord | Rank)
-                    if isinstance(record, Rank):
-                        run.ranks[record.coordinates] = record
-                    elif isinstance(record, JobRecord):
-                        run.record = record
+                    to_store.append(JobEntry(job_id, number, record))
+                    if isinstance(record, _SHOWN):
+                        is_job_changed = True
+                        if isinstance(record, Rank):
+                            run.ranks[record.coordinates] = record
+                        elif isinstance(record, JobRecord):
+                            run.record = record
                 case Announce(happening):
-                    event = JobEvent(run.job_id, run.number, time.time(), happening)
+                    event = JobEvent(job_id, number, time.time(), happening)
                     run.last_sequence = happening.sequence
                     to_store.append(event)
                     then.append(self._guarded(run, partial(self._publish, run, event)))
+                case ReportIteration() if not run.watchers:
+                    pass
                 case _:
                     then.append(self._guarded(run, partial(self._do, run, run.machine, command)))
         if is_job_changed:
             then.append(self._guarded(run, partial(self._publish_job, run)))
+        then.extend(more)
+        self._ticking.add(run)
         return self._writer.later(to_store, then)
 
     def _guarded(self, run: LiveRun, action: Callable[[], None]) -> Callable[[], None]:

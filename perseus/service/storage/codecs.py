@@ -7,7 +7,7 @@ Only evidence may hold infinities, as it always could.
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter
@@ -105,7 +105,7 @@ def figure(field: str, value: float) -> float:
     return value
 
 
-def figures(field: str, values: list[float]) -> list[float]:
+def figures(field: str, values: Sequence[float]) -> Sequence[float]:
     """Return a column, if all in it are finite.
 
     Raises:

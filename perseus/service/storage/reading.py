@@ -6,7 +6,6 @@ A run that can't be read doesn't keep others from being read: it is told of as s
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from sqlalchemy import Connection, Row, Table, func, select, text
 
 from perseus.service.domain.errors import cut
@@ -246,11 +245,11 @@ def _profile(stage: int, row: Row[Any]) -> StageProfile:
 
 def _iteration(row: Row[Any]) -> IterationRows:
     columns = IterationColumns(
-        np.array([row.iteration]),
-        np.array([row.plan_version]),
-        np.array([row.duration_s]),
-        np.array([row.energy_j]),
-        np.array([bool(row.is_regular)]),
-        np.array([0]),  # they matter when they come, and are not stored
+        [row.iteration],
+        [row.plan_version],
+        [row.duration_s],
+        [row.energy_j],
+        [bool(row.is_regular)],
+        [0],  # they matter when they come, and are not stored
     )
     return IterationRows(Coordinates(row.pipeline, row.stage, row.tensor), columns, closed_through=-1)

@@ -17,6 +17,7 @@ from sqlalchemy import (
     Table,
     Text,
 )
+from sqlalchemy.types import TypeEngine
 
 HEAD = "0006"
 """The latest migration: what this schema is."""
@@ -24,7 +25,7 @@ HEAD = "0006"
 # Ordered by bytes wherever it is, as SQLite orders all texts.
 _KEY = Text().with_variant(Text(collation="C"), "postgresql")
 _NUMBER = BigInteger().with_variant(Integer(), "sqlite")
-_FIGURE = Double().with_variant(REAL(), "sqlite")
+_FIGURE: TypeEngine[float] = Double().with_variant(REAL(), "sqlite")
 
 metadata = MetaData()
 

@@ -169,12 +169,8 @@ class SqlStore(JobStore):
 
     async def close(self) -> None:
         """See JobStore."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._opened.close)
         self._thread.shutdown()
-
-    def _close(self) -> None:
-        self._writer.close()
-        self._opened.close()
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_transaction, work)

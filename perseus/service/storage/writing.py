@@ -5,7 +5,8 @@ deletes divides a group, and what comes after it is written after it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from sqlalchemy import Connection, delete, func, literal, select, update
@@ -56,11 +57,11 @@ class _Group:
     def take_iterations(self, run: _RunKey, record: IterationRows) -> None:
         rank, columns = record.rank, record.rows
         values = zip(
-            columns.iteration.tolist(),
-            columns.plan_version.tolist(),
-            figures("iterations.duration_s", columns.duration_s.tolist()),
-            figures("iterations.energy_j", columns.energy_j.tolist()),
-            columns.is_regular.tolist(),
+            columns.iteration,
+            columns.plan_version,
+            figures("iterations.duration_s", columns.duration_s),
+            figures("iterations.energy_j", columns.energy_j),
+            columns.is_regular,
             strict=True,
         )
         job_id, run_number = run
@@ -104,15 +105,10 @@ class GroupWriter:
         self._connection = connection
         self._clock = clock
         self._statements = Statements(connection.dialect)
-        self._cursor: DBAPICursor = connection.connection.cursor()
         # By run: the plans that are stored, as far as known.
         self._plans: dict[_RunKey, set[str]] = defaultdict(set)
         # By identity, with the clocks themselves, so that they keep it.
         self._digests: dict[int, tuple[Clocks, tuple[str, str, str]]] = {}
-
-    def close(self) -> None:
-        """Let go of the database: a cursor that is left keeps a SQLite file locked."""
-        self._cursor.close()
 
     def write(self, entries: Sequence[Entry], commit_number: int) -> None:
         """Write all entries in the transaction that is open, or raise before anything is written.
@@ -121,13 +117,26 @@ class GroupWriter:
             UnstorableEntryError: a record holds what could not be read back.
         """
         steps = self._steps(entries)
+        with self._cursor() as cursor:
+            self._execute(steps, cursor)
+            self._statements.count_commit.run(cursor, [(commit_number,)])
+
+    @contextmanager
+    def _cursor(self) -> Iterator[DBAPICursor]:
+        cursor = self._connection.connection.cursor()
+        try:
+            yield cursor
+        finally:
+            cursor.close()  # SQLite's file stays open as long as a cursor remembers its last statement
+
+    def _execute(self, steps: Iterable[_Step], cursor: DBAPICursor) -> None:
         for step in steps:
             match step:
                 case _Group():
                     for name, rows in step.all_rows():
-                        self._statements.by_name[name].run(self._cursor, rows)
+                        self._statements.by_name[name].run(cursor, rows)
                     for run in step.runs_with_new_plans:
-                        found = self._statements.plan_digests.rows(self._cursor, run)
+                        found = self._statements.plan_digests.rows(cursor, run)
                         self._plans[run] = {digest for (digest,) in found}
                 case JobDeleted():
                     self._delete(step)
@@ -136,7 +145,6 @@ class GroupWriter:
                     self._connection.execute(
                         delete(rows).where(rows.c.job_id == run[0], rows.c.run_number == run[1])
                     )
-        self._statements.count_commit.run(self._cursor, [(commit_number,)])
 
     def forget_plans(self) -> None:
         """What is stored of plans may have changed otherwise."""
@@ -144,7 +152,8 @@ class GroupWriter:
 
     def telemetry_sequence(self, instance_id: str) -> int:
         """Return the highest sequence taken from an agent, 0 if none."""
-        found = self._statements.telemetry_sequence.rows(self._cursor, (instance_id,))
+        with self._cursor() as cursor:
+            found = self._statements.telemetry_sequence.rows(cursor, (instance_id,))
         return int(found[0][0]) if found else 0
 
     # ------------------------------------------------------------------ entries to rows

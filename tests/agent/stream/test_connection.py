@@ -193,3 +193,22 @@ async def test_a_lease_that_can_not_be_is_no_welcome(lease_s: float) -> None:
     witness = Witness()
     await converse(witness, lambda: bool(witness.seen), odd, silent)
     assert witness.seen[0] == Welcome("e", 0.2, 0)
+
+
+async def test_the_latest_check_word_is_said_on_the_next_stream() -> None:
+    said: list[str] = []
+
+    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+        said.append((await anext(requests)).hello.check_word)
+        yield wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=9, check_word=f"w{len(said)}"))
+        if len(said) == 1:
+            yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=0, check_word="a"))
+        elif len(said) == 2:
+            offer = wire.PlanOffer(check_word="o", version=-1)  # refused by itself, but told for all that
+            yield wire.ConnectResponse(plan_offer=offer)
+            yield wire.ConnectResponse(heartbeat=wire.Heartbeat())
+        elif len(said) == 4:
+            yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=0, check_word="x" * 257))
+
+    await converse(Witness(), lambda: len(said) >= 5, script)
+    assert said[:5] == ["", "a", "o", "w3", "w4"]

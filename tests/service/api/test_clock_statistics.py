@@ -46,7 +46,7 @@ def test_the_coordinator_keeps_and_shows_what_a_rank_reported_last() -> None:
     rank = cluster.ranks[place]
     for each in (replace(clocks, set_count=1), clocks):
         rank.sequence += 1
-        told = replace(batch(rank.sequence, [], 1, 0.8), clocks=each)
+        told = batch(rank.sequence, [], 1, 0.8)._replace(clocks=each)
         cluster.send(TelemetryArrived(place, rank.instance_id, told))
     shown = {each.coordinates: each for _, each in cluster.machine.ranks(RankFilter())}
     assert rank_to_proto(shown[place]).clocks == WIRE

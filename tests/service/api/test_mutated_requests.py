@@ -251,6 +251,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
             await over.wait()
             others.answered.clear()
             yield telemetry(THEIRS, BEGINNING + 1)
+            await coordinator.flush()  # as the acknowledgement does, and the heartbeat's answer does not
             yield wire.ConnectRequest(heartbeat=wire.Heartbeat())
             await others.answered.wait()
 

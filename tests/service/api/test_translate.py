@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -162,8 +161,8 @@ def test_columns_arrive_as_they_were_sent(rows: list[tuple[Kind, int, float]]) -
     )
     columns = telemetry_from_proto(message, "agent").batch.computations
     assert [KINDS[index] for index in columns.kind] == [kind for kind, _, _ in rows]
-    assert columns.microbatch.tolist() == [microbatch for _, microbatch, _ in rows]
-    assert np.array_equal(columns.begin_s, [begin_s for _, _, begin_s in rows])
+    assert columns.microbatch == [microbatch for _, microbatch, _ in rows]
+    assert columns.begin_s == [begin_s for _, _, begin_s in rows]
 
 
 def test_a_row_of_no_kind_is_named() -> None:

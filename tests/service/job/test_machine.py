@@ -21,6 +21,7 @@ from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
+    EpochRenewed,
     FinishRequested,
     OfferAnswered,
     PlanInForce,
@@ -34,6 +35,7 @@ from perseus.service.domain.inputs import (
     Tick,
 )
 from perseus.service.domain.model import (
+    LOST_VERSIONS,
     STOCK,
     EventType,
     HoldClocks,
@@ -123,6 +125,39 @@ def test_a_rank_with_a_plan_of_another_epoch_is_put_back_to_stock() -> None:
     ]
     commands = cluster.tell(cluster.ranks[SECOND].joined())
     assert actions(commands) == [AcceptRank(SECOND, "agent-0")]
+
+
+def test_a_version_above_all_that_are_known_was_lost_and_is_never_used_again() -> None:
+    cluster = Cluster(make_spec())
+    rank = cluster.ranks[FIRST]
+    rank.in_force, rank.iteration = Offer(41, 0, STOCK), 10
+    commands = cluster.tell(rank.joined())
+    assert actions(commands) == [
+        AcceptRank(FIRST, "agent-0"),
+        SendOffer(FIRST, "agent-0", Offer(42, 12, STOCK)),
+    ]
+
+
+def test_a_version_that_can_not_have_been_offered_is_put_back_and_costs_no_versions() -> None:
+    cluster = Cluster(make_spec())
+    rank = cluster.ranks[FIRST]
+    rank.in_force, rank.iteration = Offer(2**53, 0, STOCK), 10
+    commands = cluster.tell(rank.joined())
+    assert actions(commands)[1:] == [SendOffer(FIRST, "agent-0", Offer(1, 12, STOCK))]
+
+
+def test_a_new_epoch_leaves_out_the_versions_that_may_be_lost() -> None:
+    cluster = Cluster(make_spec())
+    cluster.join_all()
+    cluster.iterate_until(JobState.PROFILING)
+    before = cluster.machine.version
+    commands = cluster.tell(EpochRenewed("new"))
+    assert actions(commands) == []  # they are offered when they join again
+    assert cluster.machine.version == before + LOST_VERSIONS
+    cluster.tell(AgentDisconnected("agent-0"))
+    (_, *offers) = actions(cluster.tell(cluster.ranks[FIRST].joined()))
+    assert [offer.offer.version for offer in offers if isinstance(offer, SendOffer)] != []
+    assert cluster.machine.summary().epoch == "new"
 
 
 def test_the_baseline_drops_the_first_iteration_and_irregular_ones() -> None:

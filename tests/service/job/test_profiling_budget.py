@@ -7,7 +7,6 @@ up here, not taken from what is reported.
 import enum
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,20 +92,20 @@ class Misbehaving(Cluster):
         batch, rows = event.batch, event.batch.iterations
         match conduct:
             case Conduct.NO_ESTIMATE:
-                batch = replace(batch, energy=None)
+                batch = batch._replace(energy=None)
             case Conduct.NO_ENERGY if batch.energy is not None:
                 samples = tuple(replace(sample, energy_j=0.0) for sample in batch.energy.samples)
-                batch = replace(batch, energy=replace(batch.energy, samples=samples))
+                batch = batch._replace(energy=replace(batch.energy, samples=samples))
             case Conduct.IRREGULAR:
-                rows = replace(rows, is_regular=np.array([False]))
+                rows = rows._replace(is_regular=[False])
             case Conduct.OTHER_VERSION:
-                rows = replace(rows, plan_version=np.array([4711]))
+                rows = rows._replace(plan_version=[4711])
             case Conduct.REPEATING:
-                rows = replace(rows, iteration=np.array([0]))
-                again = np.zeros_like(batch.computations.iteration)
-                batch = replace(batch, computations=replace(batch.computations, iteration=again))
+                rows = rows._replace(iteration=[0])
+                again = [0] * len(batch.computations.iteration)
+                batch = batch._replace(computations=batch.computations._replace(iteration=again))
         if conduct is not Conduct.SILENT:
-            told = replace(batch, iterations=rows)
+            told = batch._replace(iterations=rows)
             self.send(TelemetryArrived(rank.place, rank.instance_id, told))
 
     def check_stall(self, duration_s: float) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-import numpy as np
 import pytest
 
 from perseus.service.domain.commands import Announce
@@ -103,32 +102,31 @@ def joined(rules: Rules | None = None) -> Troubled:
 
 def irregular(batch: TelemetryBatch) -> TelemetryBatch:
     columns = batch.iterations
-    return replace(batch, iterations=replace(columns, is_regular=np.full_like(columns.is_regular, False)))
+    return batch._replace(iterations=columns._replace(is_regular=[False] * len(columns.is_regular)))
 
 
 def of_another_version(batch: TelemetryBatch) -> TelemetryBatch:
     columns = batch.iterations
-    return replace(batch, iterations=replace(columns, plan_version=np.full_like(columns.plan_version, 4711)))
+    return batch._replace(iterations=columns._replace(plan_version=[4711] * len(columns.plan_version)))
 
 
 def of_iteration_0(batch: TelemetryBatch) -> TelemetryBatch:
     rows, computations = batch.iterations, batch.computations
-    return replace(
-        batch,
-        iterations=replace(rows, iteration=np.zeros_like(rows.iteration)),
-        computations=replace(computations, iteration=np.zeros_like(computations.iteration)),
+    return batch._replace(
+        iterations=rows._replace(iteration=[0] * len(rows.iteration)),
+        computations=computations._replace(iteration=[0] * len(computations.iteration)),
     )
 
 
 def without_estimate(batch: TelemetryBatch) -> TelemetryBatch:
-    return replace(batch, energy=None)
+    return batch._replace(energy=None)
 
 
 def without_energy(batch: TelemetryBatch) -> TelemetryBatch:
     if batch.energy is None:
         return batch
     samples = tuple(replace(sample, energy_j=0.0) for sample in batch.energy.samples)
-    return replace(batch, energy=replace(batch.energy, samples=samples))
+    return batch._replace(energy=replace(batch.energy, samples=samples))
 
 
 # ---------------------------------------------------------------------- missing ranks

@@ -44,7 +44,7 @@ class TruthfulCluster(Cluster):
                 clocks = rank.in_force.clocks
                 if isinstance(clocks, PlannedClocks):
                     told = self._estimate(rank, clocks)
-                    event = replace(event, batch=replace(event.batch, energy=told))
+                    event = replace(event, batch=event.batch._replace(energy=told))
                 self.send(event)
 
     def run_until(self, state: JobState, limit: int = 100) -> int:

@@ -118,8 +118,8 @@ async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_
         await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
         await agent.iterate(2)
         await client.finish()
-        report = await client.jobs.GetJobReport(
-            job_service_pb2.GetJobReportRequest(job_id="job"), timeout=TIMEOUT_S
+        report = await client.jobs.GetReport(
+            job_service_pb2.GetReportRequest(job_id="job"), timeout=TIMEOUT_S
         )
         assert report.periods
         await agent.end()
@@ -131,12 +131,10 @@ async def test_an_archived_job_leaves_memory_and_its_report_and_number_stay(tmp_
 
     async with connected(settings) as client:
         await until(is_gone)
-        again = await client.jobs.GetJobReport(
-            job_service_pb2.GetJobReportRequest(job_id="job"), timeout=TIMEOUT_S
-        )
+        again = await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"), timeout=TIMEOUT_S)
         assert again == report
         assert (await client.job()).state == job_pb2.JOB_STATE_FINISHED
-        assert (await client.register(request_id="first")).run_number == 2
+        assert (await client.register(request_id="second")).run_number == 2
 
 
 async def test_a_store_that_fails_stops_everything_with_its_error(tmp_path: Path) -> None:

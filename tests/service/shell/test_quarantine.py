@@ -334,9 +334,9 @@ class World:
 
     async def send(self, event: TelemetryArrived) -> None:
         try:
-            await self.agents.take_telemetry(self.spec.job_id, event)
+            self.agents.take_telemetry(self.spec.job_id, event)
         except CoordinatorError:
-            await self.agents.pass_telemetry(self.spec.job_id, event.batch.sequence)
+            self.agents.pass_telemetry(self.spec.job_id, event.batch.sequence)
 
     async def seen(self) -> list[object]:
         """All that agents and watchers have seen of the job; times on the wall clock aside."""

@@ -24,7 +24,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._programs = _PROGRAMS[-1].parent
-        self._data = folder / "data"
+        self.data = folder / "data"
 
     def url(self, database: str) -> str:
         return f"postgresql://tester@/{database}?host={self._folder}"
@@ -37,7 +37,7 @@ class Server:
         return self.url(name)
 
     def start(self) -> None:
-        self._run(self._programs / "initdb", "-D", self._data, "-U", "tester", "--auth=trust", "--no-sync")
+        self._run(self._programs / "initdb", "-D", self.data, "-U", "tester", "--auth=trust", "--no-sync")
         self.start_again()
 
     def start_again(self) -> None:
@@ -45,11 +45,11 @@ class Server:
         options = "-c fsync=off -c full_page_writes=off -c autovacuum=off "
         options += f"-c listen_addresses='' -c unix_socket_directories='{self._folder}' -c max_connections=20"
         log = self._folder / "log"
-        self._run(self._programs / "pg_ctl", "-D", self._data, "-l", log, "-w", "-o", options, "start")
+        self._run(self._programs / "pg_ctl", "-D", self.data, "-l", log, "-w", "-o", options, "start")
 
     def stop(self, mode: str = "immediate") -> None:
         """Stop it: `immediate` is as a crash."""
-        self._run(self._programs / "pg_ctl", "-D", self._data, "-m", mode, "-w", "stop")
+        self._run(self._programs / "pg_ctl", "-D", self.data, "-m", mode, "-w", "stop")
 
     def _run(self, *command: object) -> None:
         # It refuses to run as root.

@@ -1,11 +1,10 @@
-"""Plans are stored once however many pipelines have them, and what can't be read back is not stored at all."""
+"""Plans are stored once for all pipelines that have them; what can't be read back is not stored."""
 
 import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from sqlalchemy import func, select
 
@@ -79,10 +78,11 @@ async def test_a_plan_is_stored_once_and_goes_when_nobody_has_it(database: Path 
     await store.close()
 
 
-def broken_rows(**columns: float) -> IterationRows:
+def broken_rows(duration_s: float = 1.0, energy_j: float = 1.0) -> IterationRows:
     fine = rows(Coordinates(0, 0, 0), [1, 2], -1)
-    changed = {name: np.array([1.0, value]) for name, value in columns.items()}
-    return IterationRows(fine.rank, replace(fine.rows, **changed), -1)
+    return IterationRows(
+        fine.rank, fine.rows._replace(duration_s=[1.0, duration_s], energy_j=[1.0, energy_j]), -1
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from perseus.service.domain.commands import Announce, Store
@@ -88,12 +87,12 @@ PERIOD = Period(0, JobState.BASELINE, False, (1, 1), 0, 1, 1.5, 2.5, 2, 0.8, 0.0
 def rows(rank: Coordinates, iterations: list[int], closed_through: int) -> IterationRows:
     count = len(iterations)
     columns = IterationColumns(
-        np.array(iterations),
-        np.full(count, 4),
-        np.full(count, 1 / 3),
-        np.full(count, 2 / 3),
-        np.full(count, True),
-        np.zeros(count, np.int64),
+        iterations,
+        [4] * count,
+        [1 / 3] * count,
+        [2 / 3] * count,
+        [True] * count,
+        [0] * count,
     )
     return IterationRows(rank, columns, closed_through)
 

@@ -6,6 +6,7 @@ over consecutive iterations under the same plans), so its size does not grow wit
 training; beside the periods only the few rows of iterations that are not yet complete need to be stored.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -26,14 +27,19 @@ _LABEL_LIMIT = 64
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """An incomplete iteration: one entry per rank, pipeline by pipeline; how many are missing."""
+    """An incomplete iteration: one entry per rank, pipeline by pipeline; how many are missing.
+
+    Lists, as they are written one by one; what is complete is looked at as arrays.
+    """
 
     missing_count: int
-    is_seen: NDArray[np.bool_]
-    version: NDArray[np.int64]
-    duration_s: NDArray[np.float64]
-    energy_j: NDArray[np.float64]
-    is_regular: NDArray[np.bool_]
+    missing_counts: list[int]
+    """By pipeline."""
+    is_seen: list[bool]
+    version: list[int]
+    duration_s: list[float]
+    energy_j: list[float]
+    is_regular: list[bool]
 
 
 class IterationLog:
@@ -107,18 +113,18 @@ class IterationLog:
 
     def silent_ranks(self) -> list[Coordinates]:
         """Return the ranks that have not told of the oldest iteration that others have; all if nobody has."""
-        oldest = self._open[min(self._open)].is_seen if self._open else np.zeros(len(self._index), np.bool_)
-        return self._of(~oldest)
+        oldest = self._open[min(self._open)].is_seen if self._open else [False] * len(self._index)
+        return self._of(~np.array(oldest))
 
     def irregular_ranks(self) -> list[Coordinates]:
         """Return the ranks whose latest complete iteration was irregular."""
-        return self._of(~self._latest.is_regular) if self._latest else []
+        return self._of(~np.array(self._latest.is_regular)) if self._latest else []
 
     def ranks_under_others(self, offers: Iterable[PipelineOffer]) -> list[Coordinates]:
         """Return the ranks whose latest complete iteration ran under another version than these."""
         if self._latest is None:
             return []
-        by_stage = self._latest.version.reshape(self._pipeline_count, self._stage_count, -1)
+        by_stage = self._by_stage(self._latest.version)
         offered = np.array([offer.stage_versions for offer in offers])
         return self._of((by_stage != offered[:, :, np.newaxis]).ravel())
 
@@ -136,7 +142,9 @@ class IterationLog:
         first = rank.pipeline * self._ranks_per_pipeline
         own = slice(first, first + self._ranks_per_pipeline)
         summaries, complete = [], []
-        for row, iteration in sorted(enumerate(rows.iteration.tolist()), key=lambda pair: pair[1]):
+        numbers = rows.iteration
+        for row in sorted(range(len(numbers)), key=numbers.__getitem__):
+            iteration = numbers[row]
             if iteration <= self.closed_through:
                 continue
             entry = self._open_entry(iteration)
@@ -144,18 +152,19 @@ class IterationLog:
                 continue
             entry.is_seen[index] = True
             entry.missing_count -= 1
+            entry.missing_counts[rank.pipeline] -= 1
             entry.version[index] = rows.plan_version[row]
             entry.duration_s[index] = rows.duration_s[row]
             entry.energy_j[index] = rows.energy_j[row]
             entry.is_regular[index] = rows.is_regular[row]
-            if entry.is_seen[own].all():
+            if not entry.missing_counts[rank.pipeline]:
                 summaries.append(
                     IterationSummary(
                         pipeline=rank.pipeline,
                         iteration=iteration,
-                        plan_version=int(entry.version[own].max()),
-                        iteration_time_s=float(entry.duration_s[own].max()),
-                        energy_j=float(entry.energy_j[own].sum()),
+                        plan_version=max(entry.version[own]),
+                        iteration_time_s=max(entry.duration_s[own]),
+                        energy_j=math.fsum(entry.energy_j[own]),
                     )
                 )
             if not entry.missing_count:
@@ -177,9 +186,14 @@ class IterationLog:
         if entry is None:
             count = len(self._index)
             entry = self._open[iteration] = _Open(
-                count, np.zeros(count, np.bool_), np.zeros(count, np.int64), np.zeros(count), np.zeros(count),
-                np.zeros(count, np.bool_),
-            )  # fmt: skip
+                count,
+                [self._ranks_per_pipeline] * self._pipeline_count,
+                [False] * count,
+                [NO_VERSION] * count,
+                [0.0] * count,
+                [0.0] * count,
+                [False] * count,
+            )
             if len(self._open) > OPEN_LIMIT:
                 self._close_through(min(self._open))
         return entry
@@ -196,18 +210,24 @@ class IterationLog:
         complete = JobIteration(
             iteration=iteration,
             versions=self._versions(entry),
-            is_regular=bool(entry.is_regular.all()),
-            iteration_time_s=float(entry.duration_s.max()),
-            pipeline_energy_j=tuple(entry.energy_j.reshape(self._pipeline_count, -1).sum(axis=1).tolist()),
+            is_regular=all(entry.is_regular),
+            iteration_time_s=max(entry.duration_s),
+            pipeline_energy_j=tuple(
+                np.array(entry.energy_j).reshape(self._pipeline_count, -1).sum(axis=1).tolist()
+            ),
             skipped_count=iteration - 1 - before,
         )
         self.iteration_time_s = complete.iteration_time_s
         self._count(complete, wall_time_s)
         return complete
 
+    def _by_stage(self, versions: Sequence[int]) -> NDArray[np.int64]:
+        """Return what ranks have as an array of shape (pipelines, stages, tensor-parallel ranks)."""
+        return np.array(versions, np.int64).reshape(self._pipeline_count, self._stage_count, -1)
+
     def _versions(self, entry: _Open) -> tuple[int, ...] | None:
         """Return the version of each pipeline's plan, if all its ranks followed it."""
-        by_stage = entry.version.reshape(self._pipeline_count, self._stage_count, -1)
+        by_stage = self._by_stage(entry.version)
         if (by_stage != by_stage[:, :, :1]).any():
             return None
         versions = [
@@ -261,7 +281,10 @@ class IterationLog:
         """Check what must always hold."""
         assert len(self._open) <= OPEN_LIMIT
         assert all(iteration > self.closed_through for iteration in self._open)
-        assert all(0 < e.missing_count == np.count_nonzero(~e.is_seen) for e in self._open.values())
+        for entry in self._open.values():
+            assert 0 < entry.missing_count == entry.is_seen.count(False) == sum(entry.missing_counts)
+            by_pipeline = np.array(entry.is_seen).reshape(self._pipeline_count, -1)
+            assert (~by_pipeline).sum(axis=1).tolist() == entry.missing_counts
         assert all(period.number == number for number, period in enumerate(self.periods))
         assert all(earlier[0] < later[0] for earlier, later in pairwise(self._straggler_since))
 

@@ -105,6 +105,8 @@ class Profiler:
         self.known: tuple[KnownProfile, ...] = ()
         self._parallelism = parallelism
         self._schedule = schedule
+        # What a stage's estimate has to cover.
+        self._needed = [frozenset((each.kind, each.chunk) for each in order) for order in schedule.orders]
         self._rules = rules
         self._journal = journal
         self._estimates: dict[Coordinates, EnergyEstimate] = {}
@@ -114,6 +116,9 @@ class Profiler:
         # What counts already of the time since the latest iteration.
         self._silent_s = self._silent_extra_s = 0.0
         self.cost = ProfilingCost()
+        # The cost for which it is known whether it has used up the budget, and what of it.
+        self._judged_cost: ProfilingCost | None = None
+        self._limit: ProfilingLimit | None = None
         self.whole_round_count = 0
         self.given_up: tuple[GivenUpClock, ...] = ()
         # The stage and rank that the round was waiting for when the budget ended it.
@@ -205,7 +210,9 @@ class Profiler:
 
         `held` is None where no round is to go on.
         """
-        limit = self._rules.budget.used_up(self.cost)
+        if self.cost is not self._judged_cost:
+            self._judged_cost, self._limit = self.cost, self._rules.budget.used_up(self.cost)
+        limit = self._limit
         if held is not None and not self._end_round(held, clocks_mhz, is_last=limit is not None):
             return held
         self._adopt_known()
@@ -355,10 +362,10 @@ class Profiler:
                     yield rank, why
 
     def _why_not_measured(self, rank: Coordinates, clock_mhz: int) -> ClockGivenUpReason | None:
-        rules, order = self._rules, self._schedule.orders[rank.stage]
+        rules = self._rules
         is_dear = self._round_extra_s >= rules.budget.extra_time_s / rules.most_clocks
         count = 1 if is_dear else rules.iterations
-        return why_not_measured(self._estimates.get(rank), order, clock_mhz, count)
+        return why_not_measured(self._estimates.get(rank), self._needed[rank.stage], clock_mhz, count)
 
     def _miss(
         self,

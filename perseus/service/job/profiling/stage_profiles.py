@@ -9,7 +9,7 @@ the time of a cycle (1 / clock). What is planned on is then verified once, in fo
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from perseus.service.domain.measured import StageKey, StageProfile
@@ -17,7 +17,7 @@ from perseus.service.domain.profiling import ClockGivenUpReason
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.ranks.usable_clocks import UsableClocks, stages_at_stock
-from perseus.solver import Computation, Kind, Measurement, Pipeline, ProfileKey, Schedule, interpolate_clocks
+from perseus.solver import Kind, Measurement, Pipeline, ProfileKey, Schedule, interpolate_clocks
 
 ASSUMED_BLOCKING_SHARE = 0.25
 """What a waiting GPU is assumed to draw where nobody measured it, as a share of the least power that its
@@ -31,9 +31,14 @@ _LEAST_SE_W = 1e-6
 
 
 def why_not_measured(
-    estimate: EnergyEstimate | None, order: Iterable[Computation], clock_mhz: int, iteration_count: int
+    estimate: EnergyEstimate | None,
+    needed: Set[tuple[Kind, int]],
+    clock_mhz: int,
+    iteration_count: int,
 ) -> ClockGivenUpReason | None:
-    """Tell why an estimate does not cover the order at the clock, over enough iterations; None if it does.
+    """Tell why an estimate does not cover what is needed at the clock, over enough iterations.
+
+    None if it does. `needed`: kinds and chunks.
 
     Early estimates may be impossible (energy of 0 or less, while few counter windows are in): not yet
     measured.
@@ -41,7 +46,6 @@ def why_not_measured(
     if estimate is None:
         return ClockGivenUpReason.NO_ESTIMATE
     energies_j = {(s.kind, s.chunk): s.energy_j for s in estimate.samples if s.clock_mhz == clock_mhz}
-    needed = {(computation.kind, computation.chunk) for computation in order}
     if estimate.iteration_count < iteration_count or not needed <= energies_j.keys():
         return ClockGivenUpReason.INCOMPLETE_ESTIMATE
     if any(energies_j[key] < _LEAST_J for key in needed):

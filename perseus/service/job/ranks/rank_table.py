@@ -176,8 +176,10 @@ class RankTable:
         Raises:
             RankOutOfRangeError: the job has no such rank.
         """
-        self._spec.check_rank(place)
-        rank = self._ranks[place]
+        rank = self._ranks.get(place)
+        if rank is None:
+            self._spec.check_rank(place)
+            return False
         if rank.state is not RankState.CONNECTED or rank.instance_id != instance_id:
             return False
         self._leases.hear(instance_id, now_s)
@@ -219,7 +221,10 @@ class RankTable:
         """Note how far a rank is. Not stored: after a restart the ranks say it anew."""
         rank = self._ranks[place]
         if iteration > rank.iteration:
-            self._put(replace(rank, iteration=iteration))
+            self._ranks[place] = rank.at(iteration)
+            if rank.state in LIVE:
+                self._iterations.remove(rank.iteration)
+                self._iterations.add(iteration)
 
     def note_clocks(self, place: Coordinates, clocks: ClockStatistics) -> None:
         """Note how well a rank's clocks follow its plan. Not stored: it is reported again and again."""

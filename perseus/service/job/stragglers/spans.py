@@ -11,11 +11,11 @@ while the last microbatch's backward still runs, that backward waits for the slo
 of the median.
 
 The schedule is compiled once. Computations are laid out level by level (each level waits for the ones before
-it only), so a replay takes one numpy operation per level for all pipelines together, and a batch of telemetry
-is put in place by one look-up per column.
+it only), so a replay takes one numpy operation per level for all pipelines together, and what
+the ranks of a stage reported of an iteration is put in place at once when all have.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -102,6 +102,21 @@ class SpanGraph:
         return spans_s
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Open:
+    """An incomplete iteration.
+
+    Attributes:
+        durations_s: of shape (computations, pipelines), NaN for what is not known.
+        clock_event_reasons: NVML's bits, by pipeline.
+        reports: by stage, what its ranks told, by (pipeline, tensor): durations in the order of the stage.
+    """
+
+    durations_s: FloatColumn
+    clock_event_reasons: IntColumn
+    reports: list[dict[tuple[int, int], Sequence[float]]]
+
+
 class SpanBook:
     """Collects durations as telemetry brings them, and makes spans of whole iterations."""
 
@@ -123,7 +138,7 @@ class SpanBook:
         alike = np.ravel_multi_index((stages, kinds, chunks, only), (schedule.stage_count, *self._counts))
         self._likes = list(_likes(self._graph.column_of, alike, np.isin(kinds, _REDUCING)))
         self._planned_s: dict[int, tuple[FloatColumn, float]] = {}
-        self._open: dict[int, tuple[FloatColumn, IntColumn]] = {}
+        self._open: dict[int, _Open] = {}
 
     def expect(self, version: int, planned_s: Mapping[Computation, float]) -> None:
         """Take the durations that a plan promises, those of FIXED computations included."""
@@ -136,25 +151,29 @@ class SpanBook:
         """Forget incomplete iterations."""
         self._open.clear()
 
-    def add(self, rank: Coordinates, batch: TelemetryBatch) -> None:
-        """Take what a rank measured. A stage's duration is the longest of its ranks'."""
-        computations = batch.computations
+    def add(self, rank: Coordinates, batch: TelemetryBatch, *, is_plain: bool = False) -> None:
+        """Take what a rank measured. A stage's duration is the longest of its ranks'.
+
+        `is_plain`: the computations are those of one iteration, in the order of the rank's stage.
+        """
+        computations, finished = batch.computations, batch.iterations
+        if is_plain:
+            reports = self._open_iteration(computations.iteration[0]).reports[rank.stage]
+            reports[rank.pipeline, rank.tensor] = computations.duration_s
+        else:
+            self._add_others(rank, computations)
+        for number, reasons in zip(finished.iteration, finished.clock_event_reasons, strict=True):
+            if reasons:
+                self._open_iteration(number).clock_event_reasons[rank.pipeline] |= reasons
+
+    def _add_others(self, rank: Coordinates, computations: ComputationColumns) -> None:
         columns = self._columns(rank.stage, computations)
-        iterations = computations.iterations()
-        for iteration in iterations:
-            own, measured_s = columns, computations.duration_s
-            if len(iterations) > 1:
-                rows = computations.iteration == iteration
-                own, measured_s = own[rows], measured_s[rows]
-            if own.min() < 0:  # not of the order
-                own, measured_s = own[own >= 0], measured_s[own >= 0]
-            durations_s, _ = self._open_iteration(iteration)
-            own_s = durations_s[:, rank.pipeline]
-            own_s[own] = np.fmax(own_s[own], measured_s)
-        finished = batch.iterations
-        for row in np.flatnonzero(finished.clock_event_reasons).tolist():
-            _, reasons = self._open_iteration(int(finished.iteration[row]))
-            reasons[rank.pipeline] |= finished.clock_event_reasons[row]
+        numbers, measured_s = np.array(computations.iteration), np.array(computations.duration_s)
+        for iteration in computations.iterations():
+            is_own = (numbers == iteration) & (columns >= 0)  # others are not of the order
+            entry = self._open_iteration(iteration)
+            own_s = entry.durations_s[:, rank.pipeline]
+            own_s[columns[is_own]] = np.fmax(own_s[columns[is_own]], measured_s[is_own])
 
     def take(self, iteration: int, versions: tuple[int, ...]) -> IterationSpans | None:
         """Return the spans of an iteration that is complete, and forget it and the ones before."""
@@ -162,7 +181,9 @@ class SpanBook:
         self._open = {number: entry for number, entry in self._open.items() if number > iteration}
         if found is None:
             return None
-        durations_s, reasons = found
+        durations_s, reasons = found.durations_s, found.clock_event_reasons
+        for stage, reports in enumerate(found.reports):
+            self._put_reports(durations_s, stage, reports)
         weights_s = np.ones_like(durations_s)
         planned_s = np.full(self._pipeline_count, np.nan)
         for pipeline, version in enumerate(versions):
@@ -185,18 +206,38 @@ class SpanBook:
     def _columns(self, stage: int, computations: ComputationColumns) -> NDArray[np.int64]:
         """Return the column of each row, -1 for what the stage's order does not have."""
         _, chunk_count, microbatch_count = self._counts
-        known = (computations.chunk < chunk_count) & (computations.microbatch < microbatch_count)
-        place = (computations.kind * chunk_count + computations.chunk) * microbatch_count
-        place = np.where(known, place + computations.microbatch, 0)
+        kind, chunk = np.array(computations.kind, np.int64), np.array(computations.chunk, np.int64)
+        microbatch = np.array(computations.microbatch, np.int64)
+        known = (chunk < chunk_count) & (microbatch < microbatch_count)
+        place = np.where(known, (kind * chunk_count + chunk) * microbatch_count + microbatch, 0)
         columns: NDArray[np.int64] = np.where(known, self._column_of[stage, place], -1)
         return columns
 
-    def _open_iteration(self, iteration: int) -> tuple[FloatColumn, IntColumn]:
+    def _put_reports(
+        self, durations_s: FloatColumn, stage: int, reports: Mapping[tuple[int, int], Sequence[float]]
+    ) -> None:
+        """Put what ranks of a stage reported in the stage's order in place, all pipelines together."""
+        if not reports:
+            return
+        columns = self._stages[stage][:, None]
+        places = np.array(list(reports))
+        measured_s = np.array(list(reports.values())).T
+        for tensor in np.unique(places[:, 1]):
+            is_own = places[:, 1] == tensor
+            pipelines = places[is_own, 0]
+            known_s = durations_s[columns, pipelines]
+            durations_s[columns, pipelines] = np.fmax(known_s, measured_s[:, is_own])
+
+    def _open_iteration(self, iteration: int) -> _Open:
         entry = self._open.get(iteration)
         if entry is None:
             # A pipeline's durations lie side by side: its ranks write there, batch by batch.
             shape = (self._pipeline_count, len(self._graph.columns))
-            entry = self._open[iteration] = np.full(shape, np.nan).T, np.zeros(self._pipeline_count, np.int64)
+            entry = self._open[iteration] = _Open(
+                np.full(shape, np.nan).T,
+                np.zeros(self._pipeline_count, np.int64),
+                [{} for _ in self._stages],
+            )
             if len(self._open) > _OPEN_LIMIT:
                 del self._open[min(self._open)]
         return entry

@@ -86,9 +86,12 @@ class StragglerBook:
         """Take the durations that a plan promises, those of FIXED computations included."""
         self._spans.expect(version, planned_s)
 
-    def take_telemetry(self, rank: Coordinates, batch: TelemetryBatch) -> None:
-        """Take a rank's computations, before the iterations that they complete are judged."""
-        self._spans.add(rank, batch)
+    def take_telemetry(self, rank: Coordinates, batch: TelemetryBatch, *, is_plain: bool) -> None:
+        """Take a rank's computations, before the iterations that they complete are judged.
+
+        `is_plain`: they are those of one iteration in the order of the rank's stage.
+        """
+        self._spans.add(rank, batch, is_plain=is_plain)
 
     def judge(self, iteration: JobIteration) -> Judgement:
         """Judge who was slow in an iteration."""

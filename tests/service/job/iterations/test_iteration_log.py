@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Sequence
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,12 +25,12 @@ def rows(
 ) -> IterationColumns:
     count = len(iterations)
     return IterationColumns(
-        np.array(iterations),
-        np.full(count, version),
-        np.full(count, time_s),
-        np.full(count, energy_j),
-        np.full(count, is_regular),
-        np.zeros(count, np.int64),
+        list(iterations),
+        [version] * count,
+        [time_s] * count,
+        [energy_j] * count,
+        [is_regular] * count,
+        [0] * count,
     )
 
 

@@ -129,13 +129,14 @@ def test_the_assumed_power_slows_less_than_the_measured_one_and_more_than_none(
 def test_an_estimate_with_impossible_energy_is_not_a_measurement_yet() -> None:
     order = SCHEDULE.orders[0]
     good = estimate(order, 1, 3, 1200)
-    assert why_not_measured(good, order, 1200, 3) is None
-    assert why_not_measured(None, order, 1200, 3) is ClockGivenUpReason.NO_ESTIMATE
-    assert why_not_measured(good, order, 1200, 4) is ClockGivenUpReason.INCOMPLETE_ESTIMATE
-    assert why_not_measured(good, order, 1300, 3) is ClockGivenUpReason.INCOMPLETE_ESTIMATE
+    needed = {(each.kind, each.chunk) for each in order}
+    assert why_not_measured(good, needed, 1200, 3) is None
+    assert why_not_measured(None, needed, 1200, 3) is ClockGivenUpReason.NO_ESTIMATE
+    assert why_not_measured(good, needed, 1200, 4) is ClockGivenUpReason.INCOMPLETE_ESTIMATE
+    assert why_not_measured(good, needed, 1300, 3) is ClockGivenUpReason.INCOMPLETE_ESTIMATE
     for energy in (-1.0, 0.0):
         found = scaled(good, time=1.0, energy=energy)
-        assert why_not_measured(found, order, 1200, 3) is ClockGivenUpReason.NO_ENERGY
+        assert why_not_measured(found, needed, 1200, 3) is ClockGivenUpReason.NO_ENERGY
 
 
 def at(clock_mhz: int, time_s: float, energy_j: float) -> Measurement:

@@ -90,13 +90,10 @@ class TimedCluster(Cluster):
         reasons = self.clock_event_reasons[rank.place.pipeline]
         return replace(
             event,
-            batch=replace(
-                batch,
-                iterations=replace(
-                    batch.iterations,
-                    duration_s=durations_s.sum(keepdims=True),
-                    clock_event_reasons=np.array([reasons]),
+            batch=batch._replace(
+                iterations=batch.iterations._replace(
+                    duration_s=[float(durations_s.sum())], clock_event_reasons=[reasons]
                 ),
-                computations=replace(batch.computations, duration_s=durations_s),
+                computations=batch.computations._replace(duration_s=durations_s.tolist()),
             ),
         )

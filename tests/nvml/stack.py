@@ -22,6 +22,7 @@ from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.link.computation import Kind
 from perseus.demo import nvml_stub
 from perseus.demo.nvml_stub import NO_LOCKS, Locks
+from perseus.demo.security import Security
 from perseus.demo.trainer import RankTask
 
 UUID = "GPU-0"
@@ -43,7 +44,11 @@ class Stack:
         self.gpu_file = self.gpu_folder / "gpu-0"
         self.restore_folder = folder / "restore"
         self._gpu = EmulatedGpu.create(self.gpu_file, MODEL, UUID)
-        self._environment = nvml_stub.environment(library, self.gpu_folder)
+        self.security = Security(folder / "security")
+        self._environment = {
+            **nvml_stub.environment(library, self.gpu_folder),
+            **self.security.of_agent(),
+        }
         self._port = 0
         self._job_count = 0
         self.coordinator: subprocess.Popen[bytes] | None = None
@@ -159,6 +164,7 @@ class Stack:
             "perseus.cli",
             *["coordinator", f"--listen={self.address}", f"--database={self.folder / 'perseus.db'}"],
             "--log-format=json",
+            **self.security.of_coordinator(),
             PERSEUS_COORDINATOR_LEASE_S=str(LEASE_S),
             PERSEUS_COORDINATOR_BASELINE_ITERATIONS="2",
             PERSEUS_COORDINATOR_PROFILE_ITERATIONS="2",

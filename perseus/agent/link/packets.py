@@ -42,6 +42,9 @@ MAX_PACKET_BYTES = 128 * 1024
 # The largest JSON that a deflated packet may hold.
 MAX_JSON_BYTES = 16 * 1024 * 1024
 
+# The highest iteration that there is: no trainer has counted further than a double does.
+MAX_ITERATION = 2**53
+
 _MAGIC = 0x50
 _JSON_BEGIN = 0x7B  # "{"
 _DEFLATED_BEGIN = 0x78  # first byte of a zlib stream
@@ -297,6 +300,8 @@ def _decode_mark(packet: bytes | bytearray | memoryview) -> Message:
             f"microbatch {microbatch}, chunk {chunk}, ordinal {ordinal}, iteration {iteration}, "
             f"time_ns {time_ns}"
         )
+    if iteration > MAX_ITERATION:
+        raise MalformedPacket(f"mark: expected iteration 0 to {MAX_ITERATION}, found {iteration}")
     match number:
         case MarkType.ITERATION_BEGIN:
             return IterationMark(Edge.BEGIN, iteration, time_ns)

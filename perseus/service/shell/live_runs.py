@@ -141,6 +141,7 @@ class LiveRuns:
         self.unreadable: dict[str, UnreadableJob] = {}
         self._store = store
         self._writer = writer
+        writer.keeper = self
         self._solver = solver
         self._runs: dict[str, LiveRun] = {}
         # Those that may have a deadline: an ended job has none, and costs nothing.
@@ -280,7 +281,7 @@ class LiveRuns:
             commands = run.machine.handle(event, self.clock.now_s(), time.time())
         return self._perform(run, commands, entries, then)
 
-    def read(self, run: LiveRun, ask: Callable[[Machine], T]) -> T:
+    def read(self, run: LiveRun, ask: Callable[[Machine], T], part: FaultyPart = FaultyPart.VIEW) -> T:
         """Return what a run's machine answers.
 
         Raises:
@@ -291,7 +292,7 @@ class LiveRuns:
         except CoordinatorError:
             raise
         except Exception as error:
-            self._quarantine(run, FaultyPart.VIEW, error)
+            self._quarantine(run, part, error)
             return ask(run.machine)
 
     def view(self, run: LiveRun, *, has_details: bool) -> JobView:
@@ -312,7 +313,7 @@ class LiveRuns:
         self._tick(run, self.clock.now_s())
 
     def _tick(self, run: LiveRun, now_s: float) -> None:
-        deadline_s = run.machine.next_deadline_s()
+        deadline_s = self.read(run, lambda machine: machine.next_deadline_s(), FaultyPart.MACHINE)
         if deadline_s is not None and deadline_s <= now_s:
             self.handle(run, Tick())
 
@@ -341,6 +342,18 @@ class LiveRuns:
             run.solving.cancel()
         run.machine, commands = self._stand_in(known, part, error)
         self._perform(run, commands)
+
+    def put_aside(self, job_id: str, run_number: int, error: Exception) -> CoordinatorError | None:
+        """See `shell.writer.RunKeeper`."""
+        run = self._runs.get(job_id)
+        is_new = run is not None and run.number == run_number and isinstance(run.machine, JobMachine)
+        if run is not None and is_new:
+            self._quarantine(run, FaultyPart.STORING, error)
+        elif run is not None:
+            self._note_fault(job_id, run_number, FaultyPart.STORING, error)
+        return (
+            JobQuarantinedError(job_id=job_id, cause=Fault.of(FaultyPart.STORING, error)) if is_new else None
+        )
 
     def _stand_in(
         self, known: StoredJob, part: FaultyPart, error: Exception
@@ -474,7 +487,12 @@ class LiveRuns:
     async def _find_profile(self, run: LiveRun, machine: Machine, keys: Sequence[str]) -> None:
         """Give a run what is known of its stages' work."""
         await self._writer.flush()
-        found = tuple(await self._store.known_profiles(keys))
+        try:
+            found = tuple(await self._store.known_profiles(keys))
+        except Exception as error:
+            # What others have measured is a help, no more; a store that fails shows when it is written to.
+            log.error("no profiles from before", job_id=run.job_id, run_number=run.number, exc_info=error)
+            return
         if found and self._is_awaiting(run, machine):
             self.handle(run, ProfileFound(found))
 

@@ -1,16 +1,26 @@
 """What the machines want stored, and what follows once it is: gathered, written together, then carried out.
 
 One task does this for all jobs. Nothing leaves for an agent, a watcher or a caller before the records that it
-follows from are safe.
+follows from are safe. Where a run wants something stored that can't be, that concerns this run alone: what it
+wanted is refused, and the others' is stored without it.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from perseus.service.domain.errors import CoordinatorError
+from perseus.service.domain.events import JobEvent
 from perseus.service.domain.records import IterationRows, record_key
-from perseus.service.storage.store import Entry, JobEntry, JobStore, TelemetrySequence
+from perseus.service.storage.store import (
+    Entry,
+    JobEntry,
+    JobStore,
+    NewRun,
+    TelemetrySequence,
+    UnstorableEntryError,
+)
 
 GATHERING_S = 0.005
 """How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
@@ -25,12 +35,13 @@ class Work:
     No future unless somebody waits: of a thousand batches a second nobody does.
     """
 
-    __slots__ = ("_done", "_is_done", "entries", "then")
+    __slots__ = ("_done", "_is_done", "_refusal", "entries", "then")
 
     def __init__(self, entries: list[Entry], then: Sequence[Callable[[], None]]) -> None:
         self.entries = entries
         self.then = then
         self._is_done = False
+        self._refusal: CoordinatorError | None = None
         self._done: asyncio.Future[None] | None = None
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -38,6 +49,21 @@ class Work:
             if self._done is None:
                 self._done = asyncio.get_running_loop().create_future()
             yield from asyncio.shield(self._done)
+        if self._refusal is not None:
+            raise self._refusal
+
+    def is_of(self, job_id: str, run_number: int) -> bool:
+        """Whether it is of a run."""
+        return any(
+            isinstance(entry, JobEntry | JobEvent | NewRun)
+            and (_job_id(entry), entry.run_number) == (job_id, run_number)
+            for entry in self.entries
+        )
+
+    def refuse(self, error: CoordinatorError) -> None:
+        """It can't be stored, and nothing follows: who awaits it is told so."""
+        self.then = ()
+        self._refusal = error
 
     def finish(self) -> None:
         """It is stored and carried out."""
@@ -46,10 +72,25 @@ class Work:
             self._done.set_result(None)
 
 
+class RunKeeper(Protocol):
+    """Who knows the runs."""
+
+    def put_aside(self, job_id: str, run_number: int, error: Exception) -> CoordinatorError | None:
+        """Put a run aside that wants what can't be stored; return what its callers are told.
+
+        None if it was aside before: then what it wants is done without being stored.
+        """
+
+
 class Writer:
-    """The one writer of a store."""
+    """The one writer of a store.
+
+    Attributes:
+        keeper: who is told of a run that wants what can't be stored.
+    """
 
     def __init__(self, store: JobStore) -> None:
+        self.keeper: RunKeeper | None = None
         self._store = store
         self._work: list[Work] = []
         self._has_work = asyncio.Event()
@@ -68,9 +109,7 @@ class Writer:
             self._has_work.clear()
             work, self._work = self._work, []
             taken_s = time.monotonic()
-            entries = [entry for item in work for entry in item.entries]
-            if entries:
-                await self._store.write(_latest(entries))
+            work = await self._write(work)
             turn_ends_s = time.monotonic() + TURN_S
             for item in work:
                 for action in item.then:
@@ -81,12 +120,37 @@ class Writer:
                     turn_ends_s = time.monotonic() + TURN_S
             self._waiting_since_s = taken_s if self._work else None
 
+    async def _write(self, work: list[Work]) -> list[Work]:
+        """Store what is to be stored; return that of which something may follow."""
+        while entries := [entry for item in work for entry in item.entries]:
+            try:
+                await self._store.write(_latest(entries))
+            except UnstorableEntryError as error:
+                work = self._without(work, error)
+            else:
+                break
+        return work
+
+    def _without(self, work: list[Work], error: UnstorableEntryError) -> list[Work]:
+        spoiled = [item for item in work if item.is_of(error.job_id, error.run_number)]
+        if self.keeper is None or not spoiled:
+            raise error
+        told = self.keeper.put_aside(error.job_id, error.run_number, error)
+        for item in spoiled:
+            item.entries = []
+            if told is not None:
+                item.refuse(told)
+        return work
+
     def late_s(self) -> float:
         """For how long the oldest work has waited that is not stored and carried out, seconds."""
         return 0.0 if self._waiting_since_s is None else time.monotonic() - self._waiting_since_s
 
     def later(self, entries: list[Entry], then: Sequence[Callable[[], None]] = ()) -> Work:
-        """Want entries stored, and actions carried out after them; await the work to wait for both."""
+        """Want entries stored, and actions carried out after them; await the work to wait for both.
+
+        Awaiting it raises JobQuarantinedError if it could not be stored.
+        """
         if self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()
         work = Work(entries, then)
@@ -97,6 +161,10 @@ class Writer:
     async def flush(self) -> None:
         """Wait until everything that was wanted so far is stored and carried out."""
         await self.later([])
+
+
+def _job_id(entry: JobEntry | JobEvent | NewRun) -> str:
+    return entry.spec.job_id if isinstance(entry, NewRun) else entry.job_id
 
 
 def _latest(entries: Sequence[Entry]) -> list[Entry]:

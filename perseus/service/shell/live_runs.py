@@ -303,7 +303,7 @@ class LiveRuns:
         """Let leases run out."""
         now_s = self.clock.now_s()
         for run in [*self._ticking]:
-            if self._runs.get(run.job_id) is not run or run.machine.next_deadline_s() is None:
+            if self._runs.get(run.job_id) is not run or self._deadline_s(run) is None:
                 self._ticking.discard(run)  # until something happens to it
             else:
                 self._tick(run, now_s)
@@ -313,9 +313,12 @@ class LiveRuns:
         self._tick(run, self.clock.now_s())
 
     def _tick(self, run: LiveRun, now_s: float) -> None:
-        deadline_s = self.read(run, lambda machine: machine.next_deadline_s(), FaultyPart.MACHINE)
+        deadline_s = self._deadline_s(run)
         if deadline_s is not None and deadline_s <= now_s:
             self.handle(run, Tick())
+
+    def _deadline_s(self, run: LiveRun) -> float | None:
+        return self.read(run, lambda machine: machine.next_deadline_s(), FaultyPart.MACHINE)
 
     # ------------------------------------------------------------------ faults
 
@@ -426,7 +429,7 @@ class LiveRuns:
                     then.append(self._guarded(run, partial(self._do, run, run.machine, command)))
         if is_job_changed:
             then.append(self._guarded(run, partial(self._publish_job, run)))
-        then.extend(more)
+        then.extend(self._guarded(run, action) for action in more)
         self._ticking.add(run)
         return self._writer.later(to_store, then)
 

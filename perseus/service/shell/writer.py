@@ -1,8 +1,8 @@
 """What the machines want stored, and what follows once it is: gathered, written together, then carried out.
 
 One task does this for all jobs. Nothing leaves for an agent, a watcher or a caller before the records that it
-follows from are safe. Where a run wants something stored that can't be, that concerns this run alone: what it
-wanted is refused, and the others' is stored without it.
+follows from are safe. Where a run wants something stored that can't be, that concerns this run alone: its
+callers are told, it is put aside, and the others' is stored without it.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ class Work:
     No future unless somebody waits: of a thousand batches a second nobody does.
     """
 
-    __slots__ = ("_done", "_is_done", "_refusal", "entries", "then")
+    __slots__ = ("_done", "_error", "_is_done", "entries", "then")
 
     def __init__(self, entries: list[Entry], then: Sequence[Callable[[], None]]) -> None:
         self.entries = entries
         self.then = then
         self._is_done = False
-        self._refusal: CoordinatorError | None = None
+        self._error: CoordinatorError | None = None
         self._done: asyncio.Future[None] | None = None
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -49,21 +49,23 @@ class Work:
             if self._done is None:
                 self._done = asyncio.get_running_loop().create_future()
             yield from asyncio.shield(self._done)
-        if self._refusal is not None:
-            raise self._refusal
+        if self._error is not None:
+            raise self._error
 
     def is_of(self, job_id: str, run_number: int) -> bool:
-        """Whether it is of a run."""
+        """Whether something of a run is to be stored."""
         return any(
             isinstance(entry, JobEntry | JobEvent | NewRun)
             and (_job_id(entry), entry.run_number) == (job_id, run_number)
             for entry in self.entries
         )
 
-    def refuse(self, error: CoordinatorError) -> None:
-        """It can't be stored, and nothing follows: who awaits it is told so."""
-        self.then = ()
-        self._refusal = error
+    def spoil(self, error: CoordinatorError | None) -> None:
+        """Nothing of it is stored. If there is an error, nothing follows either, and whoever waits is told."""
+        self.entries = []
+        if error is not None:
+            self.then = ()
+            self._error = error
 
     def finish(self) -> None:
         """It is stored and carried out."""
@@ -78,7 +80,7 @@ class RunKeeper(Protocol):
     def put_aside(self, job_id: str, run_number: int, error: Exception) -> CoordinatorError | None:
         """Put a run aside that wants what can't be stored; return what its callers are told.
 
-        None if it was aside before: then what it wants is done without being stored.
+        None if it is aside: then what it wants is done without being stored.
         """
 
 
@@ -109,7 +111,12 @@ class Writer:
             self._has_work.clear()
             work, self._work = self._work, []
             taken_s = time.monotonic()
-            work = await self._write(work)
+            while entries := [entry for item in work for entry in item.entries]:
+                try:
+                    await self._store.write(_latest(entries))
+                    break
+                except UnstorableEntryError as error:
+                    self._spoil(work, error)
             turn_ends_s = time.monotonic() + TURN_S
             for item in work:
                 for action in item.then:
@@ -120,37 +127,21 @@ class Writer:
                     turn_ends_s = time.monotonic() + TURN_S
             self._waiting_since_s = taken_s if self._work else None
 
-    async def _write(self, work: list[Work]) -> list[Work]:
-        """Store what is to be stored; return that of which something may follow."""
-        while entries := [entry for item in work for entry in item.entries]:
-            try:
-                await self._store.write(_latest(entries))
-            except UnstorableEntryError as error:
-                work = self._without(work, error)
-            else:
-                break
-        return work
-
-    def _without(self, work: list[Work], error: UnstorableEntryError) -> list[Work]:
+    def _spoil(self, work: Sequence[Work], error: UnstorableEntryError) -> None:
+        """Take out of the work what is of the run that an error is about."""
         spoiled = [item for item in work if item.is_of(error.job_id, error.run_number)]
         if self.keeper is None or not spoiled:
             raise error
         told = self.keeper.put_aside(error.job_id, error.run_number, error)
         for item in spoiled:
-            item.entries = []
-            if told is not None:
-                item.refuse(told)
-        return work
+            item.spoil(told)
 
     def late_s(self) -> float:
         """For how long the oldest work has waited that is not stored and carried out, seconds."""
         return 0.0 if self._waiting_since_s is None else time.monotonic() - self._waiting_since_s
 
     def later(self, entries: list[Entry], then: Sequence[Callable[[], None]] = ()) -> Work:
-        """Want entries stored, and actions carried out after them; await the work to wait for both.
-
-        Awaiting it raises JobQuarantinedError if it could not be stored.
-        """
+        """Want entries stored, and actions carried out after them; await the work to wait for both."""
         if self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()
         work = Work(entries, then)

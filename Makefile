@@ -44,10 +44,14 @@ test-postgresql: $(STAMP)
 	tests/service/storage/install
 	$(BIN)/pytest --hypothesis-seed=0 tests/service/storage
 
-# The kill tests of `make test`, many more times; leaves its figures in docs/torture.md.
+# The kill tests of `make test`, many more times, and a stranger's attack at full strength (as root); leaves figures in
+# docs/torture.md and docs/strangers.md.
 KILLS ?= 50
+CONNECTIONS ?= 10000
+PACKETS ?= 100000
 torture: $(STAMP)
 	$(BIN)/python -m tests.nvml.torture $(KILLS) docs/torture.md
+	$(BIN)/python -m tests.nvml.torture_strangers $(CONNECTIONS) $(PACKETS) docs/strangers.md
 
 # A coordinator killed many times under load; leaves its figures in docs/torture-coordinator.md.
 COORDINATOR_KILLS ?= 100

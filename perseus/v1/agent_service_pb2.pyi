@@ -407,6 +407,7 @@ class RankJoined(google.protobuf.message.Message):
     IN_FORCE_VERSION_FIELD_NUMBER: builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: builtins.int
     SPEC_FINGERPRINT_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job; it must be registered."""
     iteration: builtins.int
@@ -425,6 +426,11 @@ class RankJoined(google.protobuf.message.Message):
     """The specification that the trainer belongs to, as in RegisterJobRequest; empty where it says none. Where the
     job's latest run was not registered with it, the rank is refused (SPEC_MISMATCH): its trainer computes
     something else, or was not registered yet. Announce it again later.
+    """
+    owner: builtins.str
+    """Whose process the trainer is, as the kernel of the agent's node says: the user's name there, or their number
+    where the node has no name for it. Never what the trainer says of itself. Empty where the agent can't tell.
+    At most 256 characters.
     """
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
@@ -445,9 +451,10 @@ class RankJoined(google.protobuf.message.Message):
         in_force_version: builtins.int = ...,
         after_sequence: builtins.int = ...,
         spec_fingerprint: builtins.str = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["gpu", b"gpu", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after_sequence", b"after_sequence", "gpu", b"gpu", "in_force_epoch", b"in_force_epoch", "in_force_version", b"in_force_version", "iteration", b"iteration", "job_id", b"job_id", "rank", b"rank", "spec_fingerprint", b"spec_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after_sequence", b"after_sequence", "gpu", b"gpu", "in_force_epoch", b"in_force_epoch", "in_force_version", b"in_force_version", "iteration", b"iteration", "job_id", b"job_id", "owner", b"owner", "rank", b"rank", "spec_fingerprint", b"spec_fingerprint"]) -> None: ...
 
 Global___RankJoined: typing_extensions.TypeAlias = RankJoined
 
@@ -466,6 +473,7 @@ class GpuError(google.protobuf.message.Message):
     GPU_UUID_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     gpu_uuid: builtins.str
@@ -474,6 +482,8 @@ class GpuError(google.protobuf.message.Message):
     """What it was."""
     message: builtins.str
     """One sentence for people: the call that failed, how, and what can be done. At most 1024 characters."""
+    owner: builtins.str
+    """Whose process the trainer is, as in RankJoined."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -486,9 +496,10 @@ class GpuError(google.protobuf.message.Message):
         gpu_uuid: builtins.str = ...,
         reason: perseus.v1.rank_pb2.GpuErrorReason.ValueType = ...,
         message: builtins.str = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["gpu_uuid", b"gpu_uuid", "job_id", b"job_id", "message", b"message", "rank", b"rank", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["gpu_uuid", b"gpu_uuid", "job_id", b"job_id", "message", b"message", "owner", b"owner", "rank", b"rank", "reason", b"reason"]) -> None: ...
 
 Global___GpuError: typing_extensions.TypeAlias = GpuError
 

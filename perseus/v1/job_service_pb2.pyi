@@ -31,12 +31,17 @@ class RegisterJobRequest(google.protobuf.message.Message):
     SPEC_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     SPEC_FINGERPRINT_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Identifies the request: the same for every retry, a new one for every training that is started. Required."""
     spec_fingerprint: builtins.str
     """What the ranks of this training say when they join (RankJoined.spec_fingerprint): any text of at most 64
     printable ASCII characters, the same for the same specification. Ranks that say another one may not join.
     Empty where the ranks do not say any.
+    """
+    owner: builtins.str
+    """Set by an agent that registers on behalf of a trainer: whose process that is, as in RankJoined.owner. Empty in
+    anybody else's request. At most 256 characters.
     """
     @property
     def spec(self) -> perseus.v1.job_pb2.JobSpec:
@@ -48,9 +53,10 @@ class RegisterJobRequest(google.protobuf.message.Message):
         spec: perseus.v1.job_pb2.JobSpec | None = ...,
         request_id: builtins.str = ...,
         spec_fingerprint: builtins.str = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "spec", b"spec", "spec_fingerprint", b"spec_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["owner", b"owner", "request_id", b"request_id", "spec", b"spec", "spec_fingerprint", b"spec_fingerprint"]) -> None: ...
 
 Global___RegisterJobRequest: typing_extensions.TypeAlias = RegisterJobRequest
 

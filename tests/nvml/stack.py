@@ -22,7 +22,9 @@ from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.link.computation import Kind
 from perseus.demo import nvml_stub
 from perseus.demo.nvml_stub import NO_LOCKS, Locks
+from perseus.demo.security import Security
 from perseus.demo.trainer import RankTask
+from tests.agent.other_users import command_as
 
 UUID = "GPU-0"
 LEASE_S = 2.0
@@ -34,16 +36,29 @@ _POLL_S = 0.01
 
 
 class Stack:
-    """Everything from GPU to coordinator, in a folder. `start` starts what does not run."""
+    """Everything from GPU to coordinator, in a folder. `start` starts what does not run.
 
-    def __init__(self, folder: Path, library: Path) -> None:
+    The trainer is of the user who runs the tests, or of `trainer_uid`.
+    """
+
+    def __init__(self, folder: Path, library: Path, trainer_uid: int | None = None) -> None:
         self.folder = folder
         self.gpu_folder = folder / "gpus"
         self.gpu_folder.mkdir(parents=True)
+        self.socket = folder / "agent.sock"
+        self._trainer_uid = trainer_uid
         self.gpu_file = self.gpu_folder / "gpu-0"
         self.restore_folder = folder / "restore"
         self._gpu = EmulatedGpu.create(self.gpu_file, MODEL, UUID)
-        self._environment = nvml_stub.environment(library, self.gpu_folder)
+        self.security = Security(folder / "security")
+        self._environment = {
+            **nvml_stub.environment(library, self.gpu_folder),
+            **self.security.of_agent(),
+        }
+        if trainer_uid is not None:
+            # The device is open to all; who computes on it is noted by its user alone.
+            self.gpu_file.chmod(0o666)
+            os.chown(self.gpu_folder, trainer_uid, trainer_uid)
         self._port = 0
         self._job_count = 0
         self.coordinator: subprocess.Popen[bytes] | None = None
@@ -85,12 +100,12 @@ class Stack:
         self.supervisor = self._start(
             "agent",
             "perseus.cli",
-            *["agent", f"--coordinator={self.address}", f"--socket={self.folder / 'agent.sock'}"],
+            *["agent", f"--coordinator={self.address}", f"--socket={self.socket}"],
             *[f"--restore-folder={self.restore_folder}", "--log-format=json", *flags],
             **self._environment,
             **environment,
         )
-        self.until(lambda: (self.folder / "agent.sock").exists(), "agent")
+        self.until(self.socket.exists, "agent")
 
     def run_agent_command(self, *flags: str) -> subprocess.CompletedProcess[str]:
         """`perseus agent` with flags that let it end by itself."""
@@ -120,7 +135,7 @@ class Stack:
     def kill_agent(self) -> None:
         """SIGKILL to the agent; its supervisor lives."""
         os.kill(self.agent_pid(), signal.SIGKILL)
-        (self.folder / "agent.sock").unlink(missing_ok=True)  # the next one's is awaited
+        self.socket.unlink(missing_ok=True)  # the next one's is awaited
 
     def is_locked(self) -> bool:
         """Whether the GPU is under any lock."""
@@ -159,6 +174,7 @@ class Stack:
             "perseus.cli",
             *["coordinator", f"--listen={self.address}", f"--database={self.folder / 'perseus.db'}"],
             "--log-format=json",
+            **self.security.of_coordinator(),
             PERSEUS_COORDINATOR_LEASE_S=str(LEASE_S),
             PERSEUS_COORDINATOR_BASELINE_ITERATIONS="2",
             PERSEUS_COORDINATOR_PROFILE_ITERATIONS="2",
@@ -180,7 +196,7 @@ class Stack:
         microbatches = 2
         task = RankTask(
             run_dir=str(self.folder / self.job_id),
-            agent_socket=str(self.folder / "agent.sock"),
+            agent_socket=str(self.socket),
             gpu_file=str(self.gpu_file),
             job_id=self.job_id,
             pipeline=0,
@@ -193,7 +209,14 @@ class Stack:
             backward=(0.016, 0.004, 0.95),
             optimizer_s=0.005,
         )
-        self.trainer = self._start("trainer", "perseus.demo.trainer", task.to_json())
+        if self._trainer_uid is None:
+            self.trainer = self._start("trainer", "perseus.demo.trainer", task.to_json())
+        else:
+            os.chown(self.folder / self.job_id, self._trainer_uid, self._trainer_uid)
+            self.trainer = self._run(
+                "trainer",
+                command_as(self._trainer_uid, "tests.nvml.strangers", "train", [task.to_json()]),
+            )
 
     def _end_trainer(self) -> None:
         if self.trainer is not None and self.trainer.poll() is None:
@@ -205,9 +228,12 @@ class Stack:
     def _start(
         self, name: str, module: str, *arguments: str, **environment: str
     ) -> "subprocess.Popen[bytes]":
+        return self._run(name, [sys.executable, "-m", module, *arguments], **environment)
+
+    def _run(self, name: str, command: list[str], **environment: str) -> "subprocess.Popen[bytes]":
         with (self.folder / f"{name}.log").open("wb") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -12,6 +12,7 @@ from perseus.agent.gpu.interface import (
     GpuNotFoundError,
     GpuPermissionError,
     GpuUnsupportedError,
+    GpuUse,
     RecordError,
     RecordHeldError,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "GpuNotFoundError",
     "GpuPermissionError",
     "GpuUnsupportedError",
+    "GpuUse",
     "RecordError",
     "RecordHeldError",
 ]

@@ -7,8 +7,11 @@ reads or changes it; nothing runs in between. Times are CLOCK_MONOTONIC, which a
 Like a real GPU in persistence mode it keeps its locked clock when the agent dies.
 
 The file: a header (magic, version, sizes), the model and UUID as JSON, then the state as a flat record.
+Beside it, in `.NAME.processes`, are the numbers of the processes that have executed work, as a driver knows
+them.
 """
 
+import contextlib
 import fcntl
 import json
 import mmap
@@ -64,6 +67,8 @@ class EmulatedGpu:
         self._monotonic = monotonic
         self._sleep = sleep
         self._thread_lock = threading.Lock()
+        self._processes_path = path.with_name(f".{path.name}.processes")
+        self._is_process_noted = False
         try:
             self._file = path.open("r+b")
         except FileNotFoundError:
@@ -181,6 +186,26 @@ class EmulatedGpu:
         """Begin to execute `work`, which ends on its own. `EmulatedGpuError` if other work is under way."""
         with self._state() as state:
             state.begin(work)
+            self._note_process()
+
+    def process_ids(self) -> tuple[int, ...]:
+        """The processes that have executed work, and still run."""
+        with self._state():
+            return self._running_processes()
+
+    def _running_processes(self) -> tuple[int, ...]:
+        try:
+            said = self._processes_path.read_text().split()
+        except FileNotFoundError:
+            return ()
+        return tuple(int(pid) for pid in said if os.path.exists(f"/proc/{pid}"))
+
+    def _note_process(self) -> None:
+        if not self._is_process_noted:
+            self._is_process_noted = True
+            with contextlib.suppress(PermissionError):  # of another user's folder
+                running = {*self._running_processes(), os.getpid()}
+                self._processes_path.write_text("".join(f"{pid}\n" for pid in sorted(running)))
 
     def wait(self) -> None:
         """Sleep until the GPU has no work."""

@@ -16,6 +16,7 @@ Two implementations: `perseus.agent.gpu.nvml.NvmlGpu` (a real one) and
     └── EmulatedGpuError        an emulated GPU's shared file is foreign or truncated, or it is misused
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -85,6 +86,20 @@ class ClockEventReason:
         SW_POWER_CAP | HW_SLOWDOWN | SW_THERMAL_SLOWDOWN | HW_THERMAL_SLOWDOWN | HW_POWER_BRAKE_SLOWDOWN
     )
     """Any of these, and what was measured meanwhile does not belong to the locked clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """Where a GPU is on its node, and who computes on it.
+
+    `index` is its number among all GPUs of the node, as nvidia-smi shows it; `device_node` the path of the
+    file that a user must be able to open, empty if it has none; `process_ids` None where the driver does not
+    tell.
+    """
+
+    index: int
+    device_node: str
+    process_ids: tuple[int, ...] | None
 
 
 class Gpu(Protocol):

@@ -17,6 +17,7 @@ from perseus.agent.gpu.interface import (
     GpuNotFoundError,
     GpuPermissionError,
     GpuUnsupportedError,
+    GpuUse,
 )
 
 _log = structlog.get_logger(__name__)
@@ -60,6 +61,47 @@ def calling(function: str, subject: str, nvml: Any) -> Iterator[None]:
     except nvml.NVMLError as error:
         error_class, advice = _ERRORS.get(error.value, (GpuDriverError, "the driver failed: see its log"))
         raise error_class(f"{subject}: {function}: {error}: {advice}") from error
+
+
+def look(uuid: str, device_folder: str, nvml: Any = pynvml) -> GpuUse:
+    """Where a GPU is, and who computes on it; nothing of it is changed. Raises as `NvmlGpu`.
+
+    Processes that compute count, those of MPS too; those that only draw (a display's) do not.
+    """
+    subject = f"GPU {uuid}"
+    with calling("nvmlInit", subject, nvml):
+        nvml.nvmlInit()
+    try:
+        with calling("nvmlDeviceGetHandleByUUID", subject, nvml):
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        with calling("nvmlDeviceGetIndex", subject, nvml):
+            index = int(nvml.nvmlDeviceGetIndex(handle))
+        try:
+            with calling("nvmlDeviceGetMinorNumber", subject, nvml):
+                node = f"{device_folder}/nvidia{int(nvml.nvmlDeviceGetMinorNumber(handle))}"
+        except GpuUnsupportedError:  # of a GPU that has no node of its own (WSL)
+            node = ""
+        return GpuUse(index, node, _process_ids(handle, subject, nvml))
+    finally:
+        with contextlib.suppress(nvml.NVMLError):  # what was asked for has been answered
+            nvml.nvmlShutdown()
+
+
+def _process_ids(handle: Any, subject: str, nvml: Any) -> tuple[int, ...] | None:
+    computing = _processes("nvmlDeviceGetComputeRunningProcesses", handle, subject, nvml)
+    if computing is None:
+        return None
+    # A driver that knows no MPS has no processes of it.
+    shared = _processes("nvmlDeviceGetMPSComputeRunningProcesses", handle, subject, nvml)
+    return (*computing, *(shared or ()))
+
+
+def _processes(function: str, handle: Any, subject: str, nvml: Any) -> tuple[int, ...] | None:
+    """By the newest version of a function that the driver has; None if it has none, or none for this GPU."""
+    for version in ("_v3", "_v2"):
+        with contextlib.suppress(GpuUnsupportedError), calling(function, subject, nvml):
+            return tuple(process.pid for process in getattr(nvml, function + version)(handle))
+    return None
 
 
 class NvmlGpu:

@@ -11,8 +11,11 @@ A rank is announced to the coordinator once it has said what it belongs to, by i
 membership; unless its hello says that others have registered its job.
 
 Hello, Registration, Membership and Reply are JSON objects, as they are rare and worth reading in a trace. A
-registration with explicit orders may exceed what a socket buffer takes, so large ones are deflated. Marks are
-frequent: 32 bytes each, little-endian, all of one layout:
+registration with explicit orders may exceed what a socket buffer takes, so large ones are deflated. What
+a few bytes may grow to is bounded before it is read: inflated bytes, objects, lists, the lengths of texts.
+Reading the largest takes a while: who must not stand still reads those that are not `is_quick` in a thread,
+where the reading lets others have their turns. Marks are frequent: 32 bytes each, little-endian, all of one
+layout:
 
     magic  version  type  kind  microbatch  chunk  ordinal  iteration  time_ns
     u8     u8       u8    u8    i32         i32    i32      i64        i64
@@ -39,8 +42,12 @@ from perseus.agent.link.computation import Computation, Kind, Rank
 PROTOCOL_VERSION = 2
 # The largest packet that either end sends or accepts; fits the default socket buffer (net.core.wmem_default).
 MAX_PACKET_BYTES = 128 * 1024
-# The largest JSON that a deflated packet may hold.
-MAX_JSON_BYTES = 16 * 1024 * 1024
+# What is read within a fraction of a millisecond, unless it is deflated; hellos and marks are smaller.
+SMALL_PACKET_BYTES = 4 * 1024
+# The largest JSON that a deflated packet may hold, and of how many objects: each computation is one.
+MAX_JSON_BYTES = 4 * 1024 * 1024
+MAX_OBJECTS = 100_000
+MAX_NAME_LENGTH = 256
 
 # The highest iteration that there is: no trainer has counted further than a double does.
 MAX_ITERATION = 2**53
@@ -49,6 +56,11 @@ _MAGIC = 0x50
 _JSON_BEGIN = 0x7B  # "{"
 _DEFLATED_BEGIN = 0x78  # first byte of a zlib stream
 _MARK = struct.Struct("<BBBBiiiqq")
+# A registration has a list for each stage and path, and six quotation marks in the object of a computation.
+_MAX_LISTS = 4096
+_MAX_QUOTES = 8 * MAX_OBJECTS
+_MAX_IDENTIFIER_LENGTH = 64
+_INFLATED_AT_ONCE_BYTES = 64 * 1024
 
 T = TypeVar("T")
 
@@ -195,6 +207,11 @@ def encode(message: Message) -> bytes:
             return mark_packer(MarkType.FINISH)(0, 0, 0, 0, 0, time_ns)
 
 
+def is_quick(packet: bytes | bytearray | memoryview) -> bool:
+    """Whether a packet is read within a fraction of a millisecond, whatever is in it."""
+    return len(packet) <= SMALL_PACKET_BYTES and packet[:1] != _DEFLATED_BEGIN.to_bytes()
+
+
 def decode(packet: bytes | bytearray | memoryview) -> Message:
     """The message in a packet. MalformedPacket if it is truncated, too large or not of this protocol."""
     if not 0 < len(packet) <= MAX_PACKET_BYTES:
@@ -212,6 +229,10 @@ def decode(packet: bytes | bytearray | memoryview) -> Message:
 def _encode_json(fields: dict[str, Any]) -> bytes:
     packet = json.dumps({"version": PROTOCOL_VERSION, **fields}, separators=(",", ":")).encode()
     if len(packet) > MAX_PACKET_BYTES // 2:
+        size = _Size()
+        size.add(packet)
+        if problem := size.problem():
+            raise ValueError(f"{fields['type']}: {problem}")
         packet = zlib.compress(packet)
     if len(packet) > MAX_PACKET_BYTES:
         raise ValueError(
@@ -220,47 +241,97 @@ def _encode_json(fields: dict[str, Any]) -> bytes:
     return packet
 
 
+class _Size:
+    """How much there is to read in a JSON text, counted before anything of it is read."""
+
+    def __init__(self) -> None:
+        self._bytes = self._objects = self._lists = self._quotes = 0
+
+    def add(self, piece: bytes) -> None:
+        """Count a piece of the text."""
+        self._bytes += len(piece)
+        self._objects += piece.count(b"{")
+        self._lists += piece.count(b"[")
+        self._quotes += piece.count(b'"')
+
+    def problem(self) -> str:
+        """What there is too much of; empty if nothing."""
+        for what, found, most in (
+            ("bytes", self._bytes, MAX_JSON_BYTES),
+            ("objects", self._objects, MAX_OBJECTS),
+            ("lists", self._lists, _MAX_LISTS),
+            ("quotation marks", self._quotes, _MAX_QUOTES),
+        ):
+            if found > most:
+                return f"expected JSON of at most {most} {what}, found {found}"
+        return ""
+
+
 def _inflate(packet: bytes) -> bytes:
     inflater = zlib.decompressobj()
+    pieces: list[bytes] = []
+    size = _Size()
     try:
-        text = inflater.decompress(packet, MAX_JSON_BYTES)
+        while not inflater.eof:
+            piece = inflater.decompress(packet, _INFLATED_AT_ONCE_BYTES)
+            packet = inflater.unconsumed_tail
+            if not piece and not packet and not inflater.eof:
+                raise MalformedPacket("packet: deflated JSON is truncated")
+            size.add(piece)
+            if problem := size.problem():
+                raise MalformedPacket(f"packet: {problem} or more")
+            pieces.append(piece)
     except zlib.error as error:
         raise MalformedPacket(f"packet: deflated JSON can not be inflated: {error}") from error
-    if not inflater.eof:
-        raise MalformedPacket(f"packet: deflated JSON is truncated or exceeds {MAX_JSON_BYTES} bytes")
-    return text
+    return b"".join(pieces)
+
+
+def _as_it_is(found: dict[str, Any]) -> dict[str, Any]:
+    return found
+
+
+def _integer(digits: str) -> int:
+    return int(digits)
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"expected finite numbers, found {name}")
+
+
+# The hooks are functions of Python's: each call is an opportunity for other threads to have their turn.
+_json = json.JSONDecoder(object_hook=_as_it_is, parse_int=_integer, parse_constant=_no_number)
 
 
 def _decode_json(packet: bytes) -> Message:
     try:
-        fields = json.loads(packet)
+        fields = _json.decode(packet.decode())
     except (ValueError, RecursionError) as error:
         raise MalformedPacket(f"packet: expected JSON: {error}") from error
     if not isinstance(fields, dict):
         raise MalformedPacket(f"packet: expected a JSON object, found {type(fields).__name__}")
-    message_type = _field(fields, "type", str)
+    message_type = _text(fields, "type", most=_MAX_IDENTIFIER_LENGTH)
     version = _field(fields, "version", int)
     if version != PROTOCOL_VERSION:
         raise MalformedPacket(
-            f"{message_type}: expected protocol version {PROTOCOL_VERSION}, found {version}"
+            f"{message_type}: expected protocol version {PROTOCOL_VERSION}, found {str(version)[:20]}"
         )
     match message_type:
         case "hello":
             rank = Rank(
-                _field(fields, "job_id", str),
+                _text(fields, "job_id", least=1),
                 _count(fields, "pipeline"),
                 _count(fields, "stage"),
                 _count(fields, "tensor"),
             )
-            return Hello(rank, _field(fields, "gpu_uuid", str), _field(fields, "is_registered", bool))
+            return Hello(rank, _text(fields, "gpu_uuid", least=1), _field(fields, "is_registered", bool))
         case "registration":
             return Registration(
                 _field(fields, "spec", dict),
-                _field(fields, "request_id", str),
-                _field(fields, "spec_fingerprint", str),
+                _text(fields, "request_id", most=_MAX_IDENTIFIER_LENGTH),
+                _text(fields, "spec_fingerprint", most=_MAX_IDENTIFIER_LENGTH),
             )
         case "membership":
-            return Membership(_field(fields, "spec_fingerprint", str))
+            return Membership(_text(fields, "spec_fingerprint", most=_MAX_IDENTIFIER_LENGTH))
         case "reply":
             return Reply(
                 _field(fields, "ok", bool), _field(fields, "reason", str), _field(fields, "message", str)
@@ -275,16 +346,32 @@ def _field(fields: dict[str, Any], name: str, expected: type[T]) -> T:
     value = fields.get(name)
     # bool is an int to isinstance, but not to JSON.
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        raise MalformedPacket(
-            f"packet: field {name!r}: expected {expected.__name__}, found {json.dumps(value)[:100]}"
-        )
+        raise MalformedPacket(f"packet: field {name!r}: expected {expected.__name__}, found {_shown(value)}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """What was found, for people: short, and without walking through all of it."""
+    if isinstance(value, dict | list):
+        return f"a {type(value).__name__}"
+    return json.dumps(value[:100] if isinstance(value, str) else value)[:100]
+
+
+def _text(fields: dict[str, Any], name: str, *, least: int = 0, most: int = MAX_NAME_LENGTH) -> str:
+    """A text that can be shown to people and compared: it has a length, and no control characters."""
+    text = _field(fields, name, str)
+    if not least <= len(text) <= most or not text.isprintable():
+        raise MalformedPacket(
+            f"packet: field {name!r}: expected {least} to {most} printable characters, "
+            f"found {len(text)}: {text[:100]!a}"
+        )
+    return text
 
 
 def _count(fields: dict[str, Any], name: str) -> int:
     value = _field(fields, name, int)
     if not 0 <= value < 2**31:
-        raise MalformedPacket(f"packet: field {name!r}: expected 0 to 2147483647, found {value}")
+        raise MalformedPacket(f"packet: field {name!r}: expected 0 to 2147483647, found {str(value)[:20]}")
     return value
 
 

@@ -327,7 +327,12 @@ class Probe:
 
     def _lose(self, error: Exception) -> None:
         """The line is of no use any more: say so once, and do nothing until there is another."""
-        _log.warning("%s: lost the agent (%s): training goes on at stock clocks", self._rank, error)
+        if self._socket is not None and (refusal := _last_words(self._socket)) is not None:
+            _log.warning(
+                "%s: the agent refuses: %s: training goes on at stock clocks", self._rank, refusal.message
+            )
+        else:
+            _log.warning("%s: lost the agent (%s): training goes on at stock clocks", self._rank, error)
         if self._socket is not None:
             self._socket.close()
             self._socket, self._send = None, _discard
@@ -454,6 +459,21 @@ def _discard(_packet: bytes) -> None:
 def _check_count(name: str, value: int, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < 2**31:
         raise ValueError(f"{name}: expected an integer of at least {at_least}, found {value!r}")
+
+
+def _last_words(line: socket.socket) -> Reply | None:
+    """Why the agent has closed a connection, if it said so."""
+    line.setblocking(False)
+    for _ in range(3):  # Linux reports a reset once, before what is still queued
+        try:
+            reply = _receive_reply(line)
+        except ConnectionResetError:
+            continue
+        except (OSError, MalformedPacket):
+            return None
+        if not reply.ok:
+            return reply
+    return None
 
 
 def _receive_reply(line: socket.socket) -> Reply:

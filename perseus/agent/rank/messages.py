@@ -80,7 +80,8 @@ class RankJoined:
     """A rank is served. `iteration`: the highest begun, -1 if none.
 
     Telemetry up to `after_sequence` is of an earlier trainer of the rank. `spec_fingerprint`: what the
-    trainer belongs to; empty where nobody checks that.
+    trainer belongs to; empty where nobody checks that. `owner`: whose process the trainer is, as the kernel
+    says; empty where it does not.
     """
 
     rank: Rank
@@ -89,6 +90,7 @@ class RankJoined:
     in_force: PlanId
     after_sequence: int
     spec_fingerprint: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class GpuErrorReport:
     gpu_uuid: str
     reason: GpuErrorReason
     message: str
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

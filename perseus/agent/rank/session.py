@@ -103,7 +103,8 @@ class Session:
     """One rank, from its trainer's hello to its end. See the module's docstring.
 
     With `observe` the session never sets a clock, and refuses all offers but stock. Telemetry up to
-    `after_sequence` is not its own. With `is_registered` the trainer will not say what it belongs to.
+    `after_sequence` is not its own. With `is_registered` the trainer will not say what it belongs to. `owner`
+    is whose process the trainer is.
     """
 
     def __init__(
@@ -114,10 +115,12 @@ class Session:
         observe: bool = False,
         after_sequence: int = 0,
         is_registered: bool = False,
+        owner: str = "",
     ) -> None:
         self.rank = rank
         self.has_ended = False
         self._gpu = gpu
+        self._owner = owner
         self._after_sequence = after_sequence
         self._commands: list[Command] = []
         # Standing with the coordinator.
@@ -282,6 +285,7 @@ class Session:
                 in_force,
                 self._after_sequence,
                 self._spec_fingerprint,
+                self._owner,
             )
         )
 

@@ -7,6 +7,7 @@ can not see whether it was touched. Hence one record per GPU, in a folder that s
 - It is never overwritten: the one that is found says what the GPU was like before Perseus.
 - Who has it open holds it (flock), and the kernel lets go of it when the holder dies, however it dies. A
   record that nobody holds belongs to a dead agent: whoever comes by restores the GPU and removes it.
+- It is this user's alone: `restore.folder` has what keeps strangers' files and locks from being believed.
 
 `GuardedGpu` keeps the record of a GPU that an agent serves; `restore_found` sees to those of the dead.
 """
@@ -22,7 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import structlog
+
 from perseus.agent.gpu import Gpu, GpuError, RecordError, RecordHeldError
+from perseus.agent.restore.folder import is_held_by_ours, own_file, own_folder
+
+_log = structlog.get_logger(__name__)
 
 PATIENCE_S = 0.5
 """For those who must have a record that is held for a moment only."""
@@ -30,7 +36,11 @@ PATIENCE_S = 0.5
 _VERSION = 1
 _LOOK_AGAIN_S = 0.02
 _SUFFIX = ".json"
-_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_MAX_BYTES = 4096
+_MAX_CLOCK_MHZ = 100_000
+_FOLDER_MODE = 0o700
+_FILE_MODE = 0o600
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +51,10 @@ class ClockRange:
     highest_mhz: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.lowest_mhz <= self.highest_mhz:
+        if not 0 < self.lowest_mhz <= self.highest_mhz <= _MAX_CLOCK_MHZ:
             raise ValueError(
-                f"clock range: expected 0 < MIN <= MAX in MHz, found {self.lowest_mhz},{self.highest_mhz}"
+                f"clock range: expected 0 < MIN <= MAX <= {_MAX_CLOCK_MHZ} in MHz, "
+                f"found {self.lowest_mhz},{self.highest_mhz}"
             )
 
     @classmethod
@@ -69,17 +80,22 @@ class Record:
     @classmethod
     def decode(cls, content: bytes) -> Self:
         """From the file's content. ValueError if it is no record."""
-        found: Any = json.loads(content)
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"expected at most {_MAX_BYTES} bytes, found more")
+        try:
+            found: Any = json.loads(content)
+        except RecursionError:
+            raise ValueError("expected an object, found too many levels") from None
         match found:
-            case {"version": version, "gpu_uuid": str(uuid), "stock": None} if version == _VERSION:
+            case {"version": int(version), "gpu_uuid": str(uuid), "stock": None} if version == _VERSION:
                 return cls(uuid, None)
             case {
-                "version": version,
+                "version": int(version),
                 "gpu_uuid": str(uuid),
                 "stock": {"lowest_mhz": int(lowest_mhz), "highest_mhz": int(highest_mhz)},
-            } if version == _VERSION:
+            } if version == _VERSION and not isinstance(lowest_mhz, bool):
                 return cls(uuid, ClockRange(lowest_mhz, highest_mhz))
-        raise ValueError(f"expected version {_VERSION}, gpu_uuid and stock, found {found}")
+        raise ValueError(f"expected version {_VERSION}, gpu_uuid and stock, found {ascii(found)[:200]}")
 
 
 class HeldRecord:
@@ -102,8 +118,9 @@ class HeldRecord:
     def remove(self) -> None:
         """The GPU is as it was: nothing is left to restore. `RecordError` if the file can't be removed."""
         try:
-            self._path.unlink()
-            _sync_folder(self._path.parent)
+            with own_folder(self._path.parent) as folder:
+                os.unlink(self._path.name, dir_fd=folder)
+                os.fsync(folder)
         except OSError as error:
             raise RecordError(f"{self._path}: can't be removed: {error.strerror}") from error
         self.release()
@@ -122,7 +139,8 @@ class RecordFolder:
     def gpu_uuids(self) -> list[str]:
         """The GPUs that have a record, in order. `RecordError` if the folder can't be read."""
         try:
-            names = os.listdir(self.path)
+            with own_folder(self.path) as folder:
+                names = os.listdir(folder)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -137,7 +155,7 @@ class RecordFolder:
         """Hold the record of a GPU, if it has one.
 
         `RecordHeldError` if another process holds it, and does so for longer than `patience_s`: whoever only
-        looks holds it for a moment. `RecordError` if it can't be read.
+        looks holds it for a moment. `RecordError` if it can't be read, or is none.
         """
         deadline_s = time.monotonic() + patience_s
         while True:
@@ -151,50 +169,78 @@ class RecordFolder:
     def _find(self, gpu_uuid: str) -> HeldRecord | None:
         path = self._path(gpu_uuid)
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            with own_folder(self.path) as folder:
+                file = own_file(folder, path.name)
+                try:
+                    return self._hold(folder, file, path, gpu_uuid)
+                except BaseException:
+                    os.close(file)
+                    raise
         except FileNotFoundError:
             return None
         except OSError as error:
             raise RecordError(f"{path}: can't be read: {error.strerror}") from error
+
+    def _hold(self, folder: int, file: int, path: Path, gpu_uuid: str) -> HeldRecord | None:
+        """Hold the record in an open file, which the caller closes if this fails."""
+        held = HeldRecord(path, file, self._read(file, path, gpu_uuid))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file).st_nlink == 0:  # whoever held it has restored the GPU meanwhile
-                os.close(file)
-                return None
-            record = Record.decode(os.pread(file, os.fstat(file).st_size, 0))
         except BlockingIOError:
+            if is_held_by_ours(file):
+                raise RecordHeldError(
+                    f"GPU {gpu_uuid}: another agent that runs holds {path}: it has changed this GPU's clocks"
+                ) from None
+            _log.warning("record held by a stranger: taken over", record=str(path))
+            taken = self._publish(folder, held.record, os.replace)
             os.close(file)
-            raise RecordHeldError(
-                f"GPU {gpu_uuid}: another agent that runs holds {path}: it has changed this GPU's clocks"
-            ) from None
+            return HeldRecord(path, taken, held.record)
+        if os.fstat(file).st_nlink == 0:  # whoever held it has restored the GPU meanwhile
+            os.close(file)
+            return None
+        return held
+
+    def _read(self, file: int, path: Path, gpu_uuid: str) -> Record:
+        try:
+            record = Record.decode(os.pread(file, _MAX_BYTES + 1, 0))
+            if record.gpu_uuid != gpu_uuid:
+                raise ValueError(f"expected one of GPU {gpu_uuid}, as its name says, found another's")
         except ValueError as error:
-            os.close(file)
             raise RecordError(f"{path}: expected a record of what to restore: {error}") from error
-        return HeldRecord(path, file, record)
+        return record
 
     def write(self, record: Record) -> HeldRecord:
         """Put a record on disk, and hold it. `RecordError` if there is one, or it can't be written."""
         path = self._path(record.gpu_uuid)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             _make_folder(self.path)
-            file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held before anybody can see it
-                os.write(file, record.encode())
-                os.fsync(file)
-                os.link(draft, path)  # unlike a rename, it never replaces
-                _sync_folder(self.path)
-            except BaseException:
-                os.close(file)
-                raise
-            finally:
-                draft.unlink()
+            with own_folder(self.path) as folder:
+                # Unlike a rename, a link never replaces.
+                return HeldRecord(path, self._publish(folder, record, os.link), record)
         except OSError as error:
             raise RecordError(
                 f"{path}: what to restore can't be written down, so no clock is set: {error.strerror}"
             ) from error
-        return HeldRecord(path, file, record)
+
+    def _publish(self, folder: int, record: Record, put: Callable[..., None]) -> int:
+        """Write a record beside its place, `put` it there, and return the file, which is held."""
+        name = f"{record.gpu_uuid}{_SUFFIX}"
+        draft = f".{name}.{os.getpid()}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(draft, flags, _FILE_MODE, dir_fd=folder)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held before anybody can see it
+            os.write(file, record.encode())
+            os.fsync(file)
+            put(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+        except BaseException:
+            os.close(file)
+            raise
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # it was moved
+                os.unlink(draft, dir_fd=folder)
+        return file
 
     def _path(self, gpu_uuid: str) -> Path:
         if not _UUID.fullmatch(gpu_uuid):
@@ -256,15 +302,11 @@ def _restore(held: HeldRecord, open_gpu: Callable[[str], Gpu]) -> GpuError | Non
 
 def _make_folder(folder: Path) -> None:
     """With its parents; each new one is on disk before the next."""
-    if not folder.is_dir():
-        _make_folder(folder.parent)
-        folder.mkdir(mode=0o755, exist_ok=True)
-        _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    for each in [*reversed(folder.parents), folder]:
+        if not each.is_dir():
+            each.mkdir(mode=_FOLDER_MODE if each == folder else 0o755, exist_ok=True)
+            parent = os.open(each.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(parent)
+            finally:
+                os.close(parent)

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 import pynvml
 
-from perseus.agent.gpu import Gpu, GpuError, GpuNotFoundError
+from perseus.agent.gpu import Gpu, GpuError, GpuNotFoundError, GpuUse
 from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.nvml import NvmlGpu, calling
+from perseus.agent.gpu.nvml import NvmlGpu, calling, look
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.visible import visible_uuids
 
@@ -19,20 +19,31 @@ class Backend(Protocol):
     def open(self, uuid: str) -> Gpu:
         """The GPU, for the caller to close. `GpuError`; a `GpuNotFoundError` lists what there is."""
 
+    def look(self, uuid: str) -> GpuUse:
+        """Where the GPU is, and who computes on it. `GpuError` as for `open`."""
+
     def uuids(self) -> list[str]:
         """All GPUs, in the order of their bus numbers. `GpuError`."""
 
 
 class NvmlBackend:
-    """Real GPUs. `nvml` is the module `pynvml`, or what stands in for it."""
+    """Real GPUs. `nvml` is the module `pynvml`, or what stands in for it; device nodes are in a folder."""
 
-    def __init__(self, nvml: Any = pynvml) -> None:
+    def __init__(self, nvml: Any = pynvml, device_folder: Path = Path("/dev")) -> None:
         self._nvml = nvml
+        self._device_folder = device_folder
 
     def open(self, uuid: str) -> Gpu:
         """See `Backend.open`."""
         try:
             return NvmlGpu(uuid, nvml=self._nvml)
+        except GpuNotFoundError as error:
+            raise _not_found(uuid, self.uuids()) from error
+
+    def look(self, uuid: str) -> GpuUse:
+        """See `Backend.look`."""
+        try:
+            return look(uuid, str(self._device_folder), self._nvml)
         except GpuNotFoundError as error:
             raise _not_found(uuid, self.uuids()) from error
 
@@ -58,25 +69,33 @@ class EmulatedBackend:
 
     def open(self, uuid: str) -> Gpu:
         """See `Backend.open`."""
-        found: list[str] = []
-        for path in sorted(self._folder.glob("[!.]*")):
-            try:
-                gpu = EmulatedGpu(path)
-            except GpuError:
-                continue  # some other file
-            if gpu.uuid == uuid:
-                return gpu
-            found.append(gpu.uuid)
+        return EmulatedGpu(self._path(uuid)[1])
+
+    def look(self, uuid: str) -> GpuUse:
+        """See `Backend.look`; the device node is the state file."""
+        index, path = self._path(uuid)
+        gpu = EmulatedGpu(path)
+        try:
+            return GpuUse(index, str(path), gpu.process_ids())
+        finally:
             gpu.close()
-        raise _not_found(uuid, found)
 
     def uuids(self) -> list[str]:
         """See `Backend.uuids`; in the order of the files' names."""
-        found: list[str] = []
+        return list(self._paths())
+
+    def _path(self, uuid: str) -> tuple[int, Path]:
+        paths = self._paths()
+        if uuid not in paths:
+            raise _not_found(uuid, list(paths))
+        return list(paths).index(uuid), paths[uuid]
+
+    def _paths(self) -> dict[str, Path]:
+        found: dict[str, Path] = {}
         for path in sorted(self._folder.glob("[!.]*")):
             with contextlib.suppress(GpuError):  # some other file
                 gpu = EmulatedGpu(path)
-                found.append(gpu.uuid)
+                found[gpu.uuid] = path
                 gpu.close()
         return found
 
@@ -90,23 +109,31 @@ class VisibleGpus:
 
     def open(self, uuid: str) -> Gpu:
         """See `Backend.open`."""
+        self._check(uuid)
+        return self._gpus.open(uuid)
+
+    def look(self, uuid: str) -> GpuUse:
+        """See `Backend.look`; the index counts hidden GPUs, too."""
+        self._check(uuid)
+        return self._gpus.look(uuid)
+
+    def uuids(self) -> list[str]:
+        """See `Backend.uuids`; in the order in which CUDA counts them."""
+        return visible_uuids(self._visible_devices, self._gpus.uuids())
+
+    def _check(self, uuid: str) -> None:
         visible = self.uuids()
         if uuid not in visible:
             raise GpuNotFoundError(
                 f"GPU {uuid}: expected one that CUDA_VISIBLE_DEVICES={self._visible_devices} leaves visible "
                 f"to the agent ({', '.join(visible) or 'none'})"
             )
-        return self._gpus.open(uuid)
-
-    def uuids(self) -> list[str]:
-        """See `Backend.uuids`; in the order in which CUDA counts them."""
-        return visible_uuids(self._visible_devices, self._gpus.uuids())
 
 
 def backend(settings: AgentSettings) -> Backend:
     """The backend that the settings ask for, with all GPUs of the node."""
     if settings.gpu_backend == "nvml":
-        return NvmlBackend()
+        return NvmlBackend(device_folder=settings.device_folder)
     assert settings.emulated_gpus is not None  # the settings see to it
     return EmulatedBackend(settings.emulated_gpus)
 

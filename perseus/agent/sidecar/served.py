@@ -52,17 +52,18 @@ _REASONS: dict[type[GpuError], GpuErrorReason] = {
 }
 
 
-def gpu_error_report(rank: Rank, gpu_uuid: str, error: GpuError) -> GpuErrorReport:
-    """What the coordinator is told of a GPU's error."""
+def gpu_error_report(rank: Rank, gpu_uuid: str, error: GpuError, owner: str) -> GpuErrorReport:
+    """What the coordinator is told of a GPU's error, met by a trainer of `owner`'s."""
     reasons = (reason for error_class, reason in _REASONS.items() if isinstance(error, error_class))
-    return GpuErrorReport(rank, gpu_uuid, next(reasons, GpuErrorReason.DRIVER_FAILED), str(error))
+    return GpuErrorReport(rank, gpu_uuid, next(reasons, GpuErrorReason.DRIVER_FAILED), str(error), owner)
 
 
 class ServedRank:
     """A rank from its trainer's hello to its end.
 
     `say` takes what is for the coordinator, `report` what went wrong with the GPU. Telemetry up to
-    `after_sequence` was there before. `is_registered`: the trainer will not say what it belongs to.
+    `after_sequence` was there before. `is_registered`: the trainer will not say what it belongs to. `owner`:
+    whose process it is.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ServedRank:
         observe: bool,
         after_sequence: int,
         is_registered: bool,
+        owner: str,
         say: Callable[[FromSession], None],
         report: Callable[[GpuError], None],
     ) -> None:
@@ -91,6 +93,7 @@ class ServedRank:
             observe=observe,
             after_sequence=after_sequence,
             is_registered=is_registered,
+            owner=owner,
         )
         self._ending: asyncio.Task[None] | None = None
         self._worker = ClockWorker(gpu, lambda result: self._hand_over(self._clock_result, result))

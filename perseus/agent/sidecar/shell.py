@@ -7,10 +7,13 @@ On every way out the GPUs are reset before the agent says goodbye. A reset that 
 disk, and so does an agent that dies; every agent looks after such records, from its start to its end.
 
 A rank whose GPU can't be used is not served, but its trainer's line stays open: its job can be registered,
-and the coordinator learns what is wrong.
+and the coordinator learns what is wrong. A trainer that may not have its GPU, or its job, is turned away:
+`claims` decides that, of what `door` sees, before anything is done, and again for as long as the rank is
+served.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -24,6 +27,8 @@ from typing import assert_never
 
 import structlog
 
+from perseus.agent.claims.book import GPU_TAKEN, Book, Claim
+from perseus.agent.claims.decision import Allowed, Refused
 from perseus.agent.gpu import GpuError
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import (
@@ -64,12 +69,17 @@ from perseus.agent.restore.guarded import GuardedGpu
 from perseus.agent.restore.records import RecordFolder
 from perseus.agent.restore.restorer import Restorer
 from perseus.agent.sidecar.backends import Backend, VisibleGpus, backend
+from perseus.agent.sidecar.complaints import Complaints
+from perseus.agent.sidecar.door import Door
 from perseus.agent.sidecar.estimator import Estimator
-from perseus.agent.sidecar.local import Line, LocalServer
+from perseus.agent.sidecar.listening import SocketAccess
+from perseus.agent.sidecar.local import HELLO_TIMEOUT_S, Line, LocalServer
 from perseus.agent.sidecar.served import ServedRank, gpu_error_report
 from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.stream import registration
 from perseus.agent.stream.coordinator import Coordinator
-from perseus.agent.stream.registration import Outcome, Refused, Registered, Registrar, Unreachable
+from perseus.agent.stream.registration import Outcome, Registered, Registrar, Unreachable
+from perseus.tls.channels import Channels
 
 _log = structlog.get_logger(__name__)
 
@@ -78,6 +88,12 @@ _STOP_S = 5.0
 # Marks and clocks must not wait Python's 5 ms for the thread that works energy estimates out.
 _SWITCH_INTERVAL_S = 0.0005
 _REPORT_RETRY_S = 1.0
+# How often a claim is judged again: one that nothing speaks for yet, and one that something does.
+_WATCH_UNPROVEN_S = 1.0
+_WATCH_S = 5.0
+# How long a trainer waits for another one's GPU, which gives way to it.
+_GIVE_WAY_S = 10.0
+_CLAIM_LOST = "CLAIM_LOST"
 
 
 async def run(settings: AgentSettings, lifeline: int | None = None) -> None:
@@ -87,6 +103,7 @@ async def run(settings: AgentSettings, lifeline: int | None = None) -> None:
 
     Raises:
         OSError: the local socket can not be had.
+        TlsError: a certificate, its key or the CAs can't be used.
         RecordError: a GPU could not be brought back to stock; its record stays.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -115,13 +132,14 @@ async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
     """An agent that serves until the context is left; yields the task that ends only if the agent fails.
 
     Raises:
-        OSError, RecordError: as `run`.
+        OSError, TlsError, RecordError: as `run`.
     """
     gpus = backend(settings)
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible_gpus = gpus if visible_devices is None else VisibleGpus(gpus, visible_devices)
     agent = Agent(settings, visible_gpus, gpus)
-    server = LocalServer(settings.socket, agent.converse)
+    access = SocketAccess(int(settings.socket_mode, 8), settings.socket_group)
+    server = LocalServer(settings.socket, access, agent.converse)
     working = asyncio.create_task(agent.work())
     _log.info("serving", socket=str(settings.socket), coordinator=settings.coordinator)
     try:
@@ -133,6 +151,24 @@ async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
         await asyncio.gather(working, return_exceptions=True)
         await agent.restore_all()
         _log.info("stopped")
+
+
+class _Trainer:
+    """A trainer whose claim is entered. `problem`: what is wrong with its GPU, if that is known already."""
+
+    def __init__(self, claim: Claim, line: Line, is_registered: bool, problem: GpuError | None) -> None:
+        self.claim = claim
+        self.line = line
+        self.is_registered = is_registered
+        self.problem = problem
+        self.has_marked = asyncio.Event()
+        self.gone = asyncio.Event()
+        self.watching: asyncio.Task[None] | None = None
+
+    @property
+    def rank(self) -> Rank:
+        """The rank that it trains."""
+        return self.claim.rank
 
 
 class Agent:
@@ -147,15 +183,22 @@ class Agent:
         self._records = RecordFolder(settings.restore_folder)
         self._restorer = Restorer(self._records, all_gpus.open)
         self._ranks: dict[Rank, ServedRank] = {}
+        self._door = Door(gpus, settings.grants)
+        self._book = Book()
+        self._trainers: dict[Rank, _Trainer] = {}
+        self._complaints = Complaints(_log)
         self._estimator = Estimator()
         self._welcome: Welcome | None = None
         # What went wrong with the GPUs of trainers that are connected: told on every stream, each once.
         self._reports: dict[Rank, list[GpuErrorReport]] = {}
-        self._registrar = Registrar(settings.coordinator)
+        channels = Channels(settings.coordinator, settings.tls_files)
+        if channels.is_exposed:
+            _log.warning("insecure: plaintext to another machine", coordinator=settings.coordinator)
+        self._registrar = Registrar(channels)
         self._connecting: asyncio.Task[None] | None = None
         self._is_stopping = False
         identity = AgentIdentity(uuid.uuid4().hex, version("perseus-energy"), socket.gethostname())
-        self._coordinator = Coordinator(settings.coordinator, identity, self, random.random)
+        self._coordinator = Coordinator(channels, identity, self, random.random)
 
     async def work(self) -> None:
         """Keep in touch with the coordinator, and let time pass. Ends when cancelled, or if a part fails."""
@@ -172,6 +215,7 @@ class Agent:
         for rank in ranks:
             rank.handle(AgentStops())
         await asyncio.gather(*(rank.ended() for rank in ranks))
+        self._door.close()
         await asyncio.to_thread(self._estimator.close)
         self._registrar.close()
         self._coordinator.close("the agent was stopped")
@@ -192,82 +236,162 @@ class Agent:
 
     async def converse(self, line: Line) -> None:
         """One trainer's connection, from its first packet to its last."""
-        admitted: Hello | None = None
+        trainer: _Trainer | None = None
         try:
-            hello = await line.receive()
+            hello = await self._hello(line)
             if hello is None:
                 return
-            if not isinstance(hello, Hello):
-                raise MalformedPacket(f"expected a hello, found {type(hello).__name__}")
-            refusal = self._refusal(hello)
-            if refusal is not None:
-                _log.error(
-                    "rank refused", rank=str(hello.rank), reason=refusal.reason, message=refusal.message
-                )
-                line.reply(refusal)
+            admitted = await self._admit(hello, line)
+            if isinstance(admitted, Refused):
+                self._turn_away(line, hello, admitted)
                 return
-            admitted = hello
-            await self._admit(hello, line)
+            trainer = admitted
+            await self._serve(trainer)
             while (message := await line.receive()) is not None:
-                await self._trainer_said(hello.rank, message, line)
+                await self._trainer_said(trainer, message)
         except MalformedPacket as error:
-            rank = str(admitted.rank) if admitted else None
-            _log.error("trainer not understood", rank=rank, reason=str(error))
-            line.reply(Reply(False, "MALFORMED_PACKET", str(error)))
+            rank = str(trainer.rank) if trainer else None
+            uid, text = line.peer.uid, str(error)
+            self._complaints.complain(
+                uid, "trainer not understood", "MALFORMED_PACKET", rank=rank, message=text
+            )
+            line.reply(Reply(False, "MALFORMED_PACKET", text))
         finally:
-            if admitted is not None:
-                if (served := self._ranks.get(admitted.rank)) is not None:
+            if trainer is not None:
+                if trainer.watching is not None:
+                    trainer.watching.cancel()
+                if (served := self._ranks.get(trainer.rank)) is not None:
                     served.handle(TrainerGone())
                     await served.ended()
-                self._forget(admitted)
+                self._forget(trainer)
 
-    async def _admit(self, hello: Hello, line: Line) -> None:
-        """Serve a rank, or tell its probe and the coordinator what is wrong with its GPU."""
-        self._reports[hello.rank] = []
+    async def _hello(self, line: Line) -> Hello | None:
+        """The first packet of a connection; None if there is none to come."""
         try:
-            gpu = await self._restorer.take(hello.gpu_uuid, self._gpus.open)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = await line.receive_small()
+        except TimeoutError:
+            message = f"expected a hello within {HELLO_TIMEOUT_S:g} s, found silence"
+            self._complaints.complain(line.peer.uid, "connection refused", "HELLO_TIMEOUT", message=message)
+            line.reply(Reply(False, "HELLO_TIMEOUT", message))
+            return None
+        if hello is not None and not isinstance(hello, Hello):
+            raise MalformedPacket(f"expected a hello, found {type(hello).__name__}")
+        return hello
+
+    def _turn_away(self, line: Line, hello: Hello, refused: Refused) -> None:
+        self._complaints.complain(
+            line.peer.uid, "rank refused", refused.reason, rank=str(hello.rank), message=refused.message
+        )
+        line.end(Reply(False, refused.reason, refused.message))
+
+    async def _admit(self, hello: Hello, line: Line) -> "_Trainer | Refused":
+        """Enter a trainer's claim, or say why not; whoever has to give way to it is gone by then."""
+        if self._is_stopping:
+            return Refused("AGENT_STOPS", "the agent is being stopped")
+        user = await self._door.user(line.peer)
+        verdict: Allowed | Refused | None
+        problem = None
+        try:
+            verdict = await self._door.judge(line.peer, user, hello.gpu_uuid, None)
+        except GpuError as error:  # whoever serves it will meet the same, and tell
+            verdict, problem = None, error
+        if isinstance(verdict, Refused):
+            return verdict
+        claim = Claim(hello.rank, hello.gpu_uuid, user, verdict)
+        try:
+            async with asyncio.timeout(_GIVE_WAY_S):
+                while conflicting := self._book.conflicts(claim):
+                    if isinstance(conflicting, Refused):
+                        return conflicting
+                    for other in [self._trainers[each.rank] for each in conflicting]:
+                        self._end(
+                            other, Refused(_CLAIM_LOST, f"{other.rank}: it is user {user}'s, as is seen now")
+                        )
+                        await other.gone.wait()
+        except TimeoutError:
+            return Refused(GPU_TAKEN, f"GPU {hello.gpu_uuid}: another rank runs on it")
+        if self._is_stopping:
+            return Refused("AGENT_STOPS", "the agent is being stopped")
+        self._book.enter(claim)
+        trainer = self._trainers[hello.rank] = _Trainer(claim, line, hello.is_registered, problem)
+        self._reports[hello.rank] = []
+        return trainer
+
+    async def _serve(self, trainer: "_Trainer") -> None:
+        """Serve a rank, or tell its probe and the coordinator what is wrong with its GPU."""
+        claim, line = trainer.claim, trainer.line
+        owner = claim.user.name
+        try:
+            if trainer.problem is not None:
+                raise trainer.problem
+            gpu = await self._restorer.take(claim.gpu_uuid, self._gpus.open)
         except GpuError as error:
-            _log.error("GPU not usable", rank=str(hello.rank), gpu=hello.gpu_uuid, reason=str(error))
+            claim.verdict = None
+            _log.error("GPU not usable", rank=str(claim.rank), gpu=claim.gpu_uuid, reason=str(error))
             line.reply(Reply(True, "GPU_NOT_USABLE", f"the rank is not served: {error}"))
-            self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error))
+            self._report(gpu_error_report(claim.rank, claim.gpu_uuid, error, owner))
             return
         observe = self._settings.observe
         rank = ServedRank(
-            hello.rank,
+            claim.rank,
             gpu if observe else GuardedGpu(gpu, self._records, self._settings.stock),
             self._estimator,
             observe=observe,
             after_sequence=self._coordinator.telemetry_sequence,
-            is_registered=hello.is_registered,
+            is_registered=trainer.is_registered,
+            owner=owner,
             say=self._coordinator.say,
-            report=lambda error: self._report(gpu_error_report(hello.rank, hello.gpu_uuid, error)),
+            report=lambda error: self._report(gpu_error_report(claim.rank, claim.gpu_uuid, error, owner)),
         )
-        self._ranks[hello.rank] = rank
-        _log.info("rank served", rank=str(rank.rank), gpu=rank.gpu_uuid)
+        self._ranks[claim.rank] = rank
+        _log.info("rank served", rank=str(rank.rank), gpu=rank.gpu_uuid, user=owner)
         line.reply(Reply(True))
         if self._welcome is not None:
             rank.handle(Connected(self._welcome.lease_s))
+        trainer.watching = asyncio.create_task(self._watch(trainer))
 
-    def _refusal(self, hello: Hello) -> Reply | None:
-        if self._is_stopping:
-            return Reply(False, "AGENT_STOPS", "the agent is being stopped")
-        if hello.rank in self._reports:
-            message = f"{hello.rank}: another trainer is connected as this rank"
-            return Reply(False, "RANK_ALREADY_SERVED", message)
-        if self._restorer.is_taken(hello.gpu_uuid):
-            return Reply(False, "GPU_ALREADY_IN_USE", f"GPU {hello.gpu_uuid}: another rank runs on it")
-        return None
+    async def _watch(self, trainer: "_Trainer") -> None:
+        """Judge a claim again, at the first mark and from then on: what can be seen changes."""
+        claim = trainer.claim
+        while True:
+            pause_s = _WATCH_S if claim.is_proven else _WATCH_UNPROVEN_S
+            if trainer.has_marked.is_set():
+                await asyncio.sleep(pause_s)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await trainer.has_marked.wait()
+            try:
+                verdict = await self._door.judge(trainer.line.peer, claim.user, claim.gpu_uuid, claim.verdict)
+            except GpuError:  # whoever serves the GPU meets it, too
+                continue
+            if isinstance(verdict, Refused):
+                self._end(trainer, verdict)
+                return
+            claim.verdict = verdict
 
-    async def _trainer_said(self, rank: Rank, message: Message, line: Line) -> None:
+    def _end(self, trainer: "_Trainer", refused: Refused) -> None:
+        """What was good is not good any more: the rank ends, and its GPU goes back to stock."""
+        uid, rank = trainer.line.peer.uid, str(trainer.rank)
+        self._complaints.complain(uid, "rank refused", refused.reason, rank=rank, message=refused.message)
+        trainer.line.end(Reply(False, refused.reason, refused.message))
+        if (served := self._ranks.get(trainer.rank)) is not None:
+            served.handle(TrainerGone())
+
+    async def _trainer_said(self, trainer: "_Trainer", message: Message) -> None:
+        rank = trainer.rank
         match message:
             case IterationMark() | ComputationMark() | Finish():
+                trainer.has_marked.set()
                 if rank in self._ranks:
                     self._ranks[rank].handle(message)
             case Registration():
-                reply = _reply(await self._registrar.register(rank.job_id, message))
+                owner = trainer.claim.user.name
+                reply = _reply(await self._registrar.register(rank.job_id, message, owner))
                 if not reply.ok:
                     _log.error("registration refused", job=rank.job_id, reason=reply.message)
-                line.reply(reply)
+                trainer.line.reply(reply)
                 self._specify(rank, message.spec_fingerprint)
             case Membership(spec_fingerprint):
                 self._specify(rank, spec_fingerprint)
@@ -283,14 +407,17 @@ class Agent:
         if rank in self._ranks:
             self._ranks[rank].handle(TrainerSpecified(spec_fingerprint))
 
-    def _forget(self, hello: Hello) -> None:
-        rank = hello.rank
+    def _forget(self, trainer: "_Trainer") -> None:
+        rank = trainer.rank
         if self._ranks.pop(rank, None) is not None:
-            self._restorer.give_back(hello.gpu_uuid)
+            self._restorer.give_back(trainer.claim.gpu_uuid)
+        self._book.end(trainer.claim)
+        del self._trainers[rank]
         self._registrar.forget_rank(rank)
         self._coordinator.say_next(self._reports.pop(rank))
-        if not any(other.job_id == rank.job_id for other in self._reports):
+        if not self._book.has_job(rank.job_id):
             self._registrar.forget_job(rank.job_id)
+        trainer.gone.set()
 
     def _report(self, report: GpuErrorReport) -> None:
         """Let the coordinator know what went wrong with a GPU, once; its log keeps it."""
@@ -347,12 +474,14 @@ class Agent:
 
     def _on_rank_accepted(self, accepted: RankAccepted) -> None:
         self._registrar.rank_accepted(accepted.rank)
+        self._book.answered(accepted.rank, is_accepted=True)
         if accepted.rank in self._ranks:
             self._ranks[accepted.rank].handle(accepted)
 
     def _on_rank_refused(self, refused: RankRefused) -> None:
         rank = refused.rank
         self._registrar.rank_refused(refused)
+        self._book.answered(rank, is_accepted=False)
         if refused.reason == JOB_NOT_FOUND and self._reports.get(rank):
             asyncio.get_running_loop().call_later(_REPORT_RETRY_S, self._report_again, rank)
         if rank in self._ranks:
@@ -366,7 +495,7 @@ def _reply(outcome: Outcome) -> Reply:
             return Reply(True)
         case Unreachable(message):
             return Reply(True, message=f"the job is registered as soon as possible: {message}")
-        case Refused(reason, message):
+        case registration.Refused(reason, message):
             if reason == JOB_ALREADY_EXISTS:
                 message = f"{message}: this training goes on at stock clocks while they are"
             return Reply(False, reason, message)

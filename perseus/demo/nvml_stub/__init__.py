@@ -75,7 +75,22 @@ def environment(library: Path, gpu_folder: Path) -> dict[str, str]:
     """What a process needs in its environment to see the emulated GPUs of a folder through NVML."""
     inherited = os.environ.get("LD_LIBRARY_PATH", "")
     folders = [str(library.parent), *([inherited] if inherited else [])]
-    return {"LD_LIBRARY_PATH": ":".join(folders), "PERSEUS_NVML_STUB": str(gpu_folder)}
+    return {
+        "LD_LIBRARY_PATH": ":".join(folders),
+        "PERSEUS_NVML_STUB": str(gpu_folder),
+        "PERSEUS_AGENT_DEVICE_FOLDER": str(_device_nodes(gpu_folder)),
+    }
+
+
+def _device_nodes(gpu_folder: Path) -> Path:
+    """A folder in which nvidia0, nvidia1 … lead to the emulated GPUs' files, whose permissions so count."""
+    nodes = gpu_folder / ".dev"
+    nodes.mkdir(exist_ok=True)
+    for minor, path in enumerate(sorted(gpu_folder.glob("[!.]*"))):
+        node = nodes / f"nvidia{minor}"
+        if not node.is_symlink():
+            node.symlink_to(path.resolve())
+    return nodes
 
 
 def instruct(gpu_folder: Path, instructions: Iterable[str]) -> None:

@@ -7,7 +7,8 @@
  * test holds the two against each other.
  *
  * What NVML knows and an emulated GPU does not, the locks themselves, lies beside it in `.NAME.locks`. Like a
- * real GPU in persistence mode, it keeps its locks when their setter dies.
+ * real GPU in persistence mode, it keeps its locks when their setter dies. The processes that compute on it are
+ * those that the emulated GPU notes in `.NAME.processes`, as far as they still run.
  *
  * The file `.nvml` in the folder, if there is one, steers the library while it runs; one instruction a line:
  *
@@ -21,9 +22,11 @@
  */
 #define _GNU_SOURCE
 #include <dirent.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -54,6 +57,12 @@ typedef struct {
     nvmlReturn_t status;
     union { double d; uint32_t ui; uint64_t ull; } value;
 } field_value;
+
+typedef struct {
+    uint32_t pid;
+    uint64_t used_memory;
+    uint32_t gpu_instance_id, compute_instance_id;
+} process_info;
 
 enum { MAX_DEVICES = 64, MAX_CLOCKS = 512, MAX_TEXT = 96, HEADER_BYTES = 16, MEMORY_CLOCK_MHZ = 1593 };
 
@@ -194,6 +203,7 @@ typedef struct {
     size_t size;
     char *state; /* its last bytes, unaligned */
     locks_t *locks;
+    char processes_path[4096];
     model_t model;
 } device_t;
 
@@ -281,6 +291,7 @@ static int open_device(const char *folder, const char *name, device_t *device)
     char *identity = strndup(content + HEADER_BYTES, identity_bytes);
     read_model(identity, &device->model);
     free(identity);
+    snprintf(device->processes_path, sizeof device->processes_path, "%s/.%s.processes", folder, name);
     snprintf(path, sizeof path, "%s/.%s.locks", folder, name);
     int locks = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (locks < 0 || ftruncate(locks, sizeof(locks_t)) != 0)
@@ -485,6 +496,39 @@ nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, device_t **device)
             return SUCCESS;
         }
     return NOT_FOUND;
+}
+
+nvmlReturn_t nvmlDeviceGetIndex(device_t *device, unsigned *index)
+{
+    CALL("nvmlDeviceGetIndex");
+    *index = (unsigned)(device - devices);
+    return SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetMinorNumber(device_t *device, unsigned *minor)
+{
+    CALL("nvmlDeviceGetMinorNumber");
+    *minor = (unsigned)(device - devices);
+    return SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(device_t *device, unsigned *count, process_info *found)
+{
+    CALL("nvmlDeviceGetComputeRunningProcesses");
+    unsigned room = found ? *count : 0, available = 0;
+    FILE *file = fopen(device->processes_path, "r");
+    int pid;
+    while (file && fscanf(file, "%d", &pid) == 1) {
+        if (kill(pid, 0) != 0 && errno == ESRCH)
+            continue;
+        if (available < room)
+            found[available] = (process_info){.pid = (uint32_t)pid};
+        available++;
+    }
+    if (file)
+        fclose(file);
+    *count = available;
+    return room < available ? INSUFFICIENT_SIZE : SUCCESS;
 }
 
 nvmlReturn_t nvmlDeviceGetUUID(device_t *device, char *buffer, unsigned length)

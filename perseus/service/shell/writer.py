@@ -61,9 +61,11 @@ class Work:
         )
 
     def spoil(self, error: CoordinatorError | None) -> None:
-        """Nothing of it is stored; whoever waits is told the error, if there is one."""
+        """Nothing of it is stored. If there is an error, nothing follows either, and whoever waits is told."""
         self.entries = []
-        self._error = self._error or error
+        if error is not None:
+            self.then = ()
+            self._error = error
 
     def finish(self) -> None:
         """It is stored and carried out."""

@@ -1,5 +1,6 @@
 import json
 import struct
+import zlib
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import (
     MAX_ITERATION,
     MAX_JSON_BYTES,
+    MAX_OBJECTS,
     MAX_PACKET_BYTES,
     ComputationMark,
     Edge,
@@ -32,10 +34,17 @@ iterations = st.integers(0, MAX_ITERATION)
 edges = st.sampled_from(Edge)
 computations = st.builds(Computation, st.sampled_from(Kind), int32, int32)
 texts = st.text(max_size=50)
+identifiers = texts.filter(str.isprintable)
+names = identifiers.filter(bool)
 messages: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Hello, st.builds(Rank, texts, int32, int32, int32), texts, st.booleans()),
-    st.builds(Registration, st.dictionaries(texts, st.one_of(texts, int32, st.lists(int32))), texts, texts),
-    st.builds(Membership, texts),
+    st.builds(Hello, st.builds(Rank, names, int32, int32, int32), names, st.booleans()),
+    st.builds(
+        Registration,
+        st.dictionaries(texts, st.one_of(texts, int32, st.lists(int32))),
+        identifiers,
+        identifiers,
+    ),
+    st.builds(Membership, identifiers),
     st.builds(Reply, st.booleans(), texts, texts),
     st.builds(IterationMark, edges, iterations, int64),
     st.builds(ComputationMark, edges, iterations, int32, computations, int64),
@@ -88,10 +97,51 @@ def test_a_registration_that_can_not_be_deflated_enough_is_refused() -> None:
         encode(Registration({"x": incompressible}, "request", ""))
 
 
-def test_a_deflated_bomb_is_refused() -> None:
-    bomb = encode(Registration({"x": "0" * (MAX_JSON_BYTES + 1)}, "request", ""))
-    with pytest.raises(MalformedPacket, match="truncated or exceeds"):
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b'{"x":"' + b"0" * MAX_JSON_BYTES, f"at most {MAX_JSON_BYTES} bytes"),
+        (b'{"x":[' + b"{}," * (MAX_OBJECTS + 1), f"at most {MAX_OBJECTS} objects"),
+        (b"[" * 5000, "at most 4096 lists"),
+        (b'{"x":[' + b'"",' * MAX_OBJECTS * 5, "quotation marks"),
+    ],
+)
+def test_what_a_few_bytes_would_grow_to_is_refused_before_it_is_read(text: bytes, problem: str) -> None:
+    bomb = zlib.compress(text)
+    assert len(bomb) <= MAX_PACKET_BYTES
+    with pytest.raises(MalformedPacket, match=f"expected JSON of {problem}|{problem}"):
         decode(bomb)
+
+
+@pytest.mark.parametrize("spec", [{"x": "0" * (MAX_JSON_BYTES + 1)}, {"x": [{}] * (MAX_OBJECTS + 1)}])
+def test_nobody_says_what_nobody_would_read(spec: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="registration: expected JSON of at most"):
+        encode(Registration(spec, "request", ""))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"x":' + b"[" * 4000,
+        b'{"x":' * 4000,
+        b'{"version": NaN}',
+        b'{"version": -Infinity}',
+        b'{"version": ' + b"9" * 5000 + b"}",
+        b'{"version": 2, "type": "\\u001b[31m"}',
+        b'{"version": 2, "type": "hello", "job_id": "\\ud800"}',
+        b'{"version": 2, "type": "hello", "job_id": ""}',
+        b'{"version": 2, "type": "hello", "job_id": "' + b"j" * 257 + b'"}',
+        b'{"version": 2, "type": "membership", "spec_fingerprint": "' + b"f" * 65 + b'"}',
+        b'{"version": 2, "type": "membership", "spec_fingerprint": {}}',
+        b"\xff\xfe{",
+    ],
+)
+@pytest.mark.parametrize("is_deflated", [False, True])
+def test_hostile_json_is_refused_in_words_that_can_be_shown(text: bytes, is_deflated: bool) -> None:
+    with pytest.raises(MalformedPacket) as refused:
+        decode(zlib.compress(text) if is_deflated else text)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,11 @@
+import fcntl
+import json
 import os
+import stat
+import subprocess
+import sys
 import threading
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -20,6 +26,7 @@ from perseus.agent.gpu import (
 from perseus.agent.restore.guarded import GuardedGpu
 from perseus.agent.restore.records import ClockRange, Record, RecordFolder, Restoration, restore_found
 from tests.agent.fake_gpu import FakeGpu
+from tests.agent.other_users import NOBODY, needs_root, passable_folder, start_as
 
 UUID = FakeGpu.uuid
 
@@ -225,3 +232,143 @@ def test_each_record_is_seen_to_whatever_becomes_of_the_others(folder: RecordFol
 def test_a_uuid_names_a_file_in_the_folder_or_nothing(folder: RecordFolder, uuid: str) -> None:
     with pytest.raises(RecordError, match="expected a UUID"):
         folder.write(Record(uuid, None))
+
+
+# --- Strangers ----------------------------------------------------------------------------------------------
+
+
+def test_records_are_their_users_alone_whatever_the_umask(folder: RecordFolder) -> None:
+    before = os.umask(0)
+    try:
+        leave_behind(folder)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(each.stat().st_mode) for each in folder.path.iterdir()] == [0o600]
+
+
+def test_a_folder_that_was_open_to_others_is_closed(folder: RecordFolder) -> None:
+    folder.path.mkdir(parents=True, mode=0o777)
+    folder.path.chmod(0o777)
+    assert folder.gpu_uuids() == []
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+
+
+def put_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def put_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def put_link(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    target.write_bytes(Record(UUID, None).encode())
+    path.symlink_to(target)
+
+
+def put_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def put_nested(path: Path) -> None:
+    path.write_text("[" * 4000)
+
+
+def put_huge(path: Path) -> None:
+    path.write_bytes(Record(UUID, None).encode() + b" " * 10_000_000)
+
+
+def put_another(path: Path) -> None:
+    path.write_bytes(Record("GPU-other", ClockRange(600, 700)).encode())
+
+
+def put_truth(path: Path) -> None:
+    path.write_text(
+        json.dumps({"version": 1, "gpu_uuid": UUID, "stock": {"lowest_mhz": True, "highest_mhz": True}})
+    )
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "put",
+    [put_fifo, put_folder, put_link, put_device, put_nested, put_huge, put_another, put_truth],
+    ids=lambda put: put.__name__.removeprefix("put_"),
+)
+def test_what_lies_in_a_records_place_is_neither_believed_nor_waited_for(
+    folder: RecordFolder, put: Callable[[Path], None]
+) -> None:
+    leave_behind(folder, uuid="GPU-good")
+    put(folder.path / f"{UUID}.json")
+    opened: list[str] = []
+
+    def open_gpu(uuid: str) -> Gpu:
+        opened.append(uuid)
+        return FakeGpu()
+
+    done = {each.gpu_uuid: each.error for each in restore_found(folder, open_gpu)}
+    assert isinstance(done[UUID], RecordError)
+    assert f"{UUID}.json" in str(done[UUID])
+    assert str(done[UUID]).isprintable()
+    assert (done["GPU-good"], opened) == (None, ["GPU-good"])
+    gpu = FakeGpu()
+    with pytest.raises(RecordError):
+        GuardedGpu(gpu, folder, None).set_clock_mhz(1000)
+    assert gpu.sets == []
+
+
+def test_a_folder_behind_a_link_or_of_another_user_is_refused(tmp_path: Path) -> None:
+    real = RecordFolder(tmp_path / "real")
+    leave_behind(real)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(RecordError, match="link: can't be read"):
+        RecordFolder(tmp_path / "link").gpu_uuids()
+    if os.geteuid() == 0:
+        os.chown(real.path, NOBODY, NOBODY)
+        with pytest.raises(RecordError, match="expected a folder of user 0, who the agent is, found user"):
+            real.gpu_uuids()
+
+
+def hold(path: str) -> None:
+    """In a process of its own, as another user."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        print("refused", flush=True)
+    else:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        print("held", flush=True)
+        sys.stdin.read()
+
+
+@pytest.fixture
+def passable() -> Iterator[Path]:
+    with passable_folder() as folder:
+        yield folder
+
+
+@needs_root
+def test_a_strangers_lock_does_not_keep_a_gpu_from_being_restored(passable: Path) -> None:
+    folder = RecordFolder(passable / "restore")
+    leave_behind(folder)
+    path = folder.path / f"{UUID}.json"
+
+    def stranger() -> subprocess.Popen[str]:
+        return start_as(NOBODY, "tests.agent.restore.test_records", "hold", [str(path)])
+
+    with stranger() as refused:
+        assert refused.stdout is not None
+        assert refused.stdout.readline() == "refused\n"
+    # As an earlier version has left it.
+    folder.path.chmod(0o755)
+    path.chmod(0o644)
+    with stranger() as holder:
+        assert holder.stdout is not None
+        assert holder.stdin is not None
+        assert holder.stdout.readline() == "held\n"
+        gpu = FakeGpu()
+        assert restore_found(folder, lambda _: gpu) == [Restoration(UUID, None)]
+        assert gpu.sets == [None]
+        holder.stdin.close()
+    assert folder.gpu_uuids() == []

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from perseus.agent.link.packets import MAX_PACKET_BYTES, Finish, MalformedPacket, Reply, decode, encode
-from perseus.agent.sidecar.local import Line, LocalServer, SocketInUseError
+from perseus.agent.sidecar.listening import SocketAccess, SocketInUseError
+from perseus.agent.sidecar.local import Line, LocalServer
+from perseus.agent.sidecar.peer import identify
 
 
 async def drain(line: Line) -> None:
@@ -14,10 +16,13 @@ async def drain(line: Line) -> None:
         pass
 
 
-async def test_the_socket_is_for_everybody_and_gone_at_the_end(tmp_path: Path) -> None:
+ACCESS = SocketAccess()
+
+
+async def test_the_socket_is_for_its_group_and_gone_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "run" / "perseus" / "agent.sock"
-    server = LocalServer(path, drain)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666
+    server = LocalServer(path, ACCESS, drain)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
     assert [entry.name for entry in path.parent.iterdir()] == ["agent.sock"]
     await server.close()
     assert not path.exists()
@@ -28,7 +33,7 @@ async def test_what_a_dead_agent_left_is_replaced(tmp_path: Path) -> None:
     left = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     left.bind(str(path))
     left.close()
-    server = LocalServer(path, drain)
+    server = LocalServer(path, ACCESS, drain)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.connect(str(path))
     await server.close()
@@ -36,26 +41,26 @@ async def test_what_a_dead_agent_left_is_replaced(tmp_path: Path) -> None:
 
 async def test_a_path_that_is_taken_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "agent.sock"
-    server = LocalServer(path, drain)
+    server = LocalServer(path, ACCESS, drain)
     with pytest.raises(SocketInUseError, match="expected no agent there, found one that listens"):
-        LocalServer(path, drain)
+        LocalServer(path, ACCESS, drain)
     await server.close()
     path.write_text("precious")
     with pytest.raises(SocketInUseError, match="found something else"):
-        LocalServer(path, drain)
+        LocalServer(path, ACCESS, drain)
     assert path.read_text() == "precious"
 
 
 async def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 120)
     with pytest.raises(OSError, match="expected a socket path of at most 107 bytes, found"):
-        LocalServer(path, drain)
+        LocalServer(path, ACCESS, drain)
 
 
 def pair() -> tuple[Line, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
-    return Line(ours), theirs
+    return Line(ours, identify(ours)), theirs
 
 
 async def test_a_packet_is_a_message_and_the_end_is_none() -> None:
@@ -105,7 +110,7 @@ async def test_a_conversation_that_fails_does_not_end_the_others(tmp_path: Path)
             raise KeyError
         await heard.put(message)
 
-    server = LocalServer(tmp_path / "agent.sock", serve)
+    server = LocalServer(tmp_path / "agent.sock", ACCESS, serve)
     for time_ns in (1, 2):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
             probe.connect(str(tmp_path / "agent.sock"))

@@ -1,6 +1,6 @@
 import pytest
 
-from perseus.agent.gpu import Gpu, GpuNotFoundError
+from perseus.agent.gpu import Gpu, GpuNotFoundError, GpuUse
 from perseus.agent.sidecar.backends import VisibleGpus
 from perseus.agent.sidecar.visible import visible_uuids
 
@@ -33,6 +33,9 @@ class Node:
     def open(self, uuid: str) -> Gpu:
         raise GpuNotFoundError(f"opened {uuid}")
 
+    def look(self, uuid: str) -> GpuUse:
+        return GpuUse(UUIDS.index(uuid), "node", ())
+
     def uuids(self) -> list[str]:
         return UUIDS
 
@@ -44,3 +47,6 @@ def test_an_agent_serves_only_what_is_visible_to_it() -> None:
         gpus.open("GPU-1c")
     with pytest.raises(GpuNotFoundError, match=r"CUDA_VISIBLE_DEVICES=2,1 leaves visible.*GPU-1c, GPU-0b"):
         gpus.open("GPU-0a")
+    assert gpus.look("GPU-1c").index == 2, "among all, as nvidia-smi counts"
+    with pytest.raises(GpuNotFoundError, match="leaves visible"):
+        gpus.look("GPU-0a")

@@ -58,7 +58,9 @@ def test_the_agents_numbers_are_those_of_the_contract() -> None:
 
 def test_what_a_session_says() -> None:
     joined = translate.request(
-        RankJoined(RANK, GpuDescription("GPU-1", "A100", (1410, 1200)), 7, PlanId("e", 3), 40)
+        RankJoined(
+            RANK, GpuDescription("GPU-1", "A100", (1410, 1200)), 7, PlanId("e", 3), 40, "work", "alice"
+        )
     ).rank_joined
     assert joined == wire.RankJoined(
         job_id="job",
@@ -68,6 +70,8 @@ def test_what_a_session_says() -> None:
         in_force_epoch="e",
         in_force_version=3,
         after_sequence=40,
+        spec_fingerprint="work",
+        owner="alice",
     )
     left = translate.request(RankLeft(RANK, RankLeftReason.GPU_FAILED)).rank_left
     assert left == wire.RankLeft(job_id="job", rank=COORDINATES, reason=rank_pb2.RANK_LEFT_REASON_GPU_FAILED)
@@ -91,7 +95,8 @@ def test_what_a_session_says() -> None:
 
 
 def test_a_drivers_words_are_said_as_the_contract_allows_them() -> None:
-    report = GpuErrorReport(RANK, "GPU-1", GpuErrorReason.LOST, "fell\noff the bus\x00" + "x" * 2000)
+    report = GpuErrorReport(RANK, "GPU-1", GpuErrorReason.LOST, "fell\noff the bus\x00" + "x" * 2000, "alice")
+    assert translate.request(report).gpu_error.owner == "alice"
     text = translate.request(report).gpu_error.message
     assert text.startswith("fell off the bus xx")
     assert text.endswith("x…")
@@ -241,5 +246,6 @@ def test_what_the_contract_does_not_allow_is_named() -> None:
 def test_a_registration_that_is_no_job_spec_is_refused() -> None:
     request = translate.register_job_request(Registration({"jobId": "j"}, "r", "f"))
     assert (request.spec.job_id, request.request_id, request.spec_fingerprint) == ("j", "r", "f")
+    assert translate.register_job_request(Registration({"jobId": "j"}, "r", "f"), "alice").owner == "alice"
     with pytest.raises(ValueError, match=r"registration: expected a JobSpec as JSON: .*stages"):
         translate.register_job_request(Registration({"stages": 3}, "r", "f"))

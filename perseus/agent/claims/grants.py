@@ -1,0 +1,90 @@
+"""Grants: which user may claim which GPU, in the words of an operator or a batch system.
+
+A grant file has one grant a line, and comments after `#`:
+
+    alice: 0 1                        # a user's name or number, and GPUs: by index …
+    1004: GPU-8f6c1a2e-…  all         # … by UUID, or all
+
+Only what is understood as a whole counts: a file with a mistake grants nothing, and as long as there is one,
+nobody claims a GPU without a grant. Nothing here reads files; the agent reads them anew for every claim.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ALL = "all"
+
+_USER = re.compile(r"[A-Za-z0-9_.@\\+-]{1,256}\$?")
+_GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_MAX_INDEX_DIGITS = 4
+
+
+class MalformedGrantError(ValueError):
+    """A line that is no grant. The message says which, what was expected and what was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A user as the kernel knows them: `name` is their number where the node has no name for it."""
+
+    uid: int
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """`user` (a name or a number) may claim `gpus`: indexes as decimals, UUIDs, or `ALL`."""
+
+    user: str
+    gpus: frozenset[str]
+
+    def is_for(self, user: User) -> bool:
+        """Whether a user is meant. A number is never a name: it is compared with numbers only."""
+        return self.user == str(user.uid) if self.user.isdecimal() else self.user == user.name
+
+    def covers(self, uuid: str, index: int) -> bool:
+        """Whether a GPU is among those granted."""
+        return bool(self.gpus & {ALL, uuid, str(index)})
+
+    def names(self, uuid: str, index: int) -> bool:
+        """Whether it is about this GPU, not just about all."""
+        return bool(self.gpus & {uuid, str(index)})
+
+
+@dataclass(frozen=True, slots=True)
+class Grants:
+    """All grants of a node. `problems`: what could not be understood, one text for each file."""
+
+    grants: tuple[Grant, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def parse(text: str) -> tuple[Grant, ...]:
+    """The grants of one file. `MalformedGrantError`, naming the line, for the first mistake."""
+    return tuple(_parse_lines(text.splitlines()))
+
+
+def _parse_lines(lines: Iterable[str]) -> Iterable[Grant]:
+    for number, line in enumerate(lines, 1):
+        said = line.split("#", 1)[0].strip()
+        if not said:
+            continue
+        user, colon, gpus = (part.strip() for part in said.partition(":"))
+        if not colon or not _USER.fullmatch(user):
+            raise MalformedGrantError(f"line {number}: expected USER: GPU …, found {said[:80]!a}")
+        names = gpus.split()
+        if not names:
+            raise MalformedGrantError(f"line {number}: expected a GPU's index or UUID, or all, found none")
+        yield Grant(user, frozenset(_gpu(number, name) for name in names))
+
+
+def _gpu(number: int, name: str) -> str:
+    if name.isascii() and name.isdecimal() and len(name) <= _MAX_INDEX_DIGITS:
+        return str(int(name))
+    if name == ALL or (_GPU.fullmatch(name) and not name.isdecimal()):
+        return name
+    raise MalformedGrantError(f"line {number}: expected a GPU's index or UUID, or {ALL}, found {name[:80]!a}")

@@ -1,0 +1,143 @@
+"""Whether a peer may have a GPU: gathers what `claims.decision` decides by, from the kernel and the driver.
+
+All of it blocks (the driver, a directory service, a process of its own), so it is done in threads that do
+nothing else: however many peers ask, restoring and clocks do not wait for them.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar, TypeVarTuple
+
+import structlog
+
+from perseus.agent.claims.decision import Access, Allowed, Refused, Sight, by_grant, by_sight
+from perseus.agent.claims.grants import User
+from perseus.agent.sidecar import cgroups, openable
+from perseus.agent.sidecar.backends import Backend
+from perseus.agent.sidecar.grant_files import read_grants
+from perseus.agent.sidecar.peer import Peer, owner_of, sees_the_whole_node, user_of
+
+_log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_THREADS = 2
+_OPENABLE_TIMEOUT_S = 5.0
+_MOST_TOLD = 256
+
+
+class Door:
+    """Judges claims. `grants` is a folder, which need not be there."""
+
+    def __init__(self, gpus: Backend, grants: Path) -> None:
+        self._gpus = gpus
+        self._grants = grants
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="door")
+        self._told: set[str] = set()
+        self._sees_the_whole_node = sees_the_whole_node()
+
+    async def user(self, peer: Peer) -> User:
+        """Whose process a peer is."""
+        return await self._run(user_of, peer.uid)
+
+    async def judge(self, peer: Peer, user: User, gpu_uuid: str, before: Allowed | None) -> Allowed | Refused:
+        """Whether the peer may have a GPU; `before` is what was found of its claim so far.
+
+        `GpuError` if the GPU can't be looked at.
+        """
+        return await self._run(self._judge, peer, user, gpu_uuid, before)
+
+    def close(self) -> None:
+        """Judge nobody any more; what is under way is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    def _judge(self, peer: Peer, user: User, uuid: str, before: Allowed | None) -> Allowed | Refused:
+        use = self._gpus.look(uuid)
+        owners = None
+        if use.process_ids is not None:
+            found = (owner_of(pid) for pid in use.process_ids)
+            owners = frozenset(uid for uid in found if uid is not None)
+        grants = read_grants(self._grants)
+        for problem in grants.problems:
+            self._tell_once("grants not understood", reason=problem)
+        said = by_grant(grants, user, uuid, use.index)
+        if isinstance(said, Refused):
+            return said
+        if said is not None:
+            return Allowed(is_granted=True, is_running=owners is not None and user.uid in owners)
+        if before is not None and before.is_running and not before.is_granted:
+            return by_sight(user, uuid, Sight(Access.OPEN, owners=owners), stands=True)
+        access, problem = self._access(peer, Path(use.device_node))
+        sight = Sight(access, problem, owners, is_agents_user=peer.uid == os.geteuid())
+        return by_sight(user, uuid, sight, stands=False)
+
+    # --- The device -----------------------------------------------------------------------------------------
+
+    def _access(self, peer: Peer, node: Path) -> tuple[Access, str]:
+        """Whether the kernel lets the peer open a GPU's device, and if not, why."""
+        if peer.pid == 0 or not self._sees_the_whole_node:
+            # A container, whose own cgroup has the GPUs that it may use: that is all that can be gone by.
+            self._tell_once(
+                "processes of others can't be seen: trainers are known by user and connection only"
+            )
+            folders: list[Path] | None = []
+        else:
+            try:
+                of_peer = cgroups.of_process(peer.pid)
+                folders = cgroups.to_enter(cgroups.mounts(), cgroups.of_process("self"), of_peer)
+            except OSError as error:
+                return Access.UNKNOWN, f"its process can't be seen: {error.strerror}"
+            if peer.has_ended:  # what was read may be of another process
+                return Access.UNKNOWN, "its process has ended"
+        is_agents_user = peer.uid == os.geteuid()
+        if is_agents_user and (not folders or os.geteuid() != 0):
+            # Who has all the rights that the agent has gains none by it; a node is not needed to know that.
+            is_open = not _is_there(node) or os.access(node, os.R_OK | os.W_OK)
+            return (Access.OPEN, "") if is_open else (Access.CLOSED, f"{node} is closed to them")
+        if folders is None:
+            return Access.UNKNOWN, "its cgroup is out of the agent's reach"
+        if not _is_there(node):
+            return Access.UNKNOWN, f"{node} is not there" if node.name else "it has none"
+        return _ask_as(peer, node, folders)
+
+    def _tell_once(self, event: str, **details: object) -> None:
+        key = f"{event}: {details}"
+        if key not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add(key)
+            _log.warning(event, **details)
+
+
+def _is_there(node: Path) -> bool:
+    return bool(node.name) and node.exists()
+
+
+def _ask_as(peer: Peer, node: Path, folders: list[Path]) -> tuple[Access, str]:
+    groups = ",".join(map(str, peer.groups))
+    command = [sys.executable, "-I", "-S", openable.__file__, str(node), str(peer.uid), str(peer.gid), groups]
+    try:
+        done = subprocess.run(
+            [*command, *map(str, folders)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_OPENABLE_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Access.UNKNOWN, f"it can't be tried: {error}"
+    if done.returncode == openable.OPENABLE:
+        return Access.OPEN, ""
+    if done.returncode == openable.NOT_OPENABLE and not done.stderr:
+        return Access.CLOSED, f"{node} is closed to them"
+    said = done.stderr.strip().splitlines()
+    return Access.UNKNOWN, said[-1][:300] if said else f"trying it ended with {done.returncode}"

@@ -1,0 +1,68 @@
+"""The files that say who may claim which GPU; `claims.grants` reads what is in them.
+
+Only what nobody but root and the agent's user can write counts: the folder, and regular files in it. Names
+that begin with a dot or end with a tilde are left out. Links are followed: a mounted ConfigMap is made of
+them.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from perseus.agent.claims.grants import Grant, Grants, MalformedGrantError, parse
+
+_MAX_FILES = 4096
+_MAX_BYTES = 64 * 1024
+_OTHERS_WRITE = 0o022
+
+
+def read_grants(folder: Path) -> Grants:
+    """The grants in the files of a folder; none if there is no such folder."""
+    try:
+        names = sorted(os.listdir(folder))
+        _check_owner(folder, os.stat(folder))
+    except FileNotFoundError:
+        return Grants()
+    except OSError as error:
+        return Grants(problems=(f"{folder}: {error.strerror}",))
+    names = [name for name in names if not name.startswith(".") and not name.endswith("~")]
+    if len(names) > _MAX_FILES:
+        return Grants(problems=(f"{folder}: expected at most {_MAX_FILES} files, found {len(names)}",))
+    grants: list[Grant] = []
+    problems: list[str] = []
+    for name in names:
+        path = folder / name
+        try:
+            grants += parse(_read_grant_file(path))
+        except FileNotFoundError:
+            continue  # taken back this moment
+        except OSError as error:
+            problems.append(f"{str(path)!a}: {error.strerror}")
+        except (MalformedGrantError, UnicodeDecodeError) as error:
+            problems.append(f"{str(path)!a}: {error}")
+    return Grants(tuple(grants), tuple(problems))
+
+
+def _read_grant_file(path: Path) -> str:
+    # A FIFO is opened at once this way, and then refused; nobody waits for its other end.
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(22, "expected a regular file")
+        _check_owner(path, found)
+        content = os.read(file, _MAX_BYTES + 1)
+    finally:
+        os.close(file)
+    if len(content) > _MAX_BYTES:
+        raise OSError(27, f"expected at most {_MAX_BYTES} bytes, found more")
+    return content.decode()
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & _OTHERS_WRITE:
+        mode = stat.filemode(found.st_mode)
+        raise PermissionError(
+            1,
+            f"expected to be writable by root or the agent's user only, found user {found.st_uid}'s, {mode}",
+        )

@@ -1,0 +1,169 @@
+"""Who is at the other end of the local socket: what the kernel says, never what the peer does.
+
+The kernel notes who connected: the user, their groups, and the process (SO_PEERCRED, SO_PEERGROUPS). A
+process is known by a pidfd, since its number may be another's by the time it is looked at: from the socket
+itself where the kernel has SO_PEERPIDFD (Linux 6.5), else opened by number and checked (`_opened_by_number`).
+A peer in a pid namespace that is not inside of the agent's has number 0: then the user and the connection's
+end are all there is to go by.
+"""
+
+import os
+import pwd
+import select
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from perseus.agent.claims.grants import User
+from perseus.agent.link.packets import MAX_NAME_LENGTH
+
+# asm-generic/socket.h; the module `socket` has no names for these.
+_SO_PEERGROUPS = 59
+_SO_PEERPIDFD = 77
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+_GROUP = struct.Struct("I")
+_FEW_GROUPS = 256
+_MAX_GROUPS = 65_536
+
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
+"""The inode of the node's own pid namespace (PROC_PID_INIT_INO in the kernel's proc_ns.h)."""
+
+
+class UnknownPeerError(Exception):
+    """The kernel does not say whose process the peer is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who connected. `pid` is 0, and `pidfd` None, where the process can't be seen from here."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    pid: int
+    pidfd: int | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended; its number may be another's then."""
+        return self.pidfd is not None and has_ended(self.pidfd)
+
+    def close(self) -> None:
+        """Let go of the process."""
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+
+
+def identify(connection: socket.socket) -> Peer:
+    """The peer of a Unix connection, for the caller to close. `UnknownPeerError` if it can't be told."""
+    try:
+        pid, uid, gid = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        groups = _groups(connection)
+    except OSError as error:
+        raise UnknownPeerError(f"the kernel does not say who connected: {error.strerror}") from error
+    if uid == _overflow_uid() and not _is_initial_user_namespace():
+        raise UnknownPeerError("the user who connected has no number in the agent's user namespace")
+    if pid == 0:
+        return Peer(uid, gid, groups, 0, None)
+    return Peer(uid, gid, groups, pid, _pidfd(connection, pid, uid))
+
+
+def user_of(uid: int) -> User:
+    """A user, with the name that the node has for them. It may ask a directory service, and take long."""
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        name = ""
+    return User(uid, name if 0 < len(name) <= MAX_NAME_LENGTH and name.isprintable() else str(uid))
+
+
+def has_ended(pidfd: int) -> bool:
+    """Whether the process of a pidfd has ended."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def sees_the_whole_node() -> bool:
+    """Whether the agent is in the node's own pid namespace, and so sees every process."""
+    return Path("/proc/self/ns/pid").stat().st_ino == _INITIAL_PID_NAMESPACE
+
+
+def _groups(connection: socket.socket) -> tuple[int, ...]:
+    for most in (_FEW_GROUPS, _MAX_GROUPS):
+        try:
+            found = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, most * _GROUP.size)
+        except OSError:
+            if most == _MAX_GROUPS:
+                raise
+            continue
+        return tuple(gid for (gid,) in _GROUP.iter_unpack(found))
+    raise AssertionError
+
+
+def _pidfd(connection: socket.socket, pid: int, uid: int) -> int:
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno not in _NO_SUCH_OPTION:
+            raise UnknownPeerError("the process that connected has ended") from error
+    return _opened_by_number(pid, uid)
+
+
+_NO_SUCH_OPTION = (92, 95)  # ENOPROTOOPT, EOPNOTSUPP
+
+
+def _opened_by_number(pid: int, uid: int) -> int:
+    """A pidfd for a process that is known by its number; `UnknownPeerError` if that is another's by now.
+
+    A number is used again only after its process has ended, so a process that has it now, and began before we
+    looked, is either the peer or began between its end and now: then it is told by its user. Another process
+    of the same user's could still be meant, which may do what the peer may, but for its cgroup.
+    """
+    looked_at_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError as error:
+        raise UnknownPeerError(f"process {pid}, which connected, has ended") from error
+    try:
+        began_s = _began_s(Path(f"/proc/{pid}/stat").read_text())
+        owner = owner_of(pid)
+        if owner != uid or began_s > looked_at_s or has_ended(pidfd):
+            raise UnknownPeerError(f"process {pid}, which connected, has ended")
+    except OSError as error:
+        os.close(pidfd)
+        raise UnknownPeerError(f"process {pid}, which connected, can't be seen: {error.strerror}") from error
+    except UnknownPeerError:
+        os.close(pidfd)
+        raise
+    return pidfd
+
+
+def owner_of(pid: int) -> int | None:
+    """The user whose process it is (the real user); None if there is no such process."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    for line in status.splitlines():
+        if line.startswith("Uid:"):
+            return int(line.split()[1])
+    return None
+
+
+def _began_s(stat: str) -> float:
+    """When a process began, since boot, from /proc/PID/stat; the name in it may hold anything."""
+    after_name = stat.rpartition(")")[2].split()
+    return int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def _overflow_uid() -> int:
+    return int(Path("/proc/sys/kernel/overflowuid").read_text())
+
+
+def _is_initial_user_namespace() -> bool:
+    return Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]

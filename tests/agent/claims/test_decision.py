@@ -1,0 +1,82 @@
+"""The table of cases: who may have a GPU, and why not."""
+
+import pytest
+
+from perseus.agent.claims.decision import (
+    GRANTS_NOT_UNDERSTOOD,
+    NOT_GRANTED,
+    NOT_KNOWN,
+    NOT_OPENABLE,
+    OF_ANOTHER_USER,
+    Access,
+    Allowed,
+    Refused,
+    Sight,
+    by_grant,
+    by_sight,
+)
+from perseus.agent.claims.grants import Grants, User, parse
+
+ALICE = User(1004, "alice")
+BOB_UID = 1005
+GPU = ("GPU-b", 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "problems", "expected"),
+    [
+        ("", (), None),
+        ("alice: 1", (), Allowed(is_granted=True)),
+        ("alice: 1", ("/x: line 1",), Allowed(is_granted=True)),
+        ("alice: all", (), Allowed(is_granted=True)),
+        ("alice: 0\nalice: GPU-b", (), Allowed(is_granted=True)),
+        ("alice: 1\nbob: 1", (), Allowed(is_granted=True)),
+        ("alice: 0", (), NOT_GRANTED),
+        ("bob: 1", (), NOT_GRANTED),
+        ("bob: GPU-b", (), NOT_GRANTED),
+        ("bob: 0", (), None),
+        ("bob: all", (), None),
+        ("", ("/x: line 1",), GRANTS_NOT_UNDERSTOOD),
+        ("bob: 0", ("/x: line 1",), GRANTS_NOT_UNDERSTOOD),
+    ],
+)
+def test_what_the_operator_says(said: str, problems: tuple[str, ...], expected: Allowed | str | None) -> None:
+    verdict = by_grant(Grants(parse(said), problems), ALICE, *GPU)
+    assert (verdict.reason if isinstance(verdict, Refused) else verdict) == expected
+
+
+OPEN, CLOSED, UNKNOWN = Access.OPEN, Access.CLOSED, Access.UNKNOWN
+NOBODY: frozenset[int] = frozenset()
+HERS, HIS = frozenset({ALICE.uid}), frozenset({BOB_UID})
+
+
+@pytest.mark.parametrize(
+    ("sight", "stands", "expected"),
+    [
+        (Sight(OPEN, owners=NOBODY), False, Allowed()),
+        (Sight(OPEN, owners=HERS), False, Allowed(is_running=True)),
+        (Sight(OPEN, owners=HIS), False, OF_ANOTHER_USER),
+        (Sight(OPEN, owners=HERS | HIS), False, OF_ANOTHER_USER),
+        (Sight(OPEN, owners=frozenset({0})), False, OF_ANOTHER_USER),
+        (Sight(OPEN, owners=None), False, NOT_KNOWN),
+        (Sight(OPEN, owners=None, is_agents_user=True), False, Allowed()),
+        (Sight(CLOSED, "closed", NOBODY), False, NOT_OPENABLE),
+        (Sight(CLOSED, "closed", HERS), False, NOT_OPENABLE),
+        (Sight(UNKNOWN, "no idea", NOBODY), False, NOT_OPENABLE),
+        # A claim that was seen to be good is not taken away by whoever comes later.
+        (Sight(OPEN, owners=HERS | HIS), True, Allowed(is_running=True)),
+        (Sight(OPEN, owners=HIS), True, Allowed(is_running=True)),
+    ],
+)
+def test_what_is_seen(sight: Sight, stands: bool, expected: Allowed | str) -> None:
+    verdict = by_sight(ALICE, GPU[0], sight, stands=stands)
+    assert (verdict.reason if isinstance(verdict, Refused) else verdict) == expected
+
+
+def test_a_refusal_says_what_was_expected_and_found() -> None:
+    refused = by_sight(ALICE, "GPU-b", Sight(CLOSED, "/dev/nvidia1 is closed to them"), stands=False)
+    assert isinstance(refused, Refused)
+    assert refused.message == (
+        "GPU GPU-b: expected that user alice may open its device, found that they may not: /dev/nvidia1 is "
+        "closed to them; a grant says who may (docs/security.md)"
+    )

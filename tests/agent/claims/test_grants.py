@@ -1,0 +1,79 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.agent.claims.grants import ALL, Grant, MalformedGrantError, User, parse
+
+ALICE = User(1004, "alice")
+users = st.from_regex(r"[a-z_][a-z0-9._-]{0,30}\$?|[0-9]{1,6}", fullmatch=True)
+gpus = st.one_of(
+    st.integers(0, 9999).map(str), st.just(ALL), st.from_regex(r"GPU-[0-9a-f-]{1,40}", fullmatch=True)
+)
+grants = st.lists(st.tuples(users, st.lists(gpus, min_size=1, max_size=5)), max_size=5)
+
+
+@given(grants, st.sampled_from(["\n", "\r\n", "  # why\n", "\n\n# a comment: 1\n"]))
+def test_what_is_written_is_what_is_granted(said: list[tuple[str, list[str]]], end: str) -> None:
+    text = "".join(f"{user}:  {' '.join(names)} {end}" for user, names in said)
+    assert parse(text) == tuple(Grant(user, frozenset(names)) for user, names in said)
+
+
+@given(st.text())
+def test_anything_else_is_one_clear_mistake(text: str) -> None:
+    try:
+        found = parse(text)
+    except MalformedGrantError as error:
+        said = str(error)
+    else:
+        assert all(grant.user and grant.gpus for grant in found)
+        return
+    assert said.startswith("line ")
+    assert said.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("alice 0 1", "line 1: expected USER: GPU …, found 'alice 0 1'"),
+        ("# fine\nalice:", "line 2: expected a GPU's index or UUID, or all, found none"),
+        ("alice: 0, 1", "line 1: expected a GPU's index or UUID, or all, found '0,'"),
+        ("alice: ../etc", "found '../etc'"),
+        ("alice: 12345678", "found '12345678'"),
+        ("al ice: 0", "line 1: expected USER: GPU"),
+        (": 0", "line 1: expected USER: GPU"),
+        ("alice: GPU-\x1b[31m", r"found 'GPU-\\x1b\[31m'"),
+    ],
+)
+def test_a_mistake_is_named(text: str, mistake: str) -> None:
+    with pytest.raises(MalformedGrantError, match=mistake):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_hers"),
+    [("alice: 0", True), ("1004: 0", True), ("bob: 0", False), ("100: 0", False), ("Alice: 0", False)],
+)
+def test_whom_a_grant_is_for(line: str, is_hers: bool) -> None:
+    (grant,) = parse(line)
+    assert grant.is_for(ALICE) is is_hers
+
+
+def test_a_number_is_no_name() -> None:
+    (grant,) = parse("1004: 0")
+    assert not grant.is_for(User(7, "1004")), "a user whom the node has given a number for a name"
+
+
+@pytest.mark.parametrize(
+    ("line", "covers"),
+    [
+        ("a: 1", True),
+        ("a: 01", True),
+        ("a: GPU-b", True),
+        ("a: all", True),
+        ("a: 0", False),
+        ("a: GPU-", False),
+    ],
+)
+def test_which_gpus_a_grant_covers(line: str, covers: bool) -> None:
+    (grant,) = parse(line)
+    assert grant.covers("GPU-b", 1) is covers

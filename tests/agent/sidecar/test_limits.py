@@ -1,0 +1,243 @@
+"""What one user may cost the agent: connections, silence, bytes, files, time on the loop."""
+
+import asyncio
+import contextlib
+import grp
+import os
+import resource
+import socket
+import stat
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from perseus.agent.link.packets import (
+    MAX_OBJECTS,
+    MAX_PACKET_BYTES,
+    Finish,
+    MalformedPacket,
+    Reply,
+    decode,
+    encode,
+)
+from perseus.agent.sidecar.allowance import BURST_BYTES, RATE_BYTES_PER_S, Allowance
+from perseus.agent.sidecar.complaints import Complaints
+from perseus.agent.sidecar.listening import NoSuchGroupError, SocketAccess
+from perseus.agent.sidecar.local import MAX_CONNECTIONS_PER_USER, Line, LocalServer
+from perseus.agent.sidecar.peer import identify
+from tests.agent.coordinator_stub import until
+
+OPEN = SocketAccess(0o666)
+
+
+async def drain(line: Line) -> None:
+    while await line.receive() is not None:
+        pass
+
+
+@pytest.fixture
+def knocks() -> Iterator["list[socket.socket]"]:
+    made: list[socket.socket] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+async def knock(path: Path, made: list[socket.socket]) -> socket.socket:
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.append(probe)
+    await asyncio.to_thread(probe.connect, str(path))
+    probe.setblocking(False)
+    return probe
+
+
+async def reply_to(probe: socket.socket) -> Reply:
+    reply = decode(await asyncio.get_running_loop().sock_recv(probe, MAX_PACKET_BYTES))
+    assert isinstance(reply, Reply)
+    return reply
+
+
+async def test_a_user_has_so_many_connections_and_they_come_back(
+    tmp_path: Path, knocks: list[socket.socket]
+) -> None:
+    path = tmp_path / "agent.sock"
+    server = LocalServer(path, OPEN, drain)
+    for _ in range(MAX_CONNECTIONS_PER_USER):
+        await knock(path, knocks)
+    refused = await reply_to(await knock(path, knocks))
+    assert (refused.ok, refused.reason) == (False, "TOO_MANY_CONNECTIONS")
+    knocks[0].close()
+    await asyncio.sleep(0.1)
+    heard = await knock(path, knocks)
+    await asyncio.sleep(0.05)
+    with pytest.raises(BlockingIOError):
+        heard.recv(1)  # neither refused nor closed
+    await server.close()
+
+
+async def test_without_files_left_nobody_is_lost(
+    tmp_path: Path, knocks: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running out of file descriptors is a pause: who waited is served when there are some again."""
+    path = tmp_path / "agent.sock"
+    heard: asyncio.Queue[object] = asyncio.Queue()
+
+    async def serve(line: Line) -> None:
+        await heard.put(await line.receive())
+
+    server = LocalServer(path, OPEN, serve)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    knocks.append(first)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    hogs: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, before[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                hogs.append(os.open("/dev/null", os.O_RDONLY))
+        first.connect(str(path))
+        first.send(encode(Finish(7)))
+        await asyncio.sleep(0.3)
+        assert heard.empty(), "there is no room for it"
+    finally:
+        for hog in hogs:
+            os.close(hog)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert await asyncio.wait_for(heard.get(), 5) == Finish(7)
+    await server.close()
+
+
+async def test_more_files_may_be_open_than_a_login_shell_allows(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        server = LocalServer(tmp_path / "agent.sock", OPEN, drain)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(before[1], 65_536)
+        await server.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_an_allowance_fills_at_a_rate_up_to_a_burst() -> None:
+    allowance = Allowance(0.0)
+    allowance.spend(BURST_BYTES, 0.0)
+    assert allowance.wait_s() == 0.0
+    allowance.spend(RATE_BYTES_PER_S // 2, 0.0)
+    assert allowance.wait_s() == pytest.approx(0.5)
+    assert not allowance.is_full(2.0)
+    allowance.spend(0, 2.0)
+    assert allowance.wait_s() == 0.0
+    assert allowance.is_full(60.0)
+    allowance.spend(BURST_BYTES, 1000.0)
+    assert allowance.wait_s() == 0.0, "what is not used up does not add up"
+
+
+def test_complaints_about_a_user_are_few_and_counted() -> None:
+    told: list[dict[str, object]] = []
+    now_s = [0.0]
+
+    class Log:
+        def warning(self, event: str, **details: object) -> None:
+            told.append(details)
+
+    complaints = Complaints(Log(), lambda: now_s[0])  # type: ignore[arg-type]
+    for _ in range(1000):
+        complaints.complain(1, "refused", "A")
+    complaints.complain(2, "refused", "A")
+    now_s[0] = 11.0
+    complaints.complain(1, "refused", "A")
+    again = {"uid": 1, "reason": "A", "left_out": 999}
+    assert told == [{"uid": 1, "reason": "A"}, {"uid": 2, "reason": "A"}, again]
+
+
+def worst_packets() -> list[bytes]:
+    computations = b'{"version":2,"type":"registration","spec":{"x":[' + b'{"kind":1},' * (MAX_OBJECTS - 2)
+    texts = b'{"version":2,"type":"registration","spec":{"x":[' + b'"",' * (4 * MAX_OBJECTS - 40)
+    tail = b'0]},"request_id":"","spec_fingerprint":""}'
+    return [
+        zlib.compress(computations + tail, 9),
+        zlib.compress(texts + tail, 9),
+        zlib.compress(b'{"x":[' + b"{}," * 1_200_000),
+        zlib.compress(b" " * 2**27)[:MAX_PACKET_BYTES],
+        b"[" * MAX_PACKET_BYTES,
+    ]
+
+
+@pytest.mark.parametrize("index", range(5))
+async def test_reading_the_worst_does_not_hold_up_the_loop(index: int) -> None:
+    """The best of a few tries, since the loop's thread may not get a core: others use this machine, too."""
+    packet = worst_packets()[index]
+    assert len(packet) <= MAX_PACKET_BYTES
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(0.0005)  # as the agent does
+    try:
+        without_a_turn_s = [await longest_without_a_turn_s(packet) for _ in range(8)]
+    finally:
+        sys.setswitchinterval(before_s)
+    print([f"{each:.4f}" for each in without_a_turn_s])
+    assert min(without_a_turn_s) < 0.03
+
+
+async def longest_without_a_turn_s(packet: bytes) -> float:
+    """CPU time of the process between two turns of the loop while a packet is read, at most."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    line = Line(ours, identify(ours))
+    theirs.send(packet)
+    reading = asyncio.create_task(line.receive())
+    at_s = time.process_time()
+    longest_s = 0.0
+    while not reading.done():
+        await asyncio.sleep(0)
+        now_s = time.process_time()
+        longest_s, at_s = max(longest_s, now_s - at_s), now_s
+    with contextlib.suppress(MalformedPacket):
+        await reading
+    line.close()
+    theirs.close()
+    return longest_s
+
+
+# --- The socket's file --------------------------------------------------------------------------------------
+
+
+async def test_a_group_that_is_none_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(NoSuchGroupError, match=r"socket_group: expected a group.*'no-such-group': this"):
+        LocalServer(tmp_path / "agent.sock", SocketAccess(0o660, "no-such-group"), drain)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to any group")
+async def test_the_socket_belongs_to_the_group_that_is_named(tmp_path: Path) -> None:
+    server = LocalServer(tmp_path / "agent.sock", SocketAccess(0o660, "daemon"), drain)
+    found = (tmp_path / "agent.sock").stat()
+    assert (found.st_gid, stat.S_IMODE(found.st_mode)) == (grp.getgrnam("daemon").gr_gid, 0o660)
+    await server.close()
+
+
+async def test_the_umask_neither_opens_nor_closes_the_socket(tmp_path: Path) -> None:
+    for umask in (0, 0o777):
+        before = os.umask(umask)
+        try:
+            server = LocalServer(tmp_path / "agent.sock", SocketAccess(0o660), drain)
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((tmp_path / "agent.sock").stat().st_mode) == 0o660
+        await server.close()
+        assert os.listdir(tmp_path) == []
+
+
+async def test_another_agents_socket_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+    first = LocalServer(path, OPEN, drain)
+    path.unlink()
+    second = LocalServer(path, OPEN, drain)
+    await first.close()
+    assert path.exists()
+    await second.close()
+    await until(lambda: not path.exists(), "the socket gone")

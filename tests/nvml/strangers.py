@@ -1,0 +1,226 @@
+"""Another user of the node, who means harm: what they try on a running job of somebody else's.
+
+`attack` runs as them, in a process of its own, and prints what came of it as JSON. Numbers of connections and
+packets are arguments: few in `make test`, many in `make torture`.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import socket
+import time
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.link.packets import (
+    MAX_OBJECTS,
+    MAX_PACKET_BYTES,
+    ComputationMark,
+    Edge,
+    Hello,
+    IterationMark,
+    MalformedPacket,
+    Membership,
+    Message,
+    Registration,
+    Reply,
+    decode,
+    encode,
+)
+from perseus.agent.sidecar.local import HELLO_TIMEOUT_S, MAX_CONNECTIONS_PER_USER
+from perseus.demo import trainer
+from perseus.demo.trainer import RankTask
+
+_REPLY_S = 20.0
+_PACKETS_PER_CONNECTION = 20
+
+
+@dataclass(slots=True)
+class Attempts:
+    """What came of them: the reasons of refusals, by what was tried."""
+
+    claims: dict[str, str] = field(default_factory=dict)
+    records: str = ""
+    connection_count: int = 0
+    held_connection_count: int = 0
+    packet_count: int = 0
+    accepted_count: int = 0
+
+
+def train(task: str) -> None:
+    """A rank of the demo's, for whoever runs this."""
+    trainer.train(RankTask(**json.loads(task)))
+
+
+def attack(
+    path: str, gpu_uuid: str, closed_uuid: str, job_id: str, records: str, connections: str, packets: str
+) -> None:
+    """Try everything, in turn."""
+    done = Attempts()
+    mine = Rank("mine", 0, 0, 0)
+    done.claims["the GPU that is trained on"] = claim(path, Hello(mine, gpu_uuid))
+    done.claims["a GPU whose device is closed"] = claim(path, Hello(mine, closed_uuid))
+    done.claims["the owner's rank"] = claim(path, Hello(Rank(job_id, 0, 0, 0), "GPU-none"))
+    done.claims["another rank of the owner's job"] = claim(path, Hello(Rank(job_id, 0, 7, 0), "GPU-none"))
+    done.claims["nothing"] = claim(path, Membership("x"))
+    done.records = lock(records)
+    hold_connections(path, int(connections), done)
+    chance = random.Random(7)
+    while done.packet_count < int(packets):
+        send_malformed(path, chance, min(_PACKETS_PER_CONNECTION, int(packets) - done.packet_count), done)
+    print(json.dumps(asdict(done)), flush=True)
+
+
+def squat(path: str, gpu_uuid: str) -> None:
+    """Claim an idle GPU before its owner comes, mark as if one trained on it, and say how it ends."""
+    with connected(path) as line:
+        line.send(encode(Hello(Rank("squatted", 0, 0, 0), gpu_uuid)))
+        reply = receive(line)
+        print("squatting" if reply.ok else reply.reason, flush=True)
+        line.send(encode(Membership("x")))
+        line.settimeout(0.01)
+        iteration = 0
+        while True:
+            try:
+                for mark in marks(iteration):
+                    line.send(encode(mark))
+                iteration += 1
+                print(receive(line).reason, flush=True)
+                return
+            except TimeoutError:
+                pass
+            except OSError:
+                print(receive(line).reason, flush=True)
+                return
+
+
+def marks(iteration: int) -> list[Message]:
+    """Those of an iteration of one computation."""
+    now_ns = time.monotonic_ns()
+    computation = Computation(Kind.FORWARD, 0)
+    return [
+        IterationMark(Edge.BEGIN, iteration, now_ns),
+        ComputationMark(Edge.BEGIN, iteration, 0, computation, now_ns),
+        ComputationMark(Edge.END, iteration, 0, computation, now_ns + 1000),
+        IterationMark(Edge.END, iteration, now_ns + 2000),
+    ]
+
+
+def connected(path: str) -> socket.socket:
+    """A connection to the agent."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.connect(path)  # waits for its turn; with a timeout set it would not
+    line.settimeout(_REPLY_S)
+    return line
+
+
+def receive(line: socket.socket) -> Reply:
+    """The agent's next word, or what stands for its silence."""
+    for _ in range(3):  # Linux reports a reset once, before what is still queued
+        try:
+            packet = line.recv(MAX_PACKET_BYTES)
+        except ConnectionResetError:
+            continue
+        reply = decode(packet) if packet else Reply(False, "CLOSED")
+        assert isinstance(reply, Reply)
+        return reply
+    return Reply(False, "RESET")
+
+
+def claim(path: str, message: Message) -> str:
+    """The agent's answer to a first message."""
+    with connected(path) as line:
+        line.send(encode(message))
+        reply = receive(line)
+        return "accepted" if reply.ok and not reply.reason else reply.reason
+
+
+def lock(records: str) -> str:
+    """Try to hold a record, so that it can't be restored by."""
+    try:
+        for name in os.listdir(records):
+            fcntl.flock(os.open(Path(records) / name, os.O_RDONLY), fcntl.LOCK_EX)
+    except PermissionError:
+        return "refused"
+    return "held"
+
+
+def hold_connections(path: str, count: int, done: Attempts) -> None:
+    """As many connections as can be had, all at once, and silent."""
+    held: list[socket.socket] = []
+    for _ in range(count):
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line.connect(path)  # waits for its turn
+        done.connection_count += 1
+        held.append(line)
+        if len(held) >= 500:  # this process may have so many files only
+            held = still_open(held)
+    until_s = time.monotonic() + HELLO_TIMEOUT_S - 1
+    while len(held) > MAX_CONNECTIONS_PER_USER and time.monotonic() < until_s:
+        held = still_open(held)
+    done.held_connection_count = len(held)
+    for line in held:
+        line.close()
+
+
+def still_open(lines: list[socket.socket]) -> list[socket.socket]:
+    """Those that the agent has neither refused nor closed; the others are closed here, too."""
+    time.sleep(0.05)
+    kept = []
+    for line in lines:
+        line.setblocking(False)
+        try:
+            line.recv(MAX_PACKET_BYTES)
+        except BlockingIOError:
+            kept.append(line)
+            continue
+        except OSError:
+            pass
+        line.close()
+    return kept
+
+
+def send_malformed(path: str, chance: random.Random, count: int, done: Attempts) -> None:
+    """What is no message, several on one connection: the agent ends it at the first."""
+    try:
+        with connected(path) as line:
+            for _ in range(count):
+                done.packet_count += 1
+                with contextlib.suppress(OSError):
+                    line.send(malformed(chance))
+            with contextlib.suppress(OSError, MalformedPacket):
+                done.accepted_count += receive(line).ok
+    except OSError:
+        done.packet_count += 1
+
+
+_BOMB = zlib.compress(b'{"x":[' + b"{}," * (12 * MAX_OBJECTS))
+_REGISTRATION = encode(Registration({"jobId": "job", "x": ["\u202e"]}, "r", "f"))
+_HELLO = encode(Hello(Rank("job", 0, 0, 0), "GPU-0"))
+
+
+def malformed(chance: random.Random) -> bytes:
+    """A packet that can't be: random bytes, half a message, a mutated one, a bomb, too deep, too long."""
+    match chance.randrange(8):
+        case 0:
+            return chance.randbytes(chance.randrange(1, 200))
+        case 1:
+            return b"P" + chance.randbytes(31)
+        case 2:
+            return _HELLO[: chance.randrange(1, len(_HELLO))]
+        case 3:
+            mutated = bytearray(_HELLO)
+            mutated[chance.randrange(len(mutated))] = chance.randrange(1, 32)
+            return bytes(mutated)
+        case 4:
+            return _BOMB
+        case 5:
+            return b"[" * chance.randrange(1, MAX_PACKET_BYTES)
+        case 6:
+            return _REGISTRATION
+        case _:
+            return b'{"version":2,"type":"hello","job_id":"\\u001b[31m","gpu_uuid":"\\ud800"}'

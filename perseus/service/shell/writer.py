@@ -61,7 +61,7 @@ class Work:
         )
 
     def spoil(self, error: CoordinatorError | None) -> None:
-        """Nothing of it is stored. If there is an error, nothing follows either, and whoever waits is told."""
+        """Nothing of it is stored. With an error, nothing follows either, and whoever waits is told."""
         self.entries = []
         if error is not None:
             self.then = ()

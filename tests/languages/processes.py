@@ -25,7 +25,9 @@ class CoordinatorProcess:
 
     def __init__(self, folder: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+            port = free.getsockname()[1]
+        # A name, as certificates are mostly for: Node.js warns of TLS to an address.
+        self.address, self._listen = f"localhost:{port}", f"127.0.0.1:{port}"
         self._folder = folder
         self.security = Security(folder / "security")
         self._process: subprocess.Popen[bytes] | None = None
@@ -48,7 +50,7 @@ class CoordinatorProcess:
             self._process = subprocess.Popen(
                 [
                     *[sys.executable, "-m", "perseus.cli", "coordinator", "--log-format=json"],
-                    *[f"--listen={self.address}", f"--database={database}"],
+                    *[f"--listen={self._listen}", f"--database={database}"],
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

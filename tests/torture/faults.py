@@ -156,7 +156,7 @@ def strike(folder: Path, library: Path, name: str) -> FaultOutcome:
     fault, outcome = FAULTS[name], FaultOutcome(name)
     with (
         small_disk(folder / "disk") as disk,
-        CoordinatorProcess(folder, str(disk.database), FLAGS) as coordinator,
+        CoordinatorProcess(folder, str(disk.database), FLAGS, is_pinned=False) as coordinator,
     ):
         coordinator.start()
         with Node(folder / "node", library, coordinator) as node, Agents(coordinator.address) as agents:

@@ -21,15 +21,19 @@ PATIENCE_S = 60.0
 
 
 class CoordinatorProcess:
-    """A coordinator on a port of its own, which it keeps when it is killed and started again."""
+    """A coordinator on a port of its own, which it keeps when it is killed and started again.
 
-    def __init__(self, folder: Path) -> None:
+    It speaks mutual TLS, or plaintext on loopback.
+    """
+
+    def __init__(self, folder: Path, *, is_encrypted: bool = True) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         # A name, as certificates are mostly for: Node.js warns of TLS to an address.
         self.address, self._listen = f"localhost:{port}", f"127.0.0.1:{port}"
         self._folder = folder
         self.security = Security(folder / "security")
+        self._is_encrypted = is_encrypted
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "CoordinatorProcess":
@@ -55,7 +59,7 @@ class CoordinatorProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.security.of_coordinator()},
+                env={**os.environ, **(self.security.of_coordinator() if self._is_encrypted else {})},
             )
         wait_until(lambda: "listening" in self._logged(), "a coordinator that listens")
 
@@ -68,7 +72,7 @@ class CoordinatorProcess:
     @property
     def channels(self) -> Channels:
         """The way there."""
-        return self.security.channels(self.address)
+        return self.security.channels(self.address) if self._is_encrypted else Channels(self.address)
 
     @contextmanager
     def jobs(self) -> Iterator[JobServiceStub]:

@@ -21,13 +21,19 @@ PATIENCE_S = 60.0
 
 
 class CoordinatorProcess:
-    """A coordinator on a port of its own, which it keeps when it is killed and started again."""
+    """A coordinator on a port of its own, which it keeps when it is killed and started again.
 
-    def __init__(self, folder: Path) -> None:
+    It speaks mutual TLS, or plaintext on loopback.
+    """
+
+    def __init__(self, folder: Path, *, is_encrypted: bool = True) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+            port = free.getsockname()[1]
+        # A name, as certificates are mostly for: Node.js warns of TLS to an address.
+        self.address, self._listen = f"localhost:{port}", f"127.0.0.1:{port}"
         self._folder = folder
         self.security = Security(folder / "security")
+        self._is_encrypted = is_encrypted
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "CoordinatorProcess":
@@ -48,12 +54,12 @@ class CoordinatorProcess:
             self._process = subprocess.Popen(
                 [
                     *[sys.executable, "-m", "perseus.cli", "coordinator", "--log-format=json"],
-                    *[f"--listen={self.address}", f"--database={database}"],
+                    *[f"--listen={self._listen}", f"--database={database}"],
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.security.of_coordinator()},
+                env={**os.environ, **(self.security.of_coordinator() if self._is_encrypted else {})},
             )
         wait_until(lambda: "listening" in self._logged(), "a coordinator that listens")
 
@@ -66,7 +72,7 @@ class CoordinatorProcess:
     @property
     def channels(self) -> Channels:
         """The way there."""
-        return self.security.channels(self.address)
+        return self.security.channels(self.address) if self._is_encrypted else Channels(self.address)
 
     @contextmanager
     def jobs(self) -> Iterator[JobServiceStub]:

@@ -6,6 +6,10 @@ from typing import Literal
 
 import structlog
 
+from perseus.printable import printable
+
+_MANY_LINES = ("exception", "stack")
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
 
@@ -13,20 +17,31 @@ LogFormat = Literal["console", "json"]
 def configure(level: LogLevel, log_format: LogFormat) -> None:
     """Send every log line of this process to standard error, from `level` up."""
     renderer: structlog.types.Processor
+    processors: list[structlog.types.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+        structlog.processors.format_exc_info,
+    ]
     if log_format == "json":
         renderer = structlog.processors.JSONRenderer(sort_keys=True)
     else:
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        processors.append(escape)
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.StackInfoRenderer(),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
+        processors=[*processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def escape(_logger: object, _method: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
+    """Make what a line for people says printable: it may quote others. Tracebacks keep their lines."""
+    for name, value in event.items():
+        if name in _MANY_LINES:
+            event[name] = "\n".join(printable(line) for line in str(value).split("\n"))
+        elif isinstance(value, str):
+            event[name] = printable(value)
+    return event

@@ -4,13 +4,17 @@ import configparser
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 import typer
 
+from perseus import configuration
 from perseus.agent.sidecar.local import _FILES_FOR_ALL_ELSE, _MAX_CONNECTIONS
+from perseus.agent.sidecar.settings import AgentSettings
 from perseus.cli.main import app
+from perseus.tls.files import TlsFiles
 
 UNIT = Path(__file__).parent.parent / "deploy" / "perseus-agent.service"
 
@@ -30,6 +34,17 @@ def test_commands_are_parsed(key: str) -> None:
     context = command.make_context("agent", flags)
     assert context.params["config"] == Path("/etc/perseus/agent.toml")
     assert context.params["restore"] == (key == "ExecStopPost")
+
+
+def test_the_settings_that_it_shows_are_settings() -> None:
+    lines = UNIT.read_text().splitlines()
+    shown = tomllib.loads(
+        "\n".join(line.removeprefix("#     ") for line in lines if line.startswith("#     "))
+    )
+    settings = configuration.load(AgentSettings, None, shown)
+    assert settings.tls_files == TlsFiles(
+        Path("/etc/perseus/agent.pem"), Path("/etc/perseus/agent.key"), Path("/etc/perseus/ca.pem")
+    )
 
 
 def test_records_outlive_the_service() -> None:

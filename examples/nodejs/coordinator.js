@@ -1,5 +1,6 @@
 // The coordinator's services, as the contract has them, and its errors.
 
+import { readFileSync } from 'node:fs';
 import { fileURLToPath } from 'node:url';
 import { setTimeout as sleep } from 'node:timers/promises';
 import grpc from '@grpc/grpc-js';
@@ -22,12 +23,19 @@ const { perseus } = grpc.loadPackageDefinition(
   }),
 );
 
+/** TLS with the files that the environment names (your own two for mutual TLS); plaintext if it names no CA. */
+export function credentials(environment = process.env) {
+  const { PERSEUS_TLS_CA: ca, PERSEUS_TLS_KEY: key, PERSEUS_TLS_CERTIFICATE: certificate } = environment;
+  if (!ca) return grpc.credentials.createInsecure();
+  const own = key ? [readFileSync(key), readFileSync(certificate)] : [];
+  return grpc.credentials.createSsl(readFileSync(ca), ...own);
+}
+
 /** Clients of the services at `target` (host:port). */
 export class Coordinator {
   constructor(target) {
-    const credentials = grpc.credentials.createInsecure();
-    this.agents = new perseus.v1.AgentService(target, credentials);
-    this.jobs = new perseus.v1.JobService(target, credentials);
+    this.agents = new perseus.v1.AgentService(target, credentials());
+    this.jobs = new perseus.v1.JobService(target, credentials());
   }
 
   /** Answer of one of JobService's methods. Every one of them may be called again: no answer is no harm. */

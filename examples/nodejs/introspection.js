@@ -4,6 +4,7 @@ import { createRequire } from 'node:module';
 import grpc from '@grpc/grpc-js';
 import protoLoader from '@grpc/proto-loader';
 import health from 'grpc-health-check';
+import { credentials } from './coordinator.js';
 
 const DEADLINE_S = 5;
 
@@ -14,7 +15,7 @@ const Health = grpc.makeGenericClientConstructor(health.service, 'Health');
 
 /** Whether a service serves: SERVING, NOT_SERVING or SERVICE_UNKNOWN. */
 export function serving(target, service) {
-  const client = new Health(target, grpc.credentials.createInsecure());
+  const client = new Health(target, credentials());
   return new Promise((resolve, reject) => {
     client.check({ service }, { deadline: deadline() }, (error, answer) => {
       client.close();
@@ -26,7 +27,7 @@ export function serving(target, service) {
 
 /** The names of all services. */
 export function services(target) {
-  const client = new standard.reflection.v1.ServerReflection(target, grpc.credentials.createInsecure());
+  const client = new standard.reflection.v1.ServerReflection(target, credentials());
   return new Promise((resolve, reject) => {
     const stream = client.serverReflectionInfo({ deadline: deadline() });
     stream.on('error', reject);

@@ -12,6 +12,7 @@ import typer
 from perseus import configuration, logs
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.cli.terminal import FAILURE, console, error_console, fail
+from perseus.printable import printable
 
 
 def _flag(name: str, *declarations: str) -> Any:
@@ -22,6 +23,10 @@ def _flag(name: str, *declarations: str) -> Any:
 def agent(
     config: Annotated[Path | None, typer.Option(help="TOML file with the settings below.")] = None,
     coordinator: Annotated[str | None, _flag("coordinator")] = None,
+    tls_ca: Annotated[Path | None, _flag("tls_ca")] = None,
+    tls_certificate: Annotated[Path | None, _flag("tls_certificate")] = None,
+    tls_key: Annotated[Path | None, _flag("tls_key")] = None,
+    insecure: Annotated[bool | None, _flag("insecure", "--insecure")] = None,
     socket: Annotated[Path | None, _flag("socket")] = None,
     socket_group: Annotated[str | None, _flag("socket_group")] = None,
     socket_mode: Annotated[str | None, _flag("socket_mode")] = None,
@@ -45,6 +50,10 @@ def agent(
     """Run the agent of one node. Every flag is also PERSEUS_AGENT_… in the environment."""
     flags = {
         "coordinator": coordinator,
+        "tls_ca": tls_ca,
+        "tls_certificate": tls_certificate,
+        "tls_key": tls_key,
+        "insecure": insecure,
         "socket": socket,
         "socket_group": socket_group,
         "socket_mode": socket_mode,
@@ -82,10 +91,11 @@ def _serve(settings: AgentSettings) -> None:
 
     from perseus.agent.gpu import GpuError
     from perseus.agent.sidecar.shell import run
+    from perseus.tls.files import TlsError
 
     try:
         asyncio.run(run(settings, int(lifeline) if lifeline is not None else None))
-    except (OSError, GpuError) as error:
+    except (OSError, GpuError, TlsError) as error:
         fail(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error), FAILURE)
 
 
@@ -101,7 +111,7 @@ def _restore(settings: AgentSettings) -> None:
         fail(str(error), FAILURE)
     for each in done:
         if each.error is None:
-            error_console.print(f"GPU {each.gpu_uuid}: restored", highlight=False)
+            error_console.print(f"GPU {printable(each.gpu_uuid)}: restored", highlight=False)
     if complaints := [str(each.error) for each in done if each.error is not None]:
         fail("; ".join(complaints), FAILURE)
 
@@ -129,7 +139,8 @@ def _self_test(settings: AgentSettings) -> None:
     def rows(title: str, findings: tuple[Finding, ...]) -> None:
         table = Table("", "found", "problem", title=title, title_justify="left")
         for each in findings:
-            table.add_row(each.name, "" if each.value is None else str(each.value), each.problem)
+            value = "" if each.value is None else printable(str(each.value))
+            table.add_row(each.name, value, printable(each.problem))
         error_console.print(table)
 
     def values(findings: tuple[Finding, ...]) -> dict[str, object]:
@@ -140,8 +151,8 @@ def _self_test(settings: AgentSettings) -> None:
 
     rows("node", node)
     for gpu in gpus:
-        rows(gpu.uuid, gpu.findings)
+        rows(printable(gpu.uuid), gpu.findings)
     report = {"node": values(node), "gpus": {gpu.uuid: values(gpu.findings) for gpu in gpus}}
-    console.print_json(json.dumps(report))
+    console.print_json(json.dumps(report), ensure_ascii=True)
     if not gpus or not all(gpu.is_usable for gpu in gpus):
         raise typer.Exit(FAILURE)

@@ -12,13 +12,18 @@ from perseus.cli.terminal import FAILURE, STORE_FAILED, fail
 from perseus.service.settings import CoordinatorSettings
 
 
-def _flag(name: str) -> Any:
-    return typer.Option(help=configuration.describe(CoordinatorSettings, name), show_default=False)
+def _flag(name: str, *declarations: str) -> Any:
+    text = configuration.describe(CoordinatorSettings, name)
+    return typer.Option(*declarations, help=text, show_default=False)
 
 
 def coordinator(
     config: Annotated[Path | None, typer.Option(help="TOML file with the settings below.")] = None,
     listen: Annotated[str | None, _flag("listen")] = None,
+    tls_certificate: Annotated[Path | None, _flag("tls_certificate")] = None,
+    tls_key: Annotated[Path | None, _flag("tls_key")] = None,
+    tls_client_ca: Annotated[Path | None, _flag("tls_client_ca")] = None,
+    insecure: Annotated[bool | None, _flag("insecure", "--insecure")] = None,
     database: Annotated[str | None, _flag("database")] = None,
     lease_s: Annotated[float | None, _flag("lease_s")] = None,
     baseline_iterations: Annotated[int | None, _flag("baseline_iterations")] = None,
@@ -52,6 +57,10 @@ def coordinator(
 
     flags = {
         "listen": listen,
+        "tls_certificate": tls_certificate,
+        "tls_key": tls_key,
+        "tls_client_ca": tls_client_ca,
+        "insecure": insecure,
         "database": database,
         "lease_s": lease_s,
         "baseline_iterations": baseline_iterations,

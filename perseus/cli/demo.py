@@ -53,12 +53,12 @@ def demo(
         except ScriptError as error:
             fail(str(error))
         console.print(phase_table(measurements.phases))
-        console.print(f"Logs are in [bold]{output}[/].")
+        console.print(f"Logs are in {output}.", highlight=False)
         return
     with LiveDisplay(console) as display:
         measurements = _run(tell(DEMO, DEMO_PLOT, output, display, through_nvml=through_nvml))
     console.print(phase_table(measurements.phases))
-    console.print(f"Summary, pictures and logs are in [bold]{output}[/].")
+    console.print(f"Summary, pictures and logs are in {output}.", highlight=False)
     complaints = judge(measurements, DEMO_PLOT)
     if complaints:
         fail("; ".join(complaints), FAILURE)
@@ -83,4 +83,4 @@ def _run(shown: "Coroutine[Any, Any, Measurements]") -> "Measurements":
 
 
 def _say(message: str) -> None:
-    console.print(f"  {message}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"  {message}", highlight=False, soft_wrap=True)

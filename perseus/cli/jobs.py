@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perseus.cli.terminal import BAD_INPUT, FAILURE, console, fail
+from perseus.cli.connection import Connection, connected, connecting
+from perseus.cli.terminal import console, fail
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -25,21 +26,18 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 app = typer.Typer(help="Look at jobs, and steer them.", no_args_is_help=True)
 
-Coordinator = Annotated[
-    str, typer.Option(envvar="PERSEUS_COORDINATOR", help="The coordinator's HOST:PORT.", show_envvar=True)
-]
 JobId = Annotated[str, typer.Argument(help="The job's identifier.", show_default=False)]
 RunNumber = Annotated[int, typer.Option("--run", min=0, help="A run of the job; 0 for the latest.")]
-_DEFAULT_COORDINATOR = "127.0.0.1:50051"
 
 
 @app.command("list")
+@connecting
 def list_jobs(
+    connection: Connection,
     state: Annotated[
         list[str] | None,
         typer.Option(help="Only jobs in this state; may be given again.", show_default=False),
     ] = None,
-    coordinator: Coordinator = _DEFAULT_COORDINATOR,
 ) -> None:
     """List all jobs."""
     from perseus.cli.job_tables import job_table
@@ -48,35 +46,39 @@ def list_jobs(
     request = job_service_pb2.ListJobsRequest(
         states=_numbers("--state", job_pb2.JobState, "JOB_STATE_", state or ()), page_size=_PAGE_SIZE
     )
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         listed = [job for page in _pages(jobs.ListJobs, request) for job in page.jobs]
     console.print(job_table(listed))
 
 
 @app.command()
-def runs(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+@connecting
+def runs(connection: Connection, job_id: JobId) -> None:
     """List all runs of a job, the latest first."""
     from perseus.cli.job_tables import run_table
     from perseus.v1 import job_service_pb2
 
     request = job_service_pb2.ListRunsRequest(job_id=job_id, page_size=_PAGE_SIZE)
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         listed = [run for page in _pages(jobs.ListRuns, request) for run in page.runs]
     console.print(run_table(listed))
 
 
 @app.command()
-def show(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+@connecting
+def show(connection: Connection, job_id: JobId, run_number: RunNumber = 0) -> None:
     """Show a job: its state and why, its stragglers, its plans."""
     from perseus.v1 import job_service_pb2
 
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         request = job_service_pb2.GetJobRequest(job_id=job_id, run_number=run_number)
         _show(jobs.GetJob(request, timeout=_TIMEOUT_S).job)
 
 
 @app.command()
+@connecting
 def ranks(
+    connection: Connection,
     job_id: JobId,
     state: Annotated[
         list[str] | None,
@@ -86,7 +88,6 @@ def ranks(
         int | None, typer.Option(help="Only ranks of this pipeline.", show_default=False)
     ] = None,
     stage: Annotated[int | None, typer.Option(help="Only ranks of this stage.", show_default=False)] = None,
-    coordinator: Coordinator = _DEFAULT_COORDINATOR,
 ) -> None:
     """List a job's ranks: who serves them, how far they are, which plan is in force."""
     from perseus.cli.job_tables import rank_table
@@ -99,24 +100,25 @@ def ranks(
         stage=stage,
         page_size=_PAGE_SIZE,
     )
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         listed = [rank for page in _pages(jobs.ListRanks, request) for rank in page.ranks]
     console.print(rank_table(listed))
 
 
 @app.command()
-def watch(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+@connecting
+def watch(connection: Connection, job_id: JobId, run_number: RunNumber = 0) -> None:
     """Print a job's events and iterations as they come, until it has ended or you press Ctrl-C."""
     from perseus.cli.job_tables import gap_text
     from perseus.v1 import job_service_pb2
 
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         try:
             request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)
             for update in jobs.WatchJob(request):
                 if update.HasField("event"):
                     at = update.event.create_time.ToDatetime().strftime("%H:%M:%S")
-                    console.print(f"{at}  {update.event.message}", highlight=False, markup=False)
+                    console.print(f"{at}  {update.event.message}", highlight=False)
                 elif update.HasField("iteration"):
                     found = update.iteration
                     console.print(
@@ -134,7 +136,9 @@ def watch(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _
 
 
 @app.command()
+@connecting
 def events(
+    connection: Connection,
     job_id: JobId,
     types: Annotated[
         list[str] | None,
@@ -153,7 +157,6 @@ def events(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many events, the earliest first.")] = 100,
     run_number: RunNumber = 0,
-    coordinator: Coordinator = _DEFAULT_COORDINATOR,
 ) -> None:
     """List what has happened to a job."""
     from perseus.cli.job_tables import event_table
@@ -167,7 +170,7 @@ def events(
     )
     if since is not None:
         request.start_time.FromDatetime(_time(since))
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         listed = (event for page in _pages(jobs.ListJobEvents, request) for event in page.events)
         found = list(islice(listed, limit + 1))
     console.print(event_table(found[:limit]))
@@ -176,7 +179,9 @@ def events(
 
 
 @app.command()
+@connecting
 def straggler(
+    connection: Connection,
     job_id: JobId,
     pipeline: Annotated[int, typer.Argument(min=0, help="The slow pipeline, from 0.", show_default=False)],
     factor: Annotated[
@@ -186,14 +191,13 @@ def straggler(
         float | None, typer.Option(help="Its iteration time as measured, seconds.", show_default=False)
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="It is no longer slow.")] = False,
-    coordinator: Coordinator = _DEFAULT_COORDINATOR,
 ) -> None:
     """Report that a pipeline is slow, or that it no longer is."""
     from perseus.v1 import job_service_pb2
 
     if [factor is not None, iteration_time_s is not None, clear].count(True) != 1:
         fail("expected one of --factor, --iteration-time-s and --clear")
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         if clear:
             cleared = job_service_pb2.ClearStragglerRequest(job_id=job_id, pipeline=pipeline)
             _show(jobs.ClearStraggler(cleared, timeout=_TIMEOUT_S).job)
@@ -207,13 +211,14 @@ def straggler(
 
 
 @app.command()
-def report(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+@connecting
+def report(connection: Connection, job_id: JobId, run_number: RunNumber = 0) -> None:
     """Show what was measured: time and energy, period by period, against the stock baseline."""
     from perseus.cli.job_tables import profiling_cost, report_table
     from perseus.v1 import job_service_pb2
 
     request = job_service_pb2.GetReportRequest(job_id=job_id, run_number=run_number, page_size=_PAGE_SIZE)
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         pages = list(_pages(jobs.GetReport, request))
     console.print(report_table([period for page in pages for period in page.periods]))
     console.print(
@@ -223,17 +228,20 @@ def report(job_id: JobId, run_number: RunNumber = 0, coordinator: Coordinator = 
 
 
 @app.command()
-def rebaseline(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+@connecting
+def rebaseline(connection: Connection, job_id: JobId) -> None:
     """Measure the stock baseline again: a few iterations at stock, then the plans return."""
     from perseus.v1 import job_service_pb2
 
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         request = job_service_pb2.MeasureBaselineRequest(job_id=job_id, request_id=uuid.uuid4().hex)
         _show(jobs.MeasureBaseline(request, timeout=_TIMEOUT_S).job)
 
 
 @app.command()
+@connecting
 def policy(
+    connection: Connection,
     job_id: JobId,
     no_slowdown: Annotated[bool, typer.Option("--no-slowdown", help="Never slower than T_min.")] = False,
     max_slowdown_percent: Annotated[
@@ -248,7 +256,6 @@ def policy(
     max_average_power_w: Annotated[
         float | None, typer.Option(help="Cap on a pipeline's average power, watts.", show_default=False)
     ] = None,
-    coordinator: Coordinator = _DEFAULT_COORDINATOR,
 ) -> None:
     """Set where on the frontier a job runs while no straggler holds it up."""
     from perseus.v1 import job_pb2, job_service_pb2
@@ -268,59 +275,48 @@ def policy(
         wanted.deadline.time_s = deadline_s
     else:
         wanted.no_slowdown.SetInParent()
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         request = job_service_pb2.SetPolicyRequest(job_id=job_id, policy=wanted)
         _show(jobs.SetPolicy(request, timeout=_TIMEOUT_S).job)
 
 
 @app.command()
-def finish(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+@connecting
+def finish(connection: Connection, job_id: JobId) -> None:
     """End a job: all of its GPUs go back to stock."""
     from perseus.v1 import job_service_pb2
 
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         _show(jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job)
 
 
 @app.command()
-def resume(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+@connecting
+def resume(connection: Connection, job_id: JobId) -> None:
     """Let a job that was put back to stock go on: the baseline is measured, then it is planned again."""
     from perseus.v1 import job_service_pb2
 
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         _show(jobs.ResumeJob(job_service_pb2.ResumeJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job)
 
 
 @app.command()
-def delete(job_id: JobId, coordinator: Coordinator = _DEFAULT_COORDINATOR) -> None:
+@connecting
+def delete(connection: Connection, job_id: JobId) -> None:
     """Forget a finished job, with all its runs, events and reports."""
     from perseus.v1 import job_service_pb2
 
-    with _jobs(coordinator) as jobs:
+    with _jobs(connection) as jobs:
         jobs.DeleteJob(job_service_pb2.DeleteJobRequest(job_id=job_id), timeout=_TIMEOUT_S)
 
 
 @contextmanager
-def _jobs(address: str) -> Iterator["JobServiceStub"]:
+def _jobs(connection: Connection) -> Iterator["JobServiceStub"]:
     """The coordinator's job service; its refusals become one line and an exit code."""
-    import grpc
-
     from perseus.v1 import job_service_pb2_grpc
 
-    their_fault = {
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.NOT_FOUND,
-        grpc.StatusCode.ALREADY_EXISTS,
-        grpc.StatusCode.FAILED_PRECONDITION,
-        grpc.StatusCode.OUT_OF_RANGE,
-    }
-    with grpc.insecure_channel(address) as channel:
-        try:
-            yield job_service_pb2_grpc.JobServiceStub(channel)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                fail(f"no coordinator at {address}: {error.details()}", FAILURE)
-            fail(error.details() or error.code().name, BAD_INPUT if error.code() in their_fault else FAILURE)
+    with connected(connection) as channel:
+        yield job_service_pb2_grpc.JobServiceStub(channel)
 
 
 def _pages(method: Callable[..., Any], request: Any) -> Iterator[Any]:

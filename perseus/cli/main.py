@@ -2,12 +2,13 @@
 solver, and `perseus --help` should not wait for numpy.
 """
 
+import os
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
-from perseus.cli import agent, coordinator, demo, jobs, solve, store
+from perseus.cli import agent, certificates, coordinator, demo, health, jobs, solve, store
 from perseus.cli.terminal import FAILURE, console, fail
 
 # Module that a command may miss → the extra that brings it.
@@ -19,6 +20,7 @@ _EXTRAS = {
     "alembic": "coordinator",
     "psycopg": "postgresql",
     "matplotlib": "plot",
+    "cryptography": "certificates",
 }
 
 app = typer.Typer(
@@ -32,7 +34,9 @@ app.command("plan")(solve.plan)
 app.command("coordinator")(coordinator.coordinator)
 app.command("agent")(agent.agent)
 app.command("demo")(demo.demo)
+app.command("health")(health.health)
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(certificates.app, name="certificates")
 app.add_typer(store.app, name="store")
 
 
@@ -54,6 +58,8 @@ def _options(
 
 def main() -> None:
     """Run the command line; no traceback for a missing extra or an interrupt."""
+    # gRPC's core writes a line of its own to standard error for every handshake that fails.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         app()
     except ModuleNotFoundError as error:

@@ -17,6 +17,7 @@ from perseus.cli.terminal import (
     fail,
     write_whole,
 )
+from perseus.printable import printable
 from perseus.service.settings import CoordinatorSettings
 
 app = typer.Typer(help="Check, export and import the coordinator's database.", no_args_is_help=True)
@@ -55,7 +56,7 @@ def export_(
 
     with _failing_clearly():
         write_whole(file, write)
-    console.print(f"exported {counts[0]} rows to {file}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"exported {counts[0]} rows to {file}", highlight=False, soft_wrap=True)
 
 
 @app.command(name="import")
@@ -73,7 +74,7 @@ def import_(
                 count = import_database(_database(config, database), stream)
         except (ArchiveError, UnicodeDecodeError) as error:
             fail(f"{file}: {error}", BAD_INPUT)
-    console.print(f"imported {count} rows from {file}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"imported {count} rows from {file}", highlight=False, soft_wrap=True)
 
 
 def check_store(database: Path | str) -> None:
@@ -85,7 +86,7 @@ def check_store(database: Path | str) -> None:
     with _failing_clearly():
         findings = check_database(database)
     for finding in findings:
-        console.print(finding, markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(finding), highlight=False, soft_wrap=True)
     if findings:
         raise typer.Exit(FAILURE)
     console.print("the store is whole", highlight=False)

@@ -9,6 +9,8 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
+from perseus.printable import printable
+
 BAD_INPUT = 2
 """Exit code for what the user can put right: a flag, a file, an unknown name."""
 FAILURE = 1
@@ -16,14 +18,16 @@ FAILURE = 1
 STORE_FAILED = 3
 """Exit code of a coordinator whose database failed while it ran: a full disk, a lost connection."""
 
-console = Console()
-error_console = Console(stderr=True, soft_wrap=True)
+# No markup and no emoji codes: what is shown is seldom ours alone, and a name is not to be read as a style.
+console = Console(markup=False, emoji=False)
+error_console = Console(stderr=True, soft_wrap=True, markup=False, emoji=False)
 
 
 def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
-    """Say what is wrong on standard error, and exit."""
-    error_console.print("[bold red]error:[/]", end=" ")
-    error_console.print(message, markup=False, highlight=False)
+    """Say what is wrong on standard error, and exit. The message may quote others."""
+    error_console.print("error:", end=" ", style="bold red", highlight=False)
+    lines = (printable(line) for line in message.split("\n"))
+    error_console.print("\n".join(lines), highlight=False)
     raise typer.Exit(code)
 
 

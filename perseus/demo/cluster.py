@@ -1,5 +1,7 @@
 """The processes of the demo on loopback: one coordinator, an agent per pipeline, a trainer per rank.
 
+Coordinator and agents trust each other by certificates made for the run (`perseus.demo.security`).
+
 The agents touch the emulated GPUs directly, or through NVML and its stand-in (`perseus.demo.nvml_stub`).
 """
 
@@ -17,12 +19,15 @@ from perseus import solver
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.link.computation import Kind
 from perseus.demo import nvml_stub
+from perseus.demo.security import Security
 from perseus.demo.trainer import STOP_FILE, RankTask
 from perseus.demo.workload import Workload
 
 _START_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 15.0
 _POLL_S = 0.05
+# A dozen processes on a few cores: their iterations differ by more than those of real GPUs.
+_GUARD_TOLERANCE_PERCENT = 10.0
 
 
 class ClusterError(Exception):
@@ -37,12 +42,20 @@ class Cluster:
     """
 
     def __init__(
-        self, workload: Workload, run_dir: Path, log_dir: Path, *, nvml_library: Path | None = None
+        self,
+        workload: Workload,
+        run_dir: Path,
+        log_dir: Path,
+        *,
+        nvml_library: Path | None = None,
+        guard_tolerance_percent: float = _GUARD_TOLERANCE_PERCENT,
     ) -> None:
         self._workload = workload
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._nvml_library = nvml_library
+        self._guard_tolerance_percent = guard_tolerance_percent
+        self.security = Security(run_dir / "security")
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._agents: list[subprocess.Popen[bytes]] = []
         self._trainers: list[subprocess.Popen[bytes]] = []
@@ -73,8 +86,8 @@ class Cluster:
             "--listen=127.0.0.1:0",
             f"--database={self._run_dir / 'perseus.db'}",
             "--log-format=json",
-            # A dozen processes on a few cores: their iterations differ by more than those of real GPUs.
-            "--guard-tolerance-percent=10",
+            f"--guard-tolerance-percent={self._guard_tolerance_percent}",
+            environment=self.security.of_coordinator(),
         )
         return self._await_log(self._coordinator, log, "listening", "address")
 
@@ -83,10 +96,11 @@ class Cluster:
         for pipeline in range(self._workload.pipeline_count):
             log = self._log_dir / f"agent-{pipeline}.log"
             gpu_folder = self.gpu_file(pipeline, 0).parent
-            backend, environment = ["--gpu-backend=emulated", f"--emulated-gpus={gpu_folder}"], {}
+            backend = ["--gpu-backend=emulated", f"--emulated-gpus={gpu_folder}"]
+            environment = dict(self.security.of_agent())
             if self._nvml_library is not None:
                 backend = ["--gpu-backend=nvml"]
-                environment = nvml_stub.environment(self._nvml_library, gpu_folder)
+                environment |= nvml_stub.environment(self._nvml_library, gpu_folder)
             agent = self._start(
                 log,
                 "-m",

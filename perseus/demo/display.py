@@ -11,6 +11,7 @@ from rich.text import Text
 from perseus.demo.observation import Observer
 from perseus.demo.story import STEPS
 from perseus.demo.summary import Phase
+from perseus.printable import printable
 
 _EVENT_LINES = 7
 _DESCRIPTIONS = dict(
@@ -52,7 +53,7 @@ class LiveDisplay:
         """A step has begun."""
         self._step = step
         if self._live is None:
-            self._console.print(f"[bold]{step}[/]: {_DESCRIPTIONS[step]}")
+            self._console.print(Text.assemble((step, "bold"), f": {_DESCRIPTIONS[step]}"))
 
     def refresh(self, observer: Observer) -> None:
         """Something is new."""
@@ -60,13 +61,13 @@ class LiveDisplay:
             self._live.update(
                 Panel(
                     Group(self._steps(observer), _pipelines(observer), _events(observer)),
-                    title="[bold]Perseus demo[/]",
+                    title=Text("Perseus demo", style="bold"),
                     subtitle="measured by the agents, told by the coordinator",
                 )
             )
             return
         for event in observer.events[self._printed_events :]:
-            self._console.print(f"  {event.message}", highlight=False)
+            self._console.print(f"  {printable(event.message)}", highlight=False)
         self._printed_events = len(observer.events)
 
     def _steps(self, observer: Observer) -> RenderableType:
@@ -76,11 +77,12 @@ class LiveDisplay:
             phase = done.get(step)
             if phase is not None:
                 figures = f"{phase.iteration_time_s:.3f} s   {phase.energy_j_per_iteration:.0f} J"
-                table.add_row("[green]✔[/]", step, figures)
+                table.add_row(Text("✔", style="green"), step, figures)
             elif step == self._step:
-                table.add_row("[yellow]●[/]", f"[bold]{step}[/]", f"[dim]{_DESCRIPTIONS[step]}[/]")
+                current = Text(step, style="bold"), Text(_DESCRIPTIONS[step], style="dim")
+                table.add_row(Text("●", style="yellow"), *current)
             else:
-                table.add_row("[dim]○[/]", f"[dim]{step}[/]", "")
+                table.add_row(Text("○", style="dim"), Text(step, style="dim"), "")
         return table
 
 
@@ -96,7 +98,7 @@ def _pipelines(observer: Observer) -> RenderableType:
         latest = observer.measurements.latest_of(pipeline)
         planned = list(job.planned_iteration_time_s)
         table.add_row(
-            f"{pipeline} [red]straggler[/]" if pipeline in slow else str(pipeline),
+            Text.assemble(f"{pipeline} ", ("straggler", "red")) if pipeline in slow else str(pipeline),
             str(latest.number) if latest else "",
             f"{latest.time_s:.3f} s" if latest else "",
             f"{latest.energy_j:.0f} J" if latest else "",
@@ -107,7 +109,7 @@ def _pipelines(observer: Observer) -> RenderableType:
 
 
 def _events(observer: Observer) -> RenderableType:
-    lines = [f"{event.sequence:>4}  {event.message}" for event in observer.events[-_EVENT_LINES:]]
+    lines = [f"{event.sequence:>4}  {printable(event.message)}" for event in observer.events[-_EVENT_LINES:]]
     return Text("\n".join(lines), style="dim", no_wrap=True, overflow="ellipsis")
 
 

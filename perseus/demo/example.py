@@ -12,8 +12,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import grpc.aio
-
 from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.demo import nvml_stub
 from perseus.demo.cluster import Cluster
@@ -75,7 +73,7 @@ async def show(
         address = await asyncio.to_thread(cluster.start_coordinator)
         await asyncio.to_thread(cluster.start_agents, address)
         _start_ranks(cluster, hook, script)
-        async with grpc.aio.insecure_channel(address) as channel, asyncio.TaskGroup() as tasks:
+        async with cluster.security.channels(address).open() as channel, asyncio.TaskGroup() as tasks:
             watchers = [tasks.create_task(_keep_watch(cluster))]
             job_id = await registered_job(channel, _REGISTRATION_TIMEOUT_S)
             said = 0

@@ -86,7 +86,7 @@ async def tell(
         address = cluster.start_coordinator()
         cluster.start_agents(address)
         cluster.start_trainers()
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with cluster.security.channels(address).open() as channel:
             measurements = Measurements(workload.pipeline_count)
             observer = Observer(channel, workload.job_id, measurements, lambda: display.refresh(observer))
             async with asyncio.TaskGroup() as tasks:

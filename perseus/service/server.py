@@ -14,12 +14,12 @@ from perseus.service.api.agent_service import AgentService
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
 from perseus.service.api.reflection import enable_reflection
-from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.retention import DAY_S, Retention
 from perseus.service.job.planning.guard import GuardRules
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
+from perseus.service.listening import Port
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.solving.job_lane import JobLane
@@ -69,7 +69,7 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
     `on_listening` is called with the bound address, which is also logged as event "listening".
 
     Raises:
-        AddressUnavailableError, DatabaseUnavailableError: the coordinator can't start.
+        StartupError: the coordinator can't start.
         StoreFailedError: the database has failed.
     """
     stop = asyncio.Event()
@@ -144,6 +144,7 @@ async def running(
 
 @contextlib.asynccontextmanager
 async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) -> AsyncIterator[str]:
+    port = Port(settings)
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(coordinator.agents), server)
     job_service_pb2_grpc.add_JobServiceServicer_to_server(JobService(coordinator.jobs), server)
@@ -151,13 +152,9 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     enable_reflection((*_SERVICES, health.SERVICE_NAME), server)
-    try:
-        port = server.add_insecure_port(settings.listen)
-    except RuntimeError as error:
-        raise AddressUnavailableError(address=settings.listen, cause=error) from None
+    address = port.bind(server)
     await server.start()
     await _set_health(health_servicer, is_serving=True)
-    address = f"{settings.listen.rpartition(':')[0]}:{port}"
     log.info("listening", address=address)
     try:
         with Watchdog(settings.late_limit_s) as watchdog:
@@ -173,6 +170,7 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
         await health_servicer.enter_graceful_shutdown()
         coordinator.drain()
         await server.stop(settings.shutdown_grace_s)
+        await port.close()
         log.info("stopped")
 
 

@@ -3,10 +3,11 @@
 import math
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.logs import LogFormat, LogLevel
+from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
 
 
 class CoordinatorSettings(BaseSettings):
@@ -14,7 +15,23 @@ class CoordinatorSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="PERSEUS_COORDINATOR_", extra="forbid", frozen=True)
 
-    listen: str = Field(default="127.0.0.1:50051", description="Address and port; port 0 takes a free one.")
+    tls_certificate: Path | None = Field(
+        default=None,
+        description="PEM file with the coordinator's certificate, and those that lead to its CA.",
+    )
+    tls_key: Path | None = Field(
+        default=None, validate_default=True, description="PEM file with the certificate's private key."
+    )
+    tls_client_ca: Path | None = Field(
+        default=None,
+        description="PEM file with CAs; every client must show a certificate of one of them (mutual TLS).",
+    )
+    insecure: bool = Field(
+        default=False, description="Listen in plaintext even where other machines can reach it."
+    )
+    listen: str = Field(
+        default="127.0.0.1:50051", description="Address and port, or unix:PATH; port 0 takes a free one."
+    )
     database: Path | str = Field(
         default=Path("perseus.db"),
         description="SQLite file, made if absent; or postgresql://USER@HOST/NAME.",
@@ -86,3 +103,31 @@ class CoordinatorSettings(BaseSettings):
     )
     log_level: LogLevel = Field(default="info", description="Least severe log lines that are shown.")
     log_format: LogFormat = Field(default="console", description="How log lines look: console or json.")
+
+    @field_validator("tls_key")
+    @classmethod
+    def _goes_with_its_certificate(cls, key: Path | None, info: ValidationInfo) -> Path | None:
+        check_together(key, info.data.get("tls_certificate"), "tls_certificate")
+        return key
+
+    @field_validator("tls_client_ca")
+    @classmethod
+    def _needs_a_certificate(cls, ca: Path | None, info: ValidationInfo) -> Path | None:
+        check_needs(ca, info.data.get("tls_certificate"), "tls_certificate")
+        return ca
+
+    @field_validator("insecure")
+    @classmethod
+    def _is_no_contradiction(cls, insecure: bool, info: ValidationInfo) -> bool:
+        check_insecure(insecure, info.data.get("tls_certificate"), "tls_certificate")
+        return insecure
+
+    @field_validator("listen")
+    @classmethod
+    def _is_no_plaintext_to_others(cls, listen: str, info: ValidationInfo) -> str:
+        return check_plaintext(
+            listen,
+            has_tls=info.data.get("tls_certificate") is not None,
+            insecure=bool(info.data.get("insecure")),
+            wanted="tls_certificate and tls_key",
+        )

@@ -152,7 +152,7 @@ class ConnectResponse(google.protobuf.message.Message):
 
     @property
     def rank_refused(self) -> Global___RankRefused:
-        """Answer to RankJoined: the rank is not served."""
+        """The rank is not served: answer to RankJoined, or later."""
 
     @property
     def telemetry_ack(self) -> Global___TelemetryAck:
@@ -567,7 +567,9 @@ Global___RankAccepted: typing_extensions.TypeAlias = RankAccepted
 
 @typing.final
 class RankRefused(google.protobuf.message.Message):
-    """Answer to RankJoined: the rank is not served, and its GPU stays on stock."""
+    """Answer to RankJoined: the rank is not served, and its GPU stays on stock. It may come later, too, of a rank that
+    was accepted: then it is served no longer, and goes to stock at once.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -597,7 +599,8 @@ class RankRefused(google.protobuf.message.Message):
     reason: builtins.str
     """Stable reason, as in the ErrorInfo of unary calls: JOB_NOT_FOUND (register it, and join again),
     RANK_ALREADY_SERVED and GPU_ALREADY_SERVED (until the other one has left, or its lease has run out: join again
-    every second), JOB_FINISHED, RANK_OUT_OF_RANGE, INVALID_FIELD.
+    every second), JOB_QUARANTINED (until somebody resumes the job: join again every second), JOB_FINISHED,
+    RANK_OUT_OF_RANGE, INVALID_FIELD.
     """
     message: builtins.str
     """One sentence for people."""

@@ -281,6 +281,8 @@ class _FaultyPartEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """Showing the job."""
     FAULTY_PART_STORED_STATE: _FaultyPart.ValueType  # 5
     """Going on from what is stored."""
+    FAULTY_PART_STORING: _FaultyPart.ValueType  # 6
+    """Storing what follows: it holds what could not be read back."""
 
 class FaultyPart(_FaultyPart, metaclass=_FaultyPartEnumTypeWrapper):
     """What of a job the coordinator failed at."""
@@ -297,6 +299,8 @@ FAULTY_PART_VIEW: FaultyPart.ValueType  # 4
 """Showing the job."""
 FAULTY_PART_STORED_STATE: FaultyPart.ValueType  # 5
 """Going on from what is stored."""
+FAULTY_PART_STORING: FaultyPart.ValueType  # 6
+"""Storing what follows: it holds what could not be read back."""
 Global___FaultyPart: typing_extensions.TypeAlias = FaultyPart
 
 @typing.final

@@ -40,7 +40,9 @@ class _JobStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     JOB_STATE_PLANNED: _JobState.ValueType  # 5
     """Plans are in force, or offered."""
     JOB_STATE_STOCK: _JobState.ValueType  # 6
-    """The job was put back to stock because something failed; its state_reason tells what. ResumeJob leads on."""
+    """The job was put back to stock because something failed, maybe the coordinator itself; its state_reason tells
+    what. ResumeJob leads on.
+    """
     JOB_STATE_FINISHED: _JobState.ValueType  # 7
     """The job has ended."""
 
@@ -62,7 +64,9 @@ JOB_STATE_SOLVING: JobState.ValueType  # 4
 JOB_STATE_PLANNED: JobState.ValueType  # 5
 """Plans are in force, or offered."""
 JOB_STATE_STOCK: JobState.ValueType  # 6
-"""The job was put back to stock because something failed; its state_reason tells what. ResumeJob leads on."""
+"""The job was put back to stock because something failed, maybe the coordinator itself; its state_reason tells
+what. ResumeJob leads on.
+"""
 JOB_STATE_FINISHED: JobState.ValueType  # 7
 """The job has ended."""
 Global___JobState: typing_extensions.TypeAlias = JobState

@@ -205,7 +205,8 @@ class JobServiceServicer(object):
 
     def ResumeJob(self, request, context):
         """Lets a job that was put back to stock begin again at the baseline; what was profiled is kept where it still
-        fits. A job in another state is returned as it is.
+        fits. A job in another state is returned as it is. So it is with a job that a fault of the coordinator's own
+        put aside: it goes on from what is stored, or is refused with JOB_QUARANTINED where that fails, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -466,7 +466,8 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
 
     ResumeJob: _JobServiceResumeJobType
     """Lets a job that was put back to stock begin again at the baseline; what was profiled is kept where it still
-    fits. A job in another state is returned as it is.
+    fits. A job in another state is returned as it is. So it is with a job that a fault of the coordinator's own
+    put aside: it goes on from what is stored, or is refused with JOB_QUARANTINED where that fails, too.
     """
 
     ReportStraggler: _JobServiceReportStragglerType
@@ -658,7 +659,8 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.ResumeJobResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.ResumeJobResponse]]:
         """Lets a job that was put back to stock begin again at the baseline; what was profiled is kept where it still
-        fits. A job in another state is returned as it is.
+        fits. A job in another state is returned as it is. So it is with a job that a fault of the coordinator's own
+        put aside: it goes on from what is stored, or is refused with JOB_QUARANTINED where that fails, too.
         """
 
     @abc.abstractmethod

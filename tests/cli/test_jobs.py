@@ -4,26 +4,40 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
 from perseus.cli.main import app
 from perseus.demo.cluster import Cluster
+from perseus.demo.security import Security
 from perseus.demo.workload import DEMO
 from perseus.v1 import computation_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc
 
 
+class Coordinator(NamedTuple):
+    """Where it is, and what its clients must show."""
+
+    address: str
+    security: Security
+
+    @contextmanager
+    def jobs(self) -> Iterator[job_service_pb2_grpc.JobServiceStub]:
+        with self.security.channels(self.address).open_blocking() as channel:
+            yield job_service_pb2_grpc.JobServiceStub(channel)
+
+
 @pytest.fixture(scope="module")
-def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     run_dir = tmp_path_factory.mktemp("coordinator")
     with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
-        address = cluster.start_coordinator()
-        with grpc.insecure_channel(address) as channel:
-            register(job_service_pb2_grpc.JobServiceStub(channel), "gpt3")
-        yield address
+        coordinator = Coordinator(cluster.start_coordinator(), cluster.security)
+        with coordinator.jobs() as jobs:
+            register(jobs, "gpt3")
+        yield coordinator
 
 
 def register(jobs: job_service_pb2_grpc.JobServiceStub, job_id: str, request_id: str | None = None) -> None:
@@ -41,16 +55,16 @@ def register(jobs: job_service_pb2_grpc.JobServiceStub, job_id: str, request_id:
     )
 
 
-def run(address: str, *arguments: object) -> Result:
+def run(coordinator: Coordinator, *arguments: object) -> Result:
     return CliRunner().invoke(
         app,
-        ["jobs", *map(str, arguments), "--coordinator", address],
-        env={"COLUMNS": "160"},
+        ["jobs", *map(str, arguments), "--coordinator", coordinator.address],
+        env={"COLUMNS": "160", **coordinator.security.of_operator()},
         catch_exceptions=False,
     )
 
 
-def test_list_names_every_job(coordinator: str) -> None:
+def test_list_names_every_job(coordinator: Coordinator) -> None:
     result = run(coordinator, "list")
     assert result.exit_code == 0
     assert "gpt3" in result.output
@@ -59,13 +73,13 @@ def test_list_names_every_job(coordinator: str) -> None:
 
 
 @pytest.mark.parametrize(("state", "is_listed"), [("waiting", True), ("planned", False)])
-def test_list_can_be_limited_to_states(coordinator: str, state: str, is_listed: bool) -> None:
+def test_list_can_be_limited_to_states(coordinator: Coordinator, state: str, is_listed: bool) -> None:
     result = run(coordinator, "list", "--state", state, "--state", "stock")
     assert result.exit_code == 0
     assert ("gpt3" in result.output) is is_listed
 
 
-def test_show_tells_why_a_job_is_where_it_is(coordinator: str) -> None:
+def test_show_tells_why_a_job_is_where_it_is(coordinator: Coordinator) -> None:
     result = run(coordinator, "show", "gpt3")
     assert result.exit_code == 0
     assert "waiting: some ranks have not joined yet" in result.output
@@ -82,24 +96,26 @@ def test_show_tells_why_a_job_is_where_it_is(coordinator: str) -> None:
         (["--state", "lost", "--state", "connected"], 0),
     ],
 )
-def test_ranks_lists_the_ranks_that_are_asked_for(coordinator: str, limits: list[object], count: int) -> None:
+def test_ranks_lists_the_ranks_that_are_asked_for(
+    coordinator: Coordinator, limits: list[object], count: int
+) -> None:
     result = run(coordinator, "ranks", "gpt3", *limits)
     assert result.exit_code == 0
     assert result.output.count("expected") == count
 
 
-def test_show_says_why_the_job_does_not_get_on(coordinator: str) -> None:
+def test_show_says_why_the_job_does_not_get_on(coordinator: Coordinator) -> None:
     shown = " ".join(run(coordinator, "show", "gpt3").output.split())
     assert "all 8 ranks are missing, since 2" in shown
 
 
-def test_report_tells_what_profiling_took_and_may_take(coordinator: str) -> None:
+def test_report_tells_what_profiling_took_and_may_take(coordinator: Coordinator) -> None:
     found = " ".join(run(coordinator, "report", "gpt3").output.split())
     assert "profiling took 0 iterations" in found
     assert "at most 1000 iterations, 360 s more" in found
 
 
-def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None:
+def test_report_of_a_job_without_measurements_is_empty(coordinator: Coordinator) -> None:
     result = run(coordinator, "report", "gpt3")
     assert result.exit_code == 0
     assert "baseline" not in result.output.splitlines()[3:]
@@ -144,7 +160,7 @@ def test_report_of_a_job_without_measurements_is_empty(coordinator: str) -> None
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(
-    coordinator: str, arguments: list[object], expected: str
+    coordinator: Coordinator, arguments: list[object], expected: str
 ) -> None:
     result = run(coordinator, *arguments)
     assert result.exit_code == 2, result.output
@@ -164,17 +180,18 @@ def test_mistakes_get_one_line_and_exit_code_2(
         (["--no-slowdown"], job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown())),
     ],
 )
-def test_a_policy_is_set(coordinator: str, rule: list[object], expected: job_pb2.OperatingPolicy) -> None:
+def test_a_policy_is_set(
+    coordinator: Coordinator, rule: list[object], expected: job_pb2.OperatingPolicy
+) -> None:
     assert run(coordinator, "policy", "gpt3", *rule).exit_code == 0
-    with grpc.insecure_channel(coordinator) as channel:
-        jobs = job_service_pb2_grpc.JobServiceStub(channel)
+    with coordinator.jobs() as jobs:
         job = jobs.GetJob(job_service_pb2.GetJobRequest(job_id="gpt3"), timeout=10).job
     assert job.policy == expected
 
 
-def test_watch_ends_with_its_job(coordinator: str) -> None:
-    with grpc.insecure_channel(coordinator) as channel:
-        register(job_service_pb2_grpc.JobServiceStub(channel), "short")
+def test_watch_ends_with_its_job(coordinator: Coordinator) -> None:
+    with coordinator.jobs() as jobs:
+        register(jobs, "short")
     finished = run(coordinator, "finish", "short")
     assert finished.exit_code == 0
     assert "finished" in finished.output
@@ -184,9 +201,9 @@ def test_watch_ends_with_its_job(coordinator: str) -> None:
     assert "what follows is new" in watched.output
 
 
-def test_events_are_listed_by_type_and_time(coordinator: str) -> None:
-    with grpc.insecure_channel(coordinator) as channel:
-        register(job_service_pb2_grpc.JobServiceStub(channel), "eventful")
+def test_events_are_listed_by_type_and_time(coordinator: Coordinator) -> None:
+    with coordinator.jobs() as jobs:
+        register(jobs, "eventful")
     for percent in (1, 2, 3):
         assert run(coordinator, "policy", "eventful", "--max-slowdown-percent", percent).exit_code == 0
     everything = run(coordinator, "events", "eventful")
@@ -204,9 +221,8 @@ def test_events_are_listed_by_type_and_time(coordinator: str) -> None:
     assert (later.exit_code, later.output.count("policy_set")) == (0, 0)
 
 
-def test_runs_are_listed_shown_and_deleted_together(coordinator: str) -> None:
-    with grpc.insecure_channel(coordinator) as channel:
-        jobs = job_service_pb2_grpc.JobServiceStub(channel)
+def test_runs_are_listed_shown_and_deleted_together(coordinator: Coordinator) -> None:
+    with coordinator.jobs() as jobs:
         for request_id in ("first", "second"):
             register(jobs, "again", request_id)
             assert run(coordinator, "finish", "again").exit_code == 0
@@ -236,19 +252,19 @@ def test_no_coordinator_is_said_plainly() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        result = run(address, "list")
+        result = CliRunner().invoke(app, ["jobs", "list", "--coordinator", address])
     assert result.exit_code == 1
     assert f"no coordinator at {address}" in result.output
 
 
-def test_coordinator_refuses_a_taken_port(coordinator: str, tmp_path: Path) -> None:
+def test_coordinator_refuses_a_taken_port(coordinator: Coordinator, tmp_path: Path) -> None:
     # A process of its own: the command sets up logging for all of its process.
-    command = ["coordinator", "--listen", coordinator, "--database", str(tmp_path / "other.db")]
+    command = ["coordinator", "--listen", coordinator.address, "--database", str(tmp_path / "other.db")]
     done = subprocess.run(
         [sys.executable, "-m", "perseus.cli", *command], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert coordinator in done.stderr
+    assert coordinator.address in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -147,7 +147,7 @@ async def real_run(
         address = await asyncio.to_thread(cluster.start_coordinator)
         await asyncio.to_thread(cluster.start_agents, address)
         start_trainers(cluster, Path(folder))
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with cluster.security.channels(address).open() as channel:
             observer = Observer(channel, workload.job_id, Measurements(workload.pipeline_count), lambda: None)
             run = RealRun(workload, cluster, observer, Path(folder), channel)
             async with asyncio.TaskGroup() as group:

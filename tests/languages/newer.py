@@ -13,6 +13,7 @@ import grpc
 from google.protobuf import message_factory
 from google.protobuf.message import Message
 
+from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2, frontier_service_pb2, job_service_pb2
 
 SERVICES = {
@@ -28,9 +29,9 @@ _CONNECT = "/perseus.v1.AgentService/Connect"
 
 
 @asynccontextmanager
-async def newer_ends(target: str) -> AsyncIterator[str]:
-    """Forward every call to a coordinator; the block gets the address to use instead of its own."""
-    async with grpc.aio.insecure_channel(target) as channel:
+async def newer_ends(coordinator: Channels) -> AsyncIterator[str]:
+    """Forward every call to a coordinator; the block gets the address to use instead, in plaintext."""
+    async with coordinator.open() as channel:
         server = grpc.aio.server()
         server.add_generic_rpc_handlers((_Forwarder(channel),))
         port = server.add_insecure_port("127.0.0.1:0")

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-import grpc
-
+from perseus.demo.security import Security
+from perseus.tls.channels import Channels
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
@@ -27,6 +27,7 @@ class CoordinatorProcess:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
         self._folder = folder
+        self.security = Security(folder / "security")
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "CoordinatorProcess":
@@ -52,6 +53,7 @@ class CoordinatorProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, **self.security.of_coordinator()},
             )
         wait_until(lambda: "listening" in self._logged(), "a coordinator that listens")
 
@@ -61,10 +63,15 @@ class CoordinatorProcess:
         self._process.kill()
         self._process.wait(PATIENCE_S)
 
+    @property
+    def channels(self) -> Channels:
+        """The way there."""
+        return self.security.channels(self.address)
+
     @contextmanager
     def jobs(self) -> Iterator[JobServiceStub]:
         """What it says of jobs."""
-        with grpc.insecure_channel(self.address) as channel:
+        with self.channels.open_blocking() as channel:
             yield JobServiceStub(channel)
 
     def _logged(self) -> set[str]:

@@ -10,6 +10,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from perseus.demo.security import Security
 from tests.languages.newer import newer_ends
 from tests.languages.processes import ClientProcess, CoordinatorProcess, check_story
 
@@ -67,15 +68,16 @@ def standard_services() -> bytes:
     return files.SerializeToString()
 
 
-def start(classpath: str, target: str, folder: Path) -> ClientProcess:
+def start(classpath: str, target: str, folder: Path, security: Security | None = None) -> ClientProcess:
     command = ["java", "-cp", classpath, "Client", target, "story", SPEED]
-    return ClientProcess(command, folder, folder / "client.log")
+    environment = security.of_operator() if security is not None else {}
+    return ClientProcess(command, folder, folder / "client.log", **environment)
 
 
 def test_the_whole_story(classpath: str, tmp_path: Path) -> None:
     with (
         CoordinatorProcess(tmp_path) as coordinator,
-        start(classpath, coordinator.address, tmp_path) as client,
+        start(classpath, coordinator.address, tmp_path, coordinator.security) as client,
     ):
         printed = client.wait()
         events = check_story(coordinator, "story")
@@ -89,7 +91,7 @@ def test_the_whole_story(classpath: str, tmp_path: Path) -> None:
 
 async def test_unknown_fields_and_messages_of_both_do_not_matter(classpath: str, tmp_path: Path) -> None:
     with CoordinatorProcess(tmp_path) as coordinator:
-        async with newer_ends(coordinator.address) as address:
+        async with newer_ends(coordinator.channels) as address:
             with start(classpath, address, tmp_path) as client:
                 printed = await client.wait_async()
         check_story(coordinator, "story")

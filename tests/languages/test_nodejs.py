@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from perseus.demo.security import Security
 from tests.languages.newer import newer_ends
 from tests.languages.processes import ClientProcess, CoordinatorProcess, check_story
 
@@ -21,14 +22,22 @@ pytestmark = [
 ]
 
 
-def start(target: str, folder: Path) -> ClientProcess:
+def start(target: str, folder: Path, security: Security | None = None) -> ClientProcess:
     return ClientProcess(
-        ["node", "main.js", target], EXAMPLE, folder / "client.log", PERSEUS_JOB="story", PERSEUS_SPEED=SPEED
+        ["node", "main.js", target],
+        EXAMPLE,
+        folder / "client.log",
+        PERSEUS_JOB="story",
+        PERSEUS_SPEED=SPEED,
+        **(security.of_operator() if security is not None else {}),
     )
 
 
 def test_the_whole_story(tmp_path: Path) -> None:
-    with CoordinatorProcess(tmp_path) as coordinator, start(coordinator.address, tmp_path) as client:
+    with (
+        CoordinatorProcess(tmp_path) as coordinator,
+        start(coordinator.address, tmp_path, coordinator.security) as client,
+    ):
         printed = client.wait()
         check_story(coordinator, "story")
     assert "serving: SERVING" in printed
@@ -39,7 +48,10 @@ def test_the_whole_story(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_is_killed_and_comes_back(tmp_path: Path) -> None:
-    with CoordinatorProcess(tmp_path) as coordinator, start(coordinator.address, tmp_path) as client:
+    with (
+        CoordinatorProcess(tmp_path) as coordinator,
+        start(coordinator.address, tmp_path, coordinator.security) as client,
+    ):
         client.wait_for("→ planned: ")  # the plans are offered, and not yet in force
         coordinator.kill()
         coordinator.start()
@@ -51,7 +63,7 @@ def test_a_coordinator_that_is_killed_and_comes_back(tmp_path: Path) -> None:
 
 async def test_unknown_fields_and_messages_of_both_do_not_matter(tmp_path: Path) -> None:
     with CoordinatorProcess(tmp_path) as coordinator:
-        async with newer_ends(coordinator.address) as address:
+        async with newer_ends(coordinator.channels) as address:
             with start(address, tmp_path) as client:
                 printed = await client.wait_async()
         check_story(coordinator, "story")
@@ -73,5 +85,6 @@ def test_the_stable_reason_of_an_error_is_read(tmp_path: Path) -> None:
     """
     with CoordinatorProcess(tmp_path) as coordinator:
         command = ["node", "--input-type=module", "--eval", script, coordinator.address]
-        with ClientProcess(command, EXAMPLE, tmp_path / "client.log") as client:
+        environment = coordinator.security.of_operator()
+        with ClientProcess(command, EXAMPLE, tmp_path / "client.log", **environment) as client:
             assert client.wait().split() == ["JOB_NOT_FOUND"]

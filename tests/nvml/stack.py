@@ -22,6 +22,7 @@ from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.link.computation import Kind
 from perseus.demo import nvml_stub
 from perseus.demo.nvml_stub import NO_LOCKS, Locks
+from perseus.demo.security import Security
 from perseus.demo.trainer import RankTask
 from tests.agent.other_users import command_as
 
@@ -45,11 +46,15 @@ class Stack:
         self.gpu_folder = folder / "gpus"
         self.gpu_folder.mkdir(parents=True)
         self.socket = folder / "agent.sock"
-        self._library = library
         self._trainer_uid = trainer_uid
         self.gpu_file = self.gpu_folder / "gpu-0"
         self.restore_folder = folder / "restore"
         self._gpu = EmulatedGpu.create(self.gpu_file, MODEL, UUID)
+        self.security = Security(folder / "security")
+        self._environment = {
+            **nvml_stub.environment(library, self.gpu_folder),
+            **self.security.of_agent(),
+        }
         if trainer_uid is not None:
             # The device is open to all; who computes on it is noted by its user alone.
             self.gpu_file.chmod(0o666)
@@ -97,7 +102,7 @@ class Stack:
             "perseus.cli",
             *["agent", f"--coordinator={self.address}", f"--socket={self.socket}"],
             *[f"--restore-folder={self.restore_folder}", "--log-format=json", *flags],
-            **nvml_stub.environment(self._library, self.gpu_folder),
+            **self._environment,
             **environment,
         )
         self.until(self.socket.exists, "agent")
@@ -107,11 +112,7 @@ class Stack:
         command = [sys.executable, "-m", "perseus.cli", "agent", f"--restore-folder={self.restore_folder}"]
         return subprocess.run(
             [*command, *flags],
-            env={
-                **os.environ,
-                **nvml_stub.environment(self._library, self.gpu_folder),
-                "COLUMNS": "200",
-            },
+            env={**os.environ, **self._environment, "COLUMNS": "200"},
             capture_output=True,
             text=True,
             check=False,
@@ -173,6 +174,7 @@ class Stack:
             "perseus.cli",
             *["coordinator", f"--listen={self.address}", f"--database={self.folder / 'perseus.db'}"],
             "--log-format=json",
+            **self.security.of_coordinator(),
             PERSEUS_COORDINATOR_LEASE_S=str(LEASE_S),
             PERSEUS_COORDINATOR_BASELINE_ITERATIONS="2",
             PERSEUS_COORDINATOR_PROFILE_ITERATIONS="2",

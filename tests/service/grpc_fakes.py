@@ -18,6 +18,8 @@ from perseus.service.domain.telemetry import KINDS
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
 from perseus.solver import Plan, PlannedComputation, Schedule, one_forward_one_backward
+from perseus.tls.channels import Channels
+from perseus.tls.files import TlsFiles
 from perseus.v1 import agent_service_pb2, computation_pb2, event_pb2, job_pb2, job_service_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
 from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
@@ -120,9 +122,9 @@ async def connected(settings: CoordinatorSettings) -> AsyncIterator[Client]:
 
 
 @asynccontextmanager
-async def connected_to(address: str) -> AsyncIterator[Client]:
+async def connected_to(address: str, files: TlsFiles | None = None) -> AsyncIterator[Client]:
     """Connect to a coordinator that runs already."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with Channels(address, files).open() as channel:
         yield Client(channel)
 
 

@@ -49,6 +49,9 @@ MAX_JSON_BYTES = 4 * 1024 * 1024
 MAX_OBJECTS = 100_000
 MAX_NAME_LENGTH = 256
 
+# The highest iteration that there is: no trainer has counted further than a double does.
+MAX_ITERATION = 2**53
+
 _MAGIC = 0x50
 _JSON_BEGIN = 0x7B  # "{"
 _DEFLATED_BEGIN = 0x78  # first byte of a zlib stream
@@ -384,6 +387,8 @@ def _decode_mark(packet: bytes | bytearray | memoryview) -> Message:
             f"microbatch {microbatch}, chunk {chunk}, ordinal {ordinal}, iteration {iteration}, "
             f"time_ns {time_ns}"
         )
+    if iteration > MAX_ITERATION:
+        raise MalformedPacket(f"mark: expected iteration 0 to {MAX_ITERATION}, found {iteration}")
     match number:
         case MarkType.ITERATION_BEGIN:
             return IterationMark(Edge.BEGIN, iteration, time_ns)

@@ -10,6 +10,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from perseus.agent.link.address import DEFAULT_SOCKET_PATH
 from perseus.agent.restore.records import ClockRange
 from perseus.logs import LogFormat, LogLevel
+from perseus.tls.files import TlsFiles
+from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
 
 
 def default_restore_folder() -> Path:
@@ -25,6 +27,16 @@ class AgentSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="PERSEUS_AGENT_", extra="forbid", frozen=True)
 
+    tls_ca: Path | None = Field(
+        None, description="PEM file with the CAs that may sign the coordinator's certificate; makes it TLS."
+    )
+    tls_certificate: Path | None = Field(
+        None, description="PEM file with the agent's own certificate, for mutual TLS."
+    )
+    tls_key: Path | None = Field(
+        None, validate_default=True, description="PEM file with that certificate's private key."
+    )
+    insecure: bool = Field(False, description="Speak plaintext even to a coordinator on another machine.")
     coordinator: str = Field("127.0.0.1:50051", min_length=1, description="Coordinator's address, host:port.")
     socket: Path = Field(Path(DEFAULT_SOCKET_PATH), description="Local socket that trainers connect to.")
     socket_group: str | None = Field(
@@ -56,6 +68,34 @@ class AgentSettings(BaseSettings):
     log_level: LogLevel = Field("info", description="Least severe log lines that are shown.")
     log_format: LogFormat = Field("console", description="How log lines look: console or json.")
 
+    @field_validator("tls_certificate")
+    @classmethod
+    def _needs_a_ca(cls, certificate: Path | None, info: ValidationInfo) -> Path | None:
+        check_needs(certificate, info.data.get("tls_ca"), "tls_ca")
+        return certificate
+
+    @field_validator("tls_key")
+    @classmethod
+    def _goes_with_its_certificate(cls, key: Path | None, info: ValidationInfo) -> Path | None:
+        check_together(key, info.data.get("tls_certificate"), "tls_certificate")
+        return key
+
+    @field_validator("insecure")
+    @classmethod
+    def _is_no_contradiction(cls, insecure: bool, info: ValidationInfo) -> bool:
+        check_insecure(insecure, info.data.get("tls_ca"), "tls_ca")
+        return insecure
+
+    @field_validator("coordinator")
+    @classmethod
+    def _is_no_plaintext_to_others(cls, coordinator: str, info: ValidationInfo) -> str:
+        return check_plaintext(
+            coordinator,
+            has_tls=info.data.get("tls_ca") is not None,
+            insecure=bool(info.data.get("insecure")),
+            wanted="tls_ca",
+        )
+
     @field_validator("emulated_gpus")
     @classmethod
     def _goes_with_its_backend(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
@@ -80,6 +120,13 @@ class AgentSettings(BaseSettings):
         if text is not None:
             ClockRange.parse(text)
         return text
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """Where the certificates are for the way to the coordinator; None for plaintext."""
+        if self.tls_ca is None:
+            return None
+        return TlsFiles(self.tls_certificate, self.tls_key, self.tls_ca)
 
     @property
     def stock(self) -> ClockRange | None:

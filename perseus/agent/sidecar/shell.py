@@ -79,6 +79,7 @@ from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.stream import registration
 from perseus.agent.stream.coordinator import Coordinator
 from perseus.agent.stream.registration import Outcome, Registered, Registrar, Unreachable
+from perseus.tls.channels import Channels
 
 _log = structlog.get_logger(__name__)
 
@@ -102,6 +103,7 @@ async def run(settings: AgentSettings, lifeline: int | None = None) -> None:
 
     Raises:
         OSError: the local socket can not be had.
+        TlsError: a certificate, its key or the CAs can't be used.
         RecordError: a GPU could not be brought back to stock; its record stays.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -130,7 +132,7 @@ async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
     """An agent that serves until the context is left; yields the task that ends only if the agent fails.
 
     Raises:
-        OSError, RecordError: as `run`.
+        OSError, TlsError, RecordError: as `run`.
     """
     gpus = backend(settings)
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -189,11 +191,14 @@ class Agent:
         self._welcome: Welcome | None = None
         # What went wrong with the GPUs of trainers that are connected: told on every stream, each once.
         self._reports: dict[Rank, list[GpuErrorReport]] = {}
-        self._registrar = Registrar(settings.coordinator)
+        channels = Channels(settings.coordinator, settings.tls_files)
+        if channels.is_exposed:
+            _log.warning("insecure: plaintext to another machine", coordinator=settings.coordinator)
+        self._registrar = Registrar(channels)
         self._connecting: asyncio.Task[None] | None = None
         self._is_stopping = False
         identity = AgentIdentity(uuid.uuid4().hex, version("perseus-energy"), socket.gethostname())
-        self._coordinator = Coordinator(settings.coordinator, identity, self, random.random)
+        self._coordinator = Coordinator(channels, identity, self, random.random)
 
     async def work(self) -> None:
         """Keep in touch with the coordinator, and let time pass. Ends when cancelled, or if a part fails."""

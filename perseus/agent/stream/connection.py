@@ -24,6 +24,7 @@ import structlog
 from perseus.agent.rank.messages import AgentIdentity, Incoming, MessageRefused, Welcome
 from perseus.agent.stream import translate
 from perseus.agent.stream.once import Once
+from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
 
@@ -83,17 +84,19 @@ class Handler(Protocol):
 
 
 class Connection:
-    """One agent's stream to the coordinator at `target`, over and over."""
+    """One agent's stream to a coordinator, over and over."""
 
     def __init__(
-        self, target: str, agent: AgentIdentity, handler: Handler, random: Callable[[], float]
+        self, channels: Channels, agent: AgentIdentity, handler: Handler, random: Callable[[], float]
     ) -> None:
-        self._target = target
+        self._channels = channels
+        self._address = channels.address
         self._agent = agent
         self._handler = handler
         self._backoff = Backoff(random)
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
+        self._was_welcome = False
         self._is_closing = False
         # Kept over streams: by it the coordinator finds that it has lost state.
         self._check_word = ""
@@ -118,37 +121,49 @@ class Connection:
 
     async def run(self) -> None:
         """Keep a stream open until `close`."""
+        renewed: grpc.aio.Channel | None = None
         while not self._is_closing:
+            generation = self._channels.generation
+            self._was_welcome = False
+            channel, renewed = renewed or self._channels.open(CHANNEL_OPTIONS), None
             try:
-                async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
-                    await self._stream(AgentServiceStub(channel).Connect())
+                async with channel:
+                    renewed = await self._stream(AgentServiceStub(channel).Connect(), generation)
                 reason = "the coordinator ended the stream"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
-                if error.code() not in _TRANSIENT:
-                    _log.error("coordinator refuses the stream", coordinator=self._target, reason=reason)
+                if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_welcome:
+                    reason = await self._channels.diagnosis() or reason
+                elif error.code() not in _TRANSIENT:
+                    _log.error("coordinator refuses the stream", coordinator=self._address, reason=reason)
             except (TimeoutError, _NoWelcomeError, translate.MalformedMessageError) as error:
                 reason = str(error)
-            if not self._is_closing:
+            if not self._is_closing and renewed is None:
                 delay_s = self._backoff.next_s()
                 _log.warning(
-                    "no coordinator", coordinator=self._target, reason=reason, retry_in_s=round(delay_s, 3)
+                    "no coordinator", coordinator=self._address, reason=reason, retry_in_s=round(delay_s, 3)
                 )
                 await asyncio.sleep(delay_s)
+        if renewed is not None:
+            await renewed.close()
 
-    async def _stream(self, call: _Call) -> None:
+    async def _stream(self, call: _Call, generation: int) -> grpc.aio.Channel | None:
+        """Talk until the stream ends; a channel with newer certificates, if that is why it does."""
         tasks: list[asyncio.Task[None]] = []
+        is_renewed = False
+        renewing = asyncio.create_task(self._channels.renewed(generation, CHANNEL_OPTIONS))
         try:
             welcome = await self._handshake(call)
+            self._was_welcome = True
             self._backoff.reset()
             self._heard_at_s = time.monotonic()
             self._outbox = asyncio.Queue()
-            _log.info("connected", coordinator=self._target, epoch=welcome.epoch, lease_s=welcome.lease_s)
+            _log.info("connected", coordinator=self._address, epoch=welcome.epoch, lease_s=welcome.lease_s)
             if welcome.protocol_version != translate.PROTOCOL_VERSION:
                 self._once.warn(
                     "the coordinator speaks another protocol version: what one side doesn't know is refused",
                     str(welcome.protocol_version),
-                    coordinator=self._target,
+                    coordinator=self._address,
                     protocol_version=welcome.protocol_version,
                     own_protocol_version=translate.PROTOCOL_VERSION,
                 )
@@ -157,17 +172,24 @@ class Connection:
             reader = asyncio.create_task(self._read(call))
             heart = asyncio.create_task(self._beat(self._outbox, welcome.lease_s))
             tasks = [writer, reader, heart]
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*tasks, renewing], return_when=asyncio.FIRST_COMPLETED)
             if writer.done() and writer.exception() is None:  # the last word is said: let it arrive
                 await asyncio.wait([reader], timeout=_GOODBYE_S)
             # An error in the reader is the stream's status; writer and heart can only say less.
             for task in (reader, writer, heart):
                 if task.done():
                     task.result()
+            if not renewing.done():
+                return None
+            _log.info("certificates renewed: going on with a new stream", coordinator=self._address)
+            is_renewed = True
+            return renewing.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for each in (*tasks, renewing):
+                each.cancel()
+            *_, channel = await asyncio.gather(*tasks, renewing, return_exceptions=True)
+            if not is_renewed and isinstance(channel, grpc.aio.Channel):  # the stream has ended all the same
+                await channel.close()
             call.cancel()
             if self._outbox is not None:
                 self._outbox = None
@@ -226,7 +248,7 @@ class Connection:
             "message of the coordinator refused",
             refused.reason,
             refused.field,
-            coordinator=self._target,
+            coordinator=self._address,
             reason=str(error),
         )
         return refused

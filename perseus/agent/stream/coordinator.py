@@ -31,6 +31,7 @@ from perseus.agent.rank.messages import (
 from perseus.agent.stream.connection import Connection
 from perseus.agent.stream.once import Once
 from perseus.agent.stream.telemetry import TelemetryRing
+from perseus.tls.channels import Channels
 
 _log = structlog.get_logger(__name__)
 
@@ -52,15 +53,15 @@ class Listener(Protocol):
 
 
 class Coordinator:
-    """The coordinator at `target` (implements `connection.Handler`); `random` is as for `Backoff`."""
+    """The coordinator that `channels` lead to (a `connection.Handler`); `random` is as for `Backoff`."""
 
     def __init__(
-        self, target: str, agent: AgentIdentity, listener: Listener, random: Callable[[], float]
+        self, channels: Channels, agent: AgentIdentity, listener: Listener, random: Callable[[], float]
     ) -> None:
         self._listener = listener
         self._ring = TelemetryRing()
         self._farewells: list[RankLeft | GpuErrorReport] = []
-        self._connection = Connection(target, agent, self, random)
+        self._connection = Connection(channels, agent, self, random)
         self._once = Once(_log)
 
     @property

@@ -24,6 +24,7 @@ from perseus.agent.rank.messages import (
 )
 from perseus.agent.stream.connection import CHANNEL_OPTIONS
 from perseus.agent.stream.translate import register_job_request
+from perseus.tls.channels import Channels
 from perseus.v1.job_service_pb2 import RegisterJobRequest
 from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
@@ -64,10 +65,10 @@ Outcome = Registered | Unreachable | Refused
 
 
 class Registrar:
-    """The registrations of an agent's jobs with the coordinator at `target`."""
+    """The registrations of an agent's jobs with the coordinator that `channels` lead to."""
 
-    def __init__(self, target: str) -> None:
-        self._target = target
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
         # To be made again whenever the coordinator does not know the job.
         self._requests: dict[str, RegisterJobRequest] = {}
         # The jobs among them that the coordinator has taken, as far as known.
@@ -125,7 +126,7 @@ class Registrar:
             registering.cancel()
 
     async def _register(self, request: RegisterJobRequest) -> Outcome:
-        outcome = await register_job(self._target, request)
+        outcome = await register_job(self._channels, request)
         job_id = request.spec.job_id
         self._taken.discard(job_id)
         if isinstance(outcome, Refused) and outcome.reason != JOB_ALREADY_EXISTS:
@@ -155,14 +156,17 @@ class Registrar:
         task.add_done_callback(lambda _: self._under_way.pop(job_id, None))
 
 
-async def register_job(target: str, request: RegisterJobRequest) -> Outcome:
-    """Ask the coordinator at `target`, once."""
-    async with grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+async def register_job(channels: Channels, request: RegisterJobRequest) -> Outcome:
+    """Ask the coordinator, once."""
+    async with channels.open(CHANNEL_OPTIONS) as channel:
         try:
             await JobServiceStub(channel).RegisterJob(request, timeout=_DEADLINE_S)
         except grpc.aio.AioRpcError as error:
             if error.code() in _TRANSIENT:
-                return Unreachable(f"coordinator at {target}: {error.code().name}: {error.details()}")
+                reason = f"{error.code().name}: {error.details()}"
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    reason = await channels.diagnosis() or reason
+                return Unreachable(f"coordinator at {channels.address}: {reason}")
             return Refused(_reason(error), error.details() or error.code().name)
     return Registered()
 

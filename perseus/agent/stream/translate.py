@@ -45,6 +45,7 @@ from perseus.agent.rank.messages import (
     Welcome,
 )
 from perseus.agent.stream.telemetry import Batch
+from perseus.printable import printable
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import clock_statistics_pb2, computation_pb2, frontier_pb2, job_pb2, job_service_pb2, rank_pb2
 
@@ -59,6 +60,7 @@ _UNKNOWN_MESSAGE = "UNKNOWN_MESSAGE"
 _EMPTY_MESSAGE = "EMPTY_MESSAGE"
 _INVALID_FIELD = "INVALID_FIELD"
 
+_MAX_NAME_LENGTH = 256
 _MAX_SENTENCE_LENGTH = 1024
 _MAX_COUNT = 2**53
 _MIN_LEASE_S = 0.01
@@ -99,7 +101,7 @@ def hello(agent: AgentIdentity, latest_check_word: str = "") -> wire.ConnectRequ
         hello=wire.Hello(
             instance_id=agent.instance_id,
             agent_version=agent.version,
-            hostname=agent.hostname,
+            hostname=printable(agent.hostname)[:_MAX_NAME_LENGTH],
             protocol_version=PROTOCOL_VERSION,
             check_word=latest_check_word,
         )
@@ -148,7 +150,8 @@ def request(message: Sendable) -> wire.ConnectRequest:
                 gpu_error=wire.GpuError(
                     job_id=rank.job_id,
                     rank=_coordinates(rank),
-                    gpu_uuid=gpu_uuid,
+                    # As a trainer said it: it may be no GPU's.
+                    gpu_uuid=printable(gpu_uuid)[:_MAX_NAME_LENGTH],
                     reason=rank_pb2.GpuErrorReason.ValueType(int(gpu_reason)),
                     message=_sentence(text),
                     owner=owner,
@@ -213,8 +216,8 @@ def register_job_request(registration: Registration, owner: str = "") -> job_ser
 
 def _sentence(text: str) -> str:
     """The text as the contract allows it: a driver's message may be long, and hold line breaks."""
-    printable = "".join(each if each.isprintable() else " " for each in text[:_MAX_SENTENCE_LENGTH])
-    return printable if len(text) <= _MAX_SENTENCE_LENGTH else f"{printable[:-1]}…"
+    shown = "".join(each if each.isprintable() else " " for each in text[:_MAX_SENTENCE_LENGTH])
+    return shown if len(text) <= _MAX_SENTENCE_LENGTH else f"{shown[:-1]}…"
 
 
 def _coordinates(rank: Rank) -> rank_pb2.RankCoordinates:

@@ -21,6 +21,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
+from perseus.service.api.texts import check_texts
 from perseus.service.domain import errors
 from perseus.solver import DeadlineError, LagError, PipelineError, ProfileError, ScheduleError, SolverError
 
@@ -132,13 +133,17 @@ def _packed(message: Message) -> Any:
 
 
 def mapped(method: Unary) -> Unary:
-    """Let a unary method of an adapter raise domain errors, which end the call with their status."""
+    """Let a unary method of an adapter raise domain errors, which end the call with their status.
+
+    Its request's texts are checked before it sees them.
+    """
 
     @functools.wraps(method)
     async def answer(
-        self: object, request: object, context: grpc.aio.ServicerContext[object, object]
+        self: object, request: Message, context: grpc.aio.ServicerContext[object, object]
     ) -> object:
         try:
+            check_texts(request)
             return await method(self, request, context)
         except MAPPED as error:
             status = to_status(error)
@@ -150,13 +155,14 @@ def mapped(method: Unary) -> Unary:
 
 
 def mapped_stream(method: Stream) -> Stream:
-    """Let a method that streams its answers raise domain errors, which end the call with their status."""
+    """The same for a method that streams its answers."""
 
     @functools.wraps(method)
     async def answer(
-        self: object, request: object, context: grpc.aio.ServicerContext[object, object]
+        self: object, request: Message, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[object]:
         try:
+            check_texts(request)
             async for message in method(self, request, context):
                 yield message
         except MAPPED as error:

@@ -36,6 +36,7 @@
     └── InternalError               a fault of the coordinator's own
     StartupError                    the coordinator can not start; never seen over gRPC
     ├── AddressUnavailableError
+    ├── CertificatesUnusableError
     └── DatabaseUnavailableError
     StoreFailedError                the database fails while the coordinator runs: it stops
 
@@ -313,6 +314,12 @@ class AddressUnavailableError(StartupError):
     """Nothing can be bound at the address."""
 
     template = "can not listen on {address}: is another coordinator running there? ({cause})"
+
+
+class CertificatesUnusableError(StartupError):
+    """A certificate, its key or a CA can't be used; the cause names the file."""
+
+    template = "{cause}"
 
 
 class DatabaseUnavailableError(StartupError):

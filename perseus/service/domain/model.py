@@ -111,6 +111,7 @@ class FaultyPart(enum.Enum):
     ACTION = "carrying out what follows from an input"
     VIEW = "showing the job"
     STORED_STATE = "going on from what is stored"
+    STORING = "storing what follows from an input"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ class JobRecord:
     `state_reason` is the sentence of the last change of state, `finish_time_s` on the wall clock.
     `profiling_cost` and `given_up_clocks` are those of profiling so far; `stall` is what was told last of why
     the job does not get on, None once it does. `baseline_request_ids`: the latest requests to measure the
-    baseline again.
+    baseline again. `broken_promise_count`: promises of plans that were broken and not made up for.
     """
 
     policy: OperatingPolicy
@@ -34,6 +34,7 @@ class JobRecord:
     stall: Stall | None
     finish_time_s: float | None
     baseline_request_ids: tuple[str, ...] = ()
+    broken_promise_count: int = 0
 
 
 MOST_REQUEST_IDS = 64

@@ -82,7 +82,7 @@ class Course:
         self.finish_time_s: float | None = None
         self.is_profile_complete = False
         counts = spec.parallelism
-        self.journal = Journal()
+        self.journal = Journal(len(list(counts.all_coordinates())))
         self.log = IterationLog(list(counts.all_coordinates()))
         self.timelines = TimelineMemory(counts)
         self.ranks = RankTable(spec, rules.lease_s, self.journal, created_s)
@@ -126,6 +126,7 @@ class Course:
             self.baseline.iteration = record.baseline
             self.is_profile_complete = record.is_profile_complete
             self.stragglers.restore(record.stragglers)
+            self.planner.watch.broken_count = record.broken_promise_count
             self.profiler.cost, self.profiler.given_up = record.profiling_cost, record.given_up_clocks
         self.ranks.restore(stored.ranks, now_s)
         self.offers.restore(version, stored.offers)
@@ -149,6 +150,7 @@ class Course:
     def begin(self, now_s: float, wall_time_s: float) -> None:
         """An input is taken at this time."""
         self.now_s, self.wall_time_s = now_s, wall_time_s
+        self.journal.begin(now_s)
 
     def settle(self) -> None:
         """An input was taken: move the state as far as what is known allows, and offer what follows."""

@@ -335,6 +335,7 @@ class JobMachine:
             self._progress.told,
             course.finish_time_s,
             self._baseline_request_ids,
+            planner.watch.broken_count,
         )
         if figures != self._stored_figures:  # of every message; most change none of them
             self._stored_figures = figures

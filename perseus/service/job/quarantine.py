@@ -28,6 +28,7 @@ from perseus.service.domain.inputs import (
     RegisteredAgain,
     Solved,
     SolveFailed,
+    SolveRetried,
     Tick,
 )
 from perseus.service.domain.measured import Period, Saving, Timeline
@@ -144,7 +145,7 @@ class QuarantinedRun:
                 self._keep(replace(self._record, version=self._record.version + LOST_VERSIONS))
             case AgentDisconnected() | AgentLeft() | AgentHeard() | RankLeft() | Tick():
                 pass
-            case Solved() | SolveFailed() | ProfileFound():
+            case Solved() | SolveRetried() | SolveFailed() | ProfileFound():
                 pass
             case _:
                 raise self._error()

@@ -19,7 +19,7 @@ from perseus.service.domain.inputs import (
     RankLeft,
     TelemetryArrived,
 )
-from perseus.service.domain.model import RankLeftReason
+from perseus.service.domain.model import FaultyPart, RankLeftReason
 from perseus.service.domain.specification import Coordinates
 from perseus.service.fleet.gpus import GpuIndex
 from perseus.service.shell.live_runs import LiveRuns
@@ -62,8 +62,8 @@ class Agents:
     def load(self) -> None:
         """Learn which GPUs the loaded runs' ranks are on."""
         for run in self._live:
-            for place, gpu_uuid in run.machine.gpus().items():
-                if run.machine.is_on_gpu(place, gpu_uuid):
+            for place, gpu_uuid in self._live.read(run, lambda machine: machine.gpus()).items():
+                if self._is_on_gpu(run.job_id, place, gpu_uuid):
                     self._gpus.put(run.job_id, place, gpu_uuid)
 
     def drain(self) -> None:
@@ -203,7 +203,7 @@ class Agents:
         if run is None:
             return False
         self._live.tick_run(run)
-        return run.machine.is_on_gpu(rank, gpu_uuid)
+        return self._live.read(run, lambda machine: machine.is_on_gpu(rank, gpu_uuid), FaultyPart.MACHINE)
 
     def _tell_jobs(self, agent: _Agent, event: Input) -> None:
         for job_id in agent.job_ids:

@@ -13,7 +13,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -97,11 +97,13 @@ class LiveRun:
     Attributes:
         machine: its state machine, or what stands in for one that failed.
         record, ranks, last_sequence: what the machine gave out last; all that counts of it should it fail.
+        stored_record: the last record that is stored.
         watchers: who watches it.
     """
 
     machine: Machine
     record: JobRecord | None = None
+    stored_record: JobRecord | None = None
     ranks: dict[Coordinates, Rank] = field(default_factory=dict)
     last_sequence: int = 0
     watchers: set[Watcher] = field(default_factory=set)
@@ -141,6 +143,7 @@ class LiveRuns:
         self.unreadable: dict[str, UnreadableJob] = {}
         self._store = store
         self._writer = writer
+        writer.keeper = self
         self._solver = solver
         self._runs: dict[str, LiveRun] = {}
         # Those that may have a deadline: an ended job has none, and costs nothing.
@@ -184,7 +187,11 @@ class LiveRuns:
         except Exception as error:
             machine, commands = self._stand_in(stored, FaultyPart.STORED_STATE, error)
         self._runs[stored.spec.job_id] = run = LiveRun(
-            machine, stored.record, {rank.coordinates: rank for rank in stored.ranks}, stored.last_sequence
+            machine,
+            stored.record,
+            stored.record,
+            {rank.coordinates: rank for rank in stored.ranks},
+            stored.last_sequence,
         )
         self._perform(run, commands)
 
@@ -280,7 +287,7 @@ class LiveRuns:
             commands = run.machine.handle(event, self.clock.now_s(), time.time())
         return self._perform(run, commands, entries, then)
 
-    def read(self, run: LiveRun, ask: Callable[[Machine], T]) -> T:
+    def read(self, run: LiveRun, ask: Callable[[Machine], T], part: FaultyPart = FaultyPart.VIEW) -> T:
         """Return what a run's machine answers.
 
         Raises:
@@ -291,7 +298,7 @@ class LiveRuns:
         except CoordinatorError:
             raise
         except Exception as error:
-            self._quarantine(run, FaultyPart.VIEW, error)
+            self._quarantine(run, part, error)
             return ask(run.machine)
 
     def view(self, run: LiveRun, *, has_details: bool) -> JobView:
@@ -302,7 +309,7 @@ class LiveRuns:
         """Let leases run out."""
         now_s = self.clock.now_s()
         for run in [*self._ticking]:
-            if self._runs.get(run.job_id) is not run or run.machine.next_deadline_s() is None:
+            if self._runs.get(run.job_id) is not run or self._deadline_s(run) is None:
                 self._ticking.discard(run)  # until something happens to it
             else:
                 self._tick(run, now_s)
@@ -312,9 +319,12 @@ class LiveRuns:
         self._tick(run, self.clock.now_s())
 
     def _tick(self, run: LiveRun, now_s: float) -> None:
-        deadline_s = run.machine.next_deadline_s()
+        deadline_s = self._deadline_s(run)
         if deadline_s is not None and deadline_s <= now_s:
             self.handle(run, Tick())
+
+    def _deadline_s(self, run: LiveRun) -> float | None:
+        return self.read(run, lambda machine: machine.next_deadline_s(), FaultyPart.MACHINE)
 
     # ------------------------------------------------------------------ faults
 
@@ -324,12 +334,16 @@ class LiveRuns:
         if isinstance(machine, QuarantinedRun):
             self._note_fault(run.job_id, run.number, part, error)
             return
+        record = run.record
+        if part is FaultyPart.STORING and record is not None and run.stored_record is not None:
+            # What it gave out last may be what can't be stored. Of that, versions are used up all the same.
+            record = replace(run.stored_record, version=record.version)
         known = StoredJob(
             spec=machine.spec,
             run_number=machine.run_number,
             create_time_s=machine.create_time_s,
             registrations=machine.registrations,
-            record=run.record,
+            record=record,
             ranks=tuple(run.ranks.values()),
             offers=(),
             profiles=(),
@@ -341,6 +355,18 @@ class LiveRuns:
             run.solving.cancel()
         run.machine, commands = self._stand_in(known, part, error)
         self._perform(run, commands)
+
+    def put_aside(self, job_id: str, run_number: int, error: Exception) -> CoordinatorError | None:
+        """See `shell.writer.RunKeeper`."""
+        run = self._runs.get(job_id)
+        is_new = run is not None and run.number == run_number and isinstance(run.machine, JobMachine)
+        if run is not None and is_new:
+            self._quarantine(run, FaultyPart.STORING, error)
+        elif run is not None:
+            self._note_fault(job_id, run_number, FaultyPart.STORING, error)
+        return (
+            JobQuarantinedError(job_id=job_id, cause=Fault.of(FaultyPart.STORING, error)) if is_new else None
+        )
 
     def _stand_in(
         self, known: StoredJob, part: FaultyPart, error: Exception
@@ -402,6 +428,7 @@ class LiveRuns:
                             run.ranks[record.coordinates] = record
                         elif isinstance(record, JobRecord):
                             run.record = record
+                            then.append(partial(setattr, run, "stored_record", record))
                 case Announce(happening):
                     event = JobEvent(job_id, number, time.time(), happening)
                     run.last_sequence = happening.sequence
@@ -413,7 +440,7 @@ class LiveRuns:
                     then.append(self._guarded(run, partial(self._do, run, run.machine, command)))
         if is_job_changed:
             then.append(self._guarded(run, partial(self._publish_job, run)))
-        then.extend(more)
+        then.extend(self._guarded(run, action) for action in more)
         self._ticking.add(run)
         return self._writer.later(to_store, then)
 
@@ -474,7 +501,12 @@ class LiveRuns:
     async def _find_profile(self, run: LiveRun, machine: Machine, keys: Sequence[str]) -> None:
         """Give a run what is known of its stages' work."""
         await self._writer.flush()
-        found = tuple(await self._store.known_profiles(keys))
+        try:
+            found = tuple(await self._store.known_profiles(keys))
+        except Exception as error:
+            # What others have measured is a help, no more; a store that fails shows when it is written to.
+            log.error("no profiles from before", job_id=run.job_id, run_number=run.number, exc_info=error)
+            return
         if found and self._is_awaiting(run, machine):
             self.handle(run, ProfileFound(found))
 

@@ -3,7 +3,8 @@
 Theory of operation
 ===================
 
-Events reach a reader in two ways: from the store, in pages, and as news, through a bounded queue. Two numbers
+Events reach a reader in two ways: from the store, in pages, and as news, through a queue that is bounded in
+number and bytes. Two numbers
 say which it is:
 
 - the *cursor* is the last event that the reader was told of, or that it is known to have missed;
@@ -18,7 +19,7 @@ have a hole: there somebody has deleted some before the reader came to them.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
 from perseus.service.domain.model import IterationSummary
@@ -26,7 +27,10 @@ from perseus.service.domain.model import IterationSummary
 News = JobEvent | IterationSummary
 
 QUEUE_LIMIT = 1024
+QUEUE_BYTES_LIMIT = 4 * 2**20
 PAGE_SIZE = 256
+
+_PLAIN_BYTES = 512
 
 SNAPSHOT_INTERVAL_S = 1.0
 """The least time between two snapshots of the job."""
@@ -96,6 +100,7 @@ class WatchState:
         self._end_sequence = last_sequence if has_ended else None
         self._page: deque[JobEvent | WatchGap] = deque()
         self._queue: deque[News] = deque()
+        self._queue_bytes = 0
         self._missed_iteration_count = 0
         self._is_job_changed = True
         self._snapshot_sequence = 0
@@ -103,8 +108,10 @@ class WatchState:
 
     def tell(self, news: News) -> None:
         """Take news. Events come in order, each once it is stored."""
-        if len(self._queue) >= self._queue_limit:
+        self._queue_bytes += (size := _size(news))
+        if len(self._queue) >= self._queue_limit or self._queue_bytes > QUEUE_BYTES_LIMIT:
             self._drop_queue()
+            self._queue_bytes = size
         if isinstance(news, JobEvent) and news.happening.is_end:
             self._end_sequence = news.happening.sequence
         self._queue.append(news)
@@ -150,6 +157,7 @@ class WatchState:
             return Tell(gap)
         while self._queue:
             news = self._queue.popleft()
+            self._queue_bytes -= _size(news)
             if isinstance(news, IterationSummary):
                 return Tell(news)
             if news.happening.sequence > self._cursor:
@@ -177,3 +185,13 @@ class WatchState:
             else:
                 self._missed_iteration_count += 1
         self._queue.clear()
+
+
+def _size(news: News) -> int:
+    """About how many bytes news takes: what grows are texts, and figures by pipeline or stage."""
+    if isinstance(news, IterationSummary):
+        return _PLAIN_BYTES
+    happening, evidence = news.happening, news.happening.evidence
+    parts = (getattr(evidence, each.name) for each in fields(evidence)) if evidence is not None else ()
+    lengths = (len(part) for part in parts if isinstance(part, str | tuple))
+    return _PLAIN_BYTES + 4 * len(happening.message) + 32 * sum(lengths)

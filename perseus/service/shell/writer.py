@@ -1,16 +1,26 @@
 """What the machines want stored, and what follows once it is: gathered, written together, then carried out.
 
 One task does this for all jobs. Nothing leaves for an agent, a watcher or a caller before the records that it
-follows from are safe.
+follows from are safe. Where a run wants something stored that can't be, that concerns this run alone: its
+callers are told, it is put aside, and the others' is stored without it.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from perseus.service.domain.errors import CoordinatorError
+from perseus.service.domain.events import JobEvent
 from perseus.service.domain.records import IterationRows, record_key
-from perseus.service.storage.store import Entry, JobEntry, JobStore, TelemetrySequence
+from perseus.service.storage.store import (
+    Entry,
+    JobEntry,
+    JobStore,
+    NewRun,
+    TelemetrySequence,
+    UnstorableEntryError,
+)
 
 GATHERING_S = 0.005
 """How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
@@ -25,12 +35,13 @@ class Work:
     No future unless somebody waits: of a thousand batches a second nobody does.
     """
 
-    __slots__ = ("_done", "_is_done", "entries", "then")
+    __slots__ = ("_done", "_error", "_is_done", "entries", "then")
 
     def __init__(self, entries: list[Entry], then: Sequence[Callable[[], None]]) -> None:
         self.entries = entries
         self.then = then
         self._is_done = False
+        self._error: CoordinatorError | None = None
         self._done: asyncio.Future[None] | None = None
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -38,6 +49,23 @@ class Work:
             if self._done is None:
                 self._done = asyncio.get_running_loop().create_future()
             yield from asyncio.shield(self._done)
+        if self._error is not None:
+            raise self._error
+
+    def is_of(self, job_id: str, run_number: int) -> bool:
+        """Whether something of a run is to be stored."""
+        return any(
+            isinstance(entry, JobEntry | JobEvent | NewRun)
+            and (_job_id(entry), entry.run_number) == (job_id, run_number)
+            for entry in self.entries
+        )
+
+    def spoil(self, error: CoordinatorError | None) -> None:
+        """Nothing of it is stored. With an error, nothing follows either, and whoever waits is told."""
+        self.entries = []
+        if error is not None:
+            self.then = ()
+            self._error = error
 
     def finish(self) -> None:
         """It is stored and carried out."""
@@ -46,10 +74,25 @@ class Work:
             self._done.set_result(None)
 
 
+class RunKeeper(Protocol):
+    """Who knows the runs."""
+
+    def put_aside(self, job_id: str, run_number: int, error: Exception) -> CoordinatorError | None:
+        """Put a run aside that wants what can't be stored; return what its callers are told.
+
+        None if it is aside: then what it wants is done without being stored.
+        """
+
+
 class Writer:
-    """The one writer of a store."""
+    """The one writer of a store.
+
+    Attributes:
+        keeper: who is told of a run that wants what can't be stored.
+    """
 
     def __init__(self, store: JobStore) -> None:
+        self.keeper: RunKeeper | None = None
         self._store = store
         self._work: list[Work] = []
         self._has_work = asyncio.Event()
@@ -68,9 +111,12 @@ class Writer:
             self._has_work.clear()
             work, self._work = self._work, []
             taken_s = time.monotonic()
-            entries = [entry for item in work for entry in item.entries]
-            if entries:
-                await self._store.write(_latest(entries))
+            while entries := [entry for item in work for entry in item.entries]:
+                try:
+                    await self._store.write(_latest(entries))
+                    break
+                except UnstorableEntryError as error:
+                    self._spoil(work, error)
             turn_ends_s = time.monotonic() + TURN_S
             for item in work:
                 for action in item.then:
@@ -80,6 +126,16 @@ class Writer:
                     await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
                     turn_ends_s = time.monotonic() + TURN_S
             self._waiting_since_s = taken_s if self._work else None
+
+    def _spoil(self, work: Sequence[Work], error: UnstorableEntryError) -> None:
+        """Take out what the run wants that an error is about; what it wants once it is aside comes later."""
+        wanted = [*work, *self._work]
+        spoiled = [item for item in wanted if item.is_of(error.job_id, error.run_number)]
+        if self.keeper is None or not spoiled:
+            raise error
+        told = self.keeper.put_aside(error.job_id, error.run_number, error)
+        for item in spoiled:
+            item.spoil(told)
 
     def late_s(self) -> float:
         """For how long the oldest work has waited that is not stored and carried out, seconds."""
@@ -97,6 +153,10 @@ class Writer:
     async def flush(self) -> None:
         """Wait until everything that was wanted so far is stored and carried out."""
         await self.later([])
+
+
+def _job_id(entry: JobEntry | JobEvent | NewRun) -> str:
+    return entry.spec.job_id if isinstance(entry, NewRun) else entry.job_id
 
 
 def _latest(entries: Sequence[Entry]) -> list[Entry]:

@@ -84,6 +84,8 @@ class JobLane:
         self._queue = FairQueue()
         self._wanted: dict[str, _Wanted] = {}
         self._workers = [Worker() for _ in range(process_count)]
+        for worker in self._workers:
+            worker.start()
         self._idle = list(self._workers)
         self._wake: asyncio.TimerHandle | None = None
 

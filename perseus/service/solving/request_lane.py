@@ -59,7 +59,10 @@ class RequestLane:
     """Does what callers ask, a few things at a time."""
 
     def __init__(self, process_count: int, limit_s: float) -> None:
-        """Start the workers. What takes longer than `limit_s`, waiting aside, is ended."""
+        """Let callers come: the first ones start the workers.
+
+        What takes longer than `limit_s`, waiting aside, is ended.
+        """
         self._limit_s = limit_s
         self._slots = [_Slot() for _ in range(process_count)]
         self._idle = deque(self._slots)

@@ -14,7 +14,8 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from multiprocessing.context import SpawnProcess
+from typing import TypeVar
 
 import structlog
 
@@ -59,14 +60,20 @@ class Worker:
     """
 
     def __init__(self) -> None:
+        """Start nothing yet: the process is started by `start`, or when there is something to do."""
         self.generation = 0
         self.is_ready = False
-        self._start()
+        self._process: SpawnProcess | None = None
 
     @property
     def process_id(self) -> int | None:
-        """Of the process of now."""
-        return self._process.pid
+        """Of the process of now, if there is one."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a process."""
+        return self._process is not None and self._process.is_alive()
 
     async def run(self, work: Callable[..., Answer], *arguments: object) -> Answer:
         """Let the process do something. If the caller is cancelled, the process is killed and replaced.
@@ -81,7 +88,8 @@ class Worker:
             # Pickling large problems takes a while, and so does the pipe.
             message = await asyncio.to_thread(pickle.dumps, (work, arguments), pickle.HIGHEST_PROTOCOL)
             await asyncio.to_thread(self._connection.send_bytes, message)
-            is_done, answer = await self._receive()
+            await self._readable()
+            is_done, answer = await asyncio.to_thread(self._connection.recv)
         except (EOFError, OSError):
             raise await self._died(is_of_its_work=True) from None
         except BaseException:
@@ -100,30 +108,33 @@ class Worker:
         Raises:
             WorkerDiedError: it ended at once; another one is started.
         """
-        if not self._process.is_alive():
-            self._replace()
+        if not self.is_alive:
+            self.start()
         if self.is_ready:
             return
         try:
-            await self._receive()
+            await self._readable()
+            self._connection.recv()  # Small, and at once: were it lost, nobody would know that it was there.
         except (EOFError, OSError):
             raise await self._died(is_of_its_work=False) from None
         self.is_ready = True
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.join()
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
 
     async def _died(self, *, is_of_its_work: bool) -> WorkerDiedError:
+        assert self._process is not None
         # The end of the pipe comes before the end of the process.
         await asyncio.to_thread(self._process.join, _PATIENCE_S)
         exit_code = self._process.exitcode
         self._replace()
         return WorkerDiedError(exit_code, is_of_its_work=is_of_its_work)
 
-    async def _receive(self) -> Any:
-        """Wait for a message without a thread, then read it in one: an answer may be of many megabytes."""
+    async def _readable(self) -> None:
+        """Wait for a message, or the end of the process. No thread waits, as solving may take an hour."""
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
         descriptor = self._connection.fileno()
@@ -137,9 +148,9 @@ class Worker:
             await readable
         finally:
             loop.remove_reader(descriptor)
-        return await asyncio.to_thread(self._connection.recv)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start a process; until it is ready, it takes a second or two."""
         self._connection, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
@@ -149,8 +160,9 @@ class Worker:
 
     def _replace(self) -> None:
         # The connection is left to whichever thread still reads or writes it: that ends with the process.
+        assert self._process is not None
         self._process.kill()
-        self._start()
+        self.start()
 
 
 def _signal_name(number: int) -> str:

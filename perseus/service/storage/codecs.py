@@ -41,7 +41,7 @@ class Json(Generic[T]):
     def __init__(self, name: str, kind: Any, *, may_be_infinite: bool = False) -> None:
         # In a tuple, because only then pydantic can be told to write infinities as such and not as null.
         self._adapter: TypeAdapter[tuple[T]] = TypeAdapter(
-            tuple[kind],  # type: ignore[valid-type]
+            tuple[kind],
             config={"ser_json_inf_nan": "constants"},
         )
         self._name = name

@@ -86,8 +86,8 @@ class _Group:
                 self.rows[to.CLOSE_ITERATIONS].append((*run, closed))
         self.rows[to.PRUNE_PLANS] += list(self.runs_with_new_plans)
         for name in to.ORDER:
-            if rows := self.rows.get(name):
-                yield name, rows
+            if found := self.rows.get(name):
+                yield name, found
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,9 @@ class GroupWriter:
                 case JobDeleted():
                     self._delete(step)
                 case _ForgetIterations(run):
-                    rows = schema.open_iterations
+                    table = schema.open_iterations
                     self._connection.execute(
-                        delete(rows).where(rows.c.job_id == run[0], rows.c.run_number == run[1])
+                        delete(table).where(table.c.job_id == run[0], table.c.run_number == run[1])
                     )
 
     def forget_plans(self) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import (
+    MAX_ITERATION,
     MAX_JSON_BYTES,
     MAX_OBJECTS,
     MAX_PACKET_BYTES,
@@ -29,6 +30,7 @@ from perseus.agent.link.packets import (
 
 int32 = st.integers(0, 2**31 - 1)
 int64 = st.integers(0, 2**63 - 1)
+iterations = st.integers(0, MAX_ITERATION)
 edges = st.sampled_from(Edge)
 computations = st.builds(Computation, st.sampled_from(Kind), int32, int32)
 texts = st.text(max_size=50)
@@ -44,8 +46,8 @@ messages: st.SearchStrategy[Message] = st.one_of(
     ),
     st.builds(Membership, identifiers),
     st.builds(Reply, st.booleans(), texts, texts),
-    st.builds(IterationMark, edges, int64, int64),
-    st.builds(ComputationMark, edges, int64, int32, computations, int64),
+    st.builds(IterationMark, edges, iterations, int64),
+    st.builds(ComputationMark, edges, iterations, int32, computations, int64),
     st.builds(Finish, int64),
 )
 
@@ -171,6 +173,10 @@ def test_json_errors_name_the_field(fields: dict[str, object], text: str) -> Non
         (struct.pack("<BBBBiiiqq", 0x50, 2, 9, 0, 0, 0, 0, 0, 0), "type 1 to 5, found 9"),
         (struct.pack("<BBBBiiiqq", 0x50, 2, 3, 7, 0, 0, 0, 0, 0), "kind 1 to 6, found 7"),
         (struct.pack("<BBBBiiiqq", 0x50, 2, 1, 0, 0, 0, 0, -4, 0), "no negative field, found .*iteration -4"),
+        (
+            struct.pack("<BBBBiiiqq", 0x50, 2, 1, 0, 0, 0, 0, 2**63 - 1, 0),
+            "iteration 0 to 9007199254740992, found 9223372036854775807",
+        ),
         (bytes(32), "first byte 0x00"),
         (b"", "1 to 131072 bytes, found 0"),
     ],

@@ -22,6 +22,7 @@ from perseus.agent.rank.messages import (
     Welcome,
 )
 from perseus.agent.stream.coordinator import Coordinator
+from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import rank_pb2
 from tests.agent.coordinator_stub import Book, CoordinatorStub, until
@@ -37,7 +38,9 @@ class Agent:
 
     def __init__(self, target: str) -> None:
         self.seen: list[Welcome | ToSession | str] = []
-        self.coordinator = Coordinator(target, AgentIdentity("instance", "0", "host"), self, lambda: 0.01)
+        self.coordinator = Coordinator(
+            Channels(target), AgentIdentity("instance", "0", "host"), self, lambda: 0.01
+        )
 
     def connected(self, welcome: Welcome) -> None:
         self.seen.append(welcome)

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from perseus.agent.rank.messages import AgentIdentity, Incoming, TelemetryAck, Welcome
 from perseus.agent.stream.connection import Backoff, Connection
 from perseus.agent.stream.translate import PROTOCOL_VERSION
+from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import agent_service_pb2_grpc, computation_pb2, rank_pb2
 from tests.agent.coordinator_stub import until
@@ -67,7 +68,9 @@ async def converse(witness: Witness, condition: Callable[[], bool], *scripts: Sc
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(ScriptedCoordinator(*scripts), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    running = asyncio.create_task(Connection(f"127.0.0.1:{port}", AGENT, witness, lambda: 0.01).run())
+    running = asyncio.create_task(
+        Connection(Channels(f"127.0.0.1:{port}"), AGENT, witness, lambda: 0.01).run()
+    )
     try:
         await until(condition, "the conversation")
     finally:

@@ -9,6 +9,7 @@ from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import Registration
 from perseus.agent.rank.messages import JOB_FINISHED, JOB_NOT_FOUND, SPEC_MISMATCH, RankRefused
 from perseus.agent.stream.registration import Refused, Registered, Registrar, Unreachable
+from perseus.tls.channels import Channels
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.agent.coordinator_stub import Book, CoordinatorStub, until
 
@@ -30,7 +31,7 @@ async def coordinator() -> AsyncIterator[CoordinatorStub]:
 
 @pytest.fixture
 def registrar(coordinator: CoordinatorStub) -> Registrar:
-    return Registrar(f"127.0.0.1:{coordinator.port}")
+    return Registrar(Channels(f"127.0.0.1:{coordinator.port}"))
 
 
 async def registered(coordinator: CoordinatorStub) -> None:
@@ -52,7 +53,7 @@ async def test_a_job_is_registered_as_soon_as_there_is_a_coordinator() -> None:
     coordinator = CoordinatorStub(Book(), [])  # type: ignore[abstract] # it serves RegisterJob only
     await coordinator.start(0)
     await coordinator.stop()
-    registrar = Registrar(f"127.0.0.1:{coordinator.port}")
+    registrar = Registrar(Channels(f"127.0.0.1:{coordinator.port}"))
     outcome = await registrar.register("job", REGISTRATION)
     assert isinstance(outcome, Unreachable)
     assert f"127.0.0.1:{coordinator.port}: UNAVAILABLE" in outcome.message

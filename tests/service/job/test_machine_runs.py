@@ -21,6 +21,7 @@ from perseus.service.domain.model import Gpu, JobState, RankLeftReason
 from perseus.service.domain.records import MOST_REQUEST_IDS, ProfiledWork
 from perseus.service.domain.specification import Registration
 from perseus.service.job.machine import JobMachine
+from perseus.service.job.planning import plan_watch
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MOST_BROKEN_PROMISES
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
@@ -156,6 +157,30 @@ def test_the_count_of_broken_promises_begins_anew() -> None:
     cluster.run(BLOCK)
     assert len(cluster.announced(evidence.PromiseBroken)) == MOST_BROKEN_PROMISES + 2
     cluster.expect(JobState.PLANNED)
+
+
+def test_broken_promises_survive_a_restart_and_are_made_up_for_by_kept_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan_watch, "FORGIVING_ITERATIONS", 2 * BLOCK)
+    cluster = TruthfulCluster(lag_s=0.006).plan()
+    cluster.run(BLOCK)
+    watch = cluster.machine._planner.watch
+    assert watch.broken_count == 1
+    cluster.run(3 * BLOCK)
+    assert watch.broken_count == 0
+    cluster.lag_s = 0.010
+    cluster.run(BLOCK)
+    assert watch.broken_count == 1
+    cluster.run(3 * BLOCK)
+    cluster.slowness = lambda stage, mhz: 1.3 if stage == 1 and mhz < CLOCKS_MHZ[0] else 1.0
+    cluster.run(BLOCK)
+    assert len(cluster.announced(evidence.PromiseBroken)) > MOST_BROKEN_PROMISES
+    broken_count = watch.broken_count
+    assert 1 <= broken_count <= MOST_BROKEN_PROMISES
+    cluster.expect(JobState.PLANNED)
+    cluster.restart()
+    assert cluster.machine._planner.watch.broken_count == broken_count, "a restart forgives nothing"
 
 
 def test_what_was_given_up_is_tried_again() -> None:

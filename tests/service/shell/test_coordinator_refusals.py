@@ -456,6 +456,34 @@ async def test_telemetry_that_cannot_be_is_refused_by_itself_and_not_taken(
     assert again.welcome.acknowledged_sequence == batch.sequence
 
 
+async def test_an_iteration_without_length_and_a_rank_outside_its_job_cost_a_node_nothing_else(
+    client: Client,
+) -> None:
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    await agent.iterate()
+    rank = agent.ranks[ALL_PLACES[0]]
+    rank.begin()
+    batch = agent.telemetry(rank)
+    batch.iterations.duration_s[0] = 0.0
+    await agent.say(telemetry=batch)
+    await agent.until(lambda: agent.acknowledged == batch.sequence)
+    assert [refused.field for refused in agent.telemetry_refused] == ["iterations.duration_s[0]"]
+    for places in (rank_pb2.RankCoordinates(stage=9), rank_pb2.RankCoordinates(pipeline=-1)):
+        left = agent_service_pb2.RankLeft(
+            job_id="job", rank=places, reason=rank_pb2.RANK_LEFT_REASON_FINISHED
+        )
+        await agent.say(rank_left=left)
+    await agent.until(lambda: len(agent.messages_refused) == 2)
+    assert {refused.reason for refused in agent.messages_refused} == {"RANK_OUT_OF_RANGE"}
+    for other in list(agent.ranks.values())[1:]:
+        other.begin()
+        await agent.say(telemetry=agent.telemetry(other))
+    await agent.iterate()
+    assert {found.state for found in await client.ranks()} == {rank_pb2.RANK_STATE_CONNECTED}
+    assert agent.acknowledged == agent.sequence
+
+
 async def test_a_batch_without_a_sequence_is_refused_and_nothing_is_acknowledged(client: Client) -> None:
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.join()

@@ -1,10 +1,8 @@
 """A coordinator that is killed and started again goes on where it was."""
 
 import asyncio
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import grpc
@@ -13,6 +11,7 @@ import pytest
 from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.server import running
 from perseus.v1 import job_pb2, job_service_pb2, rank_pb2
+from tests.service.coordinator_process import Process
 from tests.service.grpc_fakes import ALL_PLACES, TIMEOUT_S, Client, FakeAgent, connected, make_settings, until
 
 
@@ -90,55 +89,6 @@ async def test_a_second_coordinator_on_the_port_fails_clearly(tmp_path: Path) ->
         with pytest.raises(AddressUnavailableError, match=address):
             async with running(other):
                 raise AssertionError("two coordinators on one port")
-
-
-PROGRAM = """
-import asyncio, sys
-from pathlib import Path
-from perseus import logs
-from perseus.service.server import serve
-from perseus.service.settings import CoordinatorSettings
-
-logs.configure("info", "json")
-directory, port = Path(sys.argv[1]), sys.argv[2]
-settings = CoordinatorSettings(
-    listen=f"127.0.0.1:{port}", database=directory / "perseus.db", baseline_iterations=2, profile_iterations=2
-)
-if __name__ == "__main__":
-    asyncio.run(serve(settings))
-"""
-
-
-class Process:
-    """A coordinator in a process of its own."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.program = directory / "coordinator.py"
-        self.program.write_text(PROGRAM)
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> str:
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, str(self.program), str(self.directory), "0", stderr=asyncio.subprocess.PIPE
-        )
-        assert self.process.stderr is not None
-        async with asyncio.timeout(TIMEOUT_S):
-            async for line in self.process.stderr:
-                entry = json.loads(line)
-                if entry["event"] == "listening":
-                    return str(entry["address"])
-        raise AssertionError("the coordinator did not start")
-
-    async def stop(self, number: signal.Signals) -> tuple[int, list[str]]:
-        """Send a signal; return the exit status, and the events logged since."""
-        assert self.process is not None
-        assert self.process.stderr is not None
-        self.process.send_signal(number)
-        async with asyncio.timeout(TIMEOUT_S):
-            lines = (await self.process.stderr.read()).decode().splitlines()
-            events = [json.loads(line)["event"] for line in lines if line.startswith("{")]
-            return await self.process.wait(), events
 
 
 async def test_a_killed_process_loses_nothing_and_sigterm_ends_gracefully(tmp_path: Path) -> None:

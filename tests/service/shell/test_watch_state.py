@@ -11,6 +11,7 @@ from perseus.service.domain.evidence import SolveFailed, StateChanged
 from perseus.service.domain.model import EventType, IterationSummary, JobState
 from perseus.service.shell.watch_state import (
     PAGE_SIZE,
+    QUEUE_BYTES_LIMIT,
     QUEUE_LIMIT,
     SNAPSHOT_INTERVAL_S,
     End,
@@ -67,6 +68,25 @@ def test_history_comes_from_the_store_then_the_marker_then_what_is_new() -> None
     told = [*events([1, 2, 3]), CaughtUp(3), *events([4, 5])]
     assert steps(state) == [Tell(update) for update in told]  # type: ignore[arg-type]
     assert state.next_step(0.0) == Wait(None)
+
+
+def test_large_news_is_dropped_and_fetched_long_before_there_is_much_of_it() -> None:
+    state = caught_up()
+    cause = "x" * 100_000
+    large = [
+        JobEvent("job", 1, 1.0, Happening(sequence, EventType.SOLVE_FAILED, "", SolveFailed(cause)))
+        for sequence in range(1, 11)
+    ]
+    for each in large:
+        state.tell(each)
+        assert len(state._queue) <= 1 + QUEUE_BYTES_LIMIT // (32 * len(cause))
+    assert steps(state)[-1] == Fetch(0, PAGE_SIZE)
+    state.take_page(large)
+    assert [step.update for step in steps(state) if isinstance(step, Tell)] == large
+    for sequence in range(11, 11 + QUEUE_LIMIT):
+        state.tell(event(sequence))
+    told = [Tell(event(sequence)) for sequence in range(11, 11 + QUEUE_LIMIT)]
+    assert steps(state) == told, "what was told takes no room any more"
 
 
 def test_what_the_reader_knows_is_left_out() -> None:

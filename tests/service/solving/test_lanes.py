@@ -112,7 +112,7 @@ async def test_plans_are_made_elsewhere_as_here_and_frontiers_go_there_once(requ
         assert await requests.plan(frontier, frontier.t_min_s) == frontier.plan(frontier.t_min_s)
     assert sent[-5:] == [True] * 5
     kill(worker.process_id)
-    await until(lambda: not worker._process.is_alive())
+    await until(lambda: not worker.is_alive)
     assert await requests.plan(frontiers[0], frontiers[0].t_min_s) == frontiers[0].plan(frontiers[0].t_min_s)
     assert sent[-1] is True
 
@@ -320,6 +320,7 @@ def fail_for_an_unknown_reason() -> None:
 async def test_an_unexpected_error_is_told_and_the_worker_goes_on() -> None:
     worker = Worker()
     try:
+        await worker.ready()
         before = worker.process_id
         with pytest.raises(WorkError, match="ZeroDivisionError: nobody thought of it"):
             await worker.run(fail_for_an_unknown_reason)
@@ -333,7 +334,7 @@ async def test_a_worker_that_dies_idle_is_replaced_and_nobody_notices() -> None:
     try:
         assert await worker.run(os.getpid) == worker.process_id
         kill(worker.process_id)
-        await until(lambda: not worker._process.is_alive())
+        await until(lambda: not worker.is_alive)
         assert await worker.run(os.getpid) == worker.process_id
     finally:
         worker.close()

@@ -32,6 +32,7 @@ from perseus.service.domain.records import (
     ProfiledWork,
     Record,
     Registrations,
+    StoredJob,
 )
 from perseus.service.domain.specification import (
     Coordinates,
@@ -97,6 +98,16 @@ def rows(rank: Coordinates, iterations: list[int], closed_through: int) -> Itera
     return IterationRows(rank, columns, closed_through)
 
 
+async def stored_jobs(store: JobStore) -> list[StoredJob]:
+    return [job for job in await store.load_jobs() if isinstance(job, StoredJob)]
+
+
+async def stored_run(store: JobStore, job_id: str, run_number: int) -> StoredJob:
+    run = await store.load_run(job_id, run_number)
+    assert isinstance(run, StoredJob)
+    return run
+
+
 async def test_the_epoch_stays_when_the_store_is_opened_again(open_store: Open) -> None:
     store = await open_store()
     epoch = await store.epoch()
@@ -123,7 +134,7 @@ async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> Non
     await store.close()
 
     store = await open_store()
-    (stored,) = await store.load_jobs()
+    (stored,) = await stored_jobs(store)
     expected = replace(cluster.stored(), create_time_s=12.5)
     assert replace(stored, open_rows=()) == replace(expected, open_rows=())
     assert stored.open_rows == ()
@@ -146,7 +157,7 @@ async def test_an_explicit_schedule_and_all_kinds_come_back(open_store: Open) ->
     spec = JobSpec("job", Parallelism(1, 1, 1), ExplicitSchedule((order,)), OperatingPolicy(2.5))
     store = await open_store()
     await store.write([NewRun(spec, 1, 1.0)])
-    (stored,) = await store.load_jobs()
+    (stored,) = await stored_jobs(store)
     assert stored.spec == spec
     assert stored.record is None
     await store.close()
@@ -175,7 +186,7 @@ async def test_a_later_entry_replaces_one_of_the_same_key(open_store: Open) -> N
             JobEntry("job", 1, OfferRecord(1, PipelineOffer((4, 3), 22, STOCK))),
         ]
     )
-    (stored,) = await store.load_jobs()
+    (stored,) = await stored_jobs(store)
     assert stored.record == replace(RECORD, version=10)
     assert stored.ranks == (newer,)
     assert stored.offers == (OfferRecord(1, PipelineOffer((4, 3), 22, STOCK)),)
@@ -194,7 +205,7 @@ async def test_jobs_do_not_see_each_others_entries(open_store: Open) -> None:
             JobEvent("b", 1, 1.0, event),
         ]
     )
-    first, second = await store.load_jobs()
+    first, second = await stored_jobs(store)
     assert (first.spec.job_id, first.record, first.open_rows, first.last_sequence) == ("a", None, (), 0)
     assert (second.spec.job_id, second.record, second.last_sequence) == ("b", RECORD, 1)
     await store.close()
@@ -205,14 +216,14 @@ async def test_rows_of_open_iterations_stay_until_they_are_closed_or_forgotten(o
     first, second = Coordinates(0, 0, 0), Coordinates(0, 1, 0)
 
     async def open_iterations() -> list[tuple[Coordinates, int]]:
-        (stored,) = await store.load_jobs()
+        (stored,) = await stored_jobs(store)
         return [(row.rank, int(row.rows.iteration[0])) for row in stored.open_rows]
 
     await store.write([NewRun(make_spec(), 1, 1.0), JobEntry("job", 1, rows(first, [5, 6], -1))])
     assert await open_iterations() == [(first, 5), (first, 6)]
     await store.write([JobEntry("job", 1, rows(second, [5], 5))])
     assert await open_iterations() == [(first, 6)]
-    (stored,) = await store.load_jobs()
+    (stored,) = await stored_jobs(store)
     (row,) = stored.open_rows
     assert (row.rows.duration_s[0], row.rows.energy_j[0], row.rows.plan_version[0]) == (1 / 3, 2 / 3, 4)
     await store.write([JobEntry("job", 1, ForgetIterations())])
@@ -239,8 +250,8 @@ async def test_runs_of_a_job_do_not_see_each_others_entries_and_the_latest_is_lo
     await store.close()
 
     store = await open_store()
-    (latest,) = await store.load_jobs()
-    third = await store.load_run("job", 3)
+    (latest,) = await stored_jobs(store)
+    third = await stored_run(store, "job", 3)
     assert third is not None
     assert (latest.run_number, third.run_number) == (10, 3)
     assert (latest.spec.stage_work, third.spec.stage_work) == (("run 10", ""), ("run 3", ""))
@@ -286,7 +297,7 @@ async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open
 
     store = await open_store()
     assert await store.deleted_version() == 17
-    (stored,) = await store.load_jobs()
+    (stored,) = await stored_jobs(store)
     assert (stored.spec.job_id, stored.run_number, stored.record) == ("stays", 2, RECORD)
     assert (stored.ranks, stored.profiles, stored.periods) == ((rank,), (profile,), (PERIOD,))
     assert len(stored.offers) == len(stored.open_rows) == stored.last_sequence == 1
@@ -295,7 +306,7 @@ async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open
     assert await store.events("gone", 1, 0, 10) == []
     # What comes under its name finds nothing of it.
     await store.write([NewRun(make_spec("gone"), 1, 3.0)])
-    again = await store.load_run("gone", 1)
+    again = await stored_run(store, "gone", 1)
     assert again is not None
     assert (again.ranks, again.offers, again.profiles, again.periods, again.open_rows) == ((),) * 5
     assert (again.record, again.last_sequence) == (None, 0)

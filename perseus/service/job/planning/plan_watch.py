@@ -24,6 +24,9 @@ from perseus.solver import Frontier
 MOST_BROKEN_PROMISES = 2
 """After so many broken promises the job stays at stock."""
 
+FORGIVING_ITERATIONS = 1000
+"""Iterations that kept their promise and make up for a broken one: twice a year is not twice in a row."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -41,7 +44,11 @@ class Verdict:
 
 
 class PlanWatch:
-    """Follows the iterations of a job that runs under plans."""
+    """Follows the iterations of a job that runs under plans.
+
+    Attributes:
+        broken_count: promises that were broken and not made up for.
+    """
 
     def __init__(
         self, parallelism: Parallelism, rules: GuardRules, profiler: Profiler, journal: Journal
@@ -50,7 +57,8 @@ class PlanWatch:
         self._drift = DriftWatch(parallelism)
         self._profiler = profiler
         self._journal = journal
-        self._broken_count = 0
+        self.broken_count = 0
+        self._kept_count = 0
 
     def restart(self) -> None:
         """What is under way counts for nothing."""
@@ -59,7 +67,7 @@ class PlanWatch:
 
     def forgive(self) -> None:
         """Promises that were broken so far count for nothing."""
-        self._broken_count = 0
+        self.broken_count = self._kept_count = 0
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank measured under the plan that it has now."""
@@ -91,17 +99,25 @@ class PlanWatch:
                     ),
                 )
                 return self._answer_broken_promise(broken, clocks, frontier)
+            self._keep_promise(iteration)
         if self._drift.is_due(iteration.versions) and self._correct_profile(frontier, stragglers):
             return Verdict(solve_again=True)
         return Verdict()
 
+    def _keep_promise(self, iteration: JobIteration) -> None:
+        self._kept_count += iteration.is_regular
+        if self._kept_count >= FORGIVING_ITERATIONS:
+            self._kept_count = 0
+            self.broken_count = max(0, self.broken_count - 1)
+
     def _answer_broken_promise(
         self, broken: BrokenPromise, clocks: Sequence[PlannedClocks], frontier: Frontier
     ) -> Verdict:
-        self._broken_count += 1
+        self.broken_count += 1
+        self._kept_count = 0
         is_corrected = self._correct_profile(frontier, ())
-        if self._broken_count > MOST_BROKEN_PROMISES:
-            return Verdict(f"plans broke their promise {self._broken_count} times")
+        if self.broken_count > MOST_BROKEN_PROMISES:
+            return Verdict(f"plans broke their promise {self.broken_count} times")
         if is_corrected:
             return Verdict("the plans broke their promise, and the profile was corrected", solve_again=True)
         slowest = max((some.plan for some in clocks), key=lambda plan: plan.iteration_time_s)

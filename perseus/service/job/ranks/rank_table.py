@@ -16,6 +16,9 @@ from perseus.service.job.ranks.leases import Leases
 from perseus.service.job.ranks.missing import MissingRanks
 from perseus.service.job.ranks.usable_clocks import UsableClocks, usable_clocks_mhz
 
+_MOST_GPU_ERRORS = 1024
+"""Errors of GPUs that are known when they are said again; they may be of any text."""
+
 LIVE = (RankState.CONNECTED, RankState.DISCONNECTED)
 
 
@@ -41,7 +44,8 @@ class RankTable:
         self._after_sequence: dict[Coordinates, int] = {}
         self._changed_pipelines: set[int] = set()
         self._usable_clocks_mhz: UsableClocks | None = None
-        self._gpu_errors: set[GpuErrorReported] = set()
+        # The latest that were told of, oldest first.
+        self._gpu_errors: dict[GpuErrorReported, None] = {}
 
     def __getitem__(self, place: Coordinates) -> Rank:
         return self._ranks[place]
@@ -233,7 +237,9 @@ class RankTable:
     def note_gpu_error(self, event: GpuErrorReported) -> None:
         """Tell what went wrong with a rank's GPU, once: agents say it again on every stream."""
         if event not in self._gpu_errors:
-            self._gpu_errors.add(event)
+            self._gpu_errors[event] = None
+            if len(self._gpu_errors) > _MOST_GPU_ERRORS:
+                del self._gpu_errors[next(iter(self._gpu_errors))]
             self._journal.announce(
                 EventType.GPU_ERROR,
                 f"{event.rank}: {event.reason.value}: {event.message}",

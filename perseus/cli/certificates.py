@@ -1,0 +1,89 @@
+"""`perseus certificates`: a small certificate authority of one's own, for clusters that have none."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perseus.cli.terminal import console, fail
+
+app = typer.Typer(help="Keep a small certificate authority, for TLS.", no_args_is_help=True)
+
+Folder = Annotated[
+    Path, typer.Option(help="The authority's folder: ca.pem is for everybody, ca.key for nobody else.")
+]
+_FOLDER = Path("perseus-ca")
+Days = Annotated[int, typer.Option(min=1, max=36_500, help="Days until it expires.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where to write: this path with .pem and .key. (default the name, here)", show_default=False
+    ),
+]
+
+
+@app.command()
+def authority(
+    folder: Folder = _FOLDER,
+    name: Annotated[str, typer.Option(help="What the authority is called.")] = "Perseus CA",
+    days: Days = 3650,
+) -> None:
+    """Make a new authority: whoever has its ca.key can make certificates that your coordinator trusts."""
+    from perseus.certificates import Authority
+
+    with _mistakes():
+        Authority.create(folder, name, timedelta(days=days))
+    _say(folder / "ca.pem", folder / "ca.key")
+
+
+@app.command()
+def server(
+    names: Annotated[
+        list[str],
+        typer.Argument(help="Host names and addresses that agents reach it by.", show_default=False),
+    ],
+    folder: Folder = _FOLDER,
+    output: Output = None,
+    days: Days = 90,
+) -> None:
+    """Make a coordinator's certificate, or renew it: a running coordinator takes the new one by itself."""
+    _issue(names, folder, output, days, is_server=True)
+
+
+@app.command()
+def client(
+    name: Annotated[str, typer.Argument(help="Whose it is: a node, an operator.", show_default=False)],
+    folder: Folder = _FOLDER,
+    output: Output = None,
+    days: Days = 90,
+) -> None:
+    """Make an agent's or an operator's certificate, or renew it: a running agent takes it by itself."""
+    _issue([name], folder, output, days, is_server=False)
+
+
+def _issue(names: list[str], folder: Path, output: Path | None, days: int, *, is_server: bool) -> None:
+    from perseus.certificates import Authority
+
+    ends = datetime.now(UTC) + timedelta(days=days)
+    with _mistakes():
+        made = Authority(folder).issue(output or Path(names[0]), names, is_server=is_server, ends=ends)
+    _say(*made)
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    from perseus.certificates import CertificateError
+
+    try:
+        yield
+    except CertificateError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}")
+
+
+def _say(certificate: Path, key: Path) -> None:
+    console.print(f"certificate {certificate}, key {key}", highlight=False, soft_wrap=True)

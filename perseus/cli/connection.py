@@ -1,0 +1,180 @@
+"""How commands reach a coordinator: the flags that they share, and what they hear, made fit to be shown."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from perseus.cli.terminal import BAD_INPUT, FAILURE, error_console, fail
+from perseus.printable import printable
+from perseus.tls.files import TlsError, TlsFiles
+from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
+
+if TYPE_CHECKING:
+    import grpc
+    from google.protobuf.message import Message
+
+    from perseus.tls.channels import Channels
+
+DEFAULT_COORDINATOR = "127.0.0.1:50051"
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """What a command's flags, or their environment variables, say of its coordinator."""
+
+    coordinator: Annotated[
+        str, typer.Option(envvar="PERSEUS_COORDINATOR", help="The coordinator's HOST:PORT, or unix:PATH.")
+    ] = DEFAULT_COORDINATOR
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PERSEUS_TLS_CA",
+            help="PEM file with the CAs that may sign the coordinator's certificate; makes it TLS.",
+        ),
+    ] = None
+    tls_certificate: Annotated[
+        Path | None,
+        typer.Option(envvar="PERSEUS_TLS_CERTIFICATE", help="PEM file with your own, for mutual TLS."),
+    ] = None
+    tls_key: Annotated[
+        Path | None, typer.Option(envvar="PERSEUS_TLS_KEY", help="PEM file with that one's private key.")
+    ] = None
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            envvar="PERSEUS_INSECURE",
+            help="Speak plaintext even to a coordinator on another machine.",
+        ),
+    ] = False
+
+    def channels(self) -> "Channels":
+        """The way to the coordinator. Exits where the flags don't go together, or a file can't be used."""
+        from perseus import logs
+        from perseus.tls.channels import Channels
+
+        logs.configure("warning", "console")
+        files = TlsFiles(self.tls_certificate, self.tls_key, self.tls_ca) if self.tls_ca is not None else None
+        for name, check in self._checks().items():
+            try:
+                check()
+            except ValueError as error:
+                flag = f"--{name.replace('_', '-')}"
+                fail(f"{flag}: {error}, found {getattr(self, name)}")
+        try:
+            channels = Channels(self.coordinator, files)
+        except TlsError as error:
+            fail(str(error))
+        if channels.is_exposed:
+            error_console.print(
+                f"warning: --insecure: plaintext to {self.coordinator}, on another machine", style="yellow"
+            )
+        return channels
+
+    def _checks(self) -> dict[str, Callable[[], object]]:
+        return {
+            "tls_certificate": lambda: check_needs(self.tls_certificate, self.tls_ca, "tls_ca"),
+            "tls_key": lambda: check_together(self.tls_key, self.tls_certificate, "tls_certificate"),
+            "insecure": lambda: check_insecure(self.insecure, self.tls_ca, "tls_ca"),
+            "coordinator": lambda: check_plaintext(
+                self.coordinator, has_tls=self.tls_ca is not None, insecure=self.insecure, wanted="tls_ca"
+            ),
+        }
+
+
+def connecting(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags that `Connection` has, in place of its parameter `connection`."""
+    own = inspect.signature(command, eval_str=True).parameters
+    shared = inspect.signature(Connection).parameters
+    flags = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in shared.values()]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        connection = Connection(**{name: given.pop(name) for name in shared})
+        command(**given, connection=connection)
+
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in own.items()
+        if name != "connection"
+    ]
+    run.__signature__ = inspect.Signature([*parameters, *flags])  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in (*parameters, *flags)}
+    return run
+
+
+@contextmanager
+def connected(connection: Connection) -> Iterator["grpc.Channel"]:
+    """A channel to the coordinator; its refusals become one line and an exit code."""
+    import grpc
+
+    their_fault = {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.OUT_OF_RANGE,
+    }
+    channels = connection.channels()
+    with channels.open_blocking() as plain:
+        try:
+            yield cast("grpc.Channel", EscapingChannel(plain))
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                reason = channels.diagnosis_blocking() or error.details()
+                fail(f"no coordinator at {connection.coordinator}: {reason}", FAILURE)
+            fail(error.details() or error.code().name, BAD_INPUT if error.code() in their_fault else FAILURE)
+
+
+class EscapingChannel:
+    """A channel whose answers hold printable text only: it is what others have written.
+
+    Of a channel it has what the stubs of the contract use.
+    """
+
+    def __init__(self, channel: "grpc.Channel") -> None:
+        self._channel = channel
+
+    def unary_unary(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
+        """See `grpc.Channel.unary_unary`."""
+        return self._channel.unary_unary(
+            method, response_deserializer=_escaping(response_deserializer), **options
+        )
+
+    def unary_stream(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
+        """See `grpc.Channel.unary_stream`."""
+        return self._channel.unary_stream(
+            method, response_deserializer=_escaping(response_deserializer), **options
+        )
+
+
+_Read = Callable[[bytes], "Message"]
+
+
+def _escaping(read: _Read) -> _Read:
+    def read_escaped(data: bytes) -> "Message":
+        message = read(data)
+        escape(message)
+        return message
+
+    return read_escaped
+
+
+def escape(message: "Message") -> None:
+    """Make every text in a message printable."""
+    for field, value in message.ListFields():
+        is_repeated = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        if field.cpp_type == field.CPPTYPE_STRING and field.type == field.TYPE_STRING:
+            if is_repeated:
+                value[:] = [printable(text) for text in value]
+            else:
+                setattr(message, field.name, printable(value))
+        elif field.message_type is not None:
+            for part in value if is_repeated else (value,):
+                escape(part)

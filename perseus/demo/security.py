@@ -1,0 +1,69 @@
+"""What the processes of a demo or a test trust each other by: certificates made for that run, mutual TLS.
+
+The one place that knows what each kind of process has to be given, as variables of its environment.
+"""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from perseus.certificates import Authority
+from perseus.tls.channels import Channels
+from perseus.tls.files import TlsFiles
+
+_VALID_FOR = timedelta(days=30)
+
+
+class Security:
+    """An authority in a folder of its own, a coordinator's certificate for this machine, and a client's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = Authority.create(folder, "Perseus demo", _VALID_FOR)
+        self.ca = folder / "ca.pem"
+        self.coordinator_certificate, self.coordinator_key = self.renew_coordinator()
+        self.client_certificate, self.client_key = self.renew_client()
+
+    def renew_coordinator(self) -> tuple[Path, Path]:
+        """Make a new certificate for the coordinator, in place of the one before."""
+        names = ["localhost", "127.0.0.1", "::1"]
+        return self.authority.issue(
+            self.authority.folder / "coordinator", names, is_server=True, ends=datetime.now(UTC) + _VALID_FOR
+        )
+
+    def renew_client(self) -> tuple[Path, Path]:
+        """Make a new certificate for agents and operators, in place of the one before."""
+        return self.authority.issue(
+            self.authority.folder / "client", ["client"], is_server=False, ends=datetime.now(UTC) + _VALID_FOR
+        )
+
+    @property
+    def client_files(self) -> TlsFiles:
+        """What clients use."""
+        return TlsFiles(self.client_certificate, self.client_key, self.ca)
+
+    def channels(self, address: str) -> Channels:
+        """The way to the coordinator."""
+        return Channels(address, self.client_files)
+
+    def of_coordinator(self) -> Mapping[str, str]:
+        """For the environment of `perseus coordinator`."""
+        return {
+            "PERSEUS_COORDINATOR_TLS_CERTIFICATE": str(self.coordinator_certificate),
+            "PERSEUS_COORDINATOR_TLS_KEY": str(self.coordinator_key),
+            "PERSEUS_COORDINATOR_TLS_CLIENT_CA": str(self.ca),
+        }
+
+    def of_agent(self) -> Mapping[str, str]:
+        """For the environment of `perseus agent`."""
+        return {f"PERSEUS_AGENT_{name}": value for name, value in self._of_client().items()}
+
+    def of_operator(self) -> Mapping[str, str]:
+        """For the environment of commands that ask the coordinator."""
+        return {f"PERSEUS_{name}": value for name, value in self._of_client().items()}
+
+    def _of_client(self) -> Mapping[str, str]:
+        return {
+            "TLS_CA": str(self.ca),
+            "TLS_CERTIFICATE": str(self.client_certificate),
+            "TLS_KEY": str(self.client_key),
+        }

@@ -1,0 +1,74 @@
+"""Every text of a request, wherever it is in it: of a length, and printable.
+
+The contract's descriptors say where texts are, so that no field is forgotten, and what holds no text is not
+walked. What is expected of single texts beyond that is checked where they are translated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from perseus.service.domain.bounds import MAX_SENTENCE_LENGTH, check_text
+
+
+@dataclass(slots=True)
+class _Way:
+    """The fields of a message that are texts, and those whose messages hold some."""
+
+    texts: list[FieldDescriptor] = field(default_factory=list)
+    inner: list[tuple[FieldDescriptor, "_Way"]] = field(default_factory=list)
+
+
+_ways: dict[str, _Way] = {}
+
+
+def check_texts(message: Message, prefix: str = "") -> None:
+    """Refuse a message with a text that is too long, or not printable.
+
+    Raises:
+        InvalidFieldError: names the field, from the message on.
+    """
+    _check(message, _way(cast(Descriptor, message.DESCRIPTOR)), prefix)
+
+
+def _check(message: Message, way: _Way, prefix: str) -> None:
+    for each in way.texts:
+        value = getattr(message, each.name)
+        if each.is_repeated:
+            for row, text in enumerate(value):
+                check_text(f"{prefix}{each.name}[{row}]", text, most=MAX_SENTENCE_LENGTH)
+        elif value:
+            check_text(f"{prefix}{each.name}", value, most=MAX_SENTENCE_LENGTH)
+    for each, inner in way.inner:
+        if each.is_repeated:
+            for row, part in enumerate(getattr(message, each.name)):
+                _check(part, inner, f"{prefix}{each.name}[{row}].")
+        elif message.HasField(each.name):
+            _check(getattr(message, each.name), inner, f"{prefix}{each.name}.")
+
+
+def _way(descriptor: Descriptor) -> _Way:
+    known = _ways.get(descriptor.full_name)
+    if known is not None:
+        return known
+    way = _ways[descriptor.full_name] = _Way()
+    for each in descriptor.fields:
+        if each.type == FieldDescriptor.TYPE_STRING:
+            way.texts.append(each)
+        elif each.message_type is not None and holds_text(each.message_type):
+            way.inner.append((each, _way(each.message_type)))
+    return way
+
+
+def holds_text(descriptor: Descriptor, above: Sequence[str] = ()) -> bool:
+    """Whether a message can hold a text, itself or in one of its messages."""
+    if descriptor.full_name in above:
+        return False
+    return any(
+        each.type == FieldDescriptor.TYPE_STRING
+        or (each.message_type is not None and holds_text(each.message_type, (*above, descriptor.full_name)))
+        for each in descriptor.fields
+    )

@@ -1,0 +1,104 @@
+"""The coordinator's port: plaintext or TLS, with certificates that are renewed while it listens.
+
+gRPC asks for the certificates before every handshake; streams that are open keep theirs. It speaks TLS 1.2
+and 1.3 and nothing older, and has no setting for that.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import cast
+
+import grpc
+import structlog
+
+from perseus.service.domain.errors import AddressUnavailableError, CertificatesUnusableError
+from perseus.service.settings import CoordinatorSettings
+from perseus.tls.address import is_local
+from perseus.tls.files import Role, TlsError, TlsFiles, TlsSource
+
+_log = structlog.get_logger(__name__)
+
+_POLL_S = 60.0
+
+
+class Port:
+    """Where a server listens, as the settings say.
+
+    Raises:
+        CertificatesUnusableError: names the file.
+    """
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self._address = settings.listen
+        self._source: TlsSource | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        if settings.tls_certificate is None:
+            return
+        files = TlsFiles(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
+        try:
+            self._source = TlsSource(files, Role.SERVER)
+        except TlsError as error:
+            raise CertificatesUnusableError(cause=error) from None
+
+    def bind(self, server: grpc.aio.Server) -> str:
+        """Let a server listen there; the address, with the port that it really is.
+
+        Raises:
+            AddressUnavailableError: it is taken, or none.
+        """
+        try:
+            port = (
+                server.add_secure_port(self._address, _credentials(self._source))
+                if self._source is not None
+                else server.add_insecure_port(self._address)
+            )
+        except RuntimeError as error:
+            raise AddressUnavailableError(address=self._address, cause=error) from None
+        if self._source is not None:
+            self._keeping = asyncio.create_task(_keep_fresh(self._source))
+        elif not is_local(self._address):
+            _log.warning(
+                "insecure: plaintext, and whoever reaches this address may do anything", address=self._address
+            )
+        if self._address.startswith("unix"):
+            return self._address
+        return f"{self._address.rpartition(':')[0]}:{port}"
+
+    async def close(self) -> None:
+        """The server listens no longer."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeping
+
+
+def _credentials(source: TlsSource) -> grpc.ServerCredentials:
+    served = source.generation
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        material = source.material
+        assert material.key is not None and material.certificate is not None  # noqa: PT018 - the settings see to it
+        return grpc.ssl_server_certificate_configuration([(material.key, material.certificate)], material.ca)
+
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        """For gRPC's own threads, one at a time; None: as before."""
+        nonlocal served
+        source.poll()
+        if served == source.generation:
+            return None
+        served = source.generation
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(),
+        cast(Callable[[], grpc.ServerCertificateConfiguration], newer),
+        require_client_authentication=source.files.ca is not None,
+    )
+
+
+async def _keep_fresh(source: TlsSource) -> None:
+    """Notice what is renewed, or about to expire, even if nobody connects."""
+    while True:
+        await asyncio.sleep(_POLL_S)
+        await asyncio.to_thread(source.poll)

@@ -1,0 +1,102 @@
+"""Channels to one coordinator, for agents and commands: in plaintext, or with the newest certificates.
+
+Every channel to a coordinator is opened here, so whatever clients must show of themselves belongs here too.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import structlog
+
+from perseus.tls.address import is_local
+from perseus.tls.diagnosis import diagnose
+from perseus.tls.files import Role, TlsFiles, TlsSource
+
+_log = structlog.get_logger(__name__)
+
+_Options = Sequence[tuple[str, Any]]
+
+_POLL_S = 10.0
+_READY_TIMEOUT_S = 10.0
+_TRY_AGAIN_S = 60.0
+
+
+class Channels:
+    """How to reach the coordinator at `address`; without `files` in plaintext.
+
+    Certificates are looked at every `poll_s` or so, and whenever a channel is opened.
+
+    Raises:
+        TlsError: a file can't be used.
+    """
+
+    def __init__(self, address: str, files: TlsFiles | None = None, *, poll_s: float = _POLL_S) -> None:
+        self.address = address
+        self._source = TlsSource(files, Role.CLIENT) if files is not None else None
+        self._poll_s = poll_s
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether what is said leaves the machine in plaintext."""
+        return self._source is None and not is_local(self.address)
+
+    @property
+    def generation(self) -> int:
+        """Rises whenever renewed certificates are taken."""
+        return self._source.generation if self._source is not None else 0
+
+    def open(self, options: _Options = ()) -> grpc.aio.Channel:
+        """A channel for the running event loop; the caller closes it."""
+        if self._source is None:
+            return grpc.aio.insecure_channel(self.address, options=options)
+        return grpc.aio.secure_channel(self.address, self._credentials(self._source), options=options)
+
+    def open_blocking(self, options: _Options = ()) -> grpc.Channel:
+        """A channel for threads; the caller closes it."""
+        if self._source is None:
+            return grpc.insecure_channel(self.address, options=options)
+        return grpc.secure_channel(self.address, self._credentials(self._source), options=options)
+
+    async def renewed(self, generation: int, options: _Options = ()) -> grpc.aio.Channel:
+        """Wait for certificates newer than a generation, and for a channel with them; the caller closes it.
+
+        It is connected: while the coordinator does not take the new ones, what was opened before is better.
+        """
+        wait_s = self._poll_s
+        while True:
+            await asyncio.sleep(wait_s * (0.5 + random.random()))  # not all agents at once
+            wait_s = self._poll_s
+            if self._source is not None:
+                self._source.poll()
+            if self.generation == generation:
+                continue
+            channel = self.open(options)
+            try:
+                async with asyncio.timeout(_READY_TIMEOUT_S):
+                    await channel.channel_ready()
+            except TimeoutError:
+                await channel.close()
+                reason = await self.diagnosis() or "it does not answer"
+                _log.warning("renewed certificates not in use yet", coordinator=self.address, reason=reason)
+                wait_s = max(_TRY_AGAIN_S, self._poll_s)
+            except BaseException:
+                await channel.close()
+                raise
+            else:
+                return channel
+
+    async def diagnosis(self) -> str | None:
+        """What is wrong with the way to the coordinator, if that can be found out."""
+        return await asyncio.to_thread(self.diagnosis_blocking)
+
+    def diagnosis_blocking(self) -> str | None:
+        """The same for threads; takes some seconds at most."""
+        return diagnose(self.address, self._source.files if self._source is not None else None)
+
+    def _credentials(self, source: TlsSource) -> grpc.ChannelCredentials:
+        source.poll()
+        material = source.material
+        return grpc.ssl_channel_credentials(material.ca, material.key, material.certificate)

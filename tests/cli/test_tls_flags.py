@@ -1,0 +1,182 @@
+"""Flags of TLS: what goes together, that plaintext to others has to be meant, and that it is said."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from perseus.cli.main import app
+from perseus.demo.cluster import Cluster
+from perseus.demo.security import Security
+from perseus.demo.workload import DEMO
+from perseus.tls.files import Role, TlsFiles, check
+
+OTHERS = "expected {}, or insecure, for what other machines can reach"
+
+
+def run(*arguments: object, **environment: str) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "200", **environment})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["coordinator", "--listen", "0.0.0.0:0"],
+            f"--listen: Value error, {OTHERS.format('tls_certificate and tls_key')}, found '0.0.0.0:0'",
+        ),
+        (["coordinator", "--tls-certificate", "a.pem"], "COORDINATOR_TLS_KEY: Value error, expected a path"),
+        (["coordinator", "--tls-key", "a.key"], "--tls-key: Value error, expected tls_certificate beside it"),
+        (
+            ["coordinator", "--tls-client-ca", "ca.pem"],
+            "--tls-client-ca: Value error, expected tls_certificate beside it",
+        ),
+        (
+            ["coordinator", "--tls-certificate", "a", "--tls-key", "b", "--insecure"],
+            "--insecure: Value error, expected no tls_certificate beside it",
+        ),
+        (
+            ["agent", "--coordinator", "coordinator.example:50051"],
+            f"--coordinator: Value error, {OTHERS.format('tls_ca')}, found 'coordinator.example:50051'",
+        ),
+        (["agent", "--tls-certificate", "a"], "--tls-certificate: Value error, expected tls_ca beside it"),
+        (["agent", "--tls-ca", "a", "--insecure"], "--insecure: Value error, expected no tls_ca beside it"),
+        (
+            ["jobs", "list", "--coordinator", "coordinator.example:50051"],
+            f"--coordinator: {OTHERS.format('tls_ca')}, found coordinator.example:50051",
+        ),
+        (["jobs", "list", "--tls-key", "a"], "--tls-key: expected tls_certificate beside it, found a"),
+        (["jobs", "list", "--tls-certificate", "a", "--tls-key", "b"], "--tls-certificate: expected tls_ca"),
+        (["jobs", "list", "--tls-ca", "a", "--insecure"], "--insecure: expected no tls_ca beside it"),
+        (["jobs", "list", "--tls-ca", "/nowhere/ca.pem"], "/nowhere/ca.pem: can't be read: No such file"),
+        (["health", "--tls-ca", "/nowhere/ca.pem"], "/nowhere/ca.pem: can't be read: No such file"),
+    ],
+)
+def test_mistakes_get_one_line_and_exit_code_2(arguments: list[str], expected: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert expected in result.output
+    assert "Traceback" not in result.output
+
+
+def test_files_that_can_not_be_used_end_the_coordinator_and_the_agent(tmp_path: Path) -> None:
+    security = Security(tmp_path / "security")
+    other = Security(tmp_path / "other")
+    mixed = {"PERSEUS_COORDINATOR_TLS_KEY": str(other.coordinator_key)}
+    commands = {
+        "coordinator": (["--database", str(tmp_path / "x.db")], {**security.of_coordinator(), **mixed}),
+        "agent": (
+            ["--observe", "--socket", str(tmp_path / "agent.sock")],
+            {**security.of_agent(), "PERSEUS_AGENT_TLS_KEY": str(other.client_key)},
+        ),
+    }
+    for name, (flags, environment) in commands.items():
+        done = subprocess.run(
+            [sys.executable, "-m", "perseus.cli", name, *flags],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 1
+        assert "found another's" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["coordinator", "agent"])
+def test_insecure_is_said_at_every_start(name: str, tmp_path: Path) -> None:
+    flags = {
+        "coordinator": ["--listen=0.0.0.0:0", f"--database={tmp_path / 'x.db'}"],
+        "agent": ["--coordinator=192.0.2.1:1", f"--socket={tmp_path / 'agent.sock'}", "--observe"],
+    }[name]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "perseus.cli", name, *flags, "--insecure"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline_s = time.monotonic() + 60
+        while "insecure: plaintext" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline_s, log.read_text()
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def test_a_command_warns_as_well() -> None:
+    result = run("jobs", "list", "--insecure", "--coordinator", "192.0.2.1:1")
+    assert "warning: --insecure: plaintext to 192.0.2.1:1, on another machine" in result.output
+
+
+def test_health_says_whether_a_coordinator_serves_and_why_not(tmp_path: Path) -> None:
+    other = Security(tmp_path / "other")
+    with Cluster(DEMO, tmp_path, tmp_path / "logs") as cluster:
+        address = cluster.start_coordinator()
+        operator = dict(cluster.security.of_operator())
+        healthy = run("health", "--coordinator", address, **operator)
+        assert (healthy.exit_code, healthy.output) == (0, "SERVING\n")
+        unknown = run("health", "--service", "nothing", "--coordinator", address, **operator)
+        assert unknown.exit_code == 2
+        stranger = run("health", "--coordinator", address, **other.of_operator())
+        assert stranger.exit_code == 1
+        assert "is signed by Perseus demo, which is no CA in tls_ca" in stranger.output
+        bare = run("health", "--coordinator", address, PERSEUS_TLS_CA=operator["PERSEUS_TLS_CA"])
+        assert bare.exit_code == 1
+        assert "the coordinator wants a certificate of its clients" in bare.output
+        plain = run("health", "--coordinator", address)
+        assert plain.exit_code == 1
+        assert "speaks TLS, and was spoken to in plaintext: expected tls_ca" in plain.output
+    gone = run("health", "--coordinator", address, **operator)
+    assert gone.exit_code == 1
+    assert f"no coordinator at {address}" in gone.output
+
+
+def test_a_small_authority(tmp_path: Path) -> None:
+    folder = tmp_path / "ca"
+    assert run("certificates", "authority", "--folder", folder).exit_code == 0
+    server, agent = tmp_path / "coordinator", tmp_path / "agent"
+    names = ["coordinator.example", "10.0.0.7", "::1"]
+    assert run("certificates", "server", *names, "--folder", folder, "--output", server).exit_code == 0
+    made = run("certificates", "client", "gpu-node-17", "--folder", folder, "--output", agent, "--days", 3)
+    assert made.exit_code == 0
+    assert f"certificate {agent}.pem, key {agent}.key" in made.output
+
+    now_s = time.time()
+    for stem, role, days in ((server, Role.SERVER, 90), (agent, Role.CLIENT, 3)):
+        certificate, key = stem.with_suffix(".pem"), stem.with_suffix(".key")
+        material = check(TlsFiles(certificate, key, folder / "ca.pem"), role, now_s)
+        assert material.expiries_s[str(certificate)] == pytest.approx(now_s + days * 86400, abs=60)
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert stat.S_IMODE((folder / "ca.key").stat().st_mode) == 0o600
+
+    before = agent.with_suffix(".pem").read_bytes()
+    assert run("certificates", "client", "gpu-node-17", "--folder", folder, "--output", agent).exit_code == 0
+    assert agent.with_suffix(".pem").read_bytes() != before
+
+
+def test_an_authority_is_never_overwritten_and_names_are_checked(tmp_path: Path) -> None:
+    folder = tmp_path / "ca"
+    assert run("certificates", "authority", "--folder", folder).exit_code == 0
+    again = run("certificates", "authority", "--folder", folder)
+    assert again.exit_code == 2
+    assert "expected no authority there yet" in again.output
+    none = run("certificates", "client", "x", "--folder", tmp_path)
+    assert none.exit_code == 2
+    assert "expected ca.pem and ca.key of an authority" in none.output
+    long = run("certificates", "client", "x" * 65, "--folder", folder, "--output", tmp_path / "x")
+    assert long.exit_code == 2
+    assert "expected a name of 1 to 64 characters" in long.output
+    lost = run("certificates", "client", "x", "--folder", folder, "--output", tmp_path / "none" / "x")
+    assert lost.exit_code == 2
+    assert "No such file or directory" in lost.output

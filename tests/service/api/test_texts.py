@@ -1,0 +1,164 @@
+"""No text enters that is too long or not printable: every text field of every request, by the descriptors."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc_status import rpc_status
+
+from perseus.service.api.texts import check_texts, holds_text
+from perseus.v1 import agent_service_pb2, frontier_service_pb2, job_service_pb2
+from perseus.v1.agent_service_pb2 import ConnectRequest, Hello
+from tests.service.grpc_fakes import Client, connected, make_settings
+
+HOSTILE = ("\x1b[31mred", "two\nlines", "\u202eright to left", "x" * 1025)
+
+Path_ = tuple[FieldDescriptor, ...]
+
+SERVICES = [
+    service
+    for module in (agent_service_pb2, job_service_pb2, frontier_service_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+]
+UNARY = [each for service in SERVICES for each in service.methods if not each.client_streaming]
+
+
+def texts(descriptor: Descriptor, above: Path_ = ()) -> Iterator[Path_]:
+    """The way to every text field in a message."""
+    for field in descriptor.fields:
+        way = (*above, field)
+        if field.type == FieldDescriptor.TYPE_STRING:
+            yield way
+        elif field.message_type is not None:
+            yield from texts(field.message_type, way)
+
+
+def put(message: Message, way: Path_, text: str) -> str:
+    """Put a text there, and return the field's name as errors have it."""
+    names = []
+    part: Any = message
+    for field in way[:-1]:
+        value = getattr(part, field.name)
+        names.append(field.name + ("[0]" if field.is_repeated else ""))
+        if field.is_repeated:
+            part = value[0] if value else value.add()
+        else:
+            value.SetInParent()
+            part = value
+    last = way[-1]
+    if last.is_repeated:
+        getattr(part, last.name).append(text)
+    else:
+        setattr(part, last.name, text)
+    return ".".join([*names, last.name + ("[0]" if last.is_repeated else "")])
+
+
+REQUESTS = [
+    pytest.param(method, way, id=f"{method.name}-{'.'.join(field.name for field in way)}")
+    for method in UNARY
+    for way in texts(method.input_type)
+]
+
+
+def test_there_are_such_fields() -> None:
+    assert len(REQUESTS) > 20
+    assert {"RegisterJob-spec.stage_work.fingerprint", "GetJob-job_id", "WatchJob-job_id"} <= {
+        str(each.id) for each in REQUESTS
+    }
+
+
+@pytest.mark.parametrize(("method", "way"), REQUESTS)
+async def test_a_request_with_such_a_text_is_refused(
+    method: MethodDescriptor, way: Path_, tmp_path: Path
+) -> None:
+    make = message_factory.GetMessageClass(method.input_type)
+    async with connected(make_settings(tmp_path)) as client:
+        for text in HOSTILE:
+            request = make()
+            name = put(request, way, text)
+            code, info = await answer(client, method, request)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert (info.reason, info.metadata["field"]) == ("INVALID_FIELD", name)
+            assert all(value.isprintable() for value in info.metadata.values())
+
+
+async def answer(
+    client: Client, method: MethodDescriptor, request: Message
+) -> tuple[grpc.StatusCode, ErrorInfo]:
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    read = message_factory.GetMessageClass(method.output_type).FromString
+    open_call = client.channel.unary_stream if method.server_streaming else client.channel.unary_unary
+    call: Any = open_call(path, type(request).SerializeToString, read)(request, timeout=10)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (call.read() if method.server_streaming else call)
+    status = rpc_status.from_call(caught.value)
+    info = ErrorInfo()
+    assert status is not None
+    assert status.details[0].Unpack(info)
+    return caught.value.code(), info
+
+
+SAID = [
+    pytest.param(way, id=".".join(field.name for field in way))
+    for way in texts(ConnectRequest.DESCRIPTOR)
+    # Words for people, which are only logged (and made printable there): refusing them helps nobody.
+    if way[0].name not in {"message_refused", "goodbye"}
+]
+
+
+@pytest.mark.parametrize("way", SAID)
+async def test_what_an_agent_says_with_such_a_text_is_refused_by_itself(way: Path_, tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        for text in HOSTILE:
+            call = client.agents.Connect()
+            said = ConnectRequest()
+            name = put(said, way, text)
+            if way[0].name == "hello":
+                if said.hello.instance_id == "":
+                    said.hello.instance_id = "agent"
+                await call.write(said)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call.read()
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert name in str(caught.value.details())
+                continue
+            await call.write(ConnectRequest(hello=Hello(instance_id="agent")))
+            welcome: Any = await call.read()
+            assert welcome.HasField("welcome")
+            part = fill(said)
+            await call.write(said)
+            refused: Any = await call.read()
+            kind = refused.WhichOneof("message")
+            assert kind in {"message_refused", "rank_refused", "telemetry_refused"}, refused
+            shown = str(getattr(refused, kind))
+            assert way[-1].name in shown, (shown, part)
+            call.cancel()
+
+
+def fill(said: ConnectRequest) -> str:
+    """What a message must hold beside its text, to be about a rank and otherwise fine."""
+    kind = str(said.WhichOneof("message"))
+    part = getattr(said, kind)
+    if not part.job_id:
+        part.job_id = "job"
+    part.rank.SetInParent()
+    match kind:
+        case "rank_joined":
+            part.gpu.uuid = part.gpu.uuid or "GPU-0"
+            part.gpu.supported_clocks_mhz[:] = [1410]
+        case "gpu_error":
+            part.reason = 1
+        case "plan_answer":
+            part.version, part.accepted = 1, True
+    return kind
+
+
+def test_what_holds_no_text_is_not_walked() -> None:
+    assert not holds_text(job_service_pb2.CaughtUp.DESCRIPTOR)
+    check_texts(job_service_pb2.GetJobRequest(job_id="fine"))

@@ -1,0 +1,271 @@
+"""Overload, faults of the store and pauses of the process, from outside: over real gRPC."""
+
+import asyncio
+import signal
+import statistics
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+from structlog.testing import capture_logs
+
+from perseus.service.api import outbox
+from perseus.service.server import running
+from perseus.service.shell.writer import Writer
+from perseus.v1 import agent_service_pb2, job_pb2, rank_pb2
+from perseus.v1.agent_service_pb2 import ConnectRequest
+from tests.service.coordinator_process import Process
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    TIMEOUT_S,
+    Client,
+    FakeAgent,
+    connected,
+    connected_to,
+    make_settings,
+    until,
+)
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def hello(instance_id: str) -> ConnectRequest:
+    return ConnectRequest(hello=agent_service_pb2.Hello(instance_id=instance_id, hostname="host"))
+
+
+def reason_of(call: Any) -> str:
+    status, info = rpc_status.from_call(call), ErrorInfo()
+    assert status is not None
+    assert status.details[0].Unpack(info)
+    return str(info.reason)
+
+
+async def test_of_thirty_hellos_of_one_instance_at_once_one_stream_stays(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        calls = [client.agents.Connect() for _ in range(30)]
+        await asyncio.gather(*(call.write(hello("agent")) for call in calls))
+        reasons: list[str] = []
+
+        async def follow(call: Any) -> None:
+            try:
+                await read_to_the_end(call)
+            except grpc.aio.AioRpcError as error:
+                reasons.append(reason_of(error))
+
+        following = [asyncio.create_task(follow(call)) for call in calls]
+
+        async def is_settled() -> bool:
+            return len(reasons) >= len(calls) - 1
+
+        await until(is_settled)
+        await asyncio.sleep(0.2)
+        assert reasons == ["STREAM_REPLACED"] * (len(calls) - 1)
+        (left,) = [call for call in calls if not call.done()]
+        await left.write(ConnectRequest(goodbye=agent_service_pb2.Goodbye()))
+        await asyncio.wait_for(asyncio.gather(*following), TIMEOUT_S)
+        assert len(reasons) == len(calls) - 1
+
+
+# A client that keeps no more than this for a reader who doesn't come.
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
+
+
+async def read_to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_an_agent_that_never_reads_is_ended_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "BYTES_LIMIT", 2**17)
+    async with (
+        running(make_settings(tmp_path)) as (address, _),
+        grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
+    ):
+        call = Client(channel).agents.Connect()
+        await call.write(hello("agent"))
+        unknown = agent_service_pb2.RankJoined(job_id="X" * 256, rank=rank_pb2.RankCoordinates())
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+            for _ in range(2000):
+                async with asyncio.timeout(1):
+                    await call.write(ConnectRequest(rank_joined=unknown))
+        # What was on its way comes before the status.
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(read_to_the_end(call), TIMEOUT_S)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert reason_of(caught.value) == "READER_TOO_SLOW"
+
+
+async def test_a_process_that_was_stopped_for_longer_than_the_lease_loses_no_rank(tmp_path: Path) -> None:
+    lease_s = 5.0
+    coordinator = Process(tmp_path, lease_s=lease_s)
+    async with grpc.aio.insecure_channel(await coordinator.start()) as channel:
+        client = Client(channel)
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate()
+        before = await client.ranks()
+        assert coordinator.process is not None
+        coordinator.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(1.4 * lease_s)
+        coordinator.process.send_signal(signal.SIGCONT)
+        after = await client.ranks()
+        assert [rank.state for rank in after] == [rank.state for rank in before]
+        await asyncio.sleep(1.2)  # the ticks that follow let no lease run out either
+        await agent.say(heartbeat=agent_service_pb2.Heartbeat())
+        await agent.iterate()
+        assert not agent.reader.done()
+        assert {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_CONNECTED}
+        assert (await client.job()).state != job_pb2.JOB_STATE_WAITING
+        # A lease that nobody renews still runs out.
+        agent.call.cancel()
+
+        async def are_lost() -> bool:
+            return {rank.state for rank in await client.ranks()} == {rank_pb2.RANK_STATE_LOST}
+
+        await until(are_lost)
+        await coordinator.stop(signal.SIGKILL)
+
+
+async def _health(address: str) -> object:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        return answer.status
+
+
+class HeldStore:
+    """Lets what is written wait, or fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = asyncio.Event()
+        self.go.set()
+        self.error: Exception | None = None
+        init = Writer.__init__
+
+        def with_held_store(writer: Writer, store: Any) -> None:
+            write = store.write
+
+            async def held(entries: Any) -> None:
+                await self.go.wait()
+                if self.error is not None:
+                    raise self.error
+                await write(entries)
+
+            store.write = held
+            init(writer, store)
+
+        monkeypatch.setattr(Writer, "__init__", with_held_store)
+
+
+async def test_health_says_not_serving_while_nothing_gets_stored_and_serving_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldStore(monkeypatch)
+    with capture_logs() as logs:
+        async with running(make_settings(tmp_path, late_limit_s=0.5)) as (address, _):
+            assert await _health(address) == SERVING
+            async with connected_to(address) as client:
+                held.go.clear()
+                registering = asyncio.create_task(client.register())
+
+                async def is_not_serving() -> bool:
+                    return bool(await _health(address) == NOT_SERVING)
+
+                async def is_serving() -> bool:
+                    return bool(await _health(address) == SERVING)
+
+                await until(is_not_serving)
+                held.go.set()
+                await registering
+                await until(is_serving)
+    late = [line for line in logs if "health says NOT_SERVING" in line["event"]]
+    again = [line for line in logs if "health says SERVING" in line["event"]]
+    assert len(late) == len(again) >= 1
+
+
+async def test_a_store_that_fails_ends_the_coordinator_and_all_that_runs_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HeldStore(monkeypatch)
+    error = OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="No space left"):  # noqa: PT012
+        async with running(make_settings(tmp_path)) as (address, background), connected_to(address) as client:
+            assert await _health(address) == SERVING
+            before = asyncio.all_tasks()
+            held.error = error
+            registering = asyncio.create_task(client.register())
+            await asyncio.wait({background}, timeout=TIMEOUT_S)
+            assert background.exception() is error
+            ended = {task.get_coro().__qualname__ for task in before if task.done()}  # type: ignore[union-attr]
+            assert {"Writer.run", "Coordinator._tick"} <= ended
+            registering.cancel()
+
+
+class Flood:
+    """An agent that says so much at a time, over and over, and notes how long each answer takes."""
+
+    AHEAD = 400
+
+    def __init__(self, client: Client, instance_id: str) -> None:
+        self.call = client.agents.Connect()
+        self.instance_id = instance_id
+        self.sent_s: deque[float] = deque()
+        self.latencies_s: list[float] = []
+        self.room = asyncio.Semaphore(self.AHEAD)
+
+    async def run(self) -> None:
+        await self.call.write(hello(self.instance_id))
+        await self.call.read()
+        reading = asyncio.create_task(self.read())
+        unknown = agent_service_pb2.RankLeft(job_id="nobody", rank=rank_pb2.RankCoordinates())
+        try:
+            while True:
+                await self.room.acquire()
+                self.sent_s.append(time.perf_counter())
+                await self.call.write(ConnectRequest(rank_left=unknown))
+        finally:
+            reading.cancel()
+            self.call.cancel()
+
+    async def read(self) -> None:
+        while await self.call.read() is not grpc.aio.EOF:
+            self.latencies_s.append(time.perf_counter() - self.sent_s.popleft())
+            self.room.release()
+
+
+async def test_a_jobs_flood_keeps_itself_waiting_and_nobody_else(tmp_path: Path) -> None:
+    coordinator = Process(tmp_path)
+    async with grpc.aio.insecure_channel(await coordinator.start()) as channel:
+        client = Client(channel)
+        await client.register()
+        quiet = FakeAgent(client, "quiet", ALL_PLACES[:1])
+        await quiet.join()
+        floods = [Flood(client, f"flood-{number}") for number in range(4)]
+        flooding = [asyncio.create_task(flood.run()) for flood in floods]
+
+        async def is_flooded() -> bool:
+            return all(len(flood.latencies_s) > 2 * flood.AHEAD for flood in floods)
+
+        await until(is_flooded)
+        latencies_s = []
+        for _ in range(20):
+            begun_s = time.perf_counter()
+            await quiet.iterate()
+            latencies_s.append(time.perf_counter() - begun_s)
+        for task in flooding:
+            task.cancel()
+        await asyncio.gather(*flooding, return_exceptions=True)
+        floods_s = statistics.median(time_s for flood in floods for time_s in flood.latencies_s)
+        assert statistics.median(latencies_s) < floods_s
+        await quiet.end()
+        await coordinator.stop(signal.SIGTERM)

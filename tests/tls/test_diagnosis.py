@@ -1,0 +1,255 @@
+"""What is said when nobody gets through: each usual mistake, by a real handshake with a real port."""
+
+import asyncio
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import pytest
+
+from perseus.certificates import Authority
+from perseus.tls.channels import Channels
+from perseus.tls.diagnosis import Shown, diagnose, refusal, trouble
+from perseus.tls.files import Role, TlsFiles
+from tests.tls.pairs import authority, issue, listening
+
+SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
+NOTHING = "/nothing/Here"
+
+
+class Case(NamedTuple):
+    """Both ends, and what the client's is told. `server`: its files, and the CA that clients need, if any."""
+
+    server: Callable[[Authority, Authority], tuple[TlsFiles | None, Path | None]]
+    client: Callable[[Authority, Authority], TlsFiles | None]
+    expected: str
+
+
+def sound(ours: Authority, _: Authority) -> tuple[TlsFiles | None, Path | None]:
+    return issue(ours), None
+
+
+def mutual(ours: Authority, _: Authority) -> tuple[TlsFiles | None, Path | None]:
+    return issue(ours), ours.folder / "ca.pem"
+
+
+def trusting(ours: Authority, _: Authority) -> TlsFiles | None:
+    return TlsFiles(ca=ours.folder / "ca.pem")
+
+
+CASES = {
+    "wrong CA": Case(
+        sound,
+        lambda _, theirs: TlsFiles(ca=theirs.folder / "ca.pem"),
+        "the coordinator's certificate is signed by ours, which is no CA in tls_ca",
+    ),
+    "expired": Case(
+        lambda ours, _: (issue(ours, ends_days=-0.5), None),
+        trusting,
+        r"the coordinator's certificate has expired on \d{4}-\d\d-\d\d \d\d:\d\d UTC",
+    ),
+    "not yet valid": Case(
+        lambda ours, _: (issue(ours, begins_days=2), None),
+        trusting,
+        r"the coordinator's certificate is not valid yet: it begins on \d{4}-\d\d-\d\d \d\d:\d\d UTC",
+    ),
+    "another name": Case(
+        lambda ours, _: (issue(ours, names=["coordinator.example", "10.1.2.3"]), None),
+        trusting,
+        r"the coordinator's certificate is not for 127\.0\.0\.1: it is for coordinator\.example, 10\.1\.2\.3",
+    ),
+    "a client's certificate": Case(
+        lambda ours, _: (issue(ours, is_server=False), None),
+        trusting,
+        "the coordinator's certificate is not for servers, its extended key usage says",
+    ),
+    "no client certificate": Case(
+        mutual,
+        trusting,
+        "the coordinator wants a certificate of its clients: expected tls_certificate and tls_key",
+    ),
+    "client of another CA": Case(
+        mutual,
+        lambda ours, theirs: TlsFiles(
+            *_pair(issue(theirs, "client", is_server=False)), ours.folder / "ca.pem"
+        ),
+        "the coordinator refuses the certificate in tls_certificate, which is signed by theirs: "
+        "expected that CA in its tls_client_ca, and clocks that agree",
+    ),
+    "expired client": Case(
+        mutual,
+        lambda ours, _: issue(ours, "client", is_server=False, ends_days=-0.5),
+        r"the certificate in tls_certificate has expired on \d{4}-\d\d-\d\d \d\d:\d\d UTC",
+    ),
+    "TLS to plaintext": Case(
+        lambda ours, _: (None, None), trusting, "what listens there speaks no TLS, or not gRPC's"
+    ),
+    "plaintext to TLS": Case(
+        sound,
+        lambda ours, _: None,
+        "the coordinator speaks TLS, and was spoken to in plaintext: expected tls_ca",
+    ),
+    "plaintext to mutual TLS": Case(
+        mutual,
+        lambda ours, _: None,
+        "the coordinator speaks TLS, and was spoken to in plaintext: expected tls_ca",
+    ),
+}
+
+
+def _pair(files: TlsFiles) -> tuple[Path | None, Path | None]:
+    return files.certificate, files.key
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_each_mistake_is_told_from_the_others(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    ours, theirs = authority(tmp_path, "ours"), authority(tmp_path, "theirs")
+    # What a coordinator refuses to start with it may still hold when its time is over.
+    monkeypatch.setattr("perseus.tls.files._check_dates", lambda *_: None)
+    monkeypatch.setattr("perseus.service.listening.Role", _AnyRole(ours, case))
+    files, client_ca = case.server(ours, theirs)
+    async with listening(files, client_ca) as address:
+        found = await asyncio.to_thread(diagnose, address, case.client(ours, theirs))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(address, case.client(ours, theirs))
+    assert found is not None
+    assert re.fullmatch(case.expected, found)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+class _AnyRole:
+    """Lets a port show a client's certificate, which it would refuse at its start."""
+
+    def __init__(self, ours: Authority, case: Case) -> None:
+        self.SERVER = Role.CLIENT if case is CASES["a client's certificate"] else Role.SERVER
+
+
+@pytest.mark.parametrize("server", [sound, mutual])
+async def test_nothing_is_found_where_nothing_is_wrong(
+    server: Callable[[Authority, Authority], tuple[TlsFiles | None, Path | None]], tmp_path: Path
+) -> None:
+    ours = authority(tmp_path)
+    files, client_ca = server(ours, ours)
+    client = issue(ours, "client", is_server=False)
+    async with listening(files, client_ca) as address:
+        assert await asyncio.to_thread(diagnose, address, client) is None
+        with pytest.raises(grpc.aio.AioRpcError) as answered:
+            await call(address, client)
+        assert answered.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(grpc.RpcError) as answered_too:
+            await asyncio.to_thread(call_blocking, address, client)
+        assert answered_too.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_plaintext_to_plaintext_is_none_of_tls(tmp_path: Path) -> None:
+    async with listening(None) as address:
+        assert await asyncio.to_thread(diagnose, address, None) is None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_documentation_has_the_line(name: str) -> None:
+    rows = [line for line in SECURITY.read_text().splitlines() if line.startswith("| ")]
+    lines = re.findall(r"`([^`]+)`", "\n".join(rows))
+    assert any(re.fullmatch(CASES[name].expected, line) for line in lines)
+
+
+async def call(address: str, files: TlsFiles | None) -> None:
+    async with Channels(address, files).open() as channel:
+        await channel.unary_unary(NOTHING, bytes, bytes)(b"", timeout=5)
+
+
+def call_blocking(address: str, files: TlsFiles | None) -> None:
+    with Channels(address, files).open_blocking() as channel:
+        channel.unary_unary(NOTHING, bytes, bytes)(b"", timeout=5)
+
+
+def test_nobody_there_and_sockets_are_not_for_us_to_explain(tmp_path: Path) -> None:
+    files = TlsFiles(ca=authority(tmp_path).folder / "ca.pem")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        assert diagnose(f"127.0.0.1:{unused.getsockname()[1]}", files) is None
+    assert diagnose("unix:/nowhere", None) is None
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_it_takes_no_longer_than_it_may(says: bytes, tmp_path: Path) -> None:
+    """Against what accepts and then says nothing, or a byte now and then."""
+    files = TlsFiles(ca=authority(tmp_path).folder / "ca.pem")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        held = []
+
+        def accept() -> None:
+            while True:
+                try:
+                    line, _ = server.accept()
+                except OSError:
+                    return
+                held.append(line)
+                line.sendall(says)
+
+        threading.Thread(target=accept, daemon=True).start()
+        begun_s = time.monotonic()
+        found = diagnose(f"127.0.0.1:{server.getsockname()[1]}", files, timeout_s=0.3)
+        assert time.monotonic() - begun_s < 3
+        assert found == ("what listens there speaks no TLS, or not gRPC's" if says else None)
+        server.close()
+
+
+async def test_nothing_older_than_tls_1_2_is_spoken(tmp_path: Path) -> None:
+    ours = authority(tmp_path)
+
+    def version(newest: ssl.TLSVersion) -> str | None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(cafile=ours.folder / "ca.pem")
+        context.set_alpn_protocols(["h2"])
+        context.set_ciphers("ALL:@SECLEVEL=0")
+        context.maximum_version = newest
+        host, _, port = address.rpartition(":")
+        with (
+            socket.create_connection((host, int(port)), 5) as plain,
+            context.wrap_socket(plain, server_hostname=host) as line,
+        ):
+            return line.version()
+
+    async with listening(issue(ours)) as address:
+        assert await asyncio.to_thread(version, ssl.TLSVersion.TLSv1_3) == "TLSv1.3"
+        assert await asyncio.to_thread(version, ssl.TLSVersion.TLSv1_2) == "TLSv1.2"
+        with (
+            pytest.warns(DeprecationWarning, match="TLSv1_1"),
+            pytest.raises((ssl.SSLError, ConnectionResetError)),
+        ):
+            await asyncio.to_thread(version, ssl.TLSVersion.TLSv1_1)
+
+
+# --- The sentences themselves -------------------------------------------------------------------------------
+
+
+def test_a_ca_that_has_expired_is_not_taken_for_the_certificate() -> None:
+    shown = Shown(ends_s=2000.0)
+    assert trouble(10, "", "host", shown, 1000.0) == (
+        "the CA that signed the coordinator's certificate has expired"
+    )
+    assert trouble(10, "", "host", Shown(), 1000.0) == "the coordinator's certificate has expired"
+
+
+def test_what_is_not_known_is_said_in_openssls_words() -> None:
+    assert trouble(23, "certificate revoked", "host", Shown(), 0) == (
+        "the coordinator's certificate is not accepted: certificate revoked"
+    )
+    assert refusal("TLSV1_ALERT_INTERNAL_ERROR", has_certificate=True) == (
+        "the coordinator ends the handshake: internal error"
+    )
+    assert refusal("SSLV3_ALERT_BAD_CERTIFICATE", has_certificate=True) == (
+        "the coordinator refuses the certificate in tls_certificate: bad certificate"
+    )
+    assert "1.2 and 1.3" in refusal("TLSV1_ALERT_PROTOCOL_VERSION", has_certificate=True)
+    assert "tls_key" in refusal("SSLV3_ALERT_HANDSHAKE_FAILURE", has_certificate=False)

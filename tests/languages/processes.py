@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,15 +21,18 @@ PATIENCE_S = 60.0
 
 
 class CoordinatorProcess:
-    """A coordinator on a port of its own, which it keeps when it is killed and started again."""
+    """A coordinator on a port of its own, which it keeps when it is killed and started again.
 
-    def __init__(self, folder: Path) -> None:
+    It wants mutual TLS, unless its client can't: then it is plaintext.
+    """
+
+    def __init__(self, folder: Path, *, has_tls: bool = True) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         # A name, as certificates are mostly for: Node.js warns of TLS to an address.
         self.address, self._listen = f"localhost:{port}", f"127.0.0.1:{port}"
         self._folder = folder
-        self.security = Security(folder / "security")
+        self.security = Security(folder / "security") if has_tls else None
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "CoordinatorProcess":
@@ -55,7 +58,7 @@ class CoordinatorProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.security.of_coordinator()},
+                env={**os.environ, **(self.security.of_coordinator() if self.security is not None else {})},
             )
         wait_until(lambda: "listening" in self._logged(), "a coordinator that listens")
 
@@ -68,7 +71,14 @@ class CoordinatorProcess:
     @property
     def channels(self) -> Channels:
         """The way there."""
+        if self.security is None:
+            return Channels(self.address)
         return self.security.channels(self.address)
+
+    @property
+    def of_client(self) -> Mapping[str, str]:
+        """What a client's environment says of the certificates that it is to use."""
+        return self.security.of_operator() if self.security is not None else {}
 
     @contextmanager
     def jobs(self) -> Iterator[JobServiceStub]:

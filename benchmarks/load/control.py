@@ -59,7 +59,7 @@ class CoordinatorProcess:
         self.address = "127.0.0.1:0"
         self._folder = folder
         self._command = [*on_core(0), *wrapper, sys.executable, "-m", "perseus.cli", "coordinator"]
-        self._command += ["--database", database, "--log-format", "json", *flags]
+        self._command += ["--database", database, "--log-format", "json", "--insecure", *flags]
         self._process: subprocess.Popen[bytes] | None = None
         self._start_count = 0
 

@@ -19,6 +19,9 @@ from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
 PATIENCE_S = 60.0
 
+# Clients of other languages show certificates, and no tokens.
+_CLIENT_IS_OPERATOR = {"PERSEUS_COORDINATOR_CERTIFICATE_SCOPES": '{"client": "operator"}'}
+
 
 class CoordinatorProcess:
     """A coordinator on a port of its own, which it keeps when it is killed and started again."""
@@ -53,7 +56,7 @@ class CoordinatorProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.security.of_coordinator()},
+                env={**os.environ, **self.security.of_coordinator(), **_CLIENT_IS_OPERATOR},
             )
         wait_until(lambda: "listening" in self._logged(), "a coordinator that listens")
 

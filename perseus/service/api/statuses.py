@@ -73,6 +73,8 @@ STATUSES: dict[type[Exception], Mapped] = {
     errors.SolverCrashedError: Mapped(Code.INTERNAL, "SOLVER_CRASHED", is_retryable=True),
     errors.SolverTimeoutError: Mapped(Code.DEADLINE_EXCEEDED, "SOLVER_TIMEOUT"),
     errors.DrainingError: Mapped(Code.UNAVAILABLE, "DRAINING", is_retryable=True),
+    errors.TokenNotFoundError: Mapped(Code.NOT_FOUND, "TOKEN_NOT_FOUND"),
+    errors.TokenAlreadyExistsError: Mapped(Code.ALREADY_EXISTS, "TOKEN_ALREADY_EXISTS"),
     errors.CredentialMissingError: Mapped(Code.UNAUTHENTICATED, "CREDENTIAL_MISSING"),
     errors.TokenUnknownError: Mapped(Code.UNAUTHENTICATED, "TOKEN_UNKNOWN"),
     errors.TokenExpiredError: Mapped(Code.UNAUTHENTICATED, "TOKEN_EXPIRED"),

@@ -33,6 +33,8 @@
     ├── SolverCrashedError          the solver's process died
     ├── SolverTimeoutError          solving took too long
     ├── DrainingError               the coordinator is about to stop
+    ├── TokenNotFoundError          there is no token of that name
+    ├── TokenAlreadyExistsError     there is one
     ├── AuthenticationError         nobody knows who calls
     │   ├── CredentialMissingError  no token, and no certificate that stands for one
     │   ├── TokenUnknownError       no token of ours
@@ -47,6 +49,7 @@
     StartupError                    the coordinator can not start; never seen over gRPC
     ├── AddressUnavailableError
     ├── CertificatesUnusableError
+    ├── TokenFileUnusableError
     └── DatabaseUnavailableError
     StoreFailedError                the database fails while the coordinator runs: it stops
 
@@ -310,6 +313,18 @@ class DrainingError(CoordinatorError):
     template = "the coordinator is about to stop"
 
 
+class TokenNotFoundError(CoordinatorError):
+    """There is no token of that name."""
+
+    template = "there is no token {name!r}"
+
+
+class TokenAlreadyExistsError(CoordinatorError):
+    """There is a token of that name, be it revoked or expired."""
+
+    template = "there is a token {name!r} already"
+
+
 class AuthenticationError(CoordinatorError):
     """Nobody knows who calls."""
 
@@ -384,6 +399,12 @@ class AddressUnavailableError(StartupError):
 
 class CertificatesUnusableError(StartupError):
     """A certificate, its key or a CA can't be used; the cause names the file."""
+
+    template = "{cause}"
+
+
+class TokenFileUnusableError(StartupError):
+    """The operator's token can't be read or written; the cause names its file."""
 
     template = "{cause}"
 

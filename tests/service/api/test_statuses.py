@@ -108,7 +108,7 @@ async def test_what_nobody_thought_of_is_internal_and_logged_with_its_traceback(
     call: Callable[[object, object, object], Awaitable[None]] = broken
     context = _Aborting()
     with capture_logs() as logs:
-        await call(None, None, context)
+        await call(None, Status(), context)
     assert context.status is not None
     assert context.status.code == grpc.StatusCode.INTERNAL
     rich = Status.FromString(dict(context.status.trailing_metadata)["grpc-status-details-bin"])

@@ -3,12 +3,13 @@
 from alembic import op
 from sqlalchemy import Column, Double, Text
 from sqlalchemy.dialects import sqlite
+from sqlalchemy.types import TypeEngine
 
 revision = "0007"
 down_revision = "0006"
 
 _KEY = Text().with_variant(Text(collation="C"), "postgresql")
-_FIGURE = Double().with_variant(sqlite.REAL(), "sqlite")
+_FIGURE: TypeEngine[float] = Double().with_variant(sqlite.REAL(), "sqlite")
 
 
 def upgrade() -> None:

@@ -6,6 +6,7 @@ version that carries two plans, or one that falls, and whatever refuses it.
 
 import asyncio
 import hashlib
+import math
 import random
 import time
 from collections import deque
@@ -22,6 +23,8 @@ CONNECT = "/perseus.v1.AgentService/Connect"
 
 _PAST_START = rank_pb2.PLAN_REFUSAL_REASON_PAST_START
 _MESSAGES_LIMIT = 20
+_BEAT_SHARE = 0.3
+"""Of the lease: a heartbeat has to come every third of it."""
 
 
 @dataclass(slots=True)
@@ -181,6 +184,8 @@ class Agent:
         self._accepted_count = 0
         self._epoch = ""
         self._check_word = ""
+        self._beat_interval_s = math.inf
+        self._next_beat_s = math.inf
         self._stream: GrpcStream | None = None
         self._is_welcome = False
         self._is_closed = False
@@ -223,12 +228,10 @@ class Agent:
             if (in_force := rank.begin(self.iteration)) is not None:
                 messages.append(in_force)
         if self._is_welcome and self._stream is not None:
+            if now_s >= self._next_beat_s:
+                messages.append(_HEARTBEAT)
+                self._next_beat_s = now_s + self._beat_interval_s
             self._stream.send(*messages)
-
-    def beat(self) -> None:
-        """Give a sign of life."""
-        if self._is_welcome and self._stream is not None:
-            self._stream.send(_HEARTBEAT)
 
     def leave(self) -> None:
         """Say that all ranks have ended, and goodbye; the connection closes by itself when that is read."""
@@ -323,6 +326,8 @@ class Agent:
         if self._epoch and welcome.epoch != self._epoch:
             self._findings.add("epoch changed", f"{self.instance_id}: {self._epoch} to {welcome.epoch}")
         self._epoch = welcome.epoch
+        self._beat_interval_s = welcome.lease_s * _BEAT_SHARE
+        self._next_beat_s = time.perf_counter() + random.uniform(0.0, self._beat_interval_s)
         self._acknowledge(welcome.acknowledged_sequence, is_measured=False)
         self._is_welcome = True
         assert self._stream is not None

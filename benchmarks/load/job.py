@@ -19,7 +19,6 @@ Jobs: TypeAlias = "job_service_pb2_grpc.JobServiceAsyncStub"
 
 _WAKE_S = 0.002
 """The least time between two looks at whose turn it is: below it, sleeping costs more than the turns."""
-_HEARTBEAT_S = 15.0
 _CALL_TIMEOUT_S = 60.0
 _OFFER_LIMIT_S = 30.0
 _RETRY_S = 0.1
@@ -245,7 +244,6 @@ class Job:
         """Every agent reports in its turn, over and over; what comes due between two looks goes together."""
         agents, lateness_s = self.agents, self.lateness_s
         pace_s = self.task.period_s / len(agents)
-        beat_turns = max(1, round(_HEARTBEAT_S / self.task.period_s))
         begun_s = time.perf_counter()
         turn = 0
         while True:
@@ -253,13 +251,11 @@ class Job:
             due_turns = int((now_s - begun_s) / pace_s)
             # So many at once are a burst of its own: behind, the answers are read in between.
             for _ in range(min(due_turns - turn, 64)):
-                round_number, number = divmod(turn, len(agents))
+                number = turn % len(agents)
                 if number == 0 and self._has_to_rest:
                     return
                 lateness_s.append(now_s - begun_s - turn * pace_s)
                 agents[number].report()
-                if round_number % beat_turns == number % beat_turns:
-                    agents[number].beat()
                 turn += 1
             await asyncio.sleep(_WAKE_S if turn >= due_turns else 0)
 

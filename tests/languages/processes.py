@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,13 +24,19 @@ _CLIENT_IS_OPERATOR = {"PERSEUS_COORDINATOR_CERTIFICATE_SCOPES": '{"client": "op
 
 
 class CoordinatorProcess:
-    """A coordinator on a port of its own, which it keeps when it is killed and started again."""
+    """A coordinator on a port of its own, which it keeps when it is killed and started again.
 
-    def __init__(self, folder: Path) -> None:
+    It speaks mutual TLS, or plaintext on loopback.
+    """
+
+    def __init__(self, folder: Path, *, is_encrypted: bool = True) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+            port = free.getsockname()[1]
+        # A name, as certificates are mostly for: Node.js warns of TLS to an address.
+        self.address, self._listen = f"localhost:{port}", f"127.0.0.1:{port}"
         self._folder = folder
         self.security = Security(folder / "security")
+        self._is_encrypted = is_encrypted
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "CoordinatorProcess":
@@ -51,14 +57,19 @@ class CoordinatorProcess:
             self._process = subprocess.Popen(
                 [
                     *[sys.executable, "-m", "perseus.cli", "coordinator", "--log-format=json"],
-                    *[f"--listen={self.address}", f"--database={database}"],
+                    *[f"--listen={self._listen}", f"--database={database}"],
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.security.of_coordinator(), **_CLIENT_IS_OPERATOR},
+                env={**os.environ, **self._settings()},
             )
         wait_until(lambda: "listening" in self._logged(), "a coordinator that listens")
+
+    def _settings(self) -> Mapping[str, str]:
+        if not self._is_encrypted:
+            return {"PERSEUS_COORDINATOR_INSECURE": "true"}
+        return {**self.security.of_coordinator(), **_CLIENT_IS_OPERATOR}
 
     def kill(self) -> None:
         """End it without any warning."""
@@ -69,7 +80,7 @@ class CoordinatorProcess:
     @property
     def channels(self) -> Channels:
         """The way there."""
-        return self.security.channels(self.address)
+        return self.security.channels(self.address) if self._is_encrypted else Channels(self.address)
 
     @contextmanager
     def jobs(self) -> Iterator[JobServiceStub]:

@@ -99,7 +99,7 @@ def torture(
     outcome = Outcome()
     # Which kills take the server as well: spread evenly.
     server_kills = {round((n + 0.5) * kill_count / server_kill_count) for n in range(server_kill_count)}
-    with CoordinatorProcess(folder, database, FLAGS) as coordinator:
+    with CoordinatorProcess(folder, database, FLAGS, is_pinned=False) as coordinator:
         coordinator.start()
         with Agents(coordinator.address) as agents:
             restart_counts: dict[str, int] = {}

@@ -17,7 +17,8 @@ from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError
 from perseus.demo import nvml_stub
 from tests.nvml.stack import Stack
 
-LEASE_S = 3.0
+LEASE_S = 5.0
+"""Long enough that agents on a busy machine are not taken for silent."""
 FLAGS = (
     *("--lease-s", f"{LEASE_S:g}", "--guard-tolerance-percent", "1000"),
     *("--baseline-iterations", "2", "--profile-iterations", "2", "--profile-clocks", "2"),
@@ -156,7 +157,7 @@ def strike(folder: Path, library: Path, name: str) -> FaultOutcome:
     fault, outcome = FAULTS[name], FaultOutcome(name)
     with (
         small_disk(folder / "disk") as disk,
-        CoordinatorProcess(folder, str(disk.database), FLAGS) as coordinator,
+        CoordinatorProcess(folder, str(disk.database), FLAGS, is_pinned=False) as coordinator,
     ):
         coordinator.start()
         with Node(folder / "node", library, coordinator) as node, Agents(coordinator.address) as agents:

@@ -85,6 +85,8 @@ def environment(library: Path, gpu_folder: Path) -> dict[str, str]:
 def _device_nodes(gpu_folder: Path) -> Path:
     """A folder in which nvidia0, nvidia1 … lead to the emulated GPUs' files, whose permissions so count."""
     nodes = gpu_folder / ".dev"
+    if not gpu_folder.exists():
+        return nodes
     nodes.mkdir(exist_ok=True)
     for minor, path in enumerate(sorted(gpu_folder.glob("[!.]*"))):
         node = nodes / f"nvidia{minor}"

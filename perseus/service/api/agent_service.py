@@ -377,7 +377,7 @@ class _Stream:
             self._logged.add(kind)
             log.warning(event, instance_id=self.instance_id, hostname=self._hostname, **details)
 
-    def _unexpected(self, error: Exception, message: RankMessage) -> InternalError:
+    def _unexpected(self, error: Exception, message: RankMessage) -> CoordinatorError:
         where = type(message).__name__
         kind = (where, "INTERNAL", type(error).__name__)
         if kind in self._logged:

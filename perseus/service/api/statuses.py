@@ -130,8 +130,13 @@ def refused_parts(error: MappedError) -> dict[str, str]:
     return {"reason": reason, "field": "", "expected": "", "found": str(error)}
 
 
-def unexpected(error: Exception, where: str, **context: object) -> errors.InternalError:
-    """Log an exception that nobody thought of, and return what callers are told of it."""
+def unexpected(error: Exception, where: str, **context: object) -> errors.CoordinatorError:
+    """Log an exception that nobody thought of, and return what callers are told of it.
+
+    A store that fails ends the coordinator, which says why by itself.
+    """
+    if isinstance(error, errors.StoreFailedError):
+        return errors.DrainingError()
     log.error("unexpected error", where=where, exc_info=error, **context)
     return errors.InternalError(cause=type(error).__name__)
 

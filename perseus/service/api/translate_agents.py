@@ -150,6 +150,7 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
     check_range("rank_joined.in_force_version", message.in_force_version, 0, MAX_COUNT)
     check_range("rank_joined.after_sequence", message.after_sequence, 0, MAX_COUNT)
     check_text("rank_joined.in_force_epoch", message.in_force_epoch)
+    check_text("rank_joined.owner", message.owner)
     return RankJoined(
         rank=rank,
         instance_id=instance_id,
@@ -189,6 +190,7 @@ def gpu_error_from_proto(message: agent_service_pb2.GpuError) -> GpuErrorReporte
     reason = _GPU_ERROR_REASON.get(message.reason)
     if reason is None:
         raise InvalidFieldError(field="gpu_error.reason", expected="a known reason", found=message.reason)
+    check_text("gpu_error.owner", message.owner)
     return GpuErrorReported(
         place_from_proto(message, "gpu_error"),
         check_text("gpu_error.gpu_uuid", message.gpu_uuid),

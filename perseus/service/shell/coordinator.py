@@ -74,7 +74,8 @@ class Coordinator:
         Raises:
             Exception: the store failed. Nothing can be promised any more: stop.
         """
-        parts = [asyncio.ensure_future(part) for part in (self._writer.run(), self._tick(), self._prune())]
+        work = (self._writer.run(), self._tick(), self._prune(), self._store.watch())
+        parts = [asyncio.ensure_future(part) for part in work]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         finally:

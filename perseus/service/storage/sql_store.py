@@ -47,6 +47,8 @@ class SqlStore(JobStore):
             self._history = _begin_generation(self._connection, self._commit_number)
         self._word = self._history.word(self._commit_number)
         self._writer = GroupWriter(self._connection, clock)
+        self._failure: StoreFailedError | None = None
+        self._has_failed = asyncio.Event()
         self._pruner = Pruner(self._connection)
 
     @classmethod
@@ -172,13 +174,24 @@ class SqlStore(JobStore):
         """See JobStore."""
         return await self._run(partial(reading.load_tokens, self._connection))
 
+    async def watch(self) -> None:
+        """See JobStore."""
+        await self._has_failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
     async def close(self) -> None:
         """See JobStore."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._opened.close)
         self._thread.shutdown()
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_transaction, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_transaction, work)
+        except StoreFailedError as error:
+            self._failure = error
+            self._has_failed.set()
+            raise
 
     def _in_transaction(self, work: Callable[[], T]) -> T:
         try:

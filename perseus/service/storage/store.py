@@ -165,5 +165,13 @@ class JobStore(abc.ABC):
         """Delete some of what is no longer to be kept at this time of the wall clock: a small step."""
 
     @abc.abstractmethod
+    async def watch(self) -> None:
+        """Wait until something fails, whoever asked for it, a reader even.
+
+        Raises:
+            StoreFailedError: what it was.
+        """
+
+    @abc.abstractmethod
     async def close(self) -> None:
         """Close the database; whatever was written stays."""

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from perseus.service.api.statuses import STATUSES, mapped, to_status
 from perseus.service.domain import errors
 from perseus.solver import DeadlineError, SolverError
+from perseus.v1 import job_service_pb2
 
 
 def descendants(base: type[Exception]) -> set[type[Exception]]:
@@ -108,7 +109,7 @@ async def test_what_nobody_thought_of_is_internal_and_logged_with_its_traceback(
     call: Callable[[object, object, object], Awaitable[None]] = broken
     context = _Aborting()
     with capture_logs() as logs:
-        await call(None, Status(), context)
+        await call(None, job_service_pb2.GetJobRequest(), context)
     assert context.status is not None
     assert context.status.code == grpc.StatusCode.INTERNAL
     rich = Status.FromString(dict(context.status.trailing_metadata)["grpc-status-details-bin"])

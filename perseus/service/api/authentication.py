@@ -21,7 +21,7 @@ from perseus.service.shell.tokens import Tokens
 log = structlog.get_logger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic for checkers of types only
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # generic for checkers of types only
 _Behaviour = Callable[[Any, Any], Any]  # the stubs know the contexts of blocking servers
 
 _caller: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
@@ -48,9 +48,9 @@ class Authentication(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Handler | None:
+    ) -> _Handler:
         """See `grpc.aio.ServerInterceptor`."""
         rpc = handler_call_details.method
         handler = await continuation(handler_call_details)

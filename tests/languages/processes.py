@@ -26,17 +26,16 @@ _CLIENT_IS_OPERATOR = {"PERSEUS_COORDINATOR_CERTIFICATE_SCOPES": '{"client": "op
 class CoordinatorProcess:
     """A coordinator on a port of its own, which it keeps when it is killed and started again.
 
-    It speaks mutual TLS, or plaintext on loopback.
+    It wants mutual TLS, unless its client can't: then it is plaintext.
     """
 
-    def __init__(self, folder: Path, *, is_encrypted: bool = True) -> None:
+    def __init__(self, folder: Path, *, has_tls: bool = True) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         # A name, as certificates are mostly for: Node.js warns of TLS to an address.
         self.address, self._listen = f"localhost:{port}", f"127.0.0.1:{port}"
         self._folder = folder
-        self.security = Security(folder / "security")
-        self._is_encrypted = is_encrypted
+        self.security = Security(folder / "security") if has_tls else None
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "CoordinatorProcess":
@@ -67,7 +66,7 @@ class CoordinatorProcess:
         wait_until(lambda: "listening" in self._logged(), "a coordinator that listens")
 
     def _settings(self) -> Mapping[str, str]:
-        if not self._is_encrypted:
+        if self.security is None:
             return {"PERSEUS_COORDINATOR_INSECURE": "true"}
         return {**self.security.of_coordinator(), **_CLIENT_IS_OPERATOR}
 
@@ -80,7 +79,14 @@ class CoordinatorProcess:
     @property
     def channels(self) -> Channels:
         """The way there."""
-        return self.security.channels(self.address) if self._is_encrypted else Channels(self.address)
+        if self.security is None:
+            return Channels(self.address)
+        return self.security.channels(self.address)
+
+    @property
+    def of_client(self) -> Mapping[str, str]:
+        """What a client's environment says of the certificates that it is to use."""
+        return self.security.of_operator() if self.security is not None else {}
 
     @contextmanager
     def jobs(self) -> Iterator[JobServiceStub]:

@@ -72,10 +72,14 @@ def start(classpath: str, target: str, folder: Path) -> ClientProcess:
     return ClientProcess(command, folder, folder / "client.log")
 
 
+def coordinator_of(folder: Path) -> CoordinatorProcess:
+    """In plaintext: Debian's build of netty has no ALPN, without which gRPC speaks no TLS."""
+    return CoordinatorProcess(folder, has_tls=False)
+
+
 def test_the_whole_story(classpath: str, tmp_path: Path) -> None:
-    # In plaintext: Debian's Netty is built without ALPN, so that gRPC can't speak TLS with it.
     with (
-        CoordinatorProcess(tmp_path, is_encrypted=False) as coordinator,
+        coordinator_of(tmp_path) as coordinator,
         start(classpath, coordinator.address, tmp_path) as client,
     ):
         printed = client.wait()
@@ -89,7 +93,7 @@ def test_the_whole_story(classpath: str, tmp_path: Path) -> None:
 
 
 async def test_unknown_fields_and_messages_of_both_do_not_matter(classpath: str, tmp_path: Path) -> None:
-    with CoordinatorProcess(tmp_path) as coordinator:
+    with coordinator_of(tmp_path) as coordinator:
         async with newer_ends(coordinator.channels) as address:
             with start(classpath, address, tmp_path) as client:
                 printed = await client.wait_async()

@@ -2,11 +2,11 @@
 
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from perseus.demo.security import Security
 from tests.languages.newer import newer_ends
 from tests.languages.processes import ClientProcess, CoordinatorProcess, check_story
 
@@ -22,21 +22,21 @@ pytestmark = [
 ]
 
 
-def start(target: str, folder: Path, security: Security | None = None) -> ClientProcess:
+def start(target: str, folder: Path, environment: Mapping[str, str] | None = None) -> ClientProcess:
     return ClientProcess(
         ["node", "main.js", target],
         EXAMPLE,
         folder / "client.log",
         PERSEUS_JOB="story",
         PERSEUS_SPEED=SPEED,
-        **(security.of_operator() if security is not None else {}),
+        **(environment or {}),
     )
 
 
 def test_the_whole_story(tmp_path: Path) -> None:
     with (
         CoordinatorProcess(tmp_path) as coordinator,
-        start(coordinator.address, tmp_path, coordinator.security) as client,
+        start(coordinator.address, tmp_path, coordinator.of_client) as client,
     ):
         printed = client.wait()
         check_story(coordinator, "story")
@@ -50,7 +50,7 @@ def test_the_whole_story(tmp_path: Path) -> None:
 def test_a_coordinator_that_is_killed_and_comes_back(tmp_path: Path) -> None:
     with (
         CoordinatorProcess(tmp_path) as coordinator,
-        start(coordinator.address, tmp_path, coordinator.security) as client,
+        start(coordinator.address, tmp_path, coordinator.of_client) as client,
     ):
         client.wait_for("→ planned: ")  # the plans are offered, and not yet in force
         coordinator.kill()
@@ -85,6 +85,5 @@ def test_the_stable_reason_of_an_error_is_read(tmp_path: Path) -> None:
     """
     with CoordinatorProcess(tmp_path) as coordinator:
         command = ["node", "--input-type=module", "--eval", script, coordinator.address]
-        environment = coordinator.security.of_operator()
-        with ClientProcess(command, EXAMPLE, tmp_path / "client.log", **environment) as client:
+        with ClientProcess(command, EXAMPLE, tmp_path / "client.log", **coordinator.of_client) as client:
             assert client.wait().split() == ["JOB_NOT_FOUND"]

@@ -30,8 +30,8 @@ def main(connection_count: int, packet_count: int, path: Path) -> None:
 
 `make torture` also runs a job of one user's under an agent of root's, behind the stand-in for NVML, and
 attacks it as another user whom the socket lets in. It passes if nothing is had, the agent's process stays
-the same, the job's rank never leaves and still has its clocks set, the log stays short, and the GPU is at
-stock when the agent has ended.
+the same, the job's rank never leaves and its trainer hears nothing of it, the log stays short, and the GPU
+is at stock when the agent has ended.
 
 | the stranger | is answered |
 |---|---|

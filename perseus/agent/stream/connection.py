@@ -219,9 +219,10 @@ class Connection:
             raise TimeoutError(f"expected a welcome within {_HANDSHAKE_S} s, found silence") from None
 
     async def _write(self, call: _Call, outbox: asyncio.Queue[wire.ConnectRequest | None]) -> None:
-        while (request := await outbox.get()) is not None:
-            await call.write(request)
-        await call.done_writing()
+        with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
+            while (request := await outbox.get()) is not None:
+                await call.write(request)
+            await call.done_writing()
 
     async def _read(self, call: _Call) -> None:
         while True:

@@ -1,8 +1,5 @@
-import io.grpc.ChannelCredentials;
-import io.grpc.Grpc;
-import io.grpc.InsecureChannelCredentials;
 import io.grpc.ManagedChannel;
-import io.grpc.TlsChannelCredentials;
+import io.grpc.ManagedChannelBuilder;
 import io.grpc.health.v1.HealthCheckRequest;
 import io.grpc.health.v1.HealthGrpc;
 import io.grpc.reflection.v1alpha.ServerReflectionGrpc;
@@ -10,8 +7,6 @@ import io.grpc.reflection.v1alpha.ServerReflectionRequest;
 import io.grpc.reflection.v1alpha.ServerReflectionResponse;
 import io.grpc.reflection.v1alpha.ServiceResponse;
 import io.grpc.stub.StreamObserver;
-import java.io.File;
-import java.io.IOException;
 import java.util.ArrayList;
 import java.util.List;
 import java.util.UUID;
@@ -72,22 +67,9 @@ final class Client {
             error.printStackTrace();
             System.exit(1);
         });
-        var channel = Grpc.newChannelBuilder(arguments[0], credentials()).build();
+        var channel = ManagedChannelBuilder.forTarget(arguments[0]).usePlaintext().build();
         new Client(channel, arguments[1], Double.parseDouble(arguments[2])).run();
         channel.shutdownNow().awaitTermination(5, TimeUnit.SECONDS);
-    }
-
-    /** Mutual TLS with the files that the environment names; plaintext if it names none. */
-    private static ChannelCredentials credentials() throws IOException {
-        var ca = System.getenv("PERSEUS_TLS_CA");
-        if (ca == null) {
-            return InsecureChannelCredentials.create();
-        }
-        return TlsChannelCredentials.newBuilder()
-                .trustManager(new File(ca))
-                .keyManager(
-                        new File(System.getenv("PERSEUS_TLS_CERTIFICATE")), new File(System.getenv("PERSEUS_TLS_KEY")))
-                .build();
     }
 
     static void say(String line) {

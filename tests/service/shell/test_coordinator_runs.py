@@ -502,7 +502,7 @@ async def test_stage_work_is_one_short_text_for_each_stage(service: Service) -> 
     for stage_work, field in (
         (["12 layers"], "stage_work"),
         (["12 layers", "x" * 129], "stage_work[1].fingerprint"),
-        (["a\nb", ""], "stage_work[0].fingerprint"),
+        (["a\nb", ""], "spec.stage_work[0].fingerprint"),
     ):
         spec = spec_message("new", stage_work=stage_work)
         request = job_service_pb2.RegisterJobRequest(spec=spec, request_id="r")

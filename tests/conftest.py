@@ -1,6 +1,8 @@
 """What holds for every test."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -12,3 +14,10 @@ def _logs_as_before() -> Iterator[None]:
     before = structlog.get_config()
     yield
     structlog.configure(**before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _operator_token_file(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No coordinator of a test writes a token into the user's own folder."""
+    path: Path = tmp_path_factory.mktemp("tokens") / "operator.token"
+    os.environ["PERSEUS_COORDINATOR_OPERATOR_TOKEN_FILE"] = str(path)

@@ -150,7 +150,7 @@ HOUSE: Mapping[str, Room] = {
         "v1",
         needs=["google", "grpc", "grpc_reflection", "grpc_status", "numpy", "structlog"],
     ),
-    "service.settings": room("logs", "tls", needs=["pydantic", "pydantic_settings"]),
+    "service.settings": room("logs", "service.domain", "tls", needs=["pydantic", "pydantic_settings"]),
     "service.listening": room("service.domain", "service.settings", "tls", needs=["grpc", "structlog"]),
     "service.server": room(
         "service.api",
@@ -164,6 +164,7 @@ HOUSE: Mapping[str, Room] = {
         "service.solving",
         "service.storage",
         "service.watchdog",
+        "tls",
         "v1",
         needs=["grpc", "grpc_health", "structlog"],
     ),

@@ -65,7 +65,7 @@ class CoordinatorProcess:
             "perseus.cli",
             "coordinator",
         ]
-        self._command += ["--database", database, "--log-format", "json", *flags]
+        self._command += ["--database", database, "--log-format", "json", "--insecure", *flags]
         self._process: subprocess.Popen[bytes] | None = None
         self._start_count = 0
 

@@ -27,6 +27,7 @@ def agent(
     tls_certificate: Annotated[Path | None, _flag("tls_certificate")] = None,
     tls_key: Annotated[Path | None, _flag("tls_key")] = None,
     insecure: Annotated[bool | None, _flag("insecure", "--insecure")] = None,
+    token_file: Annotated[Path | None, _flag("token_file")] = None,
     socket: Annotated[Path | None, _flag("socket")] = None,
     socket_group: Annotated[str | None, _flag("socket_group")] = None,
     socket_mode: Annotated[str | None, _flag("socket_mode")] = None,
@@ -54,6 +55,7 @@ def agent(
         "tls_certificate": tls_certificate,
         "tls_key": tls_key,
         "insecure": insecure,
+        "token_file": token_file,
         "socket": socket,
         "socket_group": socket_group,
         "socket_mode": socket_mode,
@@ -92,10 +94,11 @@ def _serve(settings: AgentSettings) -> None:
     from perseus.agent.gpu import GpuError
     from perseus.agent.sidecar.shell import run
     from perseus.tls.files import TlsError
+    from perseus.tls.tokens import TokenFileError
 
     try:
         asyncio.run(run(settings, int(lifeline) if lifeline is not None else None))
-    except (OSError, GpuError, TlsError) as error:
+    except (OSError, GpuError, TlsError, TokenFileError) as error:
         fail(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error), FAILURE)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import typer
 
 from perseus.cli.terminal import BAD_INPUT, FAILURE, error_console, fail
 from perseus.printable import printable
+from perseus.tls.address import is_local
 from perseus.tls.files import TlsError, TlsFiles
 from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
+from perseus.tls.tokens import TokenFileError, find_token
 
 if TYPE_CHECKING:
     import grpc
@@ -45,6 +48,14 @@ class Connection:
     tls_key: Annotated[
         Path | None, typer.Option(envvar="PERSEUS_TLS_KEY", help="PEM file with that one's private key.")
     ] = None
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="PERSEUS_TOKEN_FILE",
+            help="File with your token; PERSEUS_TOKEN may hold the token itself. By default the file that a "
+            "coordinator of yours on this machine has written.",
+        ),
+    ] = None
     insecure: Annotated[
         bool,
         typer.Option(
@@ -68,8 +79,13 @@ class Connection:
                 flag = f"--{name.replace('_', '-')}"
                 fail(f"{flag}: {error}, found {getattr(self, name)}")
         try:
-            channels = Channels(self.coordinator, files)
-        except TlsError as error:
+            token = find_token(
+                path=self.token_file,
+                token=os.environ.get("PERSEUS_TOKEN"),
+                is_local=is_local(self.coordinator),
+            )
+            channels = Channels(self.coordinator, files, token)
+        except (TlsError, TokenFileError) as error:
             fail(str(error))
         if channels.is_exposed:
             error_console.print(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from perseus.cli import agent, certificates, coordinator, demo, health, jobs, solve, store
+from perseus.cli import agent, certificates, coordinator, demo, health, jobs, solve, store, tokens
 from perseus.cli.terminal import FAILURE, console, fail
 
 # Module that a command may miss → the extra that brings it.
@@ -36,6 +36,7 @@ app.command("agent")(agent.agent)
 app.command("demo")(demo.demo)
 app.command("health")(health.health)
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(tokens.app, name="tokens")
 app.add_typer(certificates.app, name="certificates")
 app.add_typer(store.app, name="store")
 

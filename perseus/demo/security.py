@@ -1,8 +1,9 @@
-"""What the processes of a demo or a test trust each other by: certificates made for that run, mutual TLS.
+"""What the processes of a demo or a test trust each other by: mutual TLS and a token, made for that run.
 
 The one place that knows what each kind of process has to be given, as variables of its environment.
 """
 
+import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from perseus.certificates import Authority
 from perseus.tls.channels import Channels
 from perseus.tls.files import TlsFiles
+from perseus.tls.tokens import TokenSource, own_token
 
 _VALID_FOR = timedelta(days=30)
 
@@ -20,6 +22,8 @@ class Security:
     def __init__(self, folder: Path) -> None:
         self.authority = Authority.create(folder, "Perseus demo", _VALID_FOR)
         self.ca = folder / "ca.pem"
+        self.token_file = folder / "operator.token"
+        own_token(self.token_file, f"perseus_{secrets.token_urlsafe(32)}")
         self.coordinator_certificate, self.coordinator_key = self.renew_coordinator()
         self.client_certificate, self.client_key = self.renew_client()
 
@@ -43,7 +47,7 @@ class Security:
 
     def channels(self, address: str) -> Channels:
         """The way to the coordinator."""
-        return Channels(address, self.client_files)
+        return Channels(address, self.client_files, TokenSource(path=self.token_file))
 
     def of_coordinator(self) -> Mapping[str, str]:
         """For the environment of `perseus coordinator`."""
@@ -51,6 +55,7 @@ class Security:
             "PERSEUS_COORDINATOR_TLS_CERTIFICATE": str(self.coordinator_certificate),
             "PERSEUS_COORDINATOR_TLS_KEY": str(self.coordinator_key),
             "PERSEUS_COORDINATOR_TLS_CLIENT_CA": str(self.ca),
+            "PERSEUS_COORDINATOR_OPERATOR_TOKEN_FILE": str(self.token_file),
         }
 
     def of_agent(self) -> Mapping[str, str]:
@@ -66,4 +71,5 @@ class Security:
             "TLS_CA": str(self.ca),
             "TLS_CERTIFICATE": str(self.client_certificate),
             "TLS_KEY": str(self.client_key),
+            "TOKEN_FILE": str(self.token_file),
         }

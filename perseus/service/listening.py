@@ -14,7 +14,6 @@ import structlog
 
 from perseus.service.domain.errors import AddressUnavailableError, CertificatesUnusableError
 from perseus.service.settings import CoordinatorSettings
-from perseus.tls.address import is_local
 from perseus.tls.files import Role, TlsError, TlsFiles, TlsSource
 
 _log = structlog.get_logger(__name__)
@@ -31,6 +30,7 @@ class Port:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._address = settings.listen
+        self._is_insecure = settings.insecure
         self._source: TlsSource | None = None
         self._keeping: asyncio.Task[None] | None = None
         if settings.tls_certificate is None:
@@ -57,7 +57,7 @@ class Port:
             raise AddressUnavailableError(address=self._address, cause=error) from None
         if self._source is not None:
             self._keeping = asyncio.create_task(_keep_fresh(self._source))
-        elif not is_local(self._address):
+        elif self._is_insecure:
             _log.warning(
                 "insecure: plaintext, and whoever reaches this address may do anything", address=self._address
             )

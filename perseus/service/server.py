@@ -11,9 +11,13 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from perseus.service.api.agent_service import AgentService
+from perseus.service.api.authentication import Authentication
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
 from perseus.service.api.reflection import enable_reflection
+from perseus.service.api.token_service import TokenService
+from perseus.service.domain.errors import TokenFileUnusableError
+from perseus.service.domain.principals import Grant
 from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.retention import DAY_S, Retention
 from perseus.service.job.planning.guard import GuardRules
@@ -22,10 +26,12 @@ from perseus.service.job.rules import Rules
 from perseus.service.listening import Port
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
+from perseus.service.shell.tokens import Tokens, new_secret
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.watchdog import Watchdog
+from perseus.tls.tokens import TokenFileError, own_token
 from perseus.v1 import (
     agent_service_pb2,
     agent_service_pb2_grpc,
@@ -33,6 +39,8 @@ from perseus.v1 import (
     frontier_service_pb2_grpc,
     job_service_pb2,
     job_service_pb2_grpc,
+    token_service_pb2,
+    token_service_pb2_grpc,
 )
 
 log = structlog.get_logger(__name__)
@@ -60,6 +68,7 @@ _SERVICES = (
     agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
     job_service_pb2.DESCRIPTOR.services_by_name["JobService"].full_name,
     frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"].full_name,
+    token_service_pb2.DESCRIPTOR.services_by_name["TokenService"].full_name,
 )
 
 
@@ -133,6 +142,8 @@ async def running(
         await coordinator.start()
         background = asyncio.ensure_future(coordinator.run())
         try:
+            if not settings.insecure:
+                await _adopt_operator(coordinator.tokens, settings)
             async with _listening(coordinator, settings) as address:
                 yield address, background
         finally:
@@ -142,13 +153,31 @@ async def running(
                 await background
 
 
+async def _adopt_operator(tokens: Tokens, settings: CoordinatorSettings) -> None:
+    """Let the operator's file, written if there is none, hold an operator's token.
+
+    Raises:
+        TokenFileUnusableError: it can't be read or written, or others can.
+    """
+    path = settings.operator_token_file
+    try:
+        secret = await asyncio.to_thread(own_token, path, new_secret())
+    except TokenFileError as error:
+        raise TokenFileUnusableError(cause=error) from None
+    await tokens.adopt(secret)
+    log.info("an operator's token is in a file", path=str(path))
+
+
 @contextlib.asynccontextmanager
 async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) -> AsyncIterator[str]:
     port = Port(settings)
-    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
+    grants = {name: Grant.parse(text) for name, text in settings.certificate_scopes.items()}
+    asking = [] if settings.insecure else [Authentication(coordinator.tokens, grants)]
+    server = grpc.aio.server(interceptors=asking, options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(coordinator.agents), server)
     job_service_pb2_grpc.add_JobServiceServicer_to_server(JobService(coordinator.jobs), server)
     frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(FrontierService(coordinator.jobs), server)
+    token_service_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(coordinator.tokens), server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     enable_reflection((*_SERVICES, health.SERVICE_NAME), server)

@@ -8,6 +8,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.logs import LogFormat, LogLevel
 from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
+from perseus.tls.tokens import default_token_file
 
 
 class CoordinatorSettings(BaseSettings):
@@ -27,10 +28,19 @@ class CoordinatorSettings(BaseSettings):
         description="PEM file with CAs; every client must show a certificate of one of them (mutual TLS).",
     )
     insecure: bool = Field(
-        default=False, description="Listen in plaintext even where other machines can reach it."
+        default=False,
+        description="Ask nobody who they are, and listen in plaintext even where other machines reach it.",
     )
     listen: str = Field(
         default="127.0.0.1:50051", description="Address and port, or unix:PATH; port 0 takes a free one."
+    )
+    operator_token_file: Path = Field(
+        default_factory=default_token_file,
+        description="File with an operator's token, written if absent; commands of the same user find it.",
+    )
+    certificate_scopes: dict[str, str] = Field(
+        default={},
+        description="Scopes of those who show certificates with these identities, and no token.",
     )
     database: Path | str = Field(
         default=Path("perseus.db"),
@@ -115,6 +125,21 @@ class CoordinatorSettings(BaseSettings):
     def _needs_a_certificate(cls, ca: Path | None, info: ValidationInfo) -> Path | None:
         check_needs(ca, info.data.get("tls_certificate"), "tls_certificate")
         return ca
+
+    @field_validator("certificate_scopes")
+    @classmethod
+    def _are_scopes(cls, scopes: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        if scopes:
+            check_needs(scopes, info.data.get("tls_client_ca"), "tls_client_ca")
+        from perseus.service.domain.errors import InvalidFieldError
+        from perseus.service.domain.principals import Grant
+
+        for identity, text in scopes.items():
+            try:
+                Grant.parse(text)
+            except InvalidFieldError as error:
+                raise ValueError(f"{identity}: {error}") from None
+        return scopes
 
     @field_validator("insecure")
     @classmethod

@@ -14,6 +14,8 @@ import structlog
 from perseus.tls.address import is_local
 from perseus.tls.diagnosis import diagnose
 from perseus.tls.files import Role, TlsFiles, TlsSource
+from perseus.tls.showing import Showing, ShowingBlocking
+from perseus.tls.tokens import TokenSource
 
 _log = structlog.get_logger(__name__)
 
@@ -27,15 +29,24 @@ _TRY_AGAIN_S = 60.0
 class Channels:
     """How to reach the coordinator at `address`; without `files` in plaintext.
 
+    A `token` is shown with every call, but never leaves the machine in plaintext.
     Certificates are looked at every `poll_s` or so, and whenever a channel is opened.
 
     Raises:
         TlsError: a file can't be used.
     """
 
-    def __init__(self, address: str, files: TlsFiles | None = None, *, poll_s: float = _POLL_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        files: TlsFiles | None = None,
+        token: TokenSource | None = None,
+        *,
+        poll_s: float = _POLL_S,
+    ) -> None:
         self.address = address
         self._source = TlsSource(files, Role.CLIENT) if files is not None else None
+        self._token = None if self.is_exposed else token
         self._poll_s = poll_s
 
     @property
@@ -51,14 +62,18 @@ class Channels:
     def open(self, options: _Options = ()) -> grpc.aio.Channel:
         """A channel for the running event loop; the caller closes it."""
         if self._source is None:
-            return grpc.aio.insecure_channel(self.address, options=options)
-        return grpc.aio.secure_channel(self.address, self._credentials(self._source), options=options)
+            plain = grpc.aio.insecure_channel(self.address, options=options)
+        else:
+            plain = grpc.aio.secure_channel(self.address, self._credentials(self._source), options=options)
+        return Showing(plain, self._token) if self._token is not None else plain
 
     def open_blocking(self, options: _Options = ()) -> grpc.Channel:
         """A channel for threads; the caller closes it."""
         if self._source is None:
-            return grpc.insecure_channel(self.address, options=options)
-        return grpc.secure_channel(self.address, self._credentials(self._source), options=options)
+            plain = grpc.insecure_channel(self.address, options=options)
+        else:
+            plain = grpc.secure_channel(self.address, self._credentials(self._source), options=options)
+        return ShowingBlocking(plain, self._token) if self._token is not None else plain
 
     async def renewed(self, generation: int, options: _Options = ()) -> grpc.aio.Channel:
         """Wait for certificates newer than a generation, and for a channel with them; the caller closes it.

@@ -16,6 +16,9 @@ What ends a stream, with the reason in its status's ErrorInfo, and what the agen
     LEASE_EXPIRED                   the agent was silent for its lease, and its ranks are lost: connect, join
     STATE_LOST                      the coordinator has lost state, and begins a new epoch: connect, join
     READER_TOO_SLOW                 the agent does not read what it is sent: connect, join
+    TOKEN_EXPIRED, TOKEN_REVOKED    the agent's token has ended: connect with another, join
+    CREDENTIAL_MISSING, TOKEN_UNKNOWN, SCOPE_TOO_NARROW   nobody who may connect: find another token
+    INSTANCE_SERVED                 the instance identifier has a stream with another credential: connect later
     INTERNAL                        a fault of the coordinator's before the Welcome: connect later
     OK after a Drain                the coordinator stops: connect later
     OK after a Goodbye              nothing more

@@ -19,6 +19,9 @@ from perseus.v1.job_service_pb2_grpc import JobServiceStub
 
 PATIENCE_S = 60.0
 
+# Clients of other languages show certificates, and no tokens.
+_CLIENT_IS_OPERATOR = {"PERSEUS_COORDINATOR_CERTIFICATE_SCOPES": '{"client": "operator"}'}
+
 
 class CoordinatorProcess:
     """A coordinator on a port of its own, which it keeps when it is killed and started again.
@@ -58,9 +61,14 @@ class CoordinatorProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(self.security.of_coordinator() if self.security is not None else {})},
+                env={**os.environ, **self._settings()},
             )
         wait_until(lambda: "listening" in self._logged(), "a coordinator that listens")
+
+    def _settings(self) -> Mapping[str, str]:
+        if self.security is None:
+            return {"PERSEUS_COORDINATOR_INSECURE": "true"}
+        return {**self.security.of_coordinator(), **_CLIENT_IS_OPERATOR}
 
     def kill(self) -> None:
         """End it without any warning."""

@@ -238,6 +238,7 @@ async def site(folder: Path, stub: Path) -> AsyncIterator[Site]:
         baseline_iterations=1,
         profile_iterations=1,
         shutdown_grace_s=0.2,
+        insecure=True,
     )
     async with running(coordinator) as (address, _), grpc.aio.insecure_channel(address) as channel:
         flags = {

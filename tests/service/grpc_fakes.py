@@ -44,6 +44,7 @@ def make_settings(directory: Path, **changes: Any) -> CoordinatorSettings:
             "baseline_iterations": 2,
             "profile_iterations": 2,
             "shutdown_grace_s": 0.5,
+            "insecure": True,
             **changes,
         }
     )

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.agent.link.address import DEFAULT_SOCKET_PATH
@@ -37,6 +37,14 @@ class AgentSettings(BaseSettings):
         None, validate_default=True, description="PEM file with that certificate's private key."
     )
     insecure: bool = Field(False, description="Speak plaintext even to a coordinator on another machine.")
+    token: SecretStr | None = Field(
+        None, description="The agent's token; better in a file, and for the environment only."
+    )
+    token_file: Path | None = Field(
+        None,
+        description="File with the agent's token, read again when it changes; by default the one that a "
+        "coordinator of this user on this machine has written.",
+    )
     coordinator: str = Field("127.0.0.1:50051", min_length=1, description="Coordinator's address, host:port.")
     socket: Path = Field(Path(DEFAULT_SOCKET_PATH), description="Local socket that trainers connect to.")
     socket_group: str | None = Field(

@@ -79,7 +79,9 @@ from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.stream import registration
 from perseus.agent.stream.coordinator import Coordinator
 from perseus.agent.stream.registration import Outcome, Registered, Registrar, Unreachable
+from perseus.tls.address import is_local
 from perseus.tls.channels import Channels
+from perseus.tls.tokens import find_token
 
 _log = structlog.get_logger(__name__)
 
@@ -191,7 +193,12 @@ class Agent:
         self._welcome: Welcome | None = None
         # What went wrong with the GPUs of trainers that are connected: told on every stream, each once.
         self._reports: dict[Rank, list[GpuErrorReport]] = {}
-        channels = Channels(settings.coordinator, settings.tls_files)
+        token = find_token(
+            path=settings.token_file,
+            token=settings.token.get_secret_value() if settings.token is not None else None,
+            is_local=is_local(settings.coordinator),
+        )
+        channels = Channels(settings.coordinator, settings.tls_files, token)
         if channels.is_exposed:
             _log.warning("insecure: plaintext to another machine", coordinator=settings.coordinator)
         self._registrar = Registrar(channels)

@@ -38,6 +38,7 @@ _TRANSIENT = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNAUTHENTICATED,  # until the agent has a valid token
 }
 
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 import grpc
 import structlog
 
+from perseus.service.api.authentication import caller
 from perseus.service.api.kept import Kept
 from perseus.service.api.outbox import Outbox
 from perseus.service.api.statuses import (
@@ -167,6 +168,7 @@ class _Stream:
         self._agents = agents
         self._context = context
         self._hostname = ""
+        self._principal = caller()
         self._outbox = Outbox()
         self._port = OutboxPort(self._outbox, agents.lease_s)
         self._is_goodbye = False
@@ -233,7 +235,9 @@ class _Stream:
         self._hostname = request.hello.hostname
         self.instance_id = instance_id  # before it is greeted: it parts, too, if that is cut short
         check_word = request.hello.check_word
-        self._port.epoch, sequence = await self._agents.greet(instance_id, self._port, check_word)
+        self._port.epoch, sequence = await self._agents.greet(
+            instance_id, self._port, check_word, self._principal.name
+        )
         log.info("agent connected", instance_id=instance_id, hostname=self._hostname)
         their_version = request.hello.protocol_version or 1
         if their_version != PROTOCOL_VERSION:
@@ -287,6 +291,7 @@ class _Stream:
         """Take a message about one rank; what is wrong with it concerns nothing else."""
         try:
             check_job_id(message.job_id)
+            self._principal.check_job(message.job_id)
             take(message)
         except CoordinatorError as error:
             self._answer_mistake(message, error)
@@ -294,7 +299,9 @@ class _Stream:
             self._answer_mistake(message, self._unexpected(error, message))
 
     def _join(self, message: agent_service_pb2.RankJoined) -> None:
-        self._agents.join(message.job_id, joined_from_proto(message, self.instance_id, self._hostname))
+        self._agents.join(
+            message.job_id, joined_from_proto(message, self.instance_id, self._hostname), message.owner
+        )
 
     def _leave(self, message: agent_service_pb2.RankLeft) -> None:
         self._agents.tell(message.job_id, left_from_proto(message, self.instance_id))
@@ -311,6 +318,7 @@ class _Stream:
     def _take_telemetry(self, message: agent_service_pb2.TelemetryBatch) -> None:
         try:
             check_job_id(message.job_id)
+            self._principal.check_job(message.job_id)
             telemetry = telemetry_from_proto(message, self.instance_id)
             self._agents.take_telemetry(message.job_id, telemetry)
         except CoordinatorError as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from perseus.service.api.authentication import caller
 from perseus.service.api.paging import Page
 from perseus.service.api.statuses import mapped, mapped_stream
 from perseus.service.api.translate_events import event_to_proto, filter_from_proto
@@ -45,7 +46,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def RegisterJob(self, request: pb.RegisterJobRequest, context: Context) -> pb.RegisterJobResponse:
         """See the contract."""
-        registration = Registration(request.request_id, request.spec_fingerprint)
+        caller().check_job(request.spec.job_id)
+        registration = Registration(request.request_id, request.spec_fingerprint, request.owner)
         view = await self._jobs.register(spec_from_proto(request.spec), registration)
         return pb.RegisterJobResponse(job=job_to_proto(view))
 

@@ -33,10 +33,23 @@
     ├── SolverCrashedError          the solver's process died
     ├── SolverTimeoutError          solving took too long
     ├── DrainingError               the coordinator is about to stop
+    ├── TokenNotFoundError          there is no token of that name
+    ├── TokenAlreadyExistsError     there is one
+    ├── AuthenticationError         nobody knows who calls
+    │   ├── CredentialMissingError  no token, and no certificate that stands for one
+    │   ├── TokenUnknownError       no token of ours
+    │   ├── TokenExpiredError       its time is over
+    │   └── TokenRevokedError       it was revoked
+    ├── ForbiddenError              who calls is known, and may not do that
+    │   ├── ScopeTooNarrowError     the call needs another scope
+    │   ├── JobOutOfScopeError      the agent may not speak for the job
+    │   ├── OwnerMismatchError      the job is another owner's
+    │   └── InstanceServedError     the agent's instance speaks with another credential
     └── InternalError               a fault of the coordinator's own
     StartupError                    the coordinator can not start; never seen over gRPC
     ├── AddressUnavailableError
     ├── CertificatesUnusableError
+    ├── TokenFileUnusableError
     └── DatabaseUnavailableError
     StoreFailedError                the database fails while the coordinator runs: it stops
 
@@ -300,6 +313,74 @@ class DrainingError(CoordinatorError):
     template = "the coordinator is about to stop"
 
 
+class TokenNotFoundError(CoordinatorError):
+    """There is no token of that name."""
+
+    template = "there is no token {name!r}"
+
+
+class TokenAlreadyExistsError(CoordinatorError):
+    """There is a token of that name, be it revoked or expired."""
+
+    template = "there is a token {name!r} already"
+
+
+class AuthenticationError(CoordinatorError):
+    """Nobody knows who calls."""
+
+
+class CredentialMissingError(AuthenticationError):
+    """No token, and no certificate whose identity stands for one."""
+
+    template = "expected a token as metadata `authorization: Bearer …`, found none"
+
+
+class TokenUnknownError(AuthenticationError):
+    """The token is none of this coordinator's."""
+
+    template = "the token is none of this coordinator's"
+
+
+class TokenExpiredError(AuthenticationError):
+    """The token's time is over."""
+
+    template = "token {name!r} has expired"
+
+
+class TokenRevokedError(AuthenticationError):
+    """The token was revoked."""
+
+    template = "token {name!r} is revoked"
+
+
+class ForbiddenError(CoordinatorError):
+    """Who calls is known, and may not do that."""
+
+
+class ScopeTooNarrowError(ForbiddenError):
+    """The call needs another scope than the caller has."""
+
+    template = "{rpc}: expected scope {expected}, found {found} of {principal}"
+
+
+class JobOutOfScopeError(ForbiddenError):
+    """The caller may not speak for that job."""
+
+    template = "{principal} may not speak for job {job_id!r}"
+
+
+class OwnerMismatchError(ForbiddenError):
+    """The job is another owner's."""
+
+    template = "job {job_id!r} is another owner's than {owner!r}"
+
+
+class InstanceServedError(ForbiddenError):
+    """The agent has a stream already, with another credential."""
+
+    template = "agent instance {instance_id!r} has a stream with another credential than {principal}"
+
+
 class InternalError(CoordinatorError):
     """A fault of the coordinator's own; its log has the traceback."""
 
@@ -318,6 +399,12 @@ class AddressUnavailableError(StartupError):
 
 class CertificatesUnusableError(StartupError):
     """A certificate, its key or a CA can't be used; the cause names the file."""
+
+    template = "{cause}"
+
+
+class TokenFileUnusableError(StartupError):
+    """The operator's token can't be read or written; the cause names its file."""
 
     template = "{cause}"
 

@@ -47,6 +47,15 @@ class Registrations:
 
     registrations: tuple[Registration, ...]
 
+    @property
+    def owner(self) -> str:
+        """Whose the run is, as an agent's kernel said; "" if it was registered without an agent."""
+        return self.registrations[-1].owner if self.registrations else ""
+
+    def is_owner(self, owner: str) -> bool:
+        """Whether the run may be theirs; one who is not known, "", may be anybody."""
+        return owner in ("", self.owner) or not self.owner
+
     def with_newest(self, newest: Registration) -> "Registrations":
         """Return these with one more; it is there once."""
         others = (some for some in self.registrations if some != newest)

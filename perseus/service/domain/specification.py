@@ -13,6 +13,7 @@ from perseus.service.domain.bounds import (
     MIN_POWER_W,
     check_ascii,
     check_range,
+    check_text,
 )
 from perseus.service.domain.errors import (
     InvalidFieldError,
@@ -221,10 +222,14 @@ class OperatingPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Who registered a job: a request, and what its ranks say that they belong to, if they say anything."""
+    """Who registered a job: a request, and what its ranks say that they belong to, if they say anything.
+
+    `owner`: whose the run is, as the kernel of an agent's node says; "" if no agent registered it.
+    """
 
     request_id: str
     spec_fingerprint: str = ""
+    owner: str = ""
 
     def check(self) -> None:
         """Refuse texts that can't be.
@@ -234,6 +239,7 @@ class Registration:
         """
         check_request_id(self.request_id)
         check_ascii("spec_fingerprint", self.spec_fingerprint, 0, MAX_FINGERPRINT_LENGTH)
+        check_text("owner", self.owner)
 
 
 @dataclass(frozen=True, slots=True)

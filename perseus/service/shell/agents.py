@@ -6,7 +6,13 @@ from functools import partial
 
 import structlog
 
-from perseus.service.domain.errors import SpecMismatchError, StateLostError, StreamReplacedError
+from perseus.service.domain.errors import (
+    InstanceServedError,
+    OwnerMismatchError,
+    SpecMismatchError,
+    StateLostError,
+    StreamReplacedError,
+)
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
@@ -33,6 +39,7 @@ log = structlog.get_logger(__name__)
 @dataclass(slots=True)
 class _Agent:
     port: AgentPort
+    principal: str = ""
     received_sequence: int = 0
     is_greeted: bool = False
     job_ids: set[str] = field(default_factory=set)
@@ -71,16 +78,23 @@ class Agents:
         for agent in self._agents.values():
             agent.port.drain()
 
-    async def greet(self, instance_id: str, port: AgentPort, check_word: str = "") -> tuple[str, int]:
+    async def greet(
+        self, instance_id: str, port: AgentPort, check_word: str = "", principal: str = ""
+    ) -> tuple[str, int]:
         """Take an agent's new stream, which replaces its older one; `check_word` is what it heard last.
 
-        Returns the epoch and the highest telemetry sequence that is stored. `part` is to follow, whatever
-        comes of it.
+        `principal` is by whom it comes: nobody else's stream is replaced. Returns the epoch and the highest
+        telemetry sequence that is stored. `part` is to follow, whatever comes of it.
+
+        Raises:
+            InstanceServedError: somebody else has a stream of that instance.
         """
         await self._check_state(check_word, instance_id)
         older = self._agents.get(instance_id)
+        if older is not None and older.principal != principal:
+            raise InstanceServedError(instance_id=instance_id, principal=principal)
         # It is there before anything else is awaited: of many that come at once, the last one stays.
-        self._agents[instance_id] = agent = _Agent(port)
+        self._agents[instance_id] = agent = _Agent(port, principal)
         self._live.ports[instance_id] = port
         if older is not None:
             older.port.end(StreamReplacedError(instance_id=instance_id))
@@ -122,14 +136,16 @@ class Agents:
         if agent is not None:
             self._tell_jobs(agent, AgentHeard(instance_id))
 
-    def join(self, job_id: str, event: RankJoined) -> None:
-        """Take a rank that an agent serves.
+    def join(self, job_id: str, event: RankJoined, owner: str = "") -> None:
+        """Take a rank that an agent serves; `owner` is its trainer's, "" if that is not known.
 
         Raises:
             JobNotFoundError, JobFinishedError, RankOutOfRangeError, RankAlreadyServedError,
-            GpuAlreadyServedError, SpecMismatchError: it is refused.
+            GpuAlreadyServedError, SpecMismatchError, OwnerMismatchError: it is refused.
         """
         run = self._live.find(job_id)
+        if not run.machine.registrations.is_owner(owner):
+            raise OwnerMismatchError(job_id=job_id, owner=owner)
         self._live.tick_run(run)  # An older lease may have run out since the last tick.
         self._gpus.check(job_id, event.rank, event.gpu.uuid)
         try:

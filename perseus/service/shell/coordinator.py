@@ -16,6 +16,7 @@ from perseus.service.shell.agents import Agents
 from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.live_runs import LiveRuns
+from perseus.service.shell.tokens import Tokens
 from perseus.service.shell.writer import Writer
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
@@ -39,6 +40,7 @@ class Coordinator:
     Attributes:
         jobs: what clients ask.
         agents: what agents say.
+        tokens: who they are.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class Coordinator:
         self._live = LiveRuns(store, self._writer, job_solver, rules, self._clock)
         self.jobs = Jobs(store, self._writer, request_solver, self._live)
         self.agents = Agents(store, self._writer, self._live)
+        self.tokens = Tokens(store, self._writer)
 
     async def start(self) -> None:
         """Load what is stored, and go on with it."""
         await self.jobs.load()
         await self._live.load()
         self.agents.load()
+        await self.tokens.load()
 
     async def run(self) -> None:
         """Store and carry out what the machines want, let time pass and forget what is old, until cancelled.
@@ -90,6 +94,7 @@ class Coordinator:
                     "event loop stood still: leases are credited with it", late_s=round(self._late_s, 3)
                 )
             self._live.tick()
+            self.tokens.tick()
             await asyncio.sleep(TICK_S)
 
     async def _prune(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Collection, Iterator
+from dataclasses import replace
 from functools import partial
 
 from perseus.service.domain.errors import (
@@ -11,6 +12,7 @@ from perseus.service.domain.errors import (
     JobNotFinishedError,
     JobNotFoundError,
     JobUnreadableError,
+    OwnerMismatchError,
     RunNotFoundError,
 )
 from perseus.service.domain.events import EventFilter, JobEvent
@@ -71,6 +73,7 @@ class Jobs:
         Raises:
             InvalidInputError, ScheduleError: the specification or the registration can't be.
             JobAlreadyExistsError: it differs from the one that was registered, whose ranks are live.
+            OwnerMismatchError: it has not finished, and is another owner's.
             JobUnreadableError: what is stored of the job can't be read.
         """
         registration.check()
@@ -81,6 +84,10 @@ class Jobs:
             known_to = self._requests.get(spec.job_id, {}).get(registration.request_id)
             if run is not None:
                 self._live.tick_run(run)
+                if not run.machine.has_finished and not run.machine.registrations.is_owner(
+                    registration.owner
+                ):
+                    raise OwnerMismatchError(job_id=spec.job_id, owner=registration.owner)
             match runs.way(_latest_run(run, spec), known_to):
                 case runs.Return(number):
                     await self._writer.flush()  # What it led to may be on its way to the store.
@@ -89,7 +96,8 @@ class Jobs:
                     raise JobAlreadyExistsError(job_id=spec.job_id, field=difference)
                 case runs.GoOn():
                     assert run is not None
-                    done = self._live.handle(run, RegisteredAgain(registration))
+                    owned = replace(registration, owner=run.machine.registrations.owner)  # it keeps its owner
+                    done = self._live.handle(run, RegisteredAgain(owned))
                     self._note_requests(run.machine)
                     await done
                     return self._live.view(run, has_details=True)

@@ -96,6 +96,12 @@ def _state_findings(connection: Connection) -> Iterator[str]:
         select(sequences.instance_id, sequences.sequence).where(sequences.sequence < 1)
     ):
         yield f"agent {instance_id!r}: expected a telemetry sequence of 1 or more, found {sequence}"
+    for row in connection.execute(select(schema.tokens).order_by(schema.tokens.c.name)):
+        try:
+            reading.token_of(row)
+        except (ValueError, LookupError, TypeError) as error:
+            cause = " ".join(str(error).split())
+            yield f"token {row.name!r}: can't be read, and is good for nothing: {cause}"
 
 
 def _orphans(connection: Connection) -> Iterator[str]:

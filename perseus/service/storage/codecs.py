@@ -127,6 +127,7 @@ REGISTRATIONS: Json[tuple[Registration, ...]] = Json("registrations", tuple[Regi
 RECORD: Json[JobRecord] = Json("record", JobRecord)
 RANK: Json[Rank] = Json("rank", Rank)
 PERIOD: Json[Period] = Json("period", Period)
+JOB_PATTERNS: Json[tuple[str, ...]] = Json("token.job_patterns", tuple[str, ...])
 STAGE_VERSIONS: Json[tuple[int, ...]] = Json("offer.stage_versions", tuple[int, ...])
 MEASUREMENTS: Json[list[tuple[StageKey, Measurement]]] = Json(
     "profile.measurements", list[tuple[StageKey, Measurement]]

@@ -12,6 +12,7 @@ from perseus.service.domain.errors import cut
 from perseus.service.domain.events import EventFilter, Happening, JobEvent
 from perseus.service.domain.measured import KnownProfile, StageProfile
 from perseus.service.domain.model import EventType, PipelineOffer
+from perseus.service.domain.principals import Grant, Scope, Token
 from perseus.service.domain.records import IterationRows, OfferRecord, Registrations, StoredJob, UnreadableJob
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
@@ -236,6 +237,27 @@ def events_query(
         of_type = f"SELECT {columns} FROM {along('events_by_type')} WHERE {conditions} AND type ="
         query = " UNION ALL ".join(f"{of_type} :{name}" for name in kinds)
     return f"{query} ORDER BY sequence LIMIT :limit", values
+
+
+def load_tokens(connection: Connection) -> list[Token]:
+    """Return all bearer tokens by name, but for those that can't be read: these are good for nothing."""
+    tokens = []
+    for row in connection.execute(select(schema.tokens).order_by(schema.tokens.c.name)):
+        try:
+            tokens.append(token_of(row))
+        except _UNREADABLE:
+            continue
+    return tokens
+
+
+def token_of(row: Row[Any]) -> Token:
+    """Return a bearer token.
+
+    Raises:
+        ValueError, LookupError, TypeError: it can't be read.
+    """
+    grant = Grant(Scope(row.scope), codecs.JOB_PATTERNS.load(row.job_patterns))
+    return Token(row.name, row.digest, grant, row.create_time_s, row.expire_time_s, row.revoke_time_s)
 
 
 def _profile(stage: int, row: Row[Any]) -> StageProfile:

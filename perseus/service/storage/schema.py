@@ -19,7 +19,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "0006"
+HEAD = "0007"
 """The latest migration: what this schema is."""
 
 # Ordered by bytes wherever it is, as SQLite orders all texts.
@@ -155,6 +155,18 @@ events = _table(
 # `write_time_s`: when it was written last, on the wall clock.
 telemetry = _table(
     "telemetry", Column("instance_id", _KEY, primary_key=True), _number("sequence"), _figure("write_time_s")
+)
+
+# What is known of bearer tokens: never the token itself. `job_patterns` is JSON; times are of the wall clock.
+tokens = _table(
+    "tokens",
+    Column("name", _KEY, primary_key=True),
+    _text("digest"),
+    _text("scope"),
+    _text("job_patterns"),
+    _figure("create_time_s"),
+    _figure("expire_time_s", nullable=True),
+    _figure("revoke_time_s", nullable=True),
 )
 
 OF_RUNS = (

@@ -19,6 +19,7 @@ from sqlalchemy import Connection, delete, insert, select, update
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
 from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
 from perseus.service.domain.measured import KnownProfile
+from perseus.service.domain.principals import Token
 from perseus.service.domain.records import StoredJob, UnreadableJob
 from perseus.service.domain.retention import Retention
 from perseus.service.storage import reading, schema
@@ -168,6 +169,10 @@ class SqlStore(JobStore):
     async def telemetry_sequence(self, instance_id: str) -> int:
         """See JobStore."""
         return await self._run(partial(self._writer.telemetry_sequence, instance_id))
+
+    async def load_tokens(self) -> list[Token]:
+        """See JobStore."""
+        return await self._run(partial(reading.load_tokens, self._connection))
 
     async def watch(self) -> None:
         """See JobStore."""

@@ -29,6 +29,7 @@ UPSERT_PROFILE = "upsert_profile"
 UPSERT_WORK = "upsert_work"
 UPSERT_PERIOD = "upsert_period"
 UPSERT_TELEMETRY = "upsert_telemetry"
+UPSERT_TOKEN = "upsert_token"
 
 ORDER = (
     INSERT_RUN,
@@ -45,6 +46,7 @@ ORDER = (
     CLOSE_ITERATIONS,
     INSERT_EVENT,
     UPSERT_TELEMETRY,
+    UPSERT_TOKEN,
 )
 """How a group's rows are written: a run before what changes it, plans before who points there."""
 
@@ -118,6 +120,7 @@ class Statements:
             ),
             INSERT_EVENT: insert(schema.events),
             UPSERT_TELEMETRY: upsert(schema.telemetry),
+            UPSERT_TOKEN: upsert(schema.tokens),
         }
         self.by_name = {name: _compiled(statement, dialect) for name, statement in by_name.items()}
         self.count_commit = _compiled(

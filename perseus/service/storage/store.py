@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
 from perseus.service.domain.measured import KnownProfile
+from perseus.service.domain.principals import Token
 from perseus.service.domain.records import Record, StoredJob, UnreadableJob
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import JobSpec
@@ -54,6 +55,13 @@ class TelemetrySequence:
     sequence: int
 
 
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """A bearer token is as it says, in place of the one that has its name."""
+
+    token: Token
+
+
 class UnstorableEntryError(ValueError):
     """An entry of a run holds what could not be read back; the text names the field. Nothing is written."""
 
@@ -78,7 +86,7 @@ class Pruned:
     is_done: bool
 
 
-Entry = NewRun | JobDeleted | JobEntry | JobEvent | TelemetrySequence
+Entry = NewRun | JobDeleted | JobEntry | JobEvent | TelemetrySequence | TokenEntry
 
 
 class JobStore(abc.ABC):
@@ -147,6 +155,10 @@ class JobStore(abc.ABC):
     @abc.abstractmethod
     async def telemetry_sequence(self, instance_id: str) -> int:
         """Return the highest sequence taken from an agent, 0 if none."""
+
+    @abc.abstractmethod
+    async def load_tokens(self) -> list[Token]:
+        """Return all bearer tokens, revoked and expired ones too, by name."""
 
     @abc.abstractmethod
     async def prune(self, retention: Retention, now_s: float) -> Pruned:

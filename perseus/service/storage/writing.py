@@ -34,6 +34,7 @@ from perseus.service.storage.store import (
     JobEntry,
     NewRun,
     TelemetrySequence,
+    TokenEntry,
     UnstorableEntryError,
 )
 
@@ -191,6 +192,18 @@ class GroupWriter:
                     )
                 case TelemetrySequence(instance_id, sequence):
                     group.rows[to.UPSERT_TELEMETRY].append((instance_id, sequence, self._clock()))
+                case TokenEntry(token):
+                    group.rows[to.UPSERT_TOKEN].append(
+                        (
+                            token.name,
+                            token.digest,
+                            token.grant.scope.value,
+                            codecs.JOB_PATTERNS.dump(token.grant.job_patterns),
+                            token.create_time_s,
+                            token.expire_time_s,
+                            token.revoke_time_s,
+                        )
+                    )
                 case NewRun(spec, run_number, create_time_s):
                     row = (spec.job_id, run_number, create_time_s, self._spec(entry), "[]", None, 0, None, 0)
                     group.rows[to.INSERT_RUN].append(row)

@@ -23,7 +23,13 @@ def descendants(base: type[Exception]) -> set[type[Exception]]:
     return found
 
 
-GATHERING = {errors.CoordinatorError, errors.InvalidInputError, errors.ProtocolError}
+GATHERING = {
+    errors.CoordinatorError,
+    errors.InvalidInputError,
+    errors.ProtocolError,
+    errors.AuthenticationError,
+    errors.ForbiddenError,
+}
 
 
 def test_every_error_class_that_can_be_raised_is_mapped_with_its_own_reason() -> None:

@@ -160,7 +160,7 @@ def test_the_process_ends_with_one_line_and_its_exit_code(tmp_path: Path) -> Non
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "perseus.cli", "coordinator", f"--listen={address}"]
-    command += [f"--database={database}", "--shutdown-grace-s=0.5"]
+    command += [f"--database={database}", "--shutdown-grace-s=0.5", "--insecure"]
     with subprocess.Popen(
         command,
         stderr=subprocess.PIPE,

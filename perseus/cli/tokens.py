@@ -1,0 +1,121 @@
+"""`perseus tokens`: make, list and revoke the tokens of a running coordinator."""
+
+import os
+import re
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from perseus.cli.connection import Connection, connected, connecting
+from perseus.cli.terminal import FAILURE, check_destination, console, error_console, fail
+
+if TYPE_CHECKING:
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+_TIMEOUT_S = 10.0
+_SCOPES = ("agent", "operator", "reader", "grid")
+_LASTING = re.compile(r"(?P<count>[1-9][0-9]{0,5})(?P<unit>[mhd])")
+_UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
+
+app = typer.Typer(help="Make, list and revoke tokens.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="The token's name.", show_default=False)]
+
+
+@app.command()
+@connecting
+def create(
+    connection: Connection,
+    name: Name,
+    scope: Annotated[str, typer.Option(help=f"What it may be used for: {', '.join(_SCOPES)}.")],
+    jobs: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of an agent's: a job, or a pattern such as 'llama-*'; may be given again.",
+            show_default=False,
+        ),
+    ] = None,
+    lasting: Annotated[
+        str | None, typer.Option(help="How long it is valid, such as 90d, 12h or 30m; forever if not given.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the token, of mode 0600; standard output if not given.")
+    ] = None,
+) -> None:
+    """Make a token. It is shown this once, and never again."""
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+    from perseus.v1 import token_service_pb2, token_service_pb2_grpc
+
+    if scope not in _SCOPES:
+        fail(f"--scope: expected {', '.join(_SCOPES)}, found {scope!r}")
+    expire_time = None
+    if lasting is not None:
+        found = _LASTING.fullmatch(lasting)
+        if found is None:
+            fail(f"--lasting: expected a time such as 90d, 12h or 30m, found {lasting!r}")
+        expire_time = Timestamp(seconds=int(time.time()) + int(found["count"]) * _UNITS_S[found["unit"]])
+    check_destination("--output", output)
+    if output is not None and os.path.lexists(output):
+        fail(f"--output: expected a path for a new file, found {output}, which is there")
+    request = token_service_pb2.CreateTokenRequest(
+        name=name,
+        scope=token_service_pb2.Scope.Value(f"SCOPE_{scope.upper()}"),
+        job_patterns=jobs or (),
+        expire_time=expire_time,
+    )
+    with connected(connection) as channel:
+        made = token_service_pb2_grpc.TokenServiceStub(channel).CreateToken(request, timeout=_TIMEOUT_S)
+    if output is None:
+        typer.echo(made.secret)
+        return
+    try:
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(f"{made.secret}\n")
+    except OSError as error:
+        fail(f"{output}: can't be written: {error.strerror}; revoke {name}, and make another", FAILURE)
+    error_console.print(f"token {made.token.name} is in {output}", highlight=False)
+
+
+@app.command("list")
+@connecting
+def list_tokens(connection: Connection) -> None:
+    """List all tokens, those that are revoked or expired too."""
+    from rich.table import Table
+
+    from perseus.v1 import token_service_pb2, token_service_pb2_grpc
+
+    with connected(connection) as channel:
+        stub = token_service_pb2_grpc.TokenServiceStub(channel)
+        tokens = stub.ListTokens(token_service_pb2.ListTokensRequest(), timeout=_TIMEOUT_S).tokens
+    table = Table("name", "scope", "jobs", "made", "expires", "revoked")
+    for token in tokens:
+        table.add_row(
+            token.name,
+            token_service_pb2.Scope.Name(token.scope).removeprefix("SCOPE_").lower(),
+            " ".join(token.job_patterns),
+            _shown(token.create_time),
+            _shown(token.expire_time) if token.HasField("expire_time") else "never",
+            _shown(token.revoke_time) if token.HasField("revoke_time") else "",
+        )
+    console.print(table)
+
+
+@app.command()
+@connecting
+def revoke(connection: Connection, name: Name) -> None:
+    """End a token for good, and the streams that go on by it."""
+    from perseus.v1 import token_service_pb2, token_service_pb2_grpc
+
+    with connected(connection) as channel:
+        stub = token_service_pb2_grpc.TokenServiceStub(channel)
+        token = stub.RevokeToken(token_service_pb2.RevokeTokenRequest(name=name), timeout=_TIMEOUT_S).token
+    console.print(f"{token.name} is revoked since {_shown(token.revoke_time)}", highlight=False)
+
+
+def _shown(moment: "Timestamp") -> str:
+    return f"{datetime.fromtimestamp(moment.seconds, UTC):%Y-%m-%d %H:%M} UTC"

@@ -1,0 +1,157 @@
+"""Who calls, found out before every call that is not open to everybody; and the end of streams that lose it.
+
+A token goes before a certificate: who shows a wrong one is refused, whatever else they show.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import grpc
+import structlog
+
+from perseus.service.api.rpc_scopes import NOBODY, RPC_SCOPES, check_scope
+from perseus.service.api.statuses import STATUSES, to_status
+from perseus.service.domain.errors import CoordinatorError, CredentialMissingError, ScopeTooNarrowError
+from perseus.service.domain.principals import ANYBODY, Grant, Principal
+from perseus.service.shell.tokens import Tokens
+
+log = structlog.get_logger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # generic for checkers of types only
+_Behaviour = Callable[[Any, Any], Any]  # the stubs know the contexts of blocking servers
+
+_caller: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
+
+_QUIET_S = 10.0
+_MOST_COMPLAINTS = 256
+
+
+def caller() -> Principal:
+    """Who makes the call that is being served; anybody, where nobody is asked."""
+    return _caller.get()
+
+
+class Authentication(grpc.aio.ServerInterceptor):
+    """Lets calls through whose caller is known and may make them.
+
+    `certificates`: what the identities of certificates (common name, or alternative names) stand for.
+    """
+
+    def __init__(self, tokens: Tokens, certificates: Mapping[str, Grant]) -> None:
+        self._tokens = tokens
+        self._certificates = certificates
+        self._complaints = Complaints()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler:
+        """See `grpc.aio.ServerInterceptor`."""
+        rpc = handler_call_details.method
+        handler = await continuation(handler_call_details)
+        if handler is None or RPC_SCOPES.get(rpc) == NOBODY:  # None: there is no such call
+            return handler
+        coders = (handler.request_deserializer, handler.response_serializer)
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(self._unary(rpc, handler.unary_unary), *coders)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(self._stream(rpc, handler.unary_stream), *coders)
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(self._stream(rpc, handler.stream_stream), *coders)
+        raise NotImplementedError(f"{rpc}: expected no call that streams requests for one answer")
+
+    def _unary(self, rpc: str, behaviour: _Behaviour) -> _Behaviour:
+        async def serve(request: Any, context: _Context) -> Any:
+            await self._admit(rpc, context)
+            return await behaviour(request, context)
+
+        return serve
+
+    def _stream(self, rpc: str, behaviour: _Behaviour) -> _Behaviour:
+        async def serve(requests: Any, context: _Context) -> None:
+            principal = await self._admit(rpc, context)
+            with self._tokens.watched(principal) as ended:
+                work = asyncio.create_task(_serve(behaviour, requests, context))
+                try:
+                    either: tuple[asyncio.Future[Any], ...] = (work, ended)
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    if work.done():
+                        return work.result()
+                finally:
+                    if not work.done():
+                        work.cancel()
+                        await asyncio.gather(work, return_exceptions=True)
+                error = ended.result()
+            return await self._refuse(rpc, context, error)
+
+        return serve
+
+    async def _admit(self, rpc: str, context: _Context) -> Principal:
+        """Find out who calls, or end the call."""
+        try:
+            principal = self._principal(context)
+            check_scope(rpc, principal)
+        except CoordinatorError as error:
+            await self._refuse(rpc, context, error)
+            raise
+        _caller.set(principal)
+        return principal
+
+    async def _refuse(self, rpc: str, context: _Context, error: CoordinatorError) -> None:
+        event = "call refused" if isinstance(error, ScopeTooNarrowError) else "caller refused"
+        self._complaints.complain(
+            context.peer(), event, STATUSES[type(error)].reason, rpc=rpc, error=str(error)
+        )
+        await context.abort_with_status(to_status(error))
+
+    def _principal(self, context: _Context) -> Principal:
+        shown = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
+        if shown:
+            scheme, _, secret = str(shown[-1]).partition(" ")
+            if scheme.lower() != "bearer":
+                raise CredentialMissingError
+            return self._tokens.authenticate(secret.strip())
+        identities = context.auth_context()
+        for kind in ("x509_common_name", "x509_subject_alternative_name"):
+            for identity in identities.get(kind, ()):
+                name = identity.decode(errors="replace")
+                if (grant := self._certificates.get(name)) is not None:
+                    return Principal(f"certificate {name}", grant)
+        raise CredentialMissingError
+
+
+async def _serve(behaviour: _Behaviour, requests: Any, context: _Context) -> None:
+    served = behaviour(requests, context)
+    if isinstance(served, AsyncIterable):
+        async for answer in served:
+            await context.write(answer)
+    else:
+        await served
+
+
+class Complaints:
+    """Logs a refusal of each kind and peer at most once in a while, with how many were left out."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._told: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def complain(self, peer: str, event: str, reason: str, **details: object) -> None:
+        """Warn about a peer, as gRPC names it; `reason` is a stable one."""
+        now_s = self._monotonic()
+        host = peer.rpartition(":")[0] or peer  # each connection has another port
+        told_at_s, left_out = self._told.get((host, reason), (-_QUIET_S, 0))
+        if now_s - told_at_s < _QUIET_S:
+            self._told[host, reason] = (told_at_s, left_out + 1)
+            return
+        self._told.pop((host, reason), None)
+        while len(self._told) >= _MOST_COMPLAINTS:
+            self._told.pop(next(iter(self._told)))
+        self._told[host, reason] = (now_s, 0)
+        more = {"left_out": left_out} if left_out else {}
+        log.warning(event, peer=peer, reason=reason, **details, **more)

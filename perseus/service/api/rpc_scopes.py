@@ -1,0 +1,62 @@
+"""Which scope each call of each service needs: one table, for all that the server serves."""
+
+from collections.abc import Mapping
+
+from perseus.service.domain.errors import ScopeTooNarrowError
+from perseus.service.domain.principals import Principal, Scope
+
+NOBODY: frozenset[Scope] = frozenset()
+"""For a call that needs no scope: whoever comes may make it."""
+
+_OPERATORS = frozenset({Scope.OPERATOR})
+_READERS = frozenset({Scope.READER, Scope.OPERATOR})
+# Whatever concerns a job is checked besides: an agent speaks only for those that its grant names.
+_AGENTS = frozenset({Scope.AGENT, Scope.OPERATOR})
+
+RPC_SCOPES: Mapping[str, frozenset[Scope]] = {
+    "/grpc.health.v1.Health/Check": NOBODY,
+    "/grpc.health.v1.Health/Watch": NOBODY,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _READERS,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READERS,
+    "/perseus.v1.AgentService/Connect": _AGENTS,
+    "/perseus.v1.FrontierService/GetFrontier": _READERS,
+    "/perseus.v1.FrontierService/GetPlan": _READERS,
+    "/perseus.v1.FrontierService/Solve": _OPERATORS,
+    "/perseus.v1.JobService/ClearStraggler": _OPERATORS,
+    "/perseus.v1.JobService/DeleteJob": _OPERATORS,
+    "/perseus.v1.JobService/FinishJob": _OPERATORS,
+    "/perseus.v1.JobService/GetJob": _READERS,
+    "/perseus.v1.JobService/GetReport": _READERS,
+    "/perseus.v1.JobService/GetTimeline": _READERS,
+    "/perseus.v1.JobService/ListJobEvents": _READERS,
+    "/perseus.v1.JobService/ListJobs": _READERS,
+    "/perseus.v1.JobService/ListRanks": _READERS,
+    "/perseus.v1.JobService/ListRuns": _READERS,
+    "/perseus.v1.JobService/MeasureBaseline": _OPERATORS,
+    "/perseus.v1.JobService/RegisterJob": _AGENTS,
+    "/perseus.v1.JobService/ReportStraggler": _OPERATORS,
+    "/perseus.v1.JobService/ResumeJob": _OPERATORS,
+    "/perseus.v1.JobService/SetPolicy": _OPERATORS,
+    "/perseus.v1.JobService/WatchJob": _READERS,
+    "/perseus.v1.TokenService/CreateToken": _OPERATORS,
+    "/perseus.v1.TokenService/ListTokens": _OPERATORS,
+    "/perseus.v1.TokenService/RevokeToken": _OPERATORS,
+}
+"""By the full name of the call; one of the scopes is enough. What is not here is nobody's to call."""
+
+
+def check_scope(rpc: str, principal: Principal) -> None:
+    """Refuse a call that a principal may not make.
+
+    Raises:
+        ScopeTooNarrowError: it may not.
+    """
+    wanted = RPC_SCOPES.get(rpc)
+    if wanted is not None and (not wanted or principal.grant.scope in wanted):
+        return
+    raise ScopeTooNarrowError(
+        rpc=rpc,
+        expected=" or ".join(sorted(scope.value for scope in wanted or ())) or "none that there is",
+        found=principal.grant.scope.value,
+        principal=principal.name,
+    )

@@ -1,0 +1,111 @@
+"""`perseus tokens`, and where commands and agents find their token, against real processes."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from perseus.demo.cluster import Cluster
+from perseus.demo.workload import DEMO
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """How an operator reaches a coordinator that runs."""
+    run_dir = tmp_path_factory.mktemp("coordinator")
+    with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
+        address = cluster.start_coordinator()
+        yield {**cluster.security.of_operator(), "PERSEUS_COORDINATOR": address}
+
+
+def perseus(environment: Mapping[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "perseus.cli", *map(str, arguments)],
+        env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_token_is_made_used_and_revoked(environment: Mapping[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "reader.token"
+    done = perseus(
+        environment, "tokens", "create", "dash", "--scope=reader", "--lasting=1h", "--output", path
+    )
+    assert done.returncode == 0, done.stderr
+    assert path.stat().st_mode & 0o777 == 0o600
+    secret = path.read_text().strip()
+    assert secret not in done.stdout + done.stderr
+    reader = {**environment, "PERSEUS_TOKEN_FILE": str(path)}
+    assert perseus(reader, "jobs", "list").returncode == 0
+    refused = perseus(reader, "tokens", "list")
+    assert refused.returncode == 1
+    assert "expected scope operator, found reader of token dash" in refused.stderr
+    by_environment = {**environment, "PERSEUS_TOKEN": secret}
+    assert perseus(by_environment, "jobs", "list").returncode == 0
+    listed = perseus(environment, "tokens", "list")
+    assert [line.split()[1:4:2] for line in listed.stdout.splitlines() if "dash" in line] == [
+        ["dash", "reader"]
+    ]
+    assert secret not in listed.stdout
+    assert perseus(environment, "tokens", "revoke", "dash").returncode == 0
+    ended = perseus(reader, "jobs", "list")
+    assert ended.returncode == 1
+    assert "token 'dash' is revoked" in ended.stderr
+    again = perseus(environment, "tokens", "create", "dash", "--scope=reader")
+    assert again.returncode == 2
+    assert "there is a token 'dash' already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["create", "x", "--scope=root"], "--scope: expected agent, operator, reader, grid, found 'root'"),
+        (["create", "x", "--scope=reader", "--lasting=0d"], "--lasting: expected a time such as 90d"),
+        (["create", "x", "--scope=agent"], "job_patterns: expected one or more, found 0"),
+        (["create", "x", "--scope=reader", "--jobs=a"], "job_patterns: expected none"),
+        (["create", "X", "--scope=reader"], "name: expected 1 to 63 of"),
+        (["revoke", "nobody"], "there is no token 'nobody'"),
+    ],
+)
+def test_mistakes_get_one_line(environment: Mapping[str, str], arguments: list[str], expected: str) -> None:
+    done = perseus(environment, "tokens", *arguments)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_token_file_that_is_not_there_is_said(environment: Mapping[str, str], tmp_path: Path) -> None:
+    done = perseus({**environment, "PERSEUS_TOKEN_FILE": str(tmp_path / "none")}, "jobs", "list")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "none: can't be read: No such file" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root's file is not under XDG_STATE_HOME")
+def test_the_commands_of_the_coordinators_user_find_the_token(tmp_path: Path) -> None:
+    home = {"XDG_STATE_HOME": str(tmp_path)}
+    own = {
+        name: value for name, value in os.environ.items() if name != "PERSEUS_COORDINATOR_OPERATOR_TOKEN_FILE"
+    }
+    socket = f"unix:{tmp_path / 'c.sock'}"
+    with subprocess.Popen(
+        [
+            *[sys.executable, "-m", "perseus.cli", "coordinator"],
+            *[f"--listen={socket}", f"--database={tmp_path / 'a.db'}"],
+        ],
+        env={**own, **home},
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            deadline_s = time.monotonic() + 60
+            while (done := perseus({**home, "PERSEUS_COORDINATOR": socket}, "jobs", "list")).returncode != 0:
+                assert time.monotonic() < deadline_s, done.stderr
+                time.sleep(0.2)
+        finally:
+            process.terminate()

@@ -1,0 +1,452 @@
+"""Who may call what, and what those see who may not; on a coordinator that asks everybody who they are."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc_status import rpc_status
+from structlog.testing import capture_logs
+
+from perseus.demo.security import Security
+from perseus.service.api.authentication import Complaints
+from perseus.service.api.rpc_scopes import RPC_SCOPES
+from perseus.service.domain.errors import TokenFileUnusableError
+from perseus.service.domain.principals import Grant, Principal, Scope
+from perseus.service.domain.specification import Coordinates
+from perseus.service.server import running
+from perseus.service.shell import coordinator as shell
+from perseus.service.shell.tokens import Tokens
+from perseus.service.storage.sql_store import SqlStore
+from perseus.tls.channels import Channels
+from perseus.tls.files import TlsFiles
+from perseus.tls.tokens import TokenSource
+from perseus.v1 import agent_service_pb2, job_service_pb2
+from perseus.v1.agent_service_pb2 import ConnectRequest
+from tests.service.grpc_fakes import TIMEOUT_S, Client, FakeAgent, make_settings, refusal, spec_message
+
+PAGE = Path(__file__).parents[3] / "docs" / "security.md"
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
+
+
+@dataclass(frozen=True)
+class Site:
+    """A coordinator that runs, its tokens, and the operator's file."""
+
+    address: str
+    tokens: Tokens
+    operator_file: Path
+
+    @asynccontextmanager
+    async def as_(self, secret: str | None) -> AsyncIterator[Client]:
+        """Call as the owner of a token; None: without one."""
+        token = TokenSource(token=secret) if secret is not None else None
+        async with Channels(self.address, token=token).open() as channel:
+            yield Client(channel)
+
+    @property
+    def operator(self) -> str:
+        return self.operator_file.read_text().strip()
+
+    async def new(self, name: str, grant: str, lasting_s: float | None = None) -> str:
+        ends_s = None if lasting_s is None else time.time() + lasting_s
+        return (await self.tokens.create(name, Grant.parse(grant), ends_s))[1]
+
+
+@contextmanager
+def tokens_of_coordinators(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tokens]]:
+    made: list[Tokens] = []
+
+    class Seen(Tokens):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shell, "Tokens", Seen)
+        yield made
+
+
+@pytest.fixture
+async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
+    settings = make_settings(
+        tmp_path, insecure=False, operator_token_file=tmp_path / "own" / "operator.token"
+    )
+    with tokens_of_coordinators(monkeypatch) as made:
+        async with running(settings) as (address, _):
+            yield Site(address, made[0], settings.operator_token_file)
+
+
+REQUESTS = {
+    "/perseus.v1.JobService/RegisterJob": job_service_pb2.RegisterJobRequest(
+        spec=spec_message("llama-1"), request_id="request"
+    )
+}
+HELLO = ConnectRequest(
+    hello=agent_service_pb2.Hello(instance_id="instance", agent_version="0", hostname="host")
+)
+JOINED = ConnectRequest(rank_joined=agent_service_pb2.RankJoined(job_id="llama-1"))
+
+
+async def outcome(client: Client, rpc: str) -> str:
+    """What becomes of a call: `yes`, or why not."""
+    request = REQUESTS[rpc].SerializeToString() if rpc in REQUESTS else b""
+    channel: Any = client.channel  # bytes as they are
+    try:
+        if rpc.endswith("/Connect"):
+            return await joining(client)
+        if rpc.endswith(("/ServerReflectionInfo", "/WatchJob", "/Watch")):
+            call = channel.unary_stream(rpc)(request, timeout=TIMEOUT_S)
+            async for _ in call:
+                call.cancel()
+                break
+        else:
+            await channel.unary_unary(rpc)(request, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        if error.code() in (UNAUTHENTICATED, PERMISSION_DENIED):
+            return str(error.code().name)
+    return "yes"
+
+
+async def joining(client: Client) -> str:
+    """An agent may greet, and then be refused what it says of a rank."""
+    call = client.agents.Connect(timeout=TIMEOUT_S)
+    try:
+        await call.write(HELLO)
+        await call.read()
+        await call.write(JOINED)
+        answer = await call.read()
+    except grpc.aio.AioRpcError:
+        raise
+    except Exception:
+        answer = None
+    if not isinstance(answer, agent_service_pb2.ConnectResponse):
+        if (code := await call.code()) in (UNAUTHENTICATED, PERMISSION_DENIED):
+            return str(code.name)
+        raise AssertionError(await call.details())
+    call.cancel()
+    reason = answer.message_refused.reason or answer.rank_refused.reason
+    return "no message of the job" if reason == "JOB_OUT_OF_SCOPE" else "yes"
+
+
+COLUMNS = (
+    "none",
+    "wrong",
+    "expired",
+    "revoked",
+    "reader",
+    "grid",
+    "agent of another job",
+    "agent",
+    "operator",
+)
+
+
+async def test_the_page_says_who_may_call_what(site: Site) -> None:
+    secrets = {
+        "none": None,
+        "wrong": "perseus_wrong",
+        "expired": await site.new("expired", "operator", 0.2),
+        "revoked": await site.new("revoked", "operator"),
+        "reader": await site.new("reader", "reader"),
+        "grid": await site.new("grid", "grid"),
+        "agent of another job": await site.new("another", "agent:opt-*"),
+        "agent": await site.new("agent", "agent:llama-*"),
+        "operator": site.operator,
+    }
+    await site.tokens.revoke("revoked")
+    await asyncio.sleep(0.25)  # the wall clock passes the expiry
+    rows = {rpc: [""] * len(COLUMNS) for rpc in RPC_SCOPES}
+    for column, name in enumerate(COLUMNS):
+        async with site.as_(secrets[name]) as client:
+            for rpc, row in rows.items():
+                row[column] = await outcome(client, rpc)
+    lines = [
+        f"| call | {' | '.join(COLUMNS)} |",
+        f"|---{'|---' * len(COLUMNS)}|",
+        *(f"| `{rpc[1:]}` | {' | '.join(row)} |" for rpc, row in rows.items()),
+    ]
+    table = "\n".join(lines)
+    assert table in PAGE.read_text(), f"expected in {PAGE.name}:\n{table}"
+
+
+@pytest.mark.parametrize(
+    ("secret", "reason"),
+    [(None, "CREDENTIAL_MISSING"), ("perseus_wrong", "TOKEN_UNKNOWN"), ("", "TOKEN_UNKNOWN")],
+)
+async def test_a_refusal_has_its_reason_and_is_logged_without_the_secret(
+    site: Site, secret: str | None, reason: str
+) -> None:
+    async with site.as_(secret) as client:
+        with capture_logs() as logs:
+            for _ in range(5):
+                call = client.jobs.ListJobs(job_service_pb2.ListJobsRequest())
+                assert (await refusal(call))[:2] == (UNAUTHENTICATED, reason)
+    (line,) = logs  # once, not five times
+    assert (line["event"], line["reason"], line["rpc"]) == (
+        "caller refused",
+        reason,
+        "/perseus.v1.JobService/ListJobs",
+    )
+    assert line["peer"].startswith("ipv4:127.0.0.1:")
+    assert "perseus_wrong" not in str(line)
+
+
+async def test_what_is_no_bearer_token_is_none(site: Site) -> None:
+    async with site.as_(None) as client:
+        call = client.jobs.ListJobs(
+            job_service_pb2.ListJobsRequest(), metadata=(("authorization", f"Basic {site.operator}"),)
+        )
+        assert (await refusal(call))[1] == "CREDENTIAL_MISSING"
+
+
+async def test_ended_tokens_are_refused_by_name(site: Site) -> None:
+    expired = await site.new("short", "reader", 0.05)
+    revoked = await site.new("gone", "reader")
+    await site.tokens.revoke("gone")
+    await asyncio.sleep(0.1)
+    for secret, reason, name in ((expired, "TOKEN_EXPIRED", "short"), (revoked, "TOKEN_REVOKED", "gone")):
+        async with site.as_(secret) as client:
+            found = await refusal(client.jobs.ListJobs(job_service_pb2.ListJobsRequest()))
+            assert found == (UNAUTHENTICATED, reason, {"name": name})
+
+
+@pytest.mark.parametrize("is_revoked", [True, False])
+async def test_streams_end_with_their_token(site: Site, is_revoked: bool) -> None:
+    secret = await site.new("agents", "agent:*", None if is_revoked else 2.0)
+    watcher = await site.new("watchers", "reader", None if is_revoked else 2.0)
+    async with site.as_(site.operator) as operator, site.as_(secret) as client, site.as_(watcher) as reader:
+        await operator.register()
+        other = FakeAgent(operator, "other", [Coordinates(1, 0, 0)])
+        agent = FakeAgent(client, "agent", [Coordinates(0, 0, 0)])
+        await agent.join()
+        await other.join()
+        watching = reader.jobs.WatchJob(job_service_pb2.WatchJobRequest(job_id="job"))
+        await watching.read()
+        if is_revoked:
+            await site.tokens.revoke("agents")
+            await site.tokens.revoke("watchers")
+        begun_s = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await agent.reader
+        with pytest.raises(grpc.aio.AioRpcError) as unwatched:
+            await to_the_end(watching)
+        assert time.monotonic() - begun_s < (5.0 if is_revoked else 2.0 + 5.0)
+        for error in (ended.value, unwatched.value):
+            status, info = rpc_status.from_call(error), ErrorInfo()
+            assert status is not None
+            assert status.details[0].Unpack(info)
+            assert info.reason == ("TOKEN_REVOKED" if is_revoked else "TOKEN_EXPIRED")
+        await other.say(heartbeat=agent_service_pb2.Heartbeat())  # nobody else's ends
+        await other.until(lambda: any(message.HasField("heartbeat") for message in other.received))
+        other.call.cancel()
+
+
+async def to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_an_agent_speaks_for_the_jobs_of_its_scope_and_its_stream_goes_on(site: Site) -> None:
+    secret = await site.new("agents", "agent:llama-*")
+    async with site.as_(site.operator) as operator, site.as_(secret) as client:
+        for job_id in ("llama-1", "opt"):
+            await operator.register(job_id=job_id)
+        assert (await refusal(client.register(job_id="opt")))[:2] == (PERMISSION_DENIED, "JOB_OUT_OF_SCOPE")
+        assert (await client.register(job_id="llama-2")).job_id == "llama-2"
+        agent = FakeAgent(client, "agent", [Coordinates(0, 0, 0)], job_id="opt")
+        await agent.join()
+        assert [refused.reason for refused in agent.refused] == ["JOB_OUT_OF_SCOPE"]
+        (rank,) = agent.ranks.values()
+        rank.begin()
+        await agent.say(telemetry=agent.telemetry(rank))
+        await agent.until(lambda: bool(agent.telemetry_refused))
+        assert agent.telemetry_refused[0].reason == "JOB_OUT_OF_SCOPE"
+        agent.job_id = "llama-1"
+        await agent.join_ranks()
+        assert len(agent.accepted) == 1
+        agent.call.cancel()
+
+
+async def test_nobody_takes_over_the_stream_of_another_credential(site: Site) -> None:
+    first, second = await site.new("first", "agent:job"), await site.new("second", "agent:*")
+    async with site.as_(site.operator) as operator, site.as_(first) as owner, site.as_(second) as thief:
+        await operator.register()
+        agent = FakeAgent(owner, "instance", [Coordinates(0, 0, 0)])
+        await agent.join()
+        stolen = FakeAgent(thief, "instance", [Coordinates(0, 0, 0)])
+        await stolen.say(hello=HELLO.hello)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stolen.reader
+        assert refused.value.code() is PERMISSION_DENIED
+        await agent.say(heartbeat=agent_service_pb2.Heartbeat())
+        await agent.until(lambda: any(message.HasField("heartbeat") for message in agent.received))
+        agent.call.cancel()
+
+
+async def test_a_jobs_owner_keeps_it_while_it_runs(site: Site) -> None:
+    def request(owner: str, request_id: str) -> job_service_pb2.RegisterJobRequest:
+        return job_service_pb2.RegisterJobRequest(spec=spec_message(), request_id=request_id, owner=owner)
+
+    async def join(client: Client, name: str, owner: str) -> str:
+        agent = FakeAgent(client, name, [Coordinates(0, 0, 0)])
+        await agent.hello()
+        (rank,) = agent.ranks.values()
+        message = agent.joined(rank)
+        message.owner = owner
+        await agent.say(rank_joined=message)
+        await agent.until(lambda: bool(agent.accepted or agent.refused))
+        agent.call.cancel()
+        return agent.refused[0].reason if agent.refused else "accepted"
+
+    async with site.as_(await site.new("agents", "agent:*")) as client, site.as_(site.operator) as operator:
+        await client.jobs.RegisterJob(request("alice", "1"))
+        code, reason, values = await refusal(client.jobs.RegisterJob(request("bob", "2")))
+        assert (code, reason, values["owner"]) == (PERMISSION_DENIED, "OWNER_MISMATCH", "bob")
+        await client.jobs.RegisterJob(request("alice", "3"))
+        await operator.jobs.RegisterJob(request("", "4"))  # an operator changes nothing about that
+        assert await join(client, "of-bob", "bob") == "OWNER_MISMATCH"
+        assert await join(client, "of-alice", "alice") == "accepted"
+        await operator.finish()
+        assert (await client.jobs.RegisterJob(request("bob", "5"))).job.run_number == 2
+
+
+async def test_the_owner_outlives_the_coordinator(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    for owner, is_taken in (("alice", True), ("bob", False), ("alice", True)):
+        async with running(settings) as (address, _), Channels(address).open() as channel:
+            request = job_service_pb2.RegisterJobRequest(spec=spec_message(), request_id=owner, owner=owner)
+            call = Client(channel).jobs.RegisterJob(request)
+            if is_taken:
+                await call
+            else:
+                assert (await refusal(call))[1] == "OWNER_MISMATCH"
+
+
+async def test_the_operators_file_is_written_once_and_for_its_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "own" / "operator.token"
+    settings = make_settings(tmp_path, insecure=False, operator_token_file=path)
+    secrets = set()
+    for _ in range(2):
+        async with running(settings) as (address, _):
+            assert path.stat().st_mode & 0o777 == 0o600
+            assert path.parent.stat().st_mode & 0o777 == 0o700
+            secrets.add(path.read_text())
+            async with Channels(address, token=TokenSource(path=path)).open() as channel:
+                await Client(channel).register()
+    assert len(secrets) == 1
+    assert path.read_text().strip().encode() not in (tmp_path / "perseus.db").read_bytes()
+    path.chmod(0o644)
+    with pytest.raises(TokenFileUnusableError, match="expected a file of this user's with mode 0600"):
+        async with running(settings):
+            pass
+
+
+async def test_an_operators_token_that_is_revoked_stays_so_until_its_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "operator.token"
+    settings = make_settings(tmp_path, insecure=False, operator_token_file=path)
+    async with running(settings):
+        pass
+    store = await SqlStore.open(settings.database)
+    assert [(token.name, token.grant.scope) for token in await store.load_tokens()] == [
+        ("operator", Scope.OPERATOR)
+    ]
+    await store.close()
+    for is_valid in (True, False, True):
+        async with (
+            running(settings) as (address, _),
+            Channels(address, token=TokenSource(path=path)).open() as channel,
+        ):
+            call = Client(channel).jobs.ListJobs(job_service_pb2.ListJobsRequest())
+            if is_valid:
+                await call
+            else:
+                assert (await refusal(call))[1] == "TOKEN_REVOKED"
+        if is_valid:
+            await revoke_in(settings.database)
+        else:
+            path.unlink()
+
+
+async def revoke_in(database: Path | str) -> None:
+    from dataclasses import replace
+
+    from perseus.service.storage.store import TokenEntry
+
+    store = await SqlStore.open(database)
+    (token,) = await store.load_tokens()
+    await store.write([TokenEntry(replace(token, revoke_time_s=time.time()))])
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("scopes", "reason"),
+    [({"client": "operator"}, None), ({"client": "reader"}, "SCOPE_TOO_NARROW"), ({}, "CREDENTIAL_MISSING")],
+)
+async def test_a_certificates_identity_stands_for_a_token(
+    tmp_path: Path, scopes: dict[str, str], reason: str | None
+) -> None:
+    security = Security(tmp_path / "security")
+    settings = make_settings(
+        tmp_path,
+        insecure=False,
+        operator_token_file=security.token_file,
+        tls_certificate=security.coordinator_certificate,
+        tls_key=security.coordinator_key,
+        tls_client_ca=security.ca,
+        certificate_scopes=scopes,
+    )
+    files: TlsFiles = security.client_files
+    async with running(settings) as (address, _):
+        async with Channels(address, files).open() as channel:
+            if reason is None:
+                await Client(channel).register()
+            else:
+                assert (await refusal(Client(channel).register()))[1] == reason
+        async with Channels(address, files, TokenSource(token="perseus_wrong")).open() as channel:
+            assert (await refusal(Client(channel).register(request_id="b")))[1] == "TOKEN_UNKNOWN"
+        async with security.channels(address).open() as channel:
+            await Client(channel).register(request_id="c")
+
+
+def test_scopes_of_certificates_are_checked_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected tls_client_ca beside it"):
+        make_settings(tmp_path, certificate_scopes={"a": "reader"})
+    with pytest.raises(ValueError, match="a: scope: expected operator, reader, grid or agent"):
+        make_settings(
+            tmp_path,
+            insecure=False,
+            tls_certificate="a",
+            tls_key="b",
+            tls_client_ca="c",
+            certificate_scopes={"a": "root"},
+        )
+
+
+def test_complaints_say_how_many_were_left_out() -> None:
+    now_s = 0.0
+    complaints = Complaints(lambda: now_s)
+    with capture_logs() as logs:
+        for port in range(3):
+            complaints.complain(f"ipv4:10.0.0.1:{port}", "caller refused", "TOKEN_UNKNOWN")
+        complaints.complain("ipv4:10.0.0.2:1", "caller refused", "TOKEN_UNKNOWN")
+        now_s = 11.0
+        complaints.complain("ipv4:10.0.0.1:9", "caller refused", "TOKEN_UNKNOWN")
+    assert [(line["peer"], line.get("left_out")) for line in logs] == [
+        ("ipv4:10.0.0.1:0", None),
+        ("ipv4:10.0.0.2:1", None),
+        ("ipv4:10.0.0.1:9", 2),
+    ]
+
+
+def test_anybody_is_only_who_is_not_asked() -> None:
+    from perseus.service.api.authentication import caller
+
+    assert caller() == Principal("anybody", Grant(Scope.OPERATOR))

@@ -1,0 +1,118 @@
+"""Who may do what: grants, and tokens that are valid, wrong, expired or revoked."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.domain.errors import (
+    InvalidFieldError,
+    JobOutOfScopeError,
+    TokenExpiredError,
+    TokenRevokedError,
+    TokenUnknownError,
+)
+from perseus.service.domain.principals import (
+    MAX_JOB_PATTERN_COUNT,
+    Grant,
+    Scope,
+    Token,
+    TokenBook,
+    check_token_name,
+    digest_of,
+)
+
+TOKEN = Token("ci", digest_of("perseus_secret"), Grant(Scope.AGENT, ("llama-*", "opt-?")), 100.0)
+
+
+@pytest.mark.parametrize(
+    ("job_id", "is_covered"),
+    [
+        ("llama-70b", True),
+        ("llama-", True),
+        ("opt-1", True),
+        ("opt-10", False),
+        ("llama", False),
+        ("", False),
+    ],
+)
+def test_an_agent_speaks_for_the_jobs_of_its_patterns(job_id: str, is_covered: bool) -> None:
+    assert TOKEN.grant.covers(job_id) is is_covered
+    if not is_covered:
+        with pytest.raises(JobOutOfScopeError, match="token ci may not speak for job"):
+            TOKEN.principal.check_job(job_id)
+
+
+@pytest.mark.parametrize("scope", Scope)
+def test_only_an_operator_speaks_for_all_jobs_without_patterns(scope: Scope) -> None:
+    assert Grant(scope).covers("job") is (scope is Scope.OPERATOR)
+
+
+@given(st.text())
+def test_a_text_is_a_grant_or_is_refused(text: str) -> None:
+    try:
+        grant = Grant.parse(text)
+    except InvalidFieldError:
+        return
+    assert grant.check() is grant
+
+
+@pytest.mark.parametrize(
+    ("text", "grant"),
+    [
+        ("operator", Grant(Scope.OPERATOR)),
+        ("reader", Grant(Scope.READER)),
+        ("grid", Grant(Scope.GRID)),
+        ("agent:a-*,b", Grant(Scope.AGENT, ("a-*", "b"))),
+    ],
+)
+def test_grants_as_the_configuration_has_them(text: str, grant: Grant) -> None:
+    assert Grant.parse(text) == grant
+
+
+@pytest.mark.parametrize(
+    "text", ["", "agent", "agent:", "agent:A", "reader:a", "operator:*", "root", "agent:[a]"]
+)
+def test_what_is_no_grant_is_refused(text: str) -> None:
+    with pytest.raises(InvalidFieldError):
+        Grant.parse(text)
+
+
+def test_an_agent_has_no_more_patterns_than_allowed() -> None:
+    Grant(Scope.AGENT, ("a",) * MAX_JOB_PATTERN_COUNT).check()
+    with pytest.raises(InvalidFieldError, match="job_patterns: expected at most 64"):
+        Grant(Scope.AGENT, ("a",) * (MAX_JOB_PATTERN_COUNT + 1)).check()
+
+
+def test_a_token_is_found_by_what_it_is_and_by_nothing_else() -> None:
+    book = TokenBook([TOKEN])
+    assert book.find("perseus_secret", 100.0) is TOKEN
+    for wrong in ("perseus_secre", "perseus_secret ", "", TOKEN.digest, TOKEN.name, "\ud800"):
+        with pytest.raises(TokenUnknownError):
+            book.find(wrong, 100.0)
+
+
+def test_a_token_ends_when_it_expires_or_is_revoked() -> None:
+    book = TokenBook([replace(TOKEN, expire_time_s=200.0)])
+    assert book.find("perseus_secret", 199.9).name == "ci"
+    with pytest.raises(TokenExpiredError, match="'ci' has expired"):
+        book.find("perseus_secret", 200.0)
+    book.put(replace(TOKEN, revoke_time_s=150.0))
+    with pytest.raises(TokenRevokedError, match="'ci' is revoked"):
+        book.find("perseus_secret", 150.0)
+
+
+def test_a_token_that_is_replaced_is_known_no_more() -> None:
+    book = TokenBook([TOKEN])
+    book.put(replace(TOKEN, digest=digest_of("perseus_other")))
+    assert book.find("perseus_other", 100.0).name == "ci"
+    with pytest.raises(TokenUnknownError):
+        book.find("perseus_secret", 100.0)
+    assert [token.name for token in book.tokens] == ["ci"]
+
+
+@pytest.mark.parametrize("name", ["", "-a", "A", "a" * 64, "a b", "a\n"])
+def test_names_that_are_none_are_refused(name: str) -> None:
+    with pytest.raises(InvalidFieldError):
+        check_token_name(name)

@@ -92,7 +92,7 @@ $(STAMP): pyproject.toml
 $(FRAMEWORKS_STAMP): pyproject.toml tests/frameworks/requirements.txt
 	test -d $(FRAMEWORKS_VENV) || $(PYTHON) -m venv $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/pip install -qq --upgrade pip
-	DS_BUILD_OPS=0 $(FRAMEWORKS_VENV)/bin/pip install -qq --editable '.[coordinator]' \
+	DS_BUILD_OPS=0 $(FRAMEWORKS_VENV)/bin/pip install -qq --editable '.[coordinator,certificates]' \
 	  --requirement tests/frameworks/requirements.txt
 	for version in $(MEGATRON_CORES); do \
 	  $(FRAMEWORKS_VENV)/bin/pip install -qq --no-deps --upgrade megatron-core==$$version \

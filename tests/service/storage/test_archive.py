@@ -14,6 +14,7 @@ from perseus.service.domain.events import JobEvent
 from perseus.service.domain.model import JobState
 from perseus.service.storage.archive import ArchiveError, export_database, import_database
 from perseus.service.storage.checking import check_database
+from perseus.service.storage.schema import HEAD
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, JobEntry, NewRun, TelemetrySequence
 from tests.service.service_fakes import Cluster, make_spec
@@ -93,7 +94,7 @@ def test_a_database_with_anything_in_it_is_not_filled(database: Path | str) -> N
         (lambda lines: lines[:-1], "it was cut off"),
         (lambda lines: [*lines[:3], *lines[4:]], r"line \d+: expected \d+ rows, found \d+"),
         (lambda lines: lines[1:], "line 1: expected the first line of an exported store"),
-        (lambda lines: [lines[0].replace("0006", "0099"), *lines[1:]], "expected schema 0006, found 0099"),
+        (lambda lines: [lines[0].replace(HEAD, "0099"), *lines[1:]], f"expected schema {HEAD}, found 0099"),
         (lambda lines: [lines[0], "{", *lines[1:]], "line 2: expected JSON"),
         (lambda lines: [lines[0], '{"table": "users", "row": {}}', *lines[1:]], "line 2: expected a row"),
         (lambda lines: [lines[0], '{"table": "runs", "row": {}}', *lines[1:]], "line 2: expected a row"),
@@ -150,4 +151,4 @@ def test_the_check_changes_nothing(database: Path | str) -> None:
     before = exported(database)
     assert check_database(database) == []
     assert exported(database) == before
-    assert json.loads(before.splitlines()[0]) == {"format": "perseus-store", "schema": "0006"}
+    assert json.loads(before.splitlines()[0]) == {"format": "perseus-store", "schema": HEAD}

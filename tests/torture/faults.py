@@ -56,6 +56,7 @@ class Node(Stack):
 
     def __init__(self, folder: Path, library: Path, coordinator: CoordinatorProcess) -> None:
         super().__init__(folder, library)
+        self._environment = nvml_stub.environment(library, self.gpu_folder)  # that coordinator is plaintext
         self._watched = coordinator
 
     @property

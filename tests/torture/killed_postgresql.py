@@ -27,6 +27,8 @@ class KilledServer:
         ends_s = time.monotonic() + _LIMIT_S
         while any(_lives(each) for each in (pid, *workers)) and time.monotonic() < ends_s:
             time.sleep(0.01)
+        # As long as nobody has waited for the dead process, its lock would look like one that is held.
+        (self._server.data / "postmaster.pid").unlink(missing_ok=True)
 
     def start(self) -> None:
         """Start it again, and wait until it answers."""

@@ -27,8 +27,10 @@ class KilledServer:
         ends_s = time.monotonic() + _LIMIT_S
         while any(_lives(each) for each in (pid, *workers)) and time.monotonic() < ends_s:
             time.sleep(0.01)
-        # As long as nobody has waited for the dead process, its lock would look like one that is held.
-        (self._server.data / "postmaster.pid").unlink(missing_ok=True)
+        # As long as nobody has waited for the dead process, its locks would look like ones that are held.
+        folder = self._server.data
+        for lock in (folder / "postmaster.pid", *folder.parent.glob(".s.PGSQL.*.lock")):
+            lock.unlink(missing_ok=True)
 
     def start(self) -> None:
         """Start it again, and wait until it answers."""

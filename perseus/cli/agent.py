@@ -127,7 +127,7 @@ def _self_test(settings: AgentSettings) -> None:
     from perseus.agent.gpu import GpuError
     from perseus.agent.gpu.nvml import calling
     from perseus.agent.sidecar.backends import NvmlBackend
-    from perseus.agent.sidecar.self_test import Finding, gpu_findings, node_findings
+    from perseus.agent.sidecar.self_test import Finding, all_gpu_findings, gpu_findings, node_findings
 
     if settings.gpu_backend != "nvml":
         fail(f"--self-test: expected --gpu-backend nvml, found {settings.gpu_backend}")
@@ -135,7 +135,7 @@ def _self_test(settings: AgentSettings) -> None:
         with calling("nvmlInit", "GPUs", pynvml):
             pynvml.nvmlInit()
         node = node_findings()
-        gpus = [gpu_findings(uuid) for uuid in NvmlBackend().uuids()]
+        gpus = asyncio.run(all_gpu_findings(NvmlBackend().listed(), gpu_findings))
     except GpuError as error:
         fail(str(error), FAILURE)
 

@@ -104,12 +104,18 @@ def _serve(settings: AgentSettings) -> None:
 
 def _restore(settings: AgentSettings) -> None:
     from perseus.agent.gpu import GpuError
-    from perseus.agent.restore.records import PATIENCE_S, RecordFolder, restore_found
+    from perseus.agent.gpu.lanes import Lanes
+    from perseus.agent.restore.records import PATIENCE_S, RecordFolder
+    from perseus.agent.restore.restorer import Restoration, Restorer
     from perseus.agent.sidecar.backends import backend
 
-    try:
+    async def restore() -> list[Restoration]:
         folder = RecordFolder(settings.restore_folder)
-        done = restore_found(folder, backend(settings).open, patience_s=PATIENCE_S)
+        restorer = Restorer(folder, backend(settings).open, Lanes(), patience_s=PATIENCE_S)
+        return await restorer.restore_once()
+
+    try:
+        done = asyncio.run(restore())
     except GpuError as error:
         fail(str(error), FAILURE)
     for each in done:

@@ -16,6 +16,7 @@ from perseus.agent.gpu.interface import (
     GpuUse,
     RecordError,
     RecordHeldError,
+    is_transient,
 )
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "GpuUse",
     "RecordError",
     "RecordHeldError",
+    "is_transient",
 ]

@@ -148,3 +148,8 @@ class Gpu(Protocol):
 
     def close(self) -> None:
         """Let go of the GPU; its clock stays as it is."""
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the same call may succeed a moment later: the driver failed, or had another client to serve."""
+    return isinstance(error, GpuDriverError | GpuInUseError) and not isinstance(error, GpuHungError)

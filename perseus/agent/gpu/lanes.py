@@ -1,8 +1,9 @@
 """Calls into a driver that may never return: each GPU's one after the other, each on a thread of its own.
 
-A GPU that hangs takes its caller's thread with it. So no call goes through a pool that others need, its waiter
-waits so long and no longer, and whoever comes after is told at once for as long as the call is under way. The
-threads are daemons: the process can end all the same. What such a call answers at last is handed to `late`.
+A GPU that hangs takes its caller's thread with it. So no call goes through a pool that others need, its
+waiter waits so long and no longer, and whoever comes after is told at once for as long as the call is under
+way. The threads are daemons: the process can end all the same. What such a call answers at last is handed to
+`late`.
 """
 
 import asyncio

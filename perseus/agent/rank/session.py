@@ -63,6 +63,7 @@ from perseus.agent.rank.events import (
 from perseus.agent.rank.messages import (
     NO_PLAN,
     ClockStatistics,
+    FromSession,
     GpuDescription,
     Hold,
     PlanAnswer,
@@ -149,6 +150,13 @@ class Session:
             self._dispatch(event, now_s)
         commands, self._commands = self._commands, []
         return commands
+
+    def give_up(self) -> list[FromSession]:
+        """End it whatever state it is in, after an error of our own; what is to be said once all is over."""
+        self.has_ended = True
+        self._pending = self._in_force = self._iteration = None
+        self._commands, self._recorder = [], Recorder()
+        return [RankLeft(self.rank, RankLeftReason.GPU_FAILED)]
 
     def _dispatch(self, event: Event, now_s: float) -> None:
         match event:

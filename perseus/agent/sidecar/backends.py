@@ -162,9 +162,7 @@ def backend(settings: AgentSettings) -> Backend:
 
 
 def _not_found(uuid: str, listed: list[str | GpuError]) -> GpuNotFoundError:
-    return GpuNotFoundError(
-        f"GPU {uuid}: expected one of this node's {len(listed)} GPUs ({_names(listed)})"
-    )
+    return GpuNotFoundError(f"GPU {uuid}: expected one of this node's {len(listed)} GPUs ({_names(listed)})")
 
 
 def _names(listed: list[str | GpuError]) -> str:

@@ -53,7 +53,7 @@ def test_an_agent_serves_only_what_is_visible_to_it() -> None:
 
 
 class NodeWithLostGpus(Node):
-    lost = (0, 2)
+    lost: tuple[int, ...] = (0, 2)
 
     def listed(self) -> list[str | GpuError]:
         return [GpuLostError("lost") if i in self.lost else uuid for i, uuid in enumerate(UUIDS)]

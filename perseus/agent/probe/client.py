@@ -17,8 +17,8 @@ that appears later, or that was restarted, is joined between two iterations.
 Every rank says what it computes before it is served, so that none is ever given clocks that were made for
 other work: all call `register` with the same arguments, and the first of them registers the job.
 
-A child that the trainer forks (a data loader, a checkpoint writer) closes the connection, which it inherits, at
-once: it would keep the agent from seeing the trainer's end, and it is not the rank. A probe does nothing in it.
+A child that the trainer forks (a data loader, a checkpoint writer) closes the connection that it inherits at
+once: it would keep the agent from seeing the trainer's end, and it is not the rank. Its probe does nothing.
 
 Standard library only. One probe serves one rank; it is not to be shared between threads.
 """

@@ -1,6 +1,7 @@
 import asyncio
 import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -90,7 +91,6 @@ line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 line.connect(sys.argv[1])
 child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], pass_fds=[line.fileno()])
 line.send(sys.argv[2].encode())
-print("said", flush=True)
 time.sleep(60)
 """
 
@@ -105,18 +105,13 @@ async def test_the_end_of_a_process_is_seen_though_a_child_holds_its_connection(
 
     server = LocalServer(tmp_path / "sock", ACCESS, serve)
     hello = Hello(Rank("job", 0, 0, 0), "GPU-0")
-    trainer = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-c", TRAINER_WITH_CHILD, str(tmp_path / "sock"), encode(hello).decode()],
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert trainer.stdin is not None
-    assert await asyncio.wait_for(heard.get(), 10) == hello
-    trainer.kill()
-    assert await asyncio.wait_for(heard.get(), 10) is None
-    await server.close()
-    trainer.stdin.close()  # which ends the child
-    await trainer.wait()
+    command = [sys.executable, "-c", TRAINER_WITH_CHILD, str(tmp_path / "sock"), encode(hello).decode()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as trainer:
+        assert await asyncio.wait_for(heard.get(), 10) == hello
+        trainer.kill()
+        assert await asyncio.wait_for(heard.get(), 10) is None
+        await server.close()
+        # The end of its standard input ends the child.
 
 
 async def test_a_packet_that_is_too_large_is_refused() -> None:

@@ -95,6 +95,10 @@ time.sleep(60)
 """
 
 
+def started(command: list[str]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
 async def test_the_end_of_a_process_is_seen_though_a_child_holds_its_connection(tmp_path: Path) -> None:
     heard: asyncio.Queue[object] = asyncio.Queue()
 
@@ -106,7 +110,7 @@ async def test_the_end_of_a_process_is_seen_though_a_child_holds_its_connection(
     server = LocalServer(tmp_path / "sock", ACCESS, serve)
     hello = Hello(Rank("job", 0, 0, 0), "GPU-0")
     command = [sys.executable, "-c", TRAINER_WITH_CHILD, str(tmp_path / "sock"), encode(hello).decode()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as trainer:
+    with started(command) as trainer:
         assert await asyncio.wait_for(heard.get(), 10) == hello
         trainer.kill()
         assert await asyncio.wait_for(heard.get(), 10) is None

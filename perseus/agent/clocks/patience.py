@@ -24,6 +24,7 @@ class Patience:
         self._longest_pause_s = longest_pause_s
         self._pause_s = first_pause_s
         self._failing_since_s: float | None = None
+        self._failed_at_s = 0.0
 
     def succeeded(self) -> None:
         """What failed is forgotten."""
@@ -31,7 +32,10 @@ class Patience:
         self._pause_s = self._first_pause_s
 
     def failed(self, now_s: float) -> float:
-        """When to try again."""
+        """When to try again. What failed long ago, and was not tried since, is another failure."""
+        if now_s - self._failed_at_s > self._borne_s:
+            self.succeeded()
+        self._failed_at_s = now_s
         if self._failing_since_s is None:
             self._failing_since_s = now_s
         retry_at_s = now_s + self._pause_s

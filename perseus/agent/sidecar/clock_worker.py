@@ -71,7 +71,8 @@ class ClockWorker:
         self._on_result = on_result
         self._monotonic = monotonic
         self._changed = threading.Condition()
-        self._patience = Patience()
+        # Resets may succeed for as long as sets fail.
+        self._patience_with = {True: Patience(), False: Patience()}
         self._retried: _Wish | None = None
         self._retry_at_s = 0.0
         self._told_failure: str | None = None
@@ -164,7 +165,7 @@ class ClockWorker:
         self._begun_at_s = None
         in_force_at_s = self._monotonic()
         if error is None:
-            self._patience.succeeded()
+            self._patience_with[wish.target_mhz is STOCK].succeeded()
             self._told_failure = None
             if wish.target_mhz is not STOCK:
                 in_force_at_s = self._seen_at_s(wish.target_mhz, in_force_at_s)
@@ -177,8 +178,9 @@ class ClockWorker:
 
     def _is_borne(self, wish: _Wish, error: Exception, now_s: float) -> bool:
         """Try again where that may help; whether nobody needs to hear of the failure (again)."""
-        retry_at_s = self._patience.failed(now_s)
-        may_pass = is_transient(error) and not self._patience.is_over(now_s)
+        patience = self._patience_with[wish.target_mhz is STOCK]
+        retry_at_s = patience.failed(now_s)
+        may_pass = is_transient(error) and not patience.is_over(now_s)
         with self._changed:
             is_tried_again = may_pass or (wish.target_mhz is STOCK and not self._closing)
             if is_tried_again and self._wanted is None:

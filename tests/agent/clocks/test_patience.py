@@ -23,6 +23,13 @@ def test_one_success_and_all_is_forgotten() -> None:
     assert patience.is_over(51.0)
 
 
+def test_what_failed_long_ago_is_another_failure() -> None:
+    patience = Patience(borne_s=1.0, first_pause_s=0.1)
+    patience.failed(0.0)
+    assert patience.failed(1.5) == 1.6
+    assert not patience.is_over(2.0)
+
+
 def test_a_rank_that_was_given_up_is_taken_up_again_however_often() -> None:
     comeback = Comeback(first_pause_s=1.0, longest_pause_s=60.0)
     now_s, pauses_s = 0.0, []

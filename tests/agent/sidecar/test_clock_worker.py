@@ -1,3 +1,4 @@
+import contextlib
 import queue
 import time
 from itertools import chain, count, repeat
@@ -206,6 +207,24 @@ def test_a_set_that_goes_on_failing_is_reported() -> None:
     assert results.get(timeout=10).error is error
     worker.close()
     assert results.empty()
+
+
+def test_a_set_that_goes_on_failing_is_reported_though_resets_succeed() -> None:
+    gpu = FakeGpu()
+    gpu.errors[1200] = error = GpuDriverError("unknown error")
+    results: queue.Queue[ClockResult] = queue.Queue()
+    worker = ClockWorker(gpu, results.put)
+    deadline_s = time.monotonic() + 10
+    found: Exception | None = None
+    while found is None and time.monotonic() < deadline_s:
+        worker.request(1200)
+        assert gpu.begun.acquire(timeout=10)
+        worker.request(STOCK)
+        with contextlib.suppress(queue.Empty):
+            while found is None:
+                found = results.get(timeout=0.05).error
+    worker.close()
+    assert found is error
 
 
 def test_what_is_wanted_next_is_not_kept_waiting_by_what_failed() -> None:

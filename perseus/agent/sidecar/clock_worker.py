@@ -4,7 +4,7 @@ A set takes 10–20 ms, so each GPU has a worker thread for its sets. Only the n
 was wanted while a set was under way and has been overtaken since is never set. A clock can be wanted from a
 moment to come: the thread keeps the time itself, whatever else keeps the agent busy.
 
-A set that fails for a moment is tried again before anybody hears of it. A reset is tried again until it
+A set that fails for a moment is tried again before it counts as failed. A reset is tried again until it
 succeeds, or something else is wanted: until then the GPU may be locked.
 """
 
@@ -44,6 +44,8 @@ class ClockResult:
     in_force_at_s: float
     """When the GPU's effective clock was seen to be the target; when the call returned, if it was not."""
     error: Exception | None = None
+    is_tried_again: bool = False
+    """The error may pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,9 @@ class _Wish:
 class ClockWorker:
     """Sets one GPU's clock on a thread of its own.
 
-    `on_result` hears of every set that was carried out or failed for good, on that thread; of a reset that
-    fails again and again for the same reason, once. What was overtaken before it began, and what was in force
-    already, is not reported. After a failure nothing is known to be in force.
+    `on_result` hears of every set that was carried out or failed, on that thread; of what is tried again and
+    fails for the same reason, once. What was overtaken before it began, and what was in force already, is not
+    reported. After a failure nothing is known to be in force.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class ClockWorker:
         self._patience_with = {True: Patience(), False: Patience()}
         self._retried: _Wish | None = None
         self._retry_at_s = 0.0
-        self._told_failure: str | None = None
+        self._told_failure: tuple[str, bool] | None = None
         self._begun_at_s: float | None = None
         self._wanted: _Wish | None = None
         self._scheduled: _Wish | None = None
@@ -169,27 +171,29 @@ class ClockWorker:
             self._told_failure = None
             if wish.target_mhz is not STOCK:
                 in_force_at_s = self._seen_at_s(wish.target_mhz, in_force_at_s)
-        elif self._is_borne(wish, error, in_force_at_s):
-            return
+        is_tried_again = error is not None and self._try_again(wish, error, in_force_at_s)
+        if error is not None:
+            failure = (repr(error), is_tried_again)
+            was_told = failure == self._told_failure
+            self._told_failure = failure
+            if was_told and (is_tried_again or wish.target_mhz is STOCK):
+                return
+        result = ClockResult(wish.target_mhz, wish.due_s, begun_at_s, in_force_at_s, error, is_tried_again)
         try:
-            self._on_result(ClockResult(wish.target_mhz, wish.due_s, begun_at_s, in_force_at_s, error))
+            self._on_result(result)
         except Exception:  # for the same reason
             _log.exception("clock result not delivered", gpu=self._gpu.uuid, target_mhz=wish.target_mhz)
 
-    def _is_borne(self, wish: _Wish, error: Exception, now_s: float) -> bool:
-        """Try again where that may help; whether nobody needs to hear of the failure (again)."""
+    def _try_again(self, wish: _Wish, error: Exception, now_s: float) -> bool:
+        """Try again where that may help, or must; whether the failure is borne."""
         patience = self._patience_with[wish.target_mhz is STOCK]
         retry_at_s = patience.failed(now_s)
-        may_pass = is_transient(error) and not patience.is_over(now_s)
+        is_borne = is_transient(error) and not patience.is_over(now_s)
         with self._changed:
-            is_tried_again = may_pass or (wish.target_mhz is STOCK and not self._closing)
+            is_tried_again = is_borne or (wish.target_mhz is STOCK and not self._closing)
             if is_tried_again and self._wanted is None:
                 self._retried, self._retry_at_s = wish, retry_at_s
-        if may_pass:
-            return True
-        was_told = self._told_failure == repr(error)
-        self._told_failure = repr(error)
-        return was_told and wish.target_mhz is STOCK
+        return is_borne
 
     def _seen_at_s(self, target_mhz: int, returned_at_s: float) -> float:
         """When the effective clock was the target; `returned_at_s` if it was not, as on a throttled GPU.

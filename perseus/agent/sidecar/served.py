@@ -236,6 +236,9 @@ class ServedRank:
                 self.handle(
                     ClockSet(result.target_mhz, result.in_force_at_s, result.begun_at_s, result.due_s)
                 )
+            case GpuError() as error if result.is_tried_again:
+                self._log.warning("clock not set yet", clock_mhz=result.target_mhz, reason=str(error))
+                self._report(error)
             case GpuPermissionError() | GpuUnsupportedError() | RecordError() as error:
                 self._log.error("clocks can not be set: the rank is only observed", reason=str(error))
                 self._report(error)

@@ -152,7 +152,8 @@ async def test_errors_that_pass_cost_no_rank(
             await asyncio.sleep(0.3)
         await until(lambda: gpu.sm_clock_mhz() == A100_SXM.clocks_mhz[5], "the clock, in the end")
         assert not coordinator.book.all("rank_left")
-        assert not coordinator.book.all("gpu_error")
+        (told,) = coordinator.book.all("gpu_error")
+        assert told.gpu_error.message == "unknown error"
         await trainer.stop()
 
 

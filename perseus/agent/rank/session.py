@@ -145,7 +145,7 @@ class Session:
         self._begun_iteration = -1
         self._marked_at_s = 0.0
         # Measurement.
-        self._recorder = Recorder()
+        self._recorder = Recorder(gpu.supported_clocks_mhz[0])
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """What is to be done, in order, about something that is now known. Times are CLOCK_MONOTONIC."""
@@ -158,7 +158,7 @@ class Session:
         """End it whatever state it is in, after an error of our own; what is to be said once all is over."""
         self.has_ended = True
         self._pending = self._in_force = self._iteration = None
-        self._commands, self._recorder = [], Recorder()
+        self._commands, self._recorder = [], Recorder(self._gpu.supported_clocks_mhz[0])
         return [RankLeft(self.rank, RankLeftReason.GPU_FAILED)]
 
     def _dispatch(self, event: Event, now_s: float) -> None:
@@ -507,8 +507,8 @@ class Session:
     def _report(self, now_s: float, *, waits: bool = True) -> None:
         """Tell of all iterations that can be measured by now; of all that have ended, if nothing waits."""
         needed_s = self._marked_at_s
-        if self._iteration is not None and self._iteration.begin_s is not None:
-            needed_s = self._iteration.begin_s
+        if self._iteration is not None and self._iteration.needed_s is not None:
+            needed_s = self._iteration.needed_s
         for report in self._recorder.report(self._order, now_s, needed_s=needed_s, waits=waits):
             clocks = None if self._forbidden is not None else self._clock_statistics(report.plan)
             self._commands.append(

@@ -560,6 +560,47 @@ def test_an_iteration_becomes_telemetry_when_the_counter_has_passed_its_end(benc
     assert message.energy is None, "two changes of the counter determine nothing"
 
 
+def gaps(commands: list[Command]) -> list[tuple[float, float, float]]:
+    return [
+        (round(row.gap_time_s, 6), round(row.gap_energy_j, 6), round(row.gap_slowed_time_s, 6))
+        for message in telemetry(commands)
+        for row in message.iterations
+    ]
+
+
+def test_what_lies_between_iterations_is_measured(bench: Bench) -> None:
+    counted(bench, 0.0)  # at 100 s; 100 W from here on
+    bench.run(0)  # until 100.8 s
+    bench.do(clock_set(1000, bench.now_s + 0.1))
+    bench.do(clock_set(1200, bench.now_s + 0.3))
+    bench.do(ClockSet(None, bench.now_s + 0.5, bench.now_s + 0.49, bench.now_s + 0.49))
+    bench.now_s += 0.1
+    assert gaps(counted(bench, 90.0)) == [(0.0, 0.0, 0.0)], "what was before the first is not known"
+    bench.now_s += 59.9
+    bench.run(1)
+    bench.now_s += 0.1
+    slowed_s = 0.2 * (1 - 1000 / 1400) + 0.2 * (1 - 1200 / 1400)
+    assert gaps(counted(bench, 6170.0)) == [(60.0, pytest.approx(6000, rel=0.01), round(slowed_s, 6))]
+
+
+def test_a_gap_whose_begin_is_not_known_is_none(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.run(0)
+    bench.now_s += 5.0
+    bench.run(2)
+    bench.now_s += 0.1
+    assert gaps(counted(bench, 670.0)) == [(0.0, 0.0, 0.0)] * 2
+
+
+def test_a_trainer_that_was_stopped_for_long_leaves_no_gap(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.run(0)
+    bench.now_s += 100_000.0
+    bench.run(1)
+    bench.now_s += 0.1
+    assert gaps(counted(bench, 1e7))[-1] == (0.0, 0.0, 0.0)
+
+
 def test_what_throttled_the_gpu_is_told_with_the_iteration_that_it_touched(bench: Bench) -> None:
     counted(bench, 0.0)
     for iteration in range(3):

@@ -45,7 +45,8 @@ class Evaluations:
     @classmethod
     def of(cls, found: Iterable[tuple[int, float]], stock_iterations: int) -> "Evaluations":
         """From (after which iteration, how long), where so many iterations were at stock."""
-        stock_s, later_s = [], []
+        stock_s: list[float] = []
+        later_s: list[float] = []
         for iteration, time_s in found:
             (stock_s if iteration < stock_iterations else later_s).append(time_s)
         return cls(

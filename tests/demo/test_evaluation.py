@@ -13,6 +13,7 @@ from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.link.computation import Kind
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
+from perseus.configuration import load
 from perseus.demo.trainer import STOP_FILE, RankTask, evaluations_file, train
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import computation_pb2, frontier_pb2, rank_pb2
@@ -75,13 +76,14 @@ async def test_an_evaluation_between_iterations_runs_at_stock_and_costs_no_time(
     gpu = EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, "GPU-0")
     coordinator = CoordinatorStub(Book(lease_s=30.0), ORDER)  # type: ignore[abstract]
     await coordinator.start(0)
-    settings = AgentSettings(
-        coordinator=f"127.0.0.1:{coordinator.port}",
-        socket=tmp_path / "agent.sock",
-        gpu_backend="emulated",
-        emulated_gpus=tmp_path / "gpus",
-        restore_folder=tmp_path / "restore",
-    )
+    flags = {
+        "coordinator": f"127.0.0.1:{coordinator.port}",
+        "socket": tmp_path / "agent.sock",
+        "gpu_backend": "emulated",
+        "emulated_gpus": tmp_path / "gpus",
+        "restore_folder": tmp_path / "restore",
+    }
+    settings = load(AgentSettings, None, flags)
     async with serving(settings):
         trainer = threading.Thread(target=train, args=[task(tmp_path)], daemon=True)
         trainer.start()

@@ -91,7 +91,7 @@ _pack_end = mark_packer(MarkType.COMPUTATION_END)
 class Probe:
     """One rank's line to the agent. Made by `connect`."""
 
-    def __init__(self, rank: Rank, line: socket.socket | None, path: str, hello: bytes) -> None:
+    def __init__(self, rank: Rank, line: socket.socket | None, path: str, hello: Callable[[], bytes]) -> None:
         self._rank = rank
         self._path = path
         self._hello = hello
@@ -140,12 +140,15 @@ class Probe:
             raise ValueError("gpu_uuid: expected the GPU's NVML UUID, found an empty string")
         path = os.fspath(socket_path or os.environ.get(SOCKET_VARIABLE) or DEFAULT_SOCKET_PATH)
         rank = Rank(job_id, pipeline, stage, tensor)
-        hello = encode(Hello(rank, gpu_uuid, is_registered))
+
+        def hello() -> bytes:
+            return encode(Hello(rank, gpu_uuid, is_registered, monotonic_ns()))
+
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             line.settimeout(timeout_s)
             line.connect(path)
-            line.send(hello)
+            line.send(hello())
             reply = _receive_reply(line)
         except (OSError, MalformedPacket) as error:
             _log.warning("%s: no agent at %s (%s): training goes on at stock clocks", rank, path, error)

@@ -77,6 +77,7 @@ from perseus.agent.sidecar.door import Door
 from perseus.agent.sidecar.estimator import Estimator
 from perseus.agent.sidecar.listening import SocketAccess
 from perseus.agent.sidecar.local import HELLO_TIMEOUT_S, Line, LocalServer
+from perseus.agent.sidecar.same_clock import check_clock
 from perseus.agent.sidecar.served import OpenedGpu, ServedRank, gpu_error_report
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.stream import registration
@@ -93,6 +94,8 @@ _STOP_S = 5.0
 # Marks and clocks must not wait Python's 5 ms for the thread that works energy estimates out.
 _SWITCH_INTERVAL_S = 0.0005
 _REPORT_RETRY_S = 1.0
+# Of one trainer's GPU; a text may have a figure in it, and so be another every time.
+_MOST_REPORTS = 16
 # How often a claim is judged again: one that nothing speaks for yet, and one that something does.
 _WATCH_UNPROVEN_S = 1.0
 _WATCH_S = 5.0
@@ -311,6 +314,8 @@ class Agent:
         """Enter a trainer's claim, or say why not; whoever has to give way to it is gone by then."""
         if self._is_stopping:
             return Refused("AGENT_STOPS", "the agent is being stopped")
+        if (refused := check_clock(line.peer, hello.time_ns, time.monotonic_ns())) is not None:
+            return refused
         user = await self._door.user(line.peer)
         verdict: Allowed | Refused | None
         problem = None
@@ -512,6 +517,7 @@ class Agent:
         reports = self._reports[report.rank]
         if report not in reports:
             reports.append(report)
+            del reports[:-_MOST_REPORTS]
             self._coordinator.say(report)
 
     def _report_again(self, rank: Rank) -> None:

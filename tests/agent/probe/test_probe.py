@@ -100,7 +100,10 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
     monkeypatch.setenv(SOCKET_VARIABLE, str(agent.path))
     with Probe.connect(job_id="job", pipeline=1, stage=2, tensor=3, gpu_uuid="GPU-1") as probe:
         agent.answered()
-        assert agent.asked == [Hello(Rank("job", 1, 2, 3), "GPU-1")]
+        (hello,) = agent.asked
+        assert isinstance(hello, Hello)
+        assert (hello.rank, hello.gpu_uuid) == (Rank("job", 1, 2, 3), "GPU-1")
+        assert 0 < hello.time_ns <= time.monotonic_ns()
         before_ns = time.monotonic_ns()
         for _ in range(2):
             with probe.iteration():

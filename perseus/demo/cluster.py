@@ -147,9 +147,10 @@ class Cluster:
         """Start Python on a process of the training job, the demo's own or another."""
         self._trainers.append(self._start(self._log_dir / f"{name}.log", *arguments))
 
-    def evaluations(self) -> list[tuple[int, float]]:
-        """All ranks' evaluations so far: after which iteration, and how long it took in seconds."""
-        files = [evaluations_file(self._run_dir, *rank) for rank in self._workload.ranks]
+    def evaluations(self, *, but: int) -> list[tuple[int, float]]:
+        """Evaluations of all pipelines but one: after which iteration, and how long it took in seconds."""
+        ranks = [rank for rank in self._workload.ranks if rank[0] != but]
+        files = [evaluations_file(self._run_dir, *rank) for rank in ranks]
         return [
             (iteration, time_s)
             for file in files

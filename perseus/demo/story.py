@@ -95,7 +95,9 @@ async def tell(
                 for watcher in watchers:
                     watcher.cancel()
         await asyncio.to_thread(cluster.stop_services)
-        measurements.evaluations = Evaluations.of(cluster.evaluations(), measurements.stock_iterations)
+        measurements.evaluations = Evaluations.of(
+            cluster.evaluations(but=plot.straggler), measurements.stock_iterations
+        )
     summary = as_json(measurements.phases, measurements.evaluations)
     (out_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return measurements

@@ -91,7 +91,8 @@ def train(task: RankTask) -> None:
                     exchange.send_gradients(microbatch)
             goes_on = exchange.synchronise(lambda: not stop_file.exists())
             time.sleep(task.optimizer_s)
-        evaluations.iteration_ended(gpu)
+        if evaluations.iteration_ended(gpu):
+            exchange.synchronise(lambda: True)  # all ranks' results are put together
     probe.finish()
     probe.close()
     exchange.close()
@@ -110,18 +111,19 @@ class Evaluations:
         times = task.evaluation_s / (forward.compute_s + forward.memory_s)
         self._work = Work(forward.compute_s * times, forward.memory_s * times, forward.activity)
 
-    def iteration_ended(self, gpu: EmulatedGpu) -> None:
-        """Evaluate, if it is time for that."""
+    def iteration_ended(self, gpu: EmulatedGpu) -> bool:
+        """Evaluate, if it is time for that; whether it was."""
         self._iteration += 1
         interval = self._task.evaluation_interval
         if not interval or (self._iteration + 1) % interval:
-            return
+            return False
         begun_s = time.monotonic()
         gpu.execute(self._work)
         self._found.append((self._iteration, time.monotonic() - begun_s))
         draft = self._file.with_suffix(".draft")
         draft.write_text(json.dumps(self._found))
         draft.rename(self._file)
+        return True
 
 
 def evaluations_file(run_dir: Path, pipeline: int, stage: int) -> Path:

@@ -146,12 +146,12 @@ class ClockKeeper:
         self._settle(now_s)
         gap_s = self._timetable.gap_s(0)
         long_s = _LONG_GAP_LATENCIES * self.lead.latency_s
-        if gap_s > long_s and not self._keeps_gaps:
+        at_s = time_s + long_s + (gap_s if self._keeps_gaps else 0.0)
+        if (gap_s > long_s and not self._keeps_gaps) or at_s <= now_s:
             return self._ask(self.fallback_mhz, None)
         wanted_mhz = self._wanted_mhz
         if is_higher(following[0], wanted_mhz):
             wanted_mhz = following[0]
-        at_s = max(now_s, time_s + long_s + (gap_s if self._keeps_gaps else 0.0))
         is_below = is_higher(self.fallback_mhz, wanted_mhz)
         return self._ask(wanted_mhz, ScheduleClock(self.fallback_mhz, at_s) if is_below else None)
 

@@ -178,6 +178,13 @@ def test_a_gap_that_is_known_to_be_long_passes_at_the_fallback_from_its_begin() 
     assert bench.keeper.begin_iteration(bench.now_s) == [SetClock(1000)]
 
 
+def test_a_gap_that_is_heard_of_when_it_is_long_already_passes_at_the_fallback_at_once() -> None:
+    bench = Bench((1000, 1200), (0.050, 0.100))
+    bench.begin(0)
+    bench.begin(1)
+    assert bench.keeper.end(1, bench.now_s, bench.now_s + 0.041, bench.clocks_mhz) == [ResetClock()]
+
+
 def test_what_a_gap_takes_is_known_under_the_next_plan_too() -> None:
     bench = Bench((1000, 1200), (0.050, 0.100), gap_s=0.050)
     bench.keeper.follow((1200, 1000))

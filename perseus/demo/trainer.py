@@ -107,9 +107,7 @@ class Evaluations:
         self._file = evaluations_file(Path(task.run_dir), task.pipeline, task.stage)
         self._iteration = -1
         self._found: list[tuple[int, float]] = []
-        # As compute-bound as the forwards that it consists of.
-        times = task.evaluation_s / (forward.compute_s + forward.memory_s)
-        self._work = Work(forward.compute_s * times, forward.memory_s * times, forward.activity)
+        self._forward = forward
 
     def iteration_ended(self, gpu: EmulatedGpu) -> bool:
         """Evaluate, if it is time for that; whether it was."""
@@ -117,8 +115,11 @@ class Evaluations:
         interval = self._task.evaluation_interval
         if not interval or (self._iteration + 1) % interval:
             return False
+        # As compute-bound as the forwards that it consists of.
+        forward = self._forward
+        count = self._task.evaluation_s / (forward.compute_s + forward.memory_s)
         begun_s = time.monotonic()
-        gpu.execute(self._work)
+        gpu.execute(Work(forward.compute_s * count, forward.memory_s * count, forward.activity))
         self._found.append((self._iteration, time.monotonic() - begun_s))
         draft = self._file.with_suffix(".draft")
         draft.write_text(json.dumps(self._found))

@@ -21,7 +21,7 @@ from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import Attachment, Connect
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
-from perseus.agent.probe.torch_marks import connect_marks
+from perseus.agent.probe.torch_marks import capture_check, connect_marks
 
 # DeepSpeed's instructions that are computations, by the names of their classes.
 _KINDS = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
@@ -54,6 +54,7 @@ def attach(
         gather_over(engine.grid.get_pipe_parallel_group()),
         table=table_of(schedule),
         max_slowdown_percent=max_slowdown_percent,
+        is_capturing=capture_check(engine.device),
     )
     mark_engine(attachment, engine)
     return attachment

@@ -33,7 +33,7 @@ from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment, Connect
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
-from perseus.agent.probe.torch_marks import connect_marks
+from perseus.agent.probe.torch_marks import capture_check, connect_marks
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +93,7 @@ def attach(
         connect_marks(connect, job_id, placement, device),
         gather_over(parallel_state.get_pipeline_model_parallel_group()),
         max_slowdown_percent=max_slowdown_percent,
+        is_capturing=capture_check(device),
     )
     if marked_schedules is not None:
         marked_schedules.mark(attachment)

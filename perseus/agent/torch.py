@@ -25,7 +25,7 @@ from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe import placement as places
 from perseus.agent.probe.attachment import Attachment, Connect
 from perseus.agent.probe.client import Probe
-from perseus.agent.probe.torch_marks import connect_marks
+from perseus.agent.probe.torch_marks import capture_check, connect_marks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -75,6 +75,7 @@ def attach(
         chunk_positions=[stage.stage_index for stage in stages],
         table=_table(schedule, stages),
         max_slowdown_percent=max_slowdown_percent,
+        is_capturing=capture_check(first.device),
     )
     for chunk, stage in enumerate(stages):
         _mark_computations(attachment, stage, chunk)

@@ -33,6 +33,10 @@ from perseus.agent.probe.placement import Placement
 _log = logging.getLogger("perseus.attachment")
 
 
+class UnmarkableError(Exception):
+    """What is trained can't be followed by marks, and why."""
+
+
 class Marks(Protocol):
     """What an attachment needs of its probe, or of what stands before one."""
 
@@ -49,7 +53,7 @@ class Marks(Protocol):
         """See `Probe.register`."""
 
     def begin_iteration(self) -> None:
-        """See `Probe.begin_iteration`."""
+        """See `Probe.begin_iteration`. UnmarkableError ends all marking."""
 
     def end_iteration(self) -> None:
         """See `Probe.end_iteration`."""
@@ -91,7 +95,9 @@ Gather = Callable[[ExecutedOrder], Sequence[ExecutedOrder]]
 class Attachment:
     """One rank of a framework, attached. Its methods are for the thread that trains.
 
-    `table` is the order that the framework itself says it will execute, if it says.
+    `table` is the order that the framework itself says it will execute, if it says. `is_capturing` says
+    whether launches go into a graph now instead of running: an iteration that begins so is captured whole,
+    and registers nothing, as that takes a collective.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class Attachment:
         chunk_positions: Sequence[int] = (),
         table: Sequence[Computation] | None = None,
         max_slowdown_percent: float = 0.0,
+        is_capturing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._placement = placement
         self._marks: Marks | None = marks
@@ -110,6 +117,8 @@ class Attachment:
         self._chunk_positions = tuple(chunk_positions)
         self._table = table
         self._max_slowdown_percent = max_slowdown_percent
+        self._is_capturing = is_capturing
+        self._given_up: Marks | None = None
         self._restores: list[Callable[[], None]] = []
         self._is_in_iteration = False
         # The first iteration, until it has been executed whole.
@@ -133,16 +142,19 @@ class Attachment:
     def begin_iteration(self) -> None:
         """An iteration that trains begins."""
         self._is_in_iteration = True
-        if self._executed is not None:
-            self._executed = []
-        if self._marks is not None:
-            try:
+        try:
+            if self._executed is not None:
+                self._executed = []
+                self._is_in_iteration = not self._is_capturing()
+            if self._marks is not None:
                 self._marks.begin_iteration()
-            except Exception as error:  # of ours, whatever it is: training goes on
-                self._give_up(error)
+        except Exception as error:  # of ours, whatever it is: training goes on
+            self._give_up(error)
 
     def end_iteration(self) -> None:
         """It ends, and was executed whole. The end of the first one registers the job."""
+        if not self._is_in_iteration:
+            return
         self._is_in_iteration = False
         if self._marks is not None:
             try:
@@ -229,10 +241,17 @@ class Attachment:
         )
 
     def _give_up(self, error: Exception) -> None:
-        _log.error("training goes on at stock clocks, unmarked, after an error: %s", error, exc_info=error)
+        """Nothing is marked any more: the agent finds the line closed, and the GPU goes back to stock."""
+        trace = None if isinstance(error, UnmarkableError) else error
+        _log.error("not marked any more, training goes on at stock clocks: %s", error, exc_info=trace)
         marks, self._marks = self._marks, None
-        if marks is not None:
-            marks.close()
+        # Kept, as events that are destroyed in the midst of a capture might spoil it.
+        self._given_up = marks
+        try:
+            if marks is not None:
+                marks.close()
+        except Exception as closing_error:
+            _log.debug("closing: %s", closing_error)
 
 
 _ABSENT = object()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.probe.attachment import Attachment, ExecutedOrder, paths_through
+from perseus.agent.probe.attachment import Attachment, ExecutedOrder, UnmarkableError, paths_through
 from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import MarksStub
 
@@ -135,6 +135,41 @@ def test_a_failing_gathering_does_not_raise_into_training(
 
     train(Attachment(ALONE, marks, gather))
     assert "no network" in caplog.text
+
+
+def test_an_iteration_that_is_captured_whole_ends_marking_and_is_told_of_once(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    attachment = Attachment(ALONE, marks, beside(OTHER))
+    train(attachment)
+    marks.calls.clear()
+    marks.failing, marks.failure = "begin_iteration", UnmarkableError("captured whole")
+    for _ in range(3):
+        train(attachment)
+    assert marks.calls == [("close",)], "the agent brings the GPU back to stock"
+    (record,) = caplog.records
+    assert record.getMessage() == "not marked any more, training goes on at stock clocks: captured whole"
+    assert record.exc_info is None
+
+
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_no_collective_goes_into_a_graph(marks: MarksStub, has_agent: bool) -> None:
+    is_captured = True
+    gathered: list[ExecutedOrder] = []
+
+    def gather(order: ExecutedOrder) -> list[ExecutedOrder]:
+        assert not is_captured, "a collective of the host can't be captured"
+        gathered.append(order)
+        return [order, OTHER]
+
+    attachment = Attachment(ALONE, marks, gather, is_capturing=lambda: is_captured)
+    if has_agent:
+        marks.failing, marks.failure = "begin_iteration", UnmarkableError("captured whole")
+    train(attachment)
+    assert not gathered
+    is_captured = False
+    train(attachment)
+    assert gathered == [ExecutedOrder(0, ORDER)], "the other stages wait for it"
 
 
 def test_detaching_restores_what_was_replaced(marks: MarksStub) -> None:

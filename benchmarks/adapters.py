@@ -90,7 +90,7 @@ def _schedule() -> tuple[Any, Any]:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     stage = PipelineStage(nn.Identity(), 0, 1, torch.device("cpu"))
-    stage.forward_one_chunk = lambda _microbatch: None
+    stage.forward_one_chunk = lambda fwd_chunk_id: None
     schedule = ScheduleGPipe(stage, _MICROBATCHES, loss_fn=nn.MSELoss())
     schedule._step_microbatches = lambda *_, **__: stage.forward_one_chunk(0)
     return schedule, stage

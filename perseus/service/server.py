@@ -66,8 +66,8 @@ _OPTIONS = [
 ]
 
 _YOUNG_OBJECTS = 50_000
-"""Objects more than before that Python looks for garbage at. At its 700, a fifth of the time under load went into
-looking through timelines and ranks that live on; hardly anything here is garbage that only looking finds."""
+"""Objects more than before at which Python looks for garbage. At its 700, a fifth of the time under load went
+into looking through timelines and ranks that live on; hardly anything here needs looking for."""
 
 _SERVICES = (
     agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,

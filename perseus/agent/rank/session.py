@@ -7,7 +7,8 @@ vanishes, or its GPU fails. Four things go on in it, each with little to do with
 (`RankJoined`) on a connection once its trainer has said what it belongs to; the answer brings the registered
 order, or a refusal, and then the rank is announced again after `JOIN_RETRY_S` (the job may not be registered
 yet, or another agent's lease may still run), and after each further refusal in a row twice as late, at most
-`LONGEST_JOIN_RETRY_S`: the ranks of a job that is put aside ask for days. Offers are answered with a refusal until the rank is accepted.
+`LONGEST_JOIN_RETRY_S`: the ranks of a job that is put aside ask for days. Offers are answered with a refusal
+until the rank is accepted.
 
 *Plans.* At most one is in force and at most one pending. An offer that is accepted becomes pending, in place
 of any other, and comes into force whole at the begin of its start iteration. Without a word from the

@@ -51,7 +51,7 @@ class Outbox:
             self._grow(message)
 
     def acknowledge(self, sequence: int) -> None:
-        """Let this acknowledgement wait in place of the one before; only the one that is taken is put in words."""
+        """Let this acknowledgement wait in place of the one before."""
         if not self.ended.done():
             self._acknowledged = sequence
             self._wake.set()

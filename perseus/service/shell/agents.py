@@ -212,7 +212,7 @@ class Agents:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether agents say more than is stored in time: then their streams are to flush before each message."""
+        """Whether agents say more than is stored in time: then streams are to flush before each message."""
         return self._writer.is_crowded
 
     async def flush(self) -> None:

@@ -26,8 +26,8 @@ GATHERING_S = 0.02
 """How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
 
 CROWD = 1024
-"""Work that waits; when there is more, whoever reads what makes more is to wait for it first. Readers outnumber
-the one writer by thousands: without this, more than can be done leaves it no turn at all."""
+"""Work that waits; when there is more, whoever reads what makes more is to wait for it first. Readers
+outnumber the one writer by thousands: without this, more than can be done leaves it no turn at all."""
 
 TURN_S = 0.005
 """How long actions keep the event loop at a time."""
@@ -36,8 +36,8 @@ TURN_S = 0.005
 class Work:
     """Entries to be stored, and what follows once they are. Who awaits it goes on after both.
 
-    No future unless somebody waits: of a thousand batches a second nobody does. `on_error` takes what an action
-    raises, and the next one follows; without it, that ends the writer.
+    No future unless somebody waits: of a thousand batches a second nobody does. `on_error` takes what an
+    action raises, and the next one follows; without it, that ends the writer.
     """
 
     __slots__ = ("_done", "_error", "_is_done", "_on_error", "entries", "then")

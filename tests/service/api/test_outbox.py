@@ -89,7 +89,7 @@ async def test_the_latest_acknowledgement_follows_the_answers() -> None:
     box.acknowledge(2)
     first, _ = await box.take()
     assert all(message.HasField("rank_accepted") for message in first)
-    (last, ack), is_last = await box.take()
+    (last, ack), _ = await box.take()
     assert (last, ack.telemetry_ack.sequence) == (accepted(str(outbox._TAKEN_AT_ONCE)), 2)
     box.end(ReaderTooSlowError(limit=1))
     box.acknowledge(3)

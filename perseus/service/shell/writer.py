@@ -25,12 +25,15 @@ from perseus.service.storage.store import (
 GATHERING_S = 0.02
 """How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
 
-CROWD = 1024
+CROWD = 512
 """Work that waits; when there is more, whoever reads what makes more is to wait for it first. Readers
 outnumber the one writer by thousands: without this, more than can be done leaves it no turn at all."""
 
 TURN_S = 0.005
 """How long actions keep the event loop at a time."""
+
+WOKEN_AT_ONCE = 64
+"""Who waits for work goes on in the loop's next turn: readers by the thousand would make that a long one."""
 
 
 class Work:
@@ -78,8 +81,8 @@ class Work:
             self.then = ()
             self._error = error
 
-    def carry_out(self) -> None:
-        """It is stored: do what follows."""
+    def carry_out(self) -> bool:
+        """It is stored: do what follows. Returns whether somebody waited for it."""
         for action in self.then:
             try:
                 action()
@@ -88,8 +91,10 @@ class Work:
                     raise
                 self._on_error(error)
         self._is_done = True
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
+        if self._done is None or self._done.done():
+            return False
+        self._done.set_result(None)
+        return True
 
 
 class RunKeeper(Protocol):
@@ -136,13 +141,13 @@ class Writer:
                     break
                 except UnstorableEntryError as error:
                     self._spoil(work, error)
-            turn_ends_s = time.monotonic() + TURN_S
+            turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
             for item in work:
-                item.carry_out()
+                woken_count += item.carry_out()
                 self._waiting_count -= 1
-                if time.monotonic() >= turn_ends_s:
+                if woken_count >= WOKEN_AT_ONCE or time.monotonic() >= turn_ends_s:
                     await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
-                    turn_ends_s = time.monotonic() + TURN_S
+                    turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
             self._waiting_since_s = taken_s if self._work else None
 
     def _spoil(self, work: Sequence[Work], error: UnstorableEntryError) -> None:

@@ -39,9 +39,19 @@ def cuda_or_why_not() -> Any:
     return torch
 
 
+def driver_or_why_not() -> str:
+    """The driver's version; NVML stays initialised. NothingToCheckError where NVML fails."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError as error:
+        raise NothingToCheckError(f"expected NVML, the driver's libnvidia-ml.so.1, found: {error}") from None
+
+
 def check(torch: Any, page: Path) -> bool:
     """Check the current GPU, print what was found and put it on the page; whether nothing has failed."""
-    import pynvml
     from rich.console import Console
 
     from perseus.agent.gpu.nvml import NvmlGpu
@@ -51,6 +61,7 @@ def check(torch: Any, page: Path) -> bool:
     from tests.gpu.loads import MatrixProducts
     from tests.gpu.report import Finding, Report, judged
 
+    driver = driver_or_why_not()
     device = torch.device("cuda", torch.cuda.current_device())
     uuid = gpu_uuid(device)
     findings: list[Finding] = []
@@ -62,9 +73,6 @@ def check(torch: Any, page: Path) -> bool:
         except Exception as error:  # of one check; the others go on
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             findings.append(judged(name, text, "no error", False))
-
-    pynvml.nvmlInit()
-    driver = str(pynvml.nvmlSystemGetDriverVersion())
 
     def self_test() -> list[Finding]:
         found = gpu_findings(uuid)

@@ -11,7 +11,8 @@ from perseus.agent.probe.device_marks import DeviceMarks, EventSource
 from tests.gpu.report import Finding, judged
 
 LIMIT_S = 50e-6
-ITERATIONS, COMPUTATIONS = 6, 50
+ITERATIONS, COMPUTATIONS = 8, 100
+_SETTLING = 2
 
 
 class NotedProbe(Probe):
@@ -60,7 +61,7 @@ def edge_findings(
 ) -> list[Finding]:
     """Time computations both ways at once; `launch` is told how many have been launched before.
 
-    The first iteration is left out: its anchor has one look, later ones have had many.
+    The first iterations are left out: their anchors have had few looks, later ones many.
     """
     probe = NotedProbe()
     marks = DeviceMarks(probe, source)
@@ -85,7 +86,7 @@ def edge_findings(
         found = f"{sum(map(len, probe.ends_ns))} of {ITERATIONS * COMPUTATIONS} marks"
         return [judged("edges by events", found, "all", False)]
     durations_s, edges_s = [], []
-    for iteration in range(1, ITERATIONS):
+    for iteration in range(_SETTLING, ITERATIONS):
         columns = (probe.begins_ns, probe.ends_ns, begun_ns, ended_ns)
         for begin, end, begun, ended in zip(*(times[iteration] for times in columns), strict=True):
             durations_s.append(((end - begin) - (ended - begun)) / 1e9)

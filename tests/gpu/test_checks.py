@@ -13,7 +13,7 @@ from perseus.agent.gpu.physics import Work
 from perseus.demo import nvml_stub
 from tests.agent.counter_simulation import POWER_W, simulate
 from tests.gpu.claims import AgentError, claim_findings, observing_agent
-from tests.gpu.edges import edge_findings
+from tests.gpu.edges import COMPUTATIONS, edge_findings
 from tests.gpu.energy import Recording, fitting_sequence, judge, judging_sequence, regression_findings
 from tests.gpu.report import Finding, Verdict
 
@@ -135,7 +135,7 @@ def test_edges_by_events_agree_with_synchronised_ones() -> None:
 
 def test_edges_that_are_late_are_found() -> None:
     # Edges come in the order: the iteration's begin, then begin and end of each computation.
-    source = HostEvents(lambda index: 0.0003 if index % 102 % 2 == 0 else 0.0)
+    source = HostEvents(lambda index: 0.0003 if index % (2 + 2 * COMPUTATIONS) % 2 == 0 else 0.0)
     findings = edge_findings(source, lambda _each: time.sleep(0.001), lambda: time.sleep(0.0005))
     assert verdicts(findings)["durations by events"] is Verdict.FAILED, findings
 

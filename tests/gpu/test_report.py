@@ -1,10 +1,11 @@
 from io import StringIO
 from pathlib import Path
 
+import pynvml
 import pytest
 from rich.console import Console
 
-from tests.gpu.check import main
+from tests.gpu.check import NothingToCheckError, driver_or_why_not, main
 from tests.gpu.needs import needs
 from tests.gpu.report import NOT_YET, Finding, Report, append, judged
 
@@ -74,6 +75,15 @@ def test_where_there_is_nothing_to_check_one_line_says_so(
     assert expected in line
     assert not output.out
     assert page.read_text() == "as it was"
+
+
+def test_a_driver_that_does_not_answer_is_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    with pytest.raises(NothingToCheckError, match=r"expected NVML.*found: Driver Not Loaded"):
+        driver_or_why_not()
 
 
 def test_what_travels_is_what_the_base_install_needs_but_what_is_there() -> None:

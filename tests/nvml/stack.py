@@ -74,6 +74,7 @@ class Stack:
         for process in (self.trainer, self.supervisor, self.coordinator):
             if process is not None and process.poll() is None:
                 process.terminate()
+                process.send_signal(signal.SIGCONT)
                 process.wait()
         self._gpu.close()
 

@@ -41,5 +41,5 @@ class ProbeWithChildren(Probe):
 if __name__ == "__main__":
     from perseus.demo import trainer
 
-    trainer.Probe = ProbeWithChildren  # type: ignore[misc]
+    trainer.Probe = ProbeWithChildren  # type: ignore[attr-defined]
     train(RankTask(**json.loads(sys.argv[1])))

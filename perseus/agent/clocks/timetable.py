@@ -29,15 +29,18 @@ class Prediction:
 class Timetable:
     """The order's computations under one plan.
 
-    What lies between two iterations is no matter of the plan's: it is taken over from the timetable `before`.
+    What lies between two iterations is no matter of the plan's: it is taken over from the timetable `before`,
+    and so is what is long, as long as nothing else is known.
     """
 
     def __init__(self, computation_count: int, before: "Timetable | None" = None) -> None:
         self._count = computation_count
         self._durations_s = [deque[float](maxlen=_ITERATIONS_KEPT) for _ in range(computation_count)]
         self._gaps_s = [deque[float](maxlen=_ITERATIONS_KEPT) for _ in range(computation_count)]
+        self._longest_before_s: float | None = None
         if before is not None and computation_count:
             self._gaps_s[0] = before._gaps_s[0]
+            self._longest_before_s = before.longest_s()
         self._begun: tuple[int, float] | None = None
         self._ended: tuple[int, float] | None = None
 
@@ -72,10 +75,10 @@ class Timetable:
     def longest_s(self) -> float | None:
         """The longest that a computation, or the wait before one of the same iteration, took of late.
 
-        None as long as that is not known of all.
+        Of the timetable before as long as that is not known of all, None if that has none.
         """
         if not all(self._durations_s):
-            return None
+            return self._longest_before_s
         within = [*self._durations_s, *self._gaps_s[1:]]
         return max((max(spans_s) for spans_s in within if spans_s), default=None)
 

@@ -247,6 +247,14 @@ def test_a_computation_that_takes_long_is_no_silence() -> None:
     assert bench.begin(0) == [SetClock(1000)], "taken up again"
 
 
+def test_under_the_next_plan_silence_is_what_it_was_before() -> None:
+    bench = Bench((1000, 1000), (0.050, 0.100))
+    bench.keeper.follow((1000, 1200))
+    bench.begin(0)
+    assert not bench.keeper.is_silent(bench.now_s, bench.now_s + 0.9)
+    assert bench.keeper.is_silent(bench.now_s, bench.now_s + 1.1)
+
+
 def test_before_anything_is_known_silence_is_longer() -> None:
     bench = Bench((1000, 1000), (0.050, 2.0), iterations=0)
     bench.begin(0)

@@ -2,7 +2,8 @@
 
 The agent owns reconnection, with full jitter: a coordinator that restarts is not to be met by all agents at
 once. Every end of a stream is followed by another attempt; CANCELLED and INTERNAL during set-up are how a
-busy server turns calls away, so they are as ordinary as UNAVAILABLE. The coordinator answers heartbeats:
+busy server turns calls away, so they are as ordinary as UNAVAILABLE. Where a status says when to come again,
+no attempt is made before that. The coordinator answers heartbeats:
 a lease's silence means that the stream is dead, whatever TCP says.
 
 What the coordinator says and this agent does not understand (it may be newer) is refused by itself, and the
@@ -22,7 +23,7 @@ import grpc
 import structlog
 
 from perseus.agent.rank.messages import AgentIdentity, Incoming, MessageRefused, Welcome
-from perseus.agent.stream import translate
+from perseus.agent.stream import statuses, translate
 from perseus.agent.stream.once import Once
 from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
@@ -125,6 +126,7 @@ class Connection:
         while not self._is_closing:
             generation = self._channels.generation
             self._was_welcome = False
+            retry_s: float | None = None
             channel, renewed = renewed or self._channels.open(CHANNEL_OPTIONS), None
             try:
                 async with channel:
@@ -132,14 +134,15 @@ class Connection:
                 reason = "the coordinator ended the stream"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+                retry_s = statuses.retry_delay_s(error)
                 if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_welcome:
                     reason = await self._channels.diagnosis() or reason
-                elif error.code() not in _TRANSIENT:
+                elif error.code() not in _TRANSIENT and retry_s is None:
                     _log.error("coordinator refuses the stream", coordinator=self._address, reason=reason)
             except (TimeoutError, _NoWelcomeError, translate.MalformedMessageError) as error:
                 reason = str(error)
             if not self._is_closing and renewed is None:
-                delay_s = self._backoff.next_s()
+                delay_s = (retry_s or 0.0) + self._backoff.next_s()
                 _log.warning(
                     "no coordinator", coordinator=self._address, reason=reason, retry_in_s=round(delay_s, 3)
                 )

@@ -36,9 +36,6 @@ from perseus.solver import (
 )
 from perseus.v1 import computation_pb2, frontier_pb2
 
-MAX_SOLVED_COMPUTATION_COUNT = 8192
-"""Of a problem that a client has solved: with more, no solve ends within the time that it may take."""
-
 MAX_SOLVED_CHOICE_COUNT = 2**22
 """Computations times points: each is a number in the answer of the worker."""
 
@@ -190,7 +187,9 @@ def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
     return message
 
 
-def check_problem_size(message: frontier_pb2.PipelineProblem, point_count: int) -> None:
+def check_problem_size(
+    message: frontier_pb2.PipelineProblem, point_count: int, most_computations: int
+) -> None:
     """Refuse a problem that is too large to be solved while somebody waits.
 
     Raises:
@@ -204,8 +203,8 @@ def check_problem_size(message: frontier_pb2.PipelineProblem, point_count: int) 
     else:
         field = "problem.schedule.explicit.stages"
         computation_count = sum(len(stage.computations) for stage in schedule.explicit.stages)
-    if computation_count > MAX_SOLVED_COMPUTATION_COUNT:
-        expected = f"at most {MAX_SOLVED_COMPUTATION_COUNT} computations"
+    if computation_count > most_computations:
+        expected = f"at most {most_computations} computations"
         raise InvalidFieldError(field=field, expected=expected, found=f"{computation_count} computations")
     if computation_count * point_count > MAX_SOLVED_CHOICE_COUNT:
         most = MAX_SOLVED_CHOICE_COUNT // computation_count

@@ -29,6 +29,7 @@
     ├── StateLostError              the coordinator has lost state that the agent knows of
     ├── LeaseExpiredError           the agent was silent for too long
     ├── ReaderTooSlowError          a stream's reader does not keep up
+    ├── LimitReachedError           a principal would have more at once than it may
     ├── SolverBusyError             too many problems wait to be solved
     ├── SolverCrashedError          the solver's process died
     ├── SolverTimeoutError          solving took too long
@@ -287,6 +288,12 @@ class ReaderTooSlowError(CoordinatorError):
     """A stream's reader does not keep up."""
 
     template = "more than {limit} bytes wait to be read"
+
+
+class LimitReachedError(CoordinatorError):
+    """Who calls would have more at once than one principal may."""
+
+    template = "{principal}: expected at most {limit} {what}, found {found} with this one"
 
 
 class SolverBusyError(CoordinatorError):

@@ -37,6 +37,7 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
 from perseus.service.job.quarantine import QuarantinedRun
 from perseus.service.shell.live_runs import LiveRun, LiveRuns, Machine
+from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.watch_state import WatchState
 from perseus.service.shell.watching import Update, Watcher
 from perseus.service.shell.writer import Writer
@@ -51,11 +52,14 @@ LATEST = 0
 class Jobs:
     """All jobs, as clients see them. None but the awaited methods waits."""
 
-    def __init__(self, store: JobStore, writer: Writer, solver: RequestLane, live: LiveRuns) -> None:
+    def __init__(
+        self, store: JobStore, writer: Writer, solver: RequestLane, live: LiveRuns, quotas: Quotas
+    ) -> None:
         self._store = store
         self._writer = writer
         self._solver = solver
         self._live = live
+        self._quotas = quotas
         # By job: the run that each request to register has led to.
         self._requests: dict[str, dict[str, int]] = {}
         self._deleted_version = 0
@@ -74,6 +78,7 @@ class Jobs:
             InvalidInputError, ScheduleError: the specification or the registration can't be.
             JobAlreadyExistsError: it differs from the one that was registered, whose ranks are live.
             OwnerMismatchError: it has not finished, and is another owner's.
+            LimitReachedError: the principal has too many jobs, or too large ones.
             JobUnreadableError: what is stored of the job can't be read.
         """
         registration.check()
@@ -96,16 +101,30 @@ class Jobs:
                     raise JobAlreadyExistsError(job_id=spec.job_id, field=difference)
                 case runs.GoOn():
                     assert run is not None
-                    owned = replace(registration, owner=run.machine.registrations.owner)  # it keeps its owner
+                    before = run.machine.registrations  # whose owner it keeps, and in whose name it began
+                    owned = replace(registration, owner=before.owner, principal=before.principal)
                     done = self._live.handle(run, RegisteredAgain(owned))
                     self._note_requests(run.machine)
                     await done
                     return self._live.view(run, has_details=True)
                 case runs.Begin(number, abandons):
+                    principal = registration.principal
+                    self._quotas.check_job(principal, spec, self._specs_of(principal, spec.job_id))
                     if machine is not None and machine.run_number == number:
                         return await self._begin_run(machine, registration, abandons)
                     # Others may register the job while its machine is made: look again then.
                     machine = await self._live.made(spec, partial(self._new_machine, spec, number))
+
+    def _specs_of(self, principal: str, but_job_id: str) -> Iterator[JobSpec]:
+        """Yield what a principal has registered that has not ended, but for one job."""
+        for run in self._live:
+            machine = run.machine
+            if (
+                machine.registrations.principal == principal
+                and not machine.has_finished
+                and run.job_id != but_job_id
+            ):
+                yield machine.spec
 
     def _new_machine(self, spec: JobSpec, number: int) -> JobMachine:
         live = self._live

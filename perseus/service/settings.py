@@ -100,7 +100,7 @@ class CoordinatorSettings(BaseSettings):
     limit_jobs: int = Field(
         default=1_024, ge=1, description="Jobs that one principal has registered and that live, at most."
     )
-    limit_ranks: int = Field(default=131_072, ge=1, description="Ranks of these jobs, at most.")
+    limit_ranks: int = Field(default=524_288, ge=1, description="Ranks of these jobs, at most.")
     limit_computations: int = Field(
         default=1_048_576, ge=1, description="Computations of the schedules of these jobs, at most."
     )

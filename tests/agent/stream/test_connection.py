@@ -242,6 +242,7 @@ async def test_no_attempt_is_made_before_the_coordinator_wants_it(monkeypatch: p
             request_iterator: AsyncIterator[wire.ConnectRequest],
             context: grpc.aio.ServicerContext[wire.ConnectRequest, wire.ConnectResponse],
         ) -> AsyncIterator[wire.ConnectResponse]:
+            await anext(request_iterator)  # a call that ends while it is written to ends as INTERNAL
             if statuses:
                 await context.abort_with_status(rpc_status.to_status(statuses.pop(0)))
             yield welcome(30.0)

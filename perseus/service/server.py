@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from perseus.service.api.agent_service import AgentService
 from perseus.service.api.authentication import Authentication
+from perseus.service.api.decoding import Decoding
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
 from perseus.service.api.reflection import enable_reflection
@@ -186,8 +187,11 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     port = Port(settings)
     grants = {name: Grant.parse(text) for name, text in settings.certificate_scopes.items()}
     asking = [] if settings.insecure else [Authentication(coordinator.tokens, grants)]
+    # Who calls is asked before what they say is looked at.
     options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.limit_message_bytes)]
-    server = grpc.aio.server(interceptors=asking, options=options, maximum_concurrent_rpcs=_MOST_CALLS)
+    server = grpc.aio.server(
+        interceptors=[*asking, Decoding()], options=options, maximum_concurrent_rpcs=_MOST_CALLS
+    )
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(
         AgentService(coordinator.agents, coordinator.quotas), server
     )

@@ -59,6 +59,7 @@ STATUSES: dict[type[Exception], Mapped] = {
     errors.HelloExpectedError: Mapped(Code.INVALID_ARGUMENT, "HELLO_EXPECTED"),
     errors.HelloRepeatedError: Mapped(Code.INVALID_ARGUMENT, "HELLO_REPEATED"),
     errors.EmptyMessageError: Mapped(Code.INVALID_ARGUMENT, "EMPTY_MESSAGE"),
+    errors.MalformedMessageError: Mapped(Code.INVALID_ARGUMENT, "MALFORMED_MESSAGE"),
     errors.JobNotFoundError: Mapped(Code.NOT_FOUND, "JOB_NOT_FOUND"),
     errors.JobUnreadableError: Mapped(Code.DATA_LOSS, "JOB_UNREADABLE"),
     errors.RunNotFoundError: Mapped(Code.NOT_FOUND, "RUN_NOT_FOUND"),

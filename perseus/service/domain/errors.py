@@ -9,7 +9,8 @@
     │   ├── RankNotServedError      telemetry of a rank that this agent has not joined
     │   ├── TelemetryOutdatedError  telemetry of an earlier trainer of the rank
     │   ├── UnknownMessageError     a message of a newer protocol, say
-    │   └── EmptyMessageError       a message without content
+    │   ├── EmptyMessageError       a message without content
+    │   └── MalformedMessageError   no protocol buffer of its kind
     ├── ProtocolError               a stream that does not follow the protocol
     │   ├── HelloExpectedError      something else came first
     │   └── HelloRepeatedError      it came twice
@@ -163,6 +164,12 @@ class EmptyMessageError(InvalidInputError):
     """A message without content."""
 
     parts = ("message", "a message", "an empty one")
+
+
+class MalformedMessageError(InvalidInputError):
+    """No protocol buffer of its kind."""
+
+    parts = ("message", "a protocol buffer of its kind", "{cause}")
 
 
 class ProtocolError(CoordinatorError):

@@ -24,8 +24,8 @@ class Limits:
         messages_per_s: what all its agents may say, on average.
         stream_messages_per_s: what one agent may say, on average.
         jobs: that it has registered and that have not ended.
-        ranks, computations: of all these jobs, as they state them; each rank takes some 1.4 KB of memory from then
-            on, each computation some 0.4 KB.
+        ranks, computations: of all these jobs, as they state them: a rank takes some 1.4 KB of memory, a
+            computation some 0.4 KB.
         solves: problems and plans asked for by a client at once, waiting or being made.
         solve_computations: of one such problem.
         batch_rows: computations in one batch of telemetry.

@@ -301,6 +301,8 @@ class _Attack:
                 continue
             with suppress(OSError, ssl.SSLError, TimeoutError):
                 for data in todo:
+                    if writer.is_closing():
+                        break
                     if not self._may_send("frames"):
                         writer.transport.abort()
                         return
@@ -421,9 +423,9 @@ def section(outcome: Outcome, seed: int) -> str:
     return f"""## Malformed messages
 
 To a coordinator with TLS and tokens, with an operator's token, so that nothing is turned away at the door.
-Meanwhile an agent goes on with its job, and health is asked for some {per_s:g} times a second. A run fails if the
-coordinator ends, answers INTERNAL, logs a traceback, puts a job aside, grows, answers for health after more than
-{HEALTH_LIMIT_S:g} s, or disturbs that agent.
+Meanwhile an agent goes on with its job, and health is asked for some {per_s:g} times a second. A run fails
+if the coordinator ends, answers INTERNAL, logs a traceback, puts a job aside, grows, answers for health after
+more than {HEALTH_LIMIT_S:g} s, or disturbs that agent.
 
 | messages | sent |
 |---|---|
@@ -431,9 +433,9 @@ coordinator ends, answers INTERNAL, logs a traceback, puts a job aside, grows, a
 
 How calls and streams ended: {ends}.
 
-Health was asked for {len(outcome.health_s)} times, and answered after {slowest_ms:.0f} ms at most. Memory:
-{settled_mb:.0f} MB after {_SETTLED_SHARE:.0%} of the messages, {end_mb:.0f} MB after all. The other agent went
-through {outcome.iteration_count} iterations. What should not be so: {problems}.
+Health was asked for {len(outcome.health_s)} times, and answered after {slowest_ms:.0f} ms at most.
+Memory: {settled_mb:.0f} MB after {_SETTLED_SHARE:.0%} of the messages, {end_mb:.0f} MB after all.
+The other agent went through {outcome.iteration_count} iterations. What should not be so: {problems}.
 {outcome.took_s / 60:.1f} minutes, seed {seed}.
 """
 

@@ -196,7 +196,7 @@ def extremes(field: FieldDescriptor) -> Sequence[Any]:
 
 
 def at_bounds(make: Callable[[], Message]) -> Iterator[Message]:
-    """Yield a message with each field in turn absent, at each of its extremes, and repeated ones at lengths."""
+    """Yield a message with each field in turn absent, at each of its extremes, or repeated."""
     for path in paths(cast(Descriptor, make().DESCRIPTOR)):
         field = path[-1]
         for change in _changes(field):

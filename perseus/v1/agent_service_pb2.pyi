@@ -20,7 +20,8 @@ What ends a stream, with the reason in its status's ErrorInfo, and what the agen
     READER_TOO_SLOW                 the agent does not read what it is sent: connect, join
     TOKEN_EXPIRED, TOKEN_REVOKED    the agent's token has ended: connect with another, join
     CREDENTIAL_MISSING, TOKEN_UNKNOWN, SCOPE_TOO_NARROW   nobody who may connect: find another token
-    INSTANCE_SERVED                 the instance identifier has a stream with another credential: connect later
+    INSTANCE_SERVED                 the instance identifier is another credential's, and the Hello had not its
+                                    instance_key: connect with another identifier
     INTERNAL                        a fault of the coordinator's before the Welcome: connect later
     OK after a Drain                the coordinator stops: connect later
     OK after a Goodbye              nothing more
@@ -300,6 +301,7 @@ class Hello(google.protobuf.message.Message):
     HOSTNAME_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     CHECK_WORD_FIELD_NUMBER: builtins.int
+    INSTANCE_KEY_FIELD_NUMBER: builtins.int
     instance_id: builtins.str
     """Random identifier of this agent process; the same on every stream that it opens. 1 to 256 characters."""
     agent_version: builtins.str
@@ -314,6 +316,10 @@ class Hello(google.protobuf.message.Message):
     """The check word that the coordinator told last, on whatever stream, as it was told; empty if none. At most 256
     characters. The coordinator can tell by it that it has lost what it acknowledged, and then begins a new epoch.
     """
+    instance_key: builtins.str
+    """The instance_key of the Welcome that this instance got first or since; empty if none. It shows that this is the
+    same agent, though it comes with another credential, a renewed token say. At most 256 characters.
+    """
     def __init__(
         self,
         *,
@@ -322,8 +328,9 @@ class Hello(google.protobuf.message.Message):
         hostname: builtins.str = ...,
         protocol_version: builtins.int = ...,
         check_word: builtins.str = ...,
+        instance_key: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "check_word", b"check_word", "hostname", b"hostname", "instance_id", b"instance_id", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "check_word", b"check_word", "hostname", b"hostname", "instance_id", b"instance_id", "instance_key", b"instance_key", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
@@ -338,6 +345,7 @@ class Welcome(google.protobuf.message.Message):
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     CHECK_WORD_FIELD_NUMBER: builtins.int
+    INSTANCE_KEY_FIELD_NUMBER: builtins.int
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     lease_s: builtins.float
@@ -352,6 +360,8 @@ class Welcome(google.protobuf.message.Message):
     """
     check_word: builtins.str
     """To be said in the next Hello: a word for all that the coordinator has stored so far. Opaque to agents."""
+    instance_key: builtins.str
+    """To be said in every further Hello of this instance, and to nobody else. Opaque to agents."""
     def __init__(
         self,
         *,
@@ -360,8 +370,9 @@ class Welcome(google.protobuf.message.Message):
         acknowledged_sequence: builtins.int = ...,
         protocol_version: builtins.int = ...,
         check_word: builtins.str = ...,
+        instance_key: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "check_word", b"check_word", "epoch", b"epoch", "lease_s", b"lease_s", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "check_word", b"check_word", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 

@@ -20,7 +20,8 @@ What ends a stream, with the reason in its status's ErrorInfo, and what the agen
     READER_TOO_SLOW                 the agent does not read what it is sent: connect, join
     TOKEN_EXPIRED, TOKEN_REVOKED    the agent's token has ended: connect with another, join
     CREDENTIAL_MISSING, TOKEN_UNKNOWN, SCOPE_TOO_NARROW   nobody who may connect: find another token
-    INSTANCE_SERVED                 the instance identifier has a stream with another credential: connect later
+    INSTANCE_SERVED                 the instance identifier is another credential's, and the Hello had not its
+                                    instance_key: connect with another identifier
     INTERNAL                        a fault of the coordinator's before the Welcome: connect later
     OK after a Drain                the coordinator stops: connect later
     OK after a Goodbye              nothing more

@@ -313,8 +313,9 @@ def main(count: int, path: Path | None, seed: int, malformed_count: int) -> None
     print(text)
     if path is not None:
         path.write_text(text)
-    ends = [*outcomes.values(), *faults, *([malformed] if malformed is not None else [])]
-    if any(each.problems for each in ends):
+    problems = [each.problems for each in outcomes.values()] + [each.problems for each in faults]
+    problems += [malformed.problems] if malformed is not None else []
+    if any(problems):
         raise SystemExit(1)
 
 

@@ -56,7 +56,8 @@ _SOLVE_LIMIT_S = 2.0
 """What is asked of the solver may be as large as is allowed, and would take minutes."""
 _OWN_ERROR = "Internal error from Core"
 """The client's own, of a stream that ends while it is written to."""
-_FAULTS = ("Traceback", "unexpected error", "quarantined", "the coordinator is late")
+_FAULTS = ("Traceback", "unexpected error", "quarantined", "the coordinator is late", "stood still")
+_SHOWN_LINES = 25
 
 
 @dataclass(slots=True)
@@ -140,8 +141,13 @@ def _asking_for_health(security: Security, address: str, outcome: Outcome) -> It
 
 def _faults(log: Path) -> list[str]:
     """Lines that tell of a fault of the coordinator's own; each kind once."""
-    lines = [line for line in log.read_text().splitlines() if any(fault in line for fault in _FAULTS)]
-    return [f"its log, {count} times: {line[:2000]}" for line, count in Counter(lines).most_common(5)]
+    lines = log.read_text().splitlines()
+    found = [
+        "\n".join(lines[number : number + _SHOWN_LINES])
+        for number, line in enumerate(lines)
+        if any(fault in line for fault in _FAULTS)
+    ]
+    return [f"its log, {count} times: {text[:4000]}" for text, count in Counter(found).most_common(5)]
 
 
 class _Attack:
@@ -169,7 +175,7 @@ class _Attack:
                 await Client(own).register(job_id="witness")
                 witness = asyncio.create_task(self._witness(Client(own)))
                 watching = asyncio.create_task(self._watch_memory())
-                await Client(channel).register(job_id=messages.JOB)
+                keeping = asyncio.create_task(self._keep_job(Client(channel)))
                 work: list[Callable[[], Awaitable[None]]] = [
                     lambda: self._send_bounds(channel),
                     *[lambda: self._send_random(channel)] * 2,
@@ -179,7 +185,7 @@ class _Attack:
                 ]
                 await asyncio.gather(*(each() for each in work))
                 self._is_over.set()
-                await asyncio.gather(witness, watching)
+                await asyncio.gather(witness, watching, keeping)
 
     # ------------------------------------------------------------------ watching
 
@@ -194,6 +200,13 @@ class _Attack:
         refused = [*agent.refused, *agent.telemetry_refused, *agent.messages_refused]
         self._outcome.problems += [f"the other agent was refused: {each}" for each in refused]
         await agent.end()
+
+    async def _keep_job(self, client: Client) -> None:
+        """Register the job of all the messages whenever one of them has ended it."""
+        while not self._is_over.is_set():
+            with suppress(grpc.aio.AioRpcError):  # for now, it is another's of that name
+                await client.register(job_id=messages.JOB)
+            await asyncio.sleep(0.2)
 
     async def _watch_memory(self) -> None:
         outcome = self._outcome

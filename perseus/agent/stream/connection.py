@@ -101,6 +101,8 @@ class Connection:
         self._is_closing = False
         # Kept over streams: by it the coordinator finds that it has lost state.
         self._check_word = ""
+        # Likewise: by it the coordinator knows this agent again, with whatever token it comes.
+        self._instance_key = ""
         self._once = Once(_log)
 
     @property
@@ -202,7 +204,7 @@ class Connection:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
-                    await call.write(translate.hello(self._agent, self._check_word))
+                    await call.write(translate.hello(self._agent, self._check_word, self._instance_key))
                 while True:
                     answer = await call.read()
                     if not isinstance(answer, wire.ConnectResponse):
@@ -216,6 +218,8 @@ class Connection:
                         continue
                     if isinstance(welcome, Welcome):
                         self._note_check_word(answer)
+                        if 0 < len(answer.welcome.instance_key) <= _MAX_CHECK_WORD_LENGTH:
+                            self._instance_key = answer.welcome.instance_key
                         return welcome
                     raise _NoWelcomeError(f"expected a welcome, found {type(welcome).__name__}")
         except TimeoutError:

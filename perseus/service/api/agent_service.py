@@ -262,7 +262,7 @@ class _Stream:
         self.instance_id = instance_id  # before it is greeted: it parts, too, if that is cut short
         check_word = request.hello.check_word
         self._port.epoch, sequence = await self._agents.greet(
-            instance_id, self._port, check_word, self._principal.name
+            instance_id, self._port, check_word, self._principal.name, request.hello.instance_key
         )
         log.info("agent connected", instance_id=instance_id, hostname=self._hostname)
         their_version = request.hello.protocol_version or 1
@@ -280,6 +280,7 @@ class _Stream:
             lease_s=self._agents.lease_s,
             acknowledged_sequence=sequence,
             protocol_version=PROTOCOL_VERSION,
+            instance_key=self._agents.instance_key(instance_id),
         )
         self._outbox.answer(ConnectResponse(welcome=welcome))
 

@@ -110,6 +110,7 @@ def check_hello(message: agent_service_pb2.Hello) -> None:
     check_text("hello.hostname", message.hostname)
     check_range("hello.protocol_version", message.protocol_version, 0, MAX_COUNT)
     check_text("hello.check_word", message.check_word)
+    check_text("hello.instance_key", message.instance_key)
 
 
 def place_from_proto(message: RankMessage, field: str = "") -> Coordinates:

@@ -46,7 +46,7 @@
     │   ├── ScopeTooNarrowError     the call needs another scope
     │   ├── JobOutOfScopeError      the agent may not speak for the job
     │   ├── OwnerMismatchError      the job is another owner's
-    │   └── InstanceServedError     the agent's instance speaks with another credential
+    │   └── InstanceServedError     the agent's instance is another credential's
     └── InternalError               a fault of the coordinator's own
     StartupError                    the coordinator can not start; never seen over gRPC
     ├── AddressUnavailableError
@@ -390,9 +390,9 @@ class OwnerMismatchError(ForbiddenError):
 
 
 class InstanceServedError(ForbiddenError):
-    """The agent has a stream already, with another credential."""
+    """The agent's instance is another credential's, and nothing shows that it is the same agent."""
 
-    template = "agent instance {instance_id!r} has a stream with another credential than {principal}"
+    template = "agent instance {instance_id!r} has come with another credential than {principal}"
 
 
 class InternalError(CoordinatorError):

@@ -221,6 +221,19 @@ async def test_the_latest_check_word_is_said_on_the_next_stream() -> None:
     assert said[:5] == ["", "a", "o", "w3", "w4"]
 
 
+async def test_what_shows_that_it_is_the_same_agent_is_said_on_every_further_stream() -> None:
+    said: list[str] = []
+    told = ["key", "", "x" * 257, "newer", ""]
+
+    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+        said.append((await anext(requests)).hello.instance_key)
+        key = told[min(len(said), len(told)) - 1]
+        yield wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=9, instance_key=key))
+
+    await converse(Witness(), lambda: len(said) >= 5, script)
+    assert said[:5] == ["", "key", "key", "key", "newer"]
+
+
 async def test_no_attempt_is_made_before_the_coordinator_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal that says when to come again is followed by the next attempt no sooner than that."""
     pauses_s: list[float] = []

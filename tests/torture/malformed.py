@@ -1,6 +1,6 @@
 """What a coordinator makes of malformed messages: nothing, if all is well.
 
-python -m tests.torture.malformed COUNT [--seed N]
+python -m tests.torture.malformed COUNT [--seed N] [--page PAGE]
 
 They go to a real coordinator with TLS and tokens, from somebody who has an operator's: nothing is turned away
 at the door. Meanwhile an agent with a token of its own goes on with its job, health is asked for all the
@@ -9,6 +9,7 @@ time, and the coordinator's memory is read.
 
 import argparse
 import asyncio
+import logging
 import random
 import ssl
 import tempfile
@@ -46,6 +47,8 @@ _SETTLED_SHARE = 0.4
 """Of the messages: by then the coordinator has its size."""
 _GROWTH_BYTES = 48 * 2**20
 """That counts as none: the allocator's, and what the jobs keep of their latest iterations and events."""
+
+_TITLE = "## Malformed messages"
 
 _CONNECT = "/perseus.v1.AgentService/Connect"
 _SENDERS = 6
@@ -95,6 +98,7 @@ def torture_malformed(folder: Path, count: int, seed: int) -> Outcome:
         f"{_SOLVE_LIMIT_S:g}",
     )
     outcome, begun_s = Outcome(), time.monotonic()
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # of connections that break it would tell each time
     with CoordinatorProcess(
         folder, str(folder / "jobs.db"), flags, is_pinned=False, environment=security.of_coordinator()
     ) as coordinator:
@@ -433,7 +437,7 @@ def section(outcome: Outcome, seed: int) -> str:
     settled_mb, end_mb = outcome.settled_bytes / 2**20, outcome.end_bytes / 2**20
     ends = ", ".join(f"{end} {count}" for end, count in outcome.ends.most_common(12))
     problems = "; ".join(outcome.problems) or "nothing"
-    return f"""## Malformed messages
+    return f"""{_TITLE}
 
 To a coordinator with TLS and tokens, with an operator's token, so that nothing is turned away at the door.
 Meanwhile an agent goes on with its job, and health is asked for some {per_s:g} times a second. A run fails
@@ -453,11 +457,20 @@ The other agent went through {outcome.iteration_count} iterations. What should n
 """
 
 
-def main(count: int, seed: int) -> None:
-    """Send them, and say what came of it."""
+def in_page(page: str, section: str) -> str:
+    """A page with its section of malformed messages in place of the one before, at its end."""
+    before, _, _ = page.partition(_TITLE)
+    return f"{before.rstrip()}\n\n{section}"
+
+
+def main(count: int, seed: int, page: Path | None) -> None:
+    """Send them, say what came of it, and write it into a page."""
     with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
         outcome = torture_malformed(Path(folder), count, seed)
-    print(section(outcome, seed))
+    text = section(outcome, seed)
+    print(text)
+    if page is not None:
+        page.write_text(in_page(page.read_text(), text))
     if outcome.problems:
         raise SystemExit(1)
 
@@ -466,5 +479,6 @@ if __name__ == "__main__":
     arguments = argparse.ArgumentParser()
     arguments.add_argument("count", type=int)
     arguments.add_argument("--seed", type=int, default=random.randrange(2**32))
+    arguments.add_argument("--page", type=Path)
     given = arguments.parse_args()
-    main(given.count, given.seed)
+    main(given.count, given.seed, given.page)

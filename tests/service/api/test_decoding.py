@@ -1,4 +1,4 @@
-"""What is no protocol buffer is refused with a reason, by every kind of call, and is no fault of the coordinator's."""
+"""What is no protocol buffer is refused with a reason by every kind of call, and is no fault of ours."""
 
 import logging
 from pathlib import Path

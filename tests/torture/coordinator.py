@@ -11,6 +11,7 @@ import argparse
 import os
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -239,6 +240,7 @@ def _fault_rows(outcomes: Iterable[FaultOutcome]) -> str:
     rows = []
     for each in outcomes:
         said = each.lines[-1].replace("|", "/") if FAULTS[each.name].has_to_end and each.lines else "–"
+        said = re.sub(r"/\S+/(?=jobs\.db)", "", said)  # in which folder it was tells nobody anything
         ended = "–" if each.status is None else str(each.status)
         problems = "; ".join(each.problems) or "nothing"
         rows.append(f"| {each.name} | {ended} | {said} | {each.stock_after_s:.1f} s | {problems} |")

@@ -5,8 +5,10 @@ vanishes, or its GPU fails. Four things go on in it, each with little to do with
 
 *Standing with the coordinator.* disconnected → announced → accepted, and back. A rank is announced
 (`RankJoined`) on a connection once its trainer has said what it belongs to; the answer brings the registered
-order, or a refusal, and then the rank is announced again every `JOIN_RETRY_S` (the job may not be registered
-yet, or another agent's lease may still run). Offers are answered with a refusal until the rank is accepted.
+order, or a refusal, and then the rank is announced again after `JOIN_RETRY_S` (the job may not be registered
+yet, or another agent's lease may still run), and after each further refusal in a row twice as late, at most
+`LONGEST_JOIN_RETRY_S`: the ranks of a job that is put aside ask for days. Offers are answered with a refusal
+until the rank is accepted.
 
 *Plans.* At most one is in force and at most one pending. An offer that is accepted becomes pending, in place
 of any other, and comes into force whole at the begin of its start iteration. Without a word from the
@@ -83,7 +85,8 @@ from perseus.agent.rank.messages import (
 from perseus.agent.rank.recorder import Iteration, PlanRecord, Recorder, Run
 
 JOIN_RETRY_S = 1.0
-"""How long after a refusal a rank is announced again."""
+"""How long after the first refusal a rank is announced again."""
+LONGEST_JOIN_RETRY_S = 8.0
 
 
 # --- State --------------------------------------------------------------------------------------------------
@@ -128,6 +131,7 @@ class Session:
         self._is_connected = False
         self._is_accepted = False
         self._announce_at_s: float | None = None
+        self._join_retry_s = JOIN_RETRY_S
         self._heard_at_s = 0.0
         self._order: tuple[Computation, ...] | None = None
         self._positions: dict[Computation, int] = {}
@@ -208,6 +212,7 @@ class Session:
             return
         self._spec_fingerprint = event.spec_fingerprint
         self._is_accepted = False
+        self._join_retry_s = JOIN_RETRY_S
         self._drop_plans()  # they were made for something else
         if self._is_connected:
             self._announce()
@@ -248,6 +253,7 @@ class Session:
     def _on_connected(self, now_s: float) -> None:
         self._is_connected = True
         self._heard_at_s = now_s
+        self._join_retry_s = JOIN_RETRY_S
         self._announce()
 
     def _on_disconnected(self) -> None:
@@ -259,6 +265,7 @@ class Session:
 
     def _on_rank_accepted(self, accepted: RankAccepted) -> None:
         self._is_accepted = True
+        self._join_retry_s = JOIN_RETRY_S
         order = accepted.order
         if order != self._order:
             self._drop_plans()  # they were made for another order
@@ -269,7 +276,8 @@ class Session:
 
     def _on_rank_refused(self, now_s: float) -> None:
         self._is_accepted = False
-        self._announce_at_s = now_s + JOIN_RETRY_S
+        self._announce_at_s = now_s + self._join_retry_s
+        self._join_retry_s = min(2 * self._join_retry_s, LONGEST_JOIN_RETRY_S)
         self._drop_plans()
 
     def _announce(self) -> None:

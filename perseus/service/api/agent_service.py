@@ -115,8 +115,7 @@ class OutboxPort:
 
     def acknowledge(self, sequence: int) -> None:
         """See `shell.ports.AgentPort`."""
-        acknowledgement = agent_service_pb2.TelemetryAck(sequence=sequence)
-        self._outbox.replace("acknowledgement", ConnectResponse(telemetry_ack=acknowledgement))
+        self._outbox.acknowledge(sequence)
 
     def drain(self) -> None:
         """See `shell.ports.AgentPort`."""
@@ -225,13 +224,14 @@ class _Stream:
     async def read(self, requests: AsyncIterator[ConnectRequest]) -> None:
         """Take what the agent says, until it ends the stream or says goodbye.
 
-        Every so many messages it waits until all of them are stored: no agent fills the writer's queue.
+        Every so many messages it waits until all of them are stored: no agent fills the writer's queue, and
+        while all agents together do, each waits with every message.
         """
         unstored = 0
         async for request in requests:
             count = 1 + len(request.telemetry.computations.iteration) // ROWS_LIKE_A_MESSAGE
             unstored += count
-            if unstored >= _UNSTORED_LIMIT:
+            if unstored >= _UNSTORED_LIMIT or self._agents.is_crowded:
                 await self._agents.flush()
                 unstored = 0
             if not self.instance_id:

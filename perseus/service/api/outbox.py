@@ -32,6 +32,7 @@ class Outbox:
         self.ended: asyncio.Future[CoordinatorError] = asyncio.get_running_loop().create_future()
         self._answers: deque[agent_service_pb2.ConnectResponse] = deque()
         self._latest: dict[Hashable, agent_service_pb2.ConnectResponse] = {}
+        self._acknowledged: int | None = None
         self._bytes = 0
         self._is_closed = False
         self._wake = asyncio.Event()
@@ -49,6 +50,12 @@ class Outbox:
             self._latest[key] = message
             self._grow(message)
 
+    def acknowledge(self, sequence: int) -> None:
+        """Let this acknowledgement wait in place of the one before."""
+        if not self.ended.done():
+            self._acknowledged = sequence
+            self._wake.set()
+
     def drop(self, key: Hashable) -> None:
         """Let nothing of this key wait any more."""
         if (message := self._latest.pop(key, None)) is not None:
@@ -60,6 +67,7 @@ class Outbox:
             self.ended.set_result(error)
         self._answers.clear()
         self._latest.clear()
+        self._acknowledged = None
         self._bytes = 0
         self._wake.set()
 
@@ -81,6 +89,9 @@ class Outbox:
         while self._latest and len(messages) < _TAKEN_AT_ONCE:
             messages.append(self._latest.pop(next(iter(self._latest))))
         self._bytes -= sum(map(_size, messages))
+        if self._acknowledged is not None and not self._answers:
+            messages.append(_acknowledgement(self._acknowledged))
+            self._acknowledged = None
         has_more = bool(self._answers or self._latest)
         if not has_more:
             self._wake.clear()
@@ -94,6 +105,11 @@ class Outbox:
             return
         self._bytes += size
         self._wake.set()
+
+
+def _acknowledgement(sequence: int) -> agent_service_pb2.ConnectResponse:
+    message = agent_service_pb2.TelemetryAck(sequence=sequence)
+    return agent_service_pb2.ConnectResponse(telemetry_ack=message)
 
 
 def _size(message: agent_service_pb2.ConnectResponse) -> int:

@@ -5,6 +5,7 @@ version or an acknowledgement that the database does not know.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.events import Happening
@@ -89,15 +90,13 @@ class Announce:
     happening: Happening
 
 
-@dataclass(frozen=True, slots=True)
-class ReportIteration:
+class ReportIteration(NamedTuple):
     """Tell a finished iteration of a pipeline to whoever watches."""
 
     summary: IterationSummary
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(NamedTuple):
     """Store a record; one of the same key is replaced."""
 
     record: Record

@@ -231,6 +231,11 @@ class Agents:
             entries = [TelemetrySequence(instance_id, sequence, agent.principal)]
         self._writer.later(entries, [partial(agent.port.acknowledge, agent.received_sequence)])
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether agents say more than is stored in time: then streams are to flush before each message."""
+        return self._writer.is_crowded
+
     async def flush(self) -> None:
         """Wait until what agents said so far is stored, and carried out."""
         await self._writer.flush()

@@ -433,27 +433,17 @@ class LiveRuns:
                     event = JobEvent(job_id, number, time.time(), happening)
                     run.last_sequence = happening.sequence
                     to_store.append(event)
-                    then.append(self._guarded(run, partial(self._publish, run, event)))
+                    then.append(partial(self._publish, run, event))
                 case ReportIteration() if not run.watchers:
                     pass
                 case _:
-                    then.append(self._guarded(run, partial(self._do, run, run.machine, command)))
+                    then.append(partial(self._do, run, run.machine, command))
         if is_job_changed:
-            then.append(self._guarded(run, partial(self._publish_job, run)))
-        then.extend(self._guarded(run, action) for action in more)
+            then.append(partial(self._publish_job, run))
+        then.extend(more)
         self._ticking.add(run)
-        return self._writer.later(to_store, then)
-
-    def _guarded(self, run: LiveRun, action: Callable[[], None]) -> Callable[[], None]:
-        """Let an action that fails put its run aside, and nothing else."""
-
-        def act() -> None:
-            try:
-                action()
-            except Exception as error:
-                self._quarantine(run, FaultyPart.ACTION, error)
-
-        return act
+        # An action that fails puts its run aside, and nothing else.
+        return self._writer.later(to_store, then, partial(self._quarantine, run, FaultyPart.ACTION))
 
     def _do(self, run: LiveRun, machine: Machine, command: Command) -> None:
         if run.machine is not machine:

@@ -22,24 +22,38 @@ from perseus.service.storage.store import (
     UnstorableEntryError,
 )
 
-GATHERING_S = 0.005
+GATHERING_S = 0.02
 """How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
+
+CROWD = 512
+"""Work that waits; when there is more, whoever reads what makes more is to wait for it first. Readers
+outnumber the one writer by thousands: without this, more than can be done leaves it no turn at all."""
 
 TURN_S = 0.005
 """How long actions keep the event loop at a time."""
+
+WOKEN_AT_ONCE = 64
+"""Who waits for work goes on in the loop's next turn: readers by the thousand would make that a long one."""
 
 
 class Work:
     """Entries to be stored, and what follows once they are. Who awaits it goes on after both.
 
-    No future unless somebody waits: of a thousand batches a second nobody does.
+    No future unless somebody waits: of a thousand batches a second nobody does. `on_error` takes what an
+    action raises, and the next one follows; without it, that ends the writer.
     """
 
-    __slots__ = ("_done", "_error", "_is_done", "entries", "then")
+    __slots__ = ("_done", "_error", "_is_done", "_on_error", "entries", "then")
 
-    def __init__(self, entries: list[Entry], then: Sequence[Callable[[], None]]) -> None:
+    def __init__(
+        self,
+        entries: list[Entry],
+        then: Sequence[Callable[[], None]],
+        on_error: Callable[[Exception], None] | None,
+    ) -> None:
         self.entries = entries
         self.then = then
+        self._on_error = on_error
         self._is_done = False
         self._error: CoordinatorError | None = None
         self._done: asyncio.Future[None] | None = None
@@ -67,11 +81,20 @@ class Work:
             self.then = ()
             self._error = error
 
-    def finish(self) -> None:
-        """It is stored and carried out."""
+    def carry_out(self) -> bool:
+        """It is stored: do what follows. Returns whether somebody waited for it."""
+        for action in self.then:
+            try:
+                action()
+            except Exception as error:
+                if self._on_error is None:
+                    raise
+                self._on_error(error)
         self._is_done = True
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
+        if self._done is None or self._done.done():
+            return False
+        self._done.set_result(None)
+        return True
 
 
 class RunKeeper(Protocol):
@@ -96,6 +119,7 @@ class Writer:
         self._store = store
         self._work: list[Work] = []
         self._has_work = asyncio.Event()
+        self._waiting_count = 0
         # Since when the oldest work waits that is not stored and carried out, if there is any.
         self._waiting_since_s: float | None = None
 
@@ -117,14 +141,13 @@ class Writer:
                     break
                 except UnstorableEntryError as error:
                     self._spoil(work, error)
-            turn_ends_s = time.monotonic() + TURN_S
+            turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
             for item in work:
-                for action in item.then:
-                    action()
-                item.finish()
-                if time.monotonic() >= turn_ends_s:
+                woken_count += item.carry_out()
+                self._waiting_count -= 1
+                if woken_count >= WOKEN_AT_ONCE or time.monotonic() >= turn_ends_s:
                     await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
-                    turn_ends_s = time.monotonic() + TURN_S
+                    turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
             self._waiting_since_s = taken_s if self._work else None
 
     def _spoil(self, work: Sequence[Work], error: UnstorableEntryError) -> None:
@@ -141,12 +164,26 @@ class Writer:
         """For how long the oldest work has waited that is not stored and carried out, seconds."""
         return 0.0 if self._waiting_since_s is None else time.monotonic() - self._waiting_since_s
 
-    def later(self, entries: list[Entry], then: Sequence[Callable[[], None]] = ()) -> Work:
-        """Want entries stored, and actions carried out after them; await the work to wait for both."""
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so much waits that whoever reads what makes more is to flush first."""
+        return self._waiting_count > CROWD
+
+    def later(
+        self,
+        entries: list[Entry],
+        then: Sequence[Callable[[], None]] = (),
+        on_error: Callable[[Exception], None] | None = None,
+    ) -> Work:
+        """Want entries stored, and actions carried out after them; await the work to wait for both.
+
+        `on_error` takes what an action raises; without it, that ends the writer.
+        """
         if self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()
-        work = Work(entries, then)
+        work = Work(entries, then, on_error)
         self._work.append(work)
+        self._waiting_count += 1
         self._has_work.set()
         return work
 

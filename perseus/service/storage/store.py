@@ -12,6 +12,7 @@ then on.
 import abc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
 from perseus.service.domain.measured import KnownProfile
@@ -38,8 +39,7 @@ class JobDeleted:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class JobEntry:
+class JobEntry(NamedTuple):
     """Something of a run of a job is as its record says."""
 
     job_id: str
@@ -47,8 +47,7 @@ class JobEntry:
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class TelemetrySequence:
+class TelemetrySequence(NamedTuple):
     """All telemetry of an agent up to this sequence has been taken; `principal` is by whom it came."""
 
     instance_id: str

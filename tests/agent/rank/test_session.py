@@ -43,7 +43,7 @@ from perseus.agent.rank.messages import (
 )
 from perseus.agent.rank.recorder import COUNTER_WAIT_S
 from perseus.agent.rank.sampling import estimate
-from perseus.agent.rank.session import JOIN_RETRY_S, Session
+from perseus.agent.rank.session import JOIN_RETRY_S, LONGEST_JOIN_RETRY_S, Session
 
 RANK = Rank("job", 0, 1, 0)
 GPU = GpuDescription("GPU-1", "A100", (1400, 1200, 1000, 800))
@@ -85,6 +85,14 @@ class Bench:
         self.do(Connected(LEASE_S))
         self.do(RankAccepted(RANK, self.order))
         return self
+
+    def refused_for_s(self) -> float:
+        """The time from a refusal to the next announcement."""
+        self.do(RankRefused(RANK, "JOB_NOT_FOUND", ""))
+        refused_at_s = self.now_s
+        while not self.after(0.25, Tick()):
+            assert self.now_s < refused_at_s + 60.0, "it is not announced again"
+        return self.now_s - refused_at_s
 
     def iteration(self, edge: Edge, number: int) -> list[Command]:
         return self.do(IterationMark(edge, number, int(self.now_s * 1e9)))
@@ -168,9 +176,22 @@ def test_a_refused_rank_is_announced_again_until_accepted() -> None:
     assert bench.after(JOIN_RETRY_S / 2, Tick()) == announcement
     assert bench.after(JOIN_RETRY_S, Tick()) == [], "there is no answer yet"
     bench.do(RankRefused(RANK, "JOB_NOT_FOUND", ""))
-    assert bench.after(JOIN_RETRY_S, Tick()) == announcement
+    assert bench.after(2 * JOIN_RETRY_S, Tick()) == announcement
     bench.do(RankAccepted(RANK, ORDER))
-    assert bench.after(JOIN_RETRY_S, Tick()) == []
+    assert bench.after(LONGEST_JOIN_RETRY_S, Tick()) == []
+
+
+def test_a_rank_that_is_refused_over_and_over_asks_more_and_more_seldom() -> None:
+    bench = Bench()
+    bench.do(Connected(LEASE_S))
+    waits_s = [bench.refused_for_s() for _ in range(6)]
+    assert waits_s == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+    bench.do(RankAccepted(RANK, ORDER))
+    assert bench.refused_for_s() == JOIN_RETRY_S
+    bench.refused_for_s()
+    bench.do(Disconnected())
+    bench.do(Connected(LEASE_S))
+    assert bench.refused_for_s() == JOIN_RETRY_S, "another coordinator perhaps"
 
 
 def test_a_rank_is_announced_once_its_trainer_has_said_what_it_belongs_to() -> None:

@@ -81,6 +81,21 @@ async def test_what_is_replaced_dropped_or_taken_counts_no_more(monkeypatch: pyt
     assert box._bytes == 0
 
 
+async def test_the_latest_acknowledgement_follows_the_answers() -> None:
+    box = Outbox()
+    box.acknowledge(1)
+    for index in range(outbox._TAKEN_AT_ONCE + 1):
+        box.answer(accepted(str(index)))
+    box.acknowledge(2)
+    first, _ = await box.take()
+    assert all(message.HasField("rank_accepted") for message in first)
+    (last, ack), _ = await box.take()
+    assert (last, ack.telemetry_ack.sequence) == (accepted(str(outbox._TAKEN_AT_ONCE)), 2)
+    box.end(ReaderTooSlowError(limit=1))
+    box.acknowledge(3)
+    assert box._acknowledged is None, "nobody takes it any more"
+
+
 async def test_a_message_that_is_larger_than_all_may_be_together_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 
 from perseus.service.api import outbox
 from perseus.service.server import running
+from perseus.service.shell import writer as writers
 from perseus.service.shell.writer import Writer
 from perseus.v1 import agent_service_pb2, job_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
@@ -150,7 +151,8 @@ class HeldStore:
         self.go = asyncio.Event()
         self.go.set()
         self.error: Exception | None = None
-        init = Writer.__init__
+        self.later_count = 0
+        init, later = Writer.__init__, Writer.later
 
         def with_held_store(writer: Writer, store: Any) -> None:
             write = store.write
@@ -164,7 +166,12 @@ class HeldStore:
             store.write = held
             init(writer, store)
 
+        def counted(*args: Any, **options: Any) -> writers.Work:
+            self.later_count += 1
+            return later(*args, **options)
+
         monkeypatch.setattr(Writer, "__init__", with_held_store)
+        monkeypatch.setattr(Writer, "later", counted)
 
 
 async def test_health_says_not_serving_while_nothing_gets_stored_and_serving_again(
@@ -191,6 +198,33 @@ async def test_health_says_not_serving_while_nothing_gets_stored_and_serving_aga
     late = [line for line in logs if "health says NOT_SERVING" in line["event"]]
     again = [line for line in logs if "health says SERVING" in line["event"]]
     assert len(late) == len(again) >= 1
+
+
+async def test_a_store_that_is_behind_keeps_all_agents_together_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream_count, batch_count = 6, 40
+    monkeypatch.setattr(writers, "CROWD", 10)
+    held = HeldStore(monkeypatch)
+    async with connected(make_settings(tmp_path)) as client:
+        calls = [client.agents.Connect() for _ in range(stream_count)]
+        for number, call in enumerate(calls):
+            await call.write(hello(f"agent-{number}"))
+            await call.read()
+        held.go.clear()
+        held.later_count = 0
+        for sequence in range(1, batch_count + 1):
+            batch = agent_service_pb2.TelemetryBatch(job_id="nobody", sequence=sequence)
+            await asyncio.gather(*(call.write(ConnectRequest(telemetry=batch)) for call in calls))
+        await asyncio.sleep(0.5)
+        # Up to the crowd, and of each stream the message that notices and the flush that it waits for.
+        assert writers.CROWD < held.later_count <= writers.CROWD + 2 * stream_count
+        held.go.set()
+        for call in calls:
+            acknowledged = 0
+            while acknowledged < batch_count:
+                answer: Any = await asyncio.wait_for(call.read(), TIMEOUT_S)
+                acknowledged = max(acknowledged, answer.telemetry_ack.sequence)
 
 
 async def test_a_store_that_fails_ends_the_coordinator_and_all_that_runs_in_it(

@@ -10,6 +10,7 @@ time, and the coordinator's memory is read.
 import argparse
 import asyncio
 import logging
+import os
 import random
 import ssl
 import tempfile
@@ -59,7 +60,7 @@ _SOLVE_LIMIT_S = 2.0
 """What is asked of the solver may be as large as is allowed, and would take minutes."""
 _OWN_ERROR = "Internal error from Core"
 """The client's own, of a stream that ends while it is written to."""
-_FAULTS = ("Traceback", "unexpected error", "quarantined", "the coordinator is late", "stood still")
+_FAULTS = ("Traceback", "unexpected error", "quarantined", "the coordinator is late")
 _SHOWN_LINES = 25
 
 
@@ -70,7 +71,8 @@ class Outcome:
     Attributes:
         sent: messages, by kind.
         ends: how calls and streams ended, by status or reason.
-        health_s: what each question for health took.
+        health_s: what each question for health took, but for the time in which the machine ran others.
+        slowest_health_s: the longest, that included.
         settled_bytes, end_bytes: the coordinator's memory.
         iteration_count: that the agent with a job went through meanwhile.
         problems: what should not be so.
@@ -79,6 +81,7 @@ class Outcome:
     sent: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     health_s: list[float] = field(default_factory=list)
+    slowest_health_s: float = 0.0
     settled_bytes: int = 0
     end_bytes: int = 0
     iteration_count: int = 0
@@ -103,7 +106,7 @@ def torture_malformed(folder: Path, count: int, seed: int) -> Outcome:
         folder, str(folder / "jobs.db"), flags, is_pinned=False, environment=security.of_coordinator()
     ) as coordinator:
         coordinator.start()
-        with _asking_for_health(security, coordinator.address, outcome):
+        with _asking_for_health(security, coordinator, outcome):
             asyncio.run(_Attack(coordinator, security, outcome, count, seed).run())
         if (status := coordinator.poll()) is not None:
             outcome.problems.append(f"it ended, with status {status}")
@@ -115,22 +118,26 @@ def torture_malformed(folder: Path, count: int, seed: int) -> Outcome:
 
 
 @contextmanager
-def _asking_for_health(security: Security, address: str, outcome: Outcome) -> Iterator[None]:
+def _asking_for_health(
+    security: Security, coordinator: CoordinatorProcess, outcome: Outcome
+) -> Iterator[None]:
     """Ask all the time, in a thread, as a probe would."""
     is_over = threading.Event()
 
     def ask() -> None:
-        with security.channels(address).open_blocking() as channel:
+        with security.channels(coordinator.address).open_blocking() as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while not is_over.wait(_HEALTH_PERIOD_S):
-                begun_s = time.monotonic()
+                begun_s, waited_s = time.monotonic(), _waited_s(coordinator.pid)
                 try:
                     answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=10 * HEALTH_LIMIT_S)
                     if answer.status != health_pb2.HealthCheckResponse.SERVING:
                         outcome.problems.append("health: not serving")
                 except grpc.RpcError as error:
                     outcome.problems.append(f"health: {error}")
-                outcome.health_s.append(time.monotonic() - begun_s)
+                took_s = time.monotonic() - begun_s
+                outcome.slowest_health_s = max(outcome.slowest_health_s, took_s)
+                outcome.health_s.append(max(0.0, took_s - (_waited_s(coordinator.pid) - waited_s)))
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -141,6 +148,16 @@ def _asking_for_health(security: Security, address: str, outcome: Outcome) -> It
         asking.join()
     if (slowest_s := max(outcome.health_s)) > HEALTH_LIMIT_S:
         outcome.problems.append(f"health: answered after {slowest_s:.2f} s")
+
+
+def _waited_s(process_id: int) -> float:
+    """For how long threads of the coordinator, and of this process, were ready and others ran, seconds."""
+    waited_ns = 0
+    for process in (process_id, os.getpid()):
+        for task in Path(f"/proc/{process}/task").glob("*/schedstat"):
+            with suppress(OSError):  # it has ended meanwhile
+                waited_ns += int(task.read_text().split()[1])
+    return waited_ns / 1e9
 
 
 def _faults(log: Path) -> list[str]:
@@ -177,7 +194,9 @@ class _Attack:
                 address, self._security.client_files, TokenSource(token=secret)
             ).open() as own:
                 await Client(own).register(job_id="witness")
-                witness = asyncio.create_task(self._witness(Client(own)))
+                agent = FakeAgent(Client(own), "witness", ALL_PLACES, job_id="witness")
+                await agent.join()
+                witness = asyncio.create_task(self._witness(agent))
                 watching = asyncio.create_task(self._watch_memory())
                 keeping = asyncio.create_task(self._keep_job(Client(channel)))
                 work: list[Callable[[], Awaitable[None]]] = [
@@ -193,10 +212,8 @@ class _Attack:
 
     # ------------------------------------------------------------------ watching
 
-    async def _witness(self, client: Client) -> None:
+    async def _witness(self, agent: FakeAgent) -> None:
         """An agent that does nothing wrong, and is not to be disturbed."""
-        agent = FakeAgent(client, "witness", ALL_PLACES, job_id="witness")
-        await agent.join()
         while not self._is_over.is_set():
             await agent.iterate()
             self._outcome.iteration_count += 1
@@ -249,6 +266,11 @@ class _Attack:
         await talking.end()
 
     def _bounds(self) -> "Iterator[tuple[str, bytes]]":
+        for rpc, kind in self._methods.items():
+            for message in messages.filled(partial(messages.valid, kind)):
+                yield rpc, message.SerializeToString()
+        for message in messages.filled(partial(_said, 0)):
+            yield _CONNECT, message.SerializeToString()
         while True:
             for rpc, kind in self._methods.items():
                 for message in messages.at_bounds(partial(messages.valid, kind)):
@@ -450,7 +472,8 @@ more than {HEALTH_LIMIT_S:g} s, or disturbs that agent.
 
 How calls and streams ended: {ends}.
 
-Health was asked for {len(outcome.health_s)} times, and answered after {slowest_ms:.0f} ms at most.
+Health was asked for {len(outcome.health_s)} times, and answered after {slowest_ms:.0f} ms at most, without
+the time in which the machine ran others ({outcome.slowest_health_s:.1f} s with it).
 Memory: {settled_mb:.0f} MB after {_SETTLED_SHARE:.0%} of the messages, {end_mb:.0f} MB after all.
 The other agent went through {outcome.iteration_count} iterations. What should not be so: {problems}.
 {outcome.took_s / 60:.1f} minutes, seed {seed}.

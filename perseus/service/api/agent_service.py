@@ -346,7 +346,7 @@ class _Stream:
         try:
             check_job_id(message.job_id)
             self._principal.check_job(message.job_id)
-            self._limits.check_rows(len(message.computations.iteration))
+            self._limits.check_rows(max(len(message.computations.iteration), len(message.computations.kind)))
             telemetry = telemetry_from_proto(message, self.instance_id)
             self._agents.take_telemetry(message.job_id, telemetry)
         except CoordinatorError as error:

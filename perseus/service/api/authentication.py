@@ -80,9 +80,8 @@ class Authentication(grpc.aio.ServerInterceptor):
                     if work.done():
                         return work.result()
                 finally:
-                    if not work.done():
-                        work.cancel()
-                        await asyncio.gather(work, return_exceptions=True)
+                    work.cancel()
+                    await asyncio.gather(work, return_exceptions=True)
                 error = ended.result()
             return await self._refuse(rpc, context, error)
 

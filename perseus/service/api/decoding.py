@@ -22,7 +22,10 @@ async def serve_stream(behaviour: Behaviour, requests: Any, context: Context) ->
     served = behaviour(requests, context)
     if isinstance(served, AsyncIterable):
         async for answer in served:
-            await context.write(answer)
+            try:
+                await context.write(answer)
+            except grpc.aio.InternalError:  # the caller has gone while it was on its way
+                return
     else:
         await served
 

@@ -133,8 +133,8 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
         InvalidFieldError: a number is out of range, or the GPU has no clocks.
     """
     rank = place_from_proto(message, "rank_joined")
+    check_size("rank_joined.gpu.supported_clocks_mhz", len(message.gpu.supported_clocks_mhz), MAX_CLOCK_COUNT)
     clocks_mhz = tuple(message.gpu.supported_clocks_mhz)
-    check_size("rank_joined.gpu.supported_clocks_mhz", len(clocks_mhz), MAX_CLOCK_COUNT)
     if (
         not clocks_mhz
         or not 1 <= min(clocks_mhz) <= max(clocks_mhz) <= MAX_CLOCK_MHZ

@@ -93,13 +93,19 @@ def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
                 )
             return NamedSchedule(name, message.named.microbatch_count)
         case "explicit":
-            stages = message.explicit.stages
+            # Millions of them fit into a message: none is looked at before there are few enough.
+            stages, paths = message.explicit.stages, message.explicit.paths
+            check_size("schedule.explicit.stages", len(stages), MAX_STAGE_COUNT)
+            check_size("schedule.explicit.paths", len(paths), MAX_COMPUTATION_COUNT)
+            if (step_count := sum(len(path.steps) for path in paths)) > MAX_COMPUTATION_COUNT:
+                expected = f"at most {MAX_COMPUTATION_COUNT} steps"
+                raise InvalidFieldError(field="schedule.explicit.paths", expected=expected, found=step_count)
             computation_count = sum(len(stage.computations) for stage in stages)
-            if len(stages) > MAX_STAGE_COUNT or computation_count > MAX_COMPUTATION_COUNT:
+            if computation_count > MAX_COMPUTATION_COUNT:
                 raise InvalidFieldError(
                     field="schedule.explicit.stages",
-                    expected=f"at most {MAX_STAGE_COUNT} stages and {MAX_COMPUTATION_COUNT} computations",
-                    found=f"{len(stages)} and {computation_count}",
+                    expected=f"at most {MAX_COMPUTATION_COUNT} computations",
+                    found=computation_count,
                 )
             return ExplicitSchedule(
                 tuple(
@@ -117,9 +123,7 @@ def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
                     )
                     for stage, order in enumerate(stages)
                 ),
-                tuple(
-                    tuple((step.stage, step.chunk) for step in path.steps) for path in message.explicit.paths
-                ),
+                tuple(tuple((step.stage, step.chunk) for step in path.steps) for path in paths),
             )
         case _:
             raise InvalidFieldError(field="schedule", expected="named or explicit", found="none")

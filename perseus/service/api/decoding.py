@@ -3,7 +3,8 @@
 gRPC itself answers them with UNKNOWN, and with a traceback in the log for each.
 """
 
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
@@ -20,12 +21,13 @@ Behaviour = Callable[[Any, Any], Any]  # the stubs know the contexts of blocking
 async def serve_stream(behaviour: Behaviour, requests: Any, context: Context) -> None:
     """Serve a call that is answered by a stream, in whichever of gRPC's two styles it is written."""
     served = behaviour(requests, context)
-    if isinstance(served, AsyncIterable):
-        async for answer in served:
-            try:
-                await context.write(answer)
-            except grpc.aio.InternalError:  # the caller has gone while it was on its way
-                return
+    if isinstance(served, AsyncGenerator):
+        async with aclosing(served):
+            async for answer in served:
+                try:
+                    await context.write(answer)
+                except grpc.aio.InternalError:  # the caller has gone while it was on its way
+                    return
     else:
         await served
 

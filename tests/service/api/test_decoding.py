@@ -1,6 +1,7 @@
 """What is no protocol buffer is refused with a reason by every kind of call, and is no fault of ours."""
 
 import logging
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from perseus.service.api.decoding import serve_stream
 from perseus.service.api.rpc_scopes import RPC_SCOPES
 from perseus.v1.agent_service_pb2 import ConnectRequest, Hello
 from tests.service.grpc_fakes import TIMEOUT_S, connected, make_settings, refusal
@@ -36,6 +38,30 @@ async def test_bytes_that_are_none_have_their_reason(
         assert "pars" in values["cause"].lower()
         assert [line for line in logs if line["log_level"] == "error"] == []
         assert caplog.records == [], "no traceback of gRPC's"
+
+
+async def test_a_caller_that_leaves_while_it_is_answered_ends_the_answer_and_is_no_fault() -> None:
+    left: list[str] = []
+
+    async def behaviour(request: object, context: object) -> AsyncGenerator[str, None]:
+        try:
+            for number in range(9):
+                yield f"answer {number}"
+        finally:
+            left.append("the watcher's place")
+
+    class Gone:
+        def __init__(self) -> None:
+            self.written: list[str] = []
+
+        async def write(self, answer: str) -> None:
+            if self.written:
+                raise grpc.aio.InternalError('Failed "execute_batch"')
+            self.written.append(answer)
+
+    context: Any = Gone()
+    await serve_stream(behaviour, None, context)
+    assert (context.written, left) == (["answer 0"], ["the watcher's place"])
 
 
 async def test_an_agents_stream_that_has_begun_ends_with_it_too(tmp_path: Path) -> None:

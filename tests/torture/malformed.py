@@ -45,7 +45,7 @@ SHARES = {"bounds": 0.4, "random": 0.3, "order": 0.2, "frames": 0.1}
 HEALTH_LIMIT_S = 1.0
 _HEALTH_PERIOD_S = 0.05
 _SETTLED_SHARE = 0.4
-"""Of the messages: by then the coordinator has its size."""
+"""Of the messages: from then on, for a while, the coordinator has its size."""
 _GROWTH_BYTES = 48 * 2**20
 """That counts as none: the allocator's, and what the jobs keep of their latest iterations and events."""
 
@@ -128,7 +128,7 @@ def _asking_for_health(
         with security.channels(coordinator.address).open_blocking() as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while not is_over.wait(_HEALTH_PERIOD_S):
-                begun_s, waited_s = time.monotonic(), _waited_s(coordinator.pid)
+                begun_s, waiting = time.monotonic(), _Waiting(coordinator.pid, os.getpid())
                 try:
                     answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=10 * HEALTH_LIMIT_S)
                     if answer.status != health_pb2.HealthCheckResponse.SERVING:
@@ -137,7 +137,7 @@ def _asking_for_health(
                     outcome.problems.append(f"health: {error}")
                 took_s = time.monotonic() - begun_s
                 outcome.slowest_health_s = max(outcome.slowest_health_s, took_s)
-                outcome.health_s.append(max(0.0, took_s - (_waited_s(coordinator.pid) - waited_s)))
+                outcome.health_s.append(max(0.0, took_s - waiting.most_s()))
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -150,14 +150,28 @@ def _asking_for_health(
         outcome.problems.append(f"health: answered after {slowest_s:.2f} s")
 
 
-def _waited_s(process_id: int) -> float:
-    """For how long threads of the coordinator, and of this process, were ready and others ran, seconds."""
-    waited_ns = 0
-    for process in (process_id, os.getpid()):
-        for task in Path(f"/proc/{process}/task").glob("*/schedstat"):
+class _Waiting:
+    """For how long threads of some processes are ready, and the machine runs others."""
+
+    def __init__(self, *process_ids: int) -> None:
+        self._process_ids = process_ids
+        self._begun_ns = [self._threads_ns(process_id) for process_id in process_ids]
+
+    def most_s(self) -> float:
+        """Of the thread of each process that waited most, since the beginning, together; seconds."""
+        total_ns = 0
+        for process_id, begun_ns in zip(self._process_ids, self._begun_ns, strict=True):
+            now_ns = self._threads_ns(process_id)
+            total_ns += max((now_ns[name] - begun_ns[name] for name in now_ns.keys() & begun_ns), default=0)
+        return total_ns / 1e9
+
+    @staticmethod
+    def _threads_ns(process_id: int) -> dict[str, int]:
+        found = {}
+        for thread in Path(f"/proc/{process_id}/task").glob("*/schedstat"):
             with suppress(OSError):  # it has ended meanwhile
-                waited_ns += int(task.read_text().split()[1])
-    return waited_ns / 1e9
+                found[thread.parent.name] = int(thread.read_text().split()[1])
+        return found
 
 
 def _faults(log: Path) -> list[str]:
@@ -231,10 +245,12 @@ class _Attack:
 
     async def _watch_memory(self) -> None:
         outcome = self._outcome
+        settled: list[int] = []
         while not self._is_over.is_set():
-            if not outcome.settled_bytes and outcome.sent.total() >= _SETTLED_SHARE * self._count:
-                outcome.settled_bytes = _memory_bytes(self._coordinator.pid)
+            if _SETTLED_SHARE <= outcome.sent.total() / self._count <= _SETTLED_SHARE + 0.3 or not settled:
+                settled.append(_memory_bytes(self._coordinator.pid))
             await asyncio.sleep(0.1)
+        outcome.settled_bytes = min(settled[1:], default=settled[0])  # large messages leave room behind
         outcome.end_bytes = _memory_bytes(self._coordinator.pid)
         if outcome.end_bytes > outcome.settled_bytes + _GROWTH_BYTES:
             outcome.problems.append(f"memory: {outcome.settled_bytes} bytes, {outcome.end_bytes} in the end")

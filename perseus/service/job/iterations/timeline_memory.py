@@ -37,7 +37,7 @@ class TimelineMemory:
             del times_s[next(iter(times_s))]
 
     def end(self) -> None:
-        """The job has ended, but stays known: forget all but the latest complete iteration of each pipeline."""
+        """The job has ended, but stays known: forget all but each pipeline's latest complete iteration."""
         for pipeline, stages in self._stages.items():
             latest = self.latest(pipeline)
             for memory in stages:

@@ -655,6 +655,9 @@ class IterationColumns(google.protobuf.message.Message):
     ENERGY_J_FIELD_NUMBER: builtins.int
     IS_REGULAR_FIELD_NUMBER: builtins.int
     CLOCK_EVENT_REASONS_FIELD_NUMBER: builtins.int
+    GAP_TIME_S_FIELD_NUMBER: builtins.int
+    GAP_ENERGY_J_FIELD_NUMBER: builtins.int
+    GAP_SLOWED_TIME_S_FIELD_NUMBER: builtins.int
     @property
     def iteration(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Iteration, from 0."""
@@ -684,6 +687,22 @@ class IterationColumns(google.protobuf.message.Message):
         power brake. NVML's other reasons are left out; 0 if there was none.
         """
 
+    @property
+    def gap_time_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """The gap before the iteration: from the end of the one before to this one's begin, seconds; 0 where that end is
+        not known. Evaluation, checkpoints and the like lie there. This column and the next two may be empty.
+        """
+
+    @property
+    def gap_energy_j(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Energy of the rank's GPU in that gap, joules; 0 where it is not known."""
+
+    @property
+    def gap_slowed_time_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """By how much at most the gap can be longer for clocks below the GPU's highest, seconds: the time at each of
+        them, times what it lacks to the highest as a share of that.
+        """
+
     def __init__(
         self,
         *,
@@ -693,8 +712,11 @@ class IterationColumns(google.protobuf.message.Message):
         energy_j: collections.abc.Iterable[builtins.float] | None = ...,
         is_regular: collections.abc.Iterable[builtins.bool] | None = ...,
         clock_event_reasons: collections.abc.Iterable[builtins.int] | None = ...,
+        gap_time_s: collections.abc.Iterable[builtins.float] | None = ...,
+        gap_energy_j: collections.abc.Iterable[builtins.float] | None = ...,
+        gap_slowed_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version"]) -> None: ...
 
 Global___IterationColumns: typing_extensions.TypeAlias = IterationColumns
 

@@ -7,7 +7,7 @@ no attempt is made before that. The coordinator answers heartbeats:
 a lease's silence means that the stream is dead, whatever TCP says.
 
 What the coordinator says and this agent does not understand (it may be newer) is refused by itself, and the
-stream goes on.
+stream goes on. Whatever else goes wrong, here or in gRPC, ends the stream at most, and never the agent.
 
 Concurrent writes on one stream fail, hence one queue and one writer task. What was queued for a stream that
 has ended is forgotten; whoever sent it says it anew when `connected` is called.
@@ -98,6 +98,7 @@ class Connection:
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
         self._was_welcome = False
+        self._asked_delay_s = 0.0
         self._is_closing = False
         # Kept over streams: by it the coordinator finds that it has lost state.
         self._check_word = ""
@@ -126,31 +127,46 @@ class Connection:
         """Keep a stream open until `close`."""
         renewed: grpc.aio.Channel | None = None
         while not self._is_closing:
-            generation = self._channels.generation
-            self._was_welcome = False
-            retry_s: float | None = None
-            channel, renewed = renewed or self._channels.open(CHANNEL_OPTIONS), None
+            channel, renewed = renewed, None
             try:
-                async with channel:
-                    renewed = await self._stream(AgentServiceStub(channel).Connect(), generation)
-                reason = "the coordinator ended the stream"
-            except grpc.aio.AioRpcError as error:
-                reason = f"{error.code().name}: {error.details()}"
-                retry_s = statuses.retry_delay_s(error)
-                if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_welcome:
-                    reason = await self._channels.diagnosis() or reason
-                elif error.code() not in _TRANSIENT and retry_s is None:
-                    _log.error("coordinator refuses the stream", coordinator=self._address, reason=reason)
-            except (TimeoutError, _NoWelcomeError, translate.MalformedMessageError) as error:
-                reason = str(error)
+                renewed, reason = await self._attempt(channel)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                reason = "the call was cancelled"  # by gRPC: nobody wants us to end
+            except Exception as error:
+                _log.exception("stream failed", coordinator=self._address)
+                reason = repr(error)
             if not self._is_closing and renewed is None:
-                delay_s = (retry_s or 0.0) + self._backoff.next_s()
+                delay_s = self._asked_delay_s + self._backoff.next_s()
                 _log.warning(
                     "no coordinator", coordinator=self._address, reason=reason, retry_in_s=round(delay_s, 3)
                 )
                 await asyncio.sleep(delay_s)
         if renewed is not None:
             await renewed.close()
+
+    async def _attempt(self, channel: grpc.aio.Channel | None) -> tuple[grpc.aio.Channel | None, str]:
+        """One stream, from its beginning to its end: a channel with newer certificates, and why it ended."""
+        renewed: grpc.aio.Channel | None = None
+        generation = self._channels.generation
+        self._was_welcome, self._asked_delay_s = False, 0.0
+        try:
+            async with channel or self._channels.open(CHANNEL_OPTIONS) as opened:
+                renewed = await self._stream(AgentServiceStub(opened).Connect(), generation)
+            reason = "the coordinator ended the stream"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+            retry_s = statuses.retry_delay_s(error)
+            self._asked_delay_s = retry_s or 0.0
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_welcome:
+                reason = await self._channels.diagnosis() or reason
+            elif error.code() not in _TRANSIENT and retry_s is None:
+                _log.error("coordinator refuses the stream", coordinator=self._address, reason=reason)
+        except (TimeoutError, _NoWelcomeError, translate.MalformedMessageError) as error:
+            reason = str(error)
+        return renewed, reason
 
     async def _stream(self, call: _Call, generation: int) -> grpc.aio.Channel | None:
         """Talk until the stream ends; a channel with newer certificates, if that is why it does."""
@@ -214,7 +230,8 @@ class Connection:
                     except translate.MalformedMessageError as error:
                         if answer.HasField("welcome"):
                             raise
-                        await call.write(translate.request(self._refusal(error)))
+                        with contextlib.suppress(asyncio.InvalidStateError):  # as above
+                            await call.write(translate.request(self._refusal(error)))
                         continue
                     if isinstance(welcome, Welcome):
                         self._note_check_word(answer)
@@ -243,7 +260,10 @@ class Connection:
             except translate.MalformedMessageError as error:
                 self.send(self._refusal(error))
                 continue
-            self._handler.received(message)
+            try:
+                self._handler.received(message)
+            except Exception:  # a mistake of ours, on one message
+                _log.exception("message not handled", message=type(message).__name__)
 
     def _note_check_word(self, answer: wire.ConnectResponse) -> None:
         if 0 < len(word := translate.check_word(answer)) <= _MAX_CHECK_WORD_LENGTH:

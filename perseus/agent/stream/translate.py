@@ -276,6 +276,9 @@ def _iteration_columns(rows: tuple[IterationRow, ...]) -> wire.IterationColumns:
         energy_j=[row.energy_j for row in rows],
         is_regular=[row.is_regular for row in rows],
         clock_event_reasons=[row.clock_event_reasons for row in rows],
+        gap_time_s=[row.gap_time_s for row in rows],
+        gap_energy_j=[row.gap_energy_j for row in rows],
+        gap_slowed_time_s=[row.gap_slowed_time_s for row in rows],
     )
 
 

@@ -261,6 +261,9 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
             energy_j=iterations.energy_j[:],
             is_regular=iterations.is_regular[:],
             clock_event_reasons=iterations.clock_event_reasons[:],
+            gap_time_s=iterations.gap_time_s[:],
+            gap_energy_j=iterations.gap_energy_j[:],
+            gap_slowed_time_s=iterations.gap_slowed_time_s[:],
         ),
         computations=ComputationColumns(
             iteration=computations.iteration[:],

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -277,3 +278,81 @@ async def test_no_attempt_is_made_before_the_coordinator_wants_it(monkeypatch: p
     await server.stop(None)
     assert [each for each in pauses_s if each in (5.5, 300.0)] == [5.5, 5.5, 300.0]
     assert {line["log_level"] for line in logs} <= {"warning", "info"}, "no error: it was told to come again"
+
+
+class ClumsyWitness(Witness):
+    """Who makes mistakes."""
+
+    def __init__(self, on_connected: bool) -> None:
+        super().__init__()
+        self._on_connected = on_connected
+        self.mistake_count = 0
+
+    def connected(self, welcome: Welcome) -> None:
+        super().connected(welcome)
+        if self._on_connected and self.seen.count(welcome) == 1:
+            self._make_a_mistake()
+
+    def received(self, message: Incoming) -> None:
+        super().received(message)
+        if message == TelemetryAck(1):
+            self._make_a_mistake()
+
+    def _make_a_mistake(self) -> None:
+        self.mistake_count += 1
+        raise KeyError
+
+
+async def test_a_mistake_over_one_message_does_not_end_the_stream() -> None:
+    async def acknowledges(
+        requests: AsyncIterator[wire.ConnectRequest],
+    ) -> AsyncIterator[wire.ConnectResponse]:
+        yield welcome(lease_s=30)
+        yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=1))
+        yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=2))
+        await asyncio.sleep(30)
+
+    witness = ClumsyWitness(on_connected=False)
+    await converse(witness, lambda: TelemetryAck(2) in witness.seen, acknowledges)
+    assert witness.mistake_count == 1
+    assert "disconnected" not in witness.seen[:3]
+
+
+async def test_a_mistake_over_a_stream_ends_that_one_only() -> None:
+    witness = ClumsyWitness(on_connected=True)
+    await converse(witness, lambda: len(witness.seen) >= 3, silent)
+    assert witness.mistake_count == 1
+    assert witness.seen[:3] == [Welcome("e", 0.2, 0), "disconnected", Welcome("e", 0.2, 0)]
+
+
+async def test_what_grpc_cancels_by_itself_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancellation that nobody asked for would end the agent's connection for good, without a word."""
+    stream, count = Connection._stream, 0
+
+    async def cancelled_at_first(self: Connection, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 1:
+            raise asyncio.CancelledError
+        return await stream(self, *arguments)
+
+    monkeypatch.setattr(Connection, "_stream", cancelled_at_first)
+    witness = Witness()
+    await converse(witness, lambda: len(witness.seen) > 0, silent)
+    assert witness.seen[0] == Welcome("e", 0.2, 0)
+
+
+async def test_a_channel_that_can_not_be_opened_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, count = Channels.open, 0
+
+    def open_late(self: Channels, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 1:
+            raise OSError(24, "too many open files")
+        return opened(self, *arguments)
+
+    monkeypatch.setattr(Channels, "open", open_late)
+    witness = Witness()
+    await converse(witness, lambda: len(witness.seen) > 0, silent)
+    assert count >= 2

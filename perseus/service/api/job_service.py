@@ -67,12 +67,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
         """See the contract."""
         page = Page.asked(request)
-        views = self._jobs.jobs(
+        found = self._jobs.jobs(
             page.after,
             job_states_from_proto(request.states),
+            job_to_proto,
             has_details=is_full(request.view, default=False),
         )
-        jobs, next_page_token = page.fill((view.job_id, job_to_proto(view)) for view in views)
+        jobs, next_page_token = page.fill(found)
         return pb.ListJobsResponse(jobs=jobs, next_page_token=next_page_token)
 
     @mapped

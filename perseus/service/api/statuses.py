@@ -6,6 +6,7 @@ fault of the coordinator's: its callers see INTERNAL, its log the traceback.
 """
 
 import functools
+import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any as Anything
@@ -39,7 +40,7 @@ class Mapped:
 
     Attributes:
         is_retryable: later, the same request may be answered otherwise.
-        retry_delay_s: when it is worth trying again.
+        retry_delay_s: when it is worth trying again; up to a second more, at random, is told.
     """
 
     code: int
@@ -123,7 +124,9 @@ def to_status(error: MappedError) -> grpc.Status:
     mapped_to = STATUSES[type(error)]
     details = [_packed(error_info(error))]
     if mapped_to.is_retryable:
-        details.append(_packed(RetryInfo(retry_delay=Duration(seconds=mapped_to.retry_delay_s))))
+        # Those who are refused together are not to come again together.
+        delay = Duration(nanos=random.randrange(10**9), seconds=mapped_to.retry_delay_s)
+        details.append(_packed(RetryInfo(retry_delay=delay)))
     status: grpc.Status = rpc_status.to_status(
         Status(code=mapped_to.code, message=errors.cut(error, _MAX_MESSAGE_LENGTH), details=details)
     )

@@ -3,9 +3,10 @@
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from perseus.service.domain.errors import (
     JobAlreadyExistsError,
@@ -44,6 +45,8 @@ from perseus.service.shell.writer import Writer
 from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.store import JobDeleted, JobStore, NewRun
 from perseus.solver import Frontier, Pipeline, Plan
+
+T = TypeVar("T")
 
 LATEST = 0
 """Stands for the number of a job's latest run."""
@@ -192,17 +195,23 @@ class Jobs:
         return self._live.view(run, has_details=has_details)
 
     def jobs(
-        self, after_job_id: str, states: Collection[JobState], *, has_details: bool
-    ) -> Iterator[JobView]:
+        self,
+        after_job_id: str,
+        states: Collection[JobState],
+        show: Callable[[JobView], T],
+        *,
+        has_details: bool,
+    ) -> Iterator[tuple[str, T]]:
         """Yield the jobs that follow an identifier in order, those in one of these states (all if empty).
 
+        Each with its identifier, and as what `show` makes of it: one that can't be shown hides no other.
         To be read before anything else may happen.
         """
         job_ids = self._live.job_ids
         for job_id in job_ids[bisect_right(job_ids, after_job_id) :]:
             run = self._live.find(job_id)
             if not states or run.machine.state in states:
-                yield self._live.view(run, has_details=has_details)
+                yield job_id, self._live.shown(run, show, has_details=has_details)
 
     async def runs(self, job_id: str, before: int, count: int) -> list[JobView]:
         """Return up to `count` runs of a job, the latest first; those numbered below `before`, or LATEST.

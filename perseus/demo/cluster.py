@@ -89,7 +89,9 @@ class Cluster:
             f"--guard-tolerance-percent={self._guard_tolerance_percent}",
             environment=self.security.of_coordinator(),
         )
-        return self._await_log(self._coordinator, log, "listening", "address")
+        address = self._await_log(self._coordinator, log, "listening", "address")
+        self.security.admit_agents(address)
+        return address
 
     def start_agents(self, coordinator: str) -> None:
         """Start one agent for each pipeline's GPUs, and wait until they serve their sockets."""

@@ -192,6 +192,7 @@ class Stack:
             return bool(addresses)
 
         self.until(listens, "coordinator")
+        self.security.admit_agents(self.address)
 
     def _start_trainer(self) -> None:
         self._job_count += 1

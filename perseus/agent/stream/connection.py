@@ -2,7 +2,8 @@
 
 The agent owns reconnection, with full jitter: a coordinator that restarts is not to be met by all agents at
 once. Every end of a stream is followed by another attempt; CANCELLED and INTERNAL during set-up are how a
-busy server turns calls away, so they are as ordinary as UNAVAILABLE. The coordinator answers heartbeats:
+busy server turns calls away, so they are as ordinary as UNAVAILABLE. Where a status says when to come again,
+no attempt is made before that. The coordinator answers heartbeats:
 a lease's silence means that the stream is dead, whatever TCP says.
 
 What the coordinator says and this agent does not understand (it may be newer) is refused by itself, and the
@@ -22,7 +23,7 @@ import grpc
 import structlog
 
 from perseus.agent.rank.messages import AgentIdentity, Incoming, MessageRefused, Welcome
-from perseus.agent.stream import translate
+from perseus.agent.stream import statuses, translate
 from perseus.agent.stream.once import Once
 from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
@@ -97,9 +98,12 @@ class Connection:
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
         self._was_welcome = False
+        self._asked_delay_s = 0.0
         self._is_closing = False
         # Kept over streams: by it the coordinator finds that it has lost state.
         self._check_word = ""
+        # Likewise: by it the coordinator knows this agent again, with whatever token it comes.
+        self._instance_key = ""
         self._once = Once(_log)
 
     @property
@@ -135,7 +139,7 @@ class Connection:
                 _log.exception("stream failed", coordinator=self._address)
                 reason = repr(error)
             if not self._is_closing and renewed is None:
-                delay_s = self._backoff.next_s()
+                delay_s = self._asked_delay_s + self._backoff.next_s()
                 _log.warning(
                     "no coordinator", coordinator=self._address, reason=reason, retry_in_s=round(delay_s, 3)
                 )
@@ -147,16 +151,18 @@ class Connection:
         """One stream, from its beginning to its end: a channel with newer certificates, and why it ended."""
         renewed: grpc.aio.Channel | None = None
         generation = self._channels.generation
-        self._was_welcome = False
+        self._was_welcome, self._asked_delay_s = False, 0.0
         try:
             async with channel or self._channels.open(CHANNEL_OPTIONS) as opened:
                 renewed = await self._stream(AgentServiceStub(opened).Connect(), generation)
             reason = "the coordinator ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
+            retry_s = statuses.retry_delay_s(error)
+            self._asked_delay_s = retry_s or 0.0
             if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_welcome:
                 reason = await self._channels.diagnosis() or reason
-            elif error.code() not in _TRANSIENT:
+            elif error.code() not in _TRANSIENT and retry_s is None:
                 _log.error("coordinator refuses the stream", coordinator=self._address, reason=reason)
         except (TimeoutError, _NoWelcomeError, translate.MalformedMessageError) as error:
             reason = str(error)
@@ -214,7 +220,7 @@ class Connection:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
-                    await call.write(translate.hello(self._agent, self._check_word))
+                    await call.write(translate.hello(self._agent, self._check_word, self._instance_key))
                 while True:
                     answer = await call.read()
                     if not isinstance(answer, wire.ConnectResponse):
@@ -229,6 +235,8 @@ class Connection:
                         continue
                     if isinstance(welcome, Welcome):
                         self._note_check_word(answer)
+                        if 0 < len(answer.welcome.instance_key) <= _MAX_CHECK_WORD_LENGTH:
+                            self._instance_key = answer.welcome.instance_key
                         return welcome
                     raise _NoWelcomeError(f"expected a welcome, found {type(welcome).__name__}")
         except TimeoutError:

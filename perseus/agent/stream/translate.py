@@ -95,7 +95,7 @@ def check_word(message: wire.ConnectResponse) -> str:
     return ""
 
 
-def hello(agent: AgentIdentity, latest_check_word: str = "") -> wire.ConnectRequest:
+def hello(agent: AgentIdentity, latest_check_word: str = "", instance_key: str = "") -> wire.ConnectRequest:
     """The first message on a stream."""
     return wire.ConnectRequest(
         hello=wire.Hello(
@@ -104,6 +104,7 @@ def hello(agent: AgentIdentity, latest_check_word: str = "") -> wire.ConnectRequ
             hostname=printable(agent.hostname)[:_MAX_NAME_LENGTH],
             protocol_version=PROTOCOL_VERSION,
             check_word=latest_check_word,
+            instance_key=instance_key,
         )
     )
 

@@ -224,8 +224,9 @@ async def test_a_stage_plan_sets_a_clock_per_computation(
         await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry at stock")
         plan = frontier_pb2.StagePlan(
             computations=[
-                frontier_pb2.PlannedComputation(kind=ORDER[0].kind, clock_mhz=HELD_MHZ),
-                frontier_pb2.PlannedComputation(kind=ORDER[1].kind, clock_mhz=STOCK_MHZ),
+                # Not the first one: after a gap that a busy host makes long it begins at stock.
+                frontier_pb2.PlannedComputation(kind=ORDER[0].kind, clock_mhz=STOCK_MHZ),
+                frontier_pb2.PlannedComputation(kind=ORDER[1].kind, clock_mhz=HELD_MHZ),
             ]
         )
         offer = hold(version=5, start_iteration=trainer.iteration_count + 3)

@@ -32,6 +32,7 @@ from typing import Any, Protocol, Self, TypeVar
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.client import Path
 from perseus.agent.probe.placement import Placement
+from perseus.agent.probe.stage_work import work_if_known
 
 _log = logging.getLogger("perseus.attachment")
 
@@ -52,6 +53,7 @@ class Marks(Protocol):
         schedule: Sequence[Sequence[Computation]],
         paths: Sequence[Path],
         max_slowdown_percent: float,
+        stage_work: Sequence[str],
     ) -> bool:
         """See `Probe.register`."""
 
@@ -83,12 +85,14 @@ class ExecutedOrder:
     """What one stage executed in an iteration; no computations: it could not be followed.
 
     `chunk_positions[c]`: where its chunk c stands in the model, counted over the chunks of all stages; empty
-    where activations flow through all stages of chunk 0, then of chunk 1 and so on.
+    where activations flow through all stages of chunk 0, then of chunk 1 and so on. `work`: what its
+    computations are (`probe.stage_work`); empty if not known.
     """
 
     stage: int
     computations: tuple[Computation, ...]
     chunk_positions: tuple[int, ...] = ()
+    work: str = ""
 
 
 Gather = Callable[[ExecutedOrder], Sequence[ExecutedOrder]]
@@ -104,9 +108,10 @@ _T = TypeVar("_T")
 class Attachment:
     """One rank of a framework, attached. Its methods are for the thread that trains.
 
-    `table` is the order that the framework itself says it will execute, if it says. `is_capturing` says
-    whether launches go into a graph now instead of running: an iteration that begins so is captured whole,
-    and registers nothing, as that takes a collective.
+    `table` is the order that the framework itself says it will execute, if it says. `work` tells, after an
+    iteration, what the stage computes (`probe.stage_work`). `is_capturing` says whether launches go into a
+    graph now instead of running: an iteration that begins so is captured whole, and registers nothing, as
+    that takes a collective.
     """
 
     def __init__(
@@ -117,6 +122,7 @@ class Attachment:
         *,
         chunk_positions: Sequence[int] = (),
         table: Sequence[Computation] | None = None,
+        work: Callable[[], str] = lambda: "",
         max_slowdown_percent: float = 0.0,
         is_capturing: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -125,6 +131,7 @@ class Attachment:
         self._gather = gather
         self._chunk_positions = tuple(chunk_positions)
         self._table = table
+        self._work = work
         self._max_slowdown_percent = max_slowdown_percent
         self._is_capturing = is_capturing
         self._has_given_up = False
@@ -287,7 +294,8 @@ class Attachment:
             )
         if not self._is_followed:
             executed = ()
-        gathered = self._gather(ExecutedOrder(placement.stage, executed, self._chunk_positions))
+        work = work_if_known(self._work)
+        gathered = self._gather(ExecutedOrder(placement.stage, executed, self._chunk_positions, work))
         if self._marks is None:
             return
         orders = sorted(gathered, key=lambda order: order.stage)
@@ -300,6 +308,7 @@ class Attachment:
             schedule=[order.computations for order in orders],
             paths=paths_through(orders),
             max_slowdown_percent=self._max_slowdown_percent,
+            stage_work=[order.work for order in orders] if any(order.work for order in orders) else [],
         )
 
     def _give_up(self, error: Exception) -> None:

@@ -58,6 +58,7 @@ def test_the_first_iteration_registers_the_job_as_it_was_executed(marks: MarksSt
             "schedule": [ORDER, OTHER.computations],
             "paths": [],
             "max_slowdown_percent": 1.5,
+            "stage_work": [],
         }
     ]
     iteration = [
@@ -188,6 +189,24 @@ def test_a_question_that_fails_is_told_of_once_and_ends_marking(
     assert marks.calls[-1] == ("close",), "the agent brings the GPU back to stock"
     if failing != "is_training":
         assert gathered == [ExecutedOrder(0, ())], "the others learn of it"
+
+
+def test_what_every_stage_computes_is_registered(marks: MarksStub) -> None:
+    other = ExecutedOrder(1, ORDER, work="9 layers")
+    train(Attachment(ALONE, marks, beside(other), work=lambda: "12 layers"))
+    assert [each["stage_work"] for each in marks.registered] == [["12 layers", "9 layers"]]
+
+
+def test_work_that_can_not_be_told_is_no_reason_to_stop(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> str:
+        raise AttributeError("no parameters")
+
+    with caplog.at_level(logging.INFO):
+        train(Attachment(ALONE, marks, beside(ExecutedOrder(1, ORDER, work="9 layers")), work=work))
+    assert [each["stage_work"] for each in marks.registered] == [["", "9 layers"]]
+    assert caplog.messages == ["what the stage computes is not told: no parameters"]
 
 
 def test_a_stage_that_could_not_be_followed_is_registered_by_nobody(

@@ -35,6 +35,7 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.records import (
     ForgetIterations,
+    ForgetProfile,
     IterationRows,
     JobRecord,
     OfferRecord,
@@ -426,6 +427,8 @@ class Cluster:
                     rows = [old for old in [*rows, some] if old.rows.iteration[0] > some.closed_through]
                 case ForgetIterations():
                     rows = []
+                case ForgetProfile():
+                    profiles = {}
         return StoredJob(
             self.spec, 1, START_S, registrations, record, tuple(ranks.values()), tuple(offers.values()),
             tuple(profiles[place] for place in sorted(profiles)), tuple(periods.values()),

@@ -39,6 +39,7 @@ from perseus.service.domain.profiling import (
     ProfilingCost,
     ProfilingLimit,
 )
+from perseus.service.domain.records import ForgetProfile
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
@@ -144,6 +145,13 @@ class Profiler:
         self.cost = ProfilingCost()
         self.given_up = ()
         self._silent_s = self._silent_extra_s = 0.0
+
+    def forget(self) -> None:
+        """What is measured is of no use any more."""
+        self.profiles = self.known = ()
+        self._estimates.clear()
+        self.renew()
+        self._journal.store(ForgetProfile())
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank's counter says of the clock that it holds."""

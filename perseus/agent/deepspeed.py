@@ -20,6 +20,7 @@ from typing import Any
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import Attachment, Connect, Identify, table_if_any
 from perseus.agent.probe.client import Probe
+from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
 from perseus.agent.probe.stage_work import work_text
@@ -71,6 +72,7 @@ def attach(
         work=lambda: work_of(engine),
         max_slowdown_percent=max_slowdown_percent,
         is_capturing=capture_check(engine.device),
+        exchange=StoreExchange(),
     )
     mark_engine(attachment, engine)
     return attachment

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment, Connect
 from perseus.agent.probe.client import Probe
+from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
 from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
 from perseus.agent.probe.stage_work import work_text
@@ -129,6 +130,7 @@ def attach(
         work=lambda: work_of(config, marked_schedules),
         max_slowdown_percent=max_slowdown_percent,
         is_capturing=capture_check(device),
+        exchange=StoreExchange(),
     )
     if marked_schedules is not None:
         marked_schedules.mark(attachment)
@@ -185,7 +187,9 @@ class MarkedSchedules:
         self._microbatch_of = find_argument(
             self._forward_step, "current_microbatch", f"{where}: forward_step"
         )
-        self._model_of = find_argument(self._forward_step, "model", f"{where}: forward_step")
+        self._model_of: Argument = lambda _args, _kwargs: None
+        if "model" in inspect.signature(self._forward_step).parameters:
+            self._model_of = find_argument(self._forward_step, "model", f"{where}: forward_step")
         self._output_of = find_argument(self._backward_step, "output_tensor", f"{where}: backward_step")
         self._chunk_of: Argument = lambda _args, _kwargs: virtual_stage()
         if "vp_stage" in inspect.signature(self._forward_step).parameters:
@@ -203,7 +207,8 @@ class MarkedSchedules:
     @property
     def models(self) -> list[Any]:
         """The chunks' modules, as far as they have computed."""
-        return [self._models[chunk] for chunk in sorted(self._models)]
+        found = [self._models[chunk] for chunk in sorted(self._models)]
+        return [model for model in found if model is not None]
 
     def mark(self, attachment: Attachment) -> None:
         """Replace the functions until the attachment is detached."""

@@ -25,6 +25,7 @@ from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe import placement as places
 from perseus.agent.probe.attachment import Attachment, Connect, Identify, table_if_any
 from perseus.agent.probe.client import Probe
+from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
 from perseus.agent.probe.stage_work import shapes_of, work_text
 from perseus.agent.probe.torch_marks import capture_check, connect_marks
@@ -96,6 +97,7 @@ def attach(
         work=lambda: work_of(stages),
         max_slowdown_percent=max_slowdown_percent,
         is_capturing=capture_check(first.device),
+        exchange=StoreExchange(),
     )
     mark_schedule(attachment, schedule, stages, identities)
     return attachment

@@ -128,6 +128,7 @@ class DeviceMarks:
         paths: Sequence[Path],
         max_slowdown_percent: float,
         stage_work: Sequence[str],
+        waits: bool = True,
     ) -> bool:
         """See `Probe.register`. Marks wait meanwhile."""
         with self._lock:
@@ -139,6 +140,7 @@ class DeviceMarks:
                 paths=paths,
                 max_slowdown_percent=max_slowdown_percent,
                 stage_work=stage_work,
+                waits=waits,
             )
 
     def begin_iteration(self) -> None:

@@ -4,6 +4,7 @@ Columns are lists: a batch has some twenty rows, and for so few each call of num
 them. Rows are looked at one by one only in a batch that is not as nearly all are.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -286,6 +287,21 @@ class Order:
             and computations.kind == self._kinds
             and computations.microbatch == self._microbatches
             and computations.chunk == self._chunks
+        )
+
+    def compact(self, computations: ComputationColumns) -> ComputationColumns:
+        """Return one regular iteration's columns as they are best kept: a tenth of the memory.
+
+        What all such iterations have in common is kept once, and numbers are not objects of their own.
+        """
+        return ComputationColumns(
+            computations.iteration,
+            self._kinds,
+            self._microbatches,
+            self._chunks,
+            array("d", computations.begin_s),
+            array("d", computations.duration_s),
+            array("i", computations.clock_mhz),
         )
 
     def check_regular(self, iterations: IterationColumns, computations: ComputationColumns) -> None:

@@ -73,10 +73,13 @@ torture: $(STAMP)
 	$(BIN)/python -m tests.nvml.torture $(KILLS) docs/torture.md
 	$(BIN)/python -m tests.nvml.torture_strangers $(CONNECTIONS) $(PACKETS) docs/strangers.md
 
-# A coordinator killed many times under load; leaves its figures in docs/torture-coordinator.md.
+# A coordinator killed many times under load, and one sent malformed messages; leaves its figures in
+# docs/torture-coordinator.md.
 COORDINATOR_KILLS ?= 100
+MALFORMED ?= 100000
 torture-coordinator: $(STAMP)
-	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) docs/torture-coordinator.md
+	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) docs/torture-coordinator.md \
+	  --malformed $(MALFORMED)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

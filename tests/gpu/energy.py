@@ -16,7 +16,7 @@ from typing import Protocol
 
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.energy.regression import NotDetermined, PowerFit, Span, estimate_power
-from perseus.agent.gpu import ClockEventReason, Gpu, GpuError
+from perseus.agent.gpu import ClockEventReason, Gpu
 from perseus.agent.sidecar.counter_poller import CounterPoller
 from tests.gpu.report import Finding, judged
 
@@ -62,7 +62,7 @@ def judging_sequence(length: int) -> list[str]:
 def record(gpu: Gpu, loads: Loads, sequence: Sequence[str]) -> Recording:
     """Execute a sequence. GpuError if the counter can't be read."""
     changes: list[CounterChange] = []
-    errors: list[GpuError] = []
+    errors: list[Exception] = []
     poller = CounterPoller(gpu, changes.append, errors.append)
     spans: list[Span[str]] = []
     begin_s = time.monotonic()

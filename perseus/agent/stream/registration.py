@@ -10,13 +10,13 @@ job is registered by another request then. Otherwise somebody has ended the run,
 """
 
 import asyncio
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
 import structlog
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import Registration, Reply
@@ -27,6 +27,7 @@ from perseus.agent.rank.messages import (
     SPEC_MISMATCH,
     RankRefused,
 )
+from perseus.agent.stream import statuses
 from perseus.agent.stream.connection import CHANNEL_OPTIONS
 from perseus.agent.stream.translate import register_job_request
 from perseus.tls.channels import Channels
@@ -58,9 +59,10 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """The coordinator did not answer."""
+    """The coordinator did not answer, or not now: it may be asked again after so long."""
 
     message: str
+    retry_delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,9 @@ Outcome = Registered | Unreachable | Refused
 class Registrar:
     """The registrations of an agent's jobs with the coordinator that `channels` lead to."""
 
-    def __init__(self, channels: Channels) -> None:
+    def __init__(self, channels: Channels, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._channels = channels
+        self._monotonic = monotonic
         # To be made again whenever the coordinator does not know the job.
         self._requests: dict[str, RegisterJobRequest] = {}
         # The jobs among them that the coordinator has taken, as far as known, and when.
@@ -89,6 +92,8 @@ class Registrar:
         # Why the coordinator refused a rank last, and how often in a row; those whose trainers were told.
         self._refusals: dict[Rank, tuple[str, int]] = {}
         self._told: set[Rank] = set()
+        # When the coordinator may be asked again, where it said so.
+        self._not_before_s: dict[str, float] = {}
 
     async def register(self, job_id: str, registration: Registration, owner: str = "") -> Outcome:
         """Register a job of `owner`'s, and keep it registered unless it is refused for good."""
@@ -146,7 +151,7 @@ class Registrar:
         taken_s = self._taken.get(job_id)
         if taken_s is None or job_id in self._served:
             return False
-        return asyncio.get_running_loop().time() < taken_s + _AT_ONCE_S
+        return self._monotonic() < taken_s + _AT_ONCE_S
 
     def forget_rank(self, rank: Rank) -> None:
         """Its trainer is gone."""
@@ -158,6 +163,7 @@ class Registrar:
         self._requests.pop(job_id, None)
         self._taken.pop(job_id, None)
         self._served.discard(job_id)
+        self._not_before_s.pop(job_id, None)
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -169,17 +175,22 @@ class Registrar:
         job_id = request.spec.job_id
         self._taken.pop(job_id, None)
         self._served.discard(job_id)
+        self._not_before_s.pop(job_id, None)
+        if isinstance(outcome, Unreachable) and outcome.retry_delay_s:
+            self._not_before_s[job_id] = self._monotonic() + outcome.retry_delay_s
         if isinstance(outcome, Refused) and outcome.reason != JOB_ALREADY_EXISTS:
             self._requests.pop(job_id, None)
             return outcome
         self._requests[job_id] = request
         if isinstance(outcome, Registered):
-            self._taken[job_id] = asyncio.get_running_loop().time()
+            self._taken[job_id] = self._monotonic()
         return outcome
 
     def _register_again(self, job_id: str) -> None:
         request = self._requests.get(job_id)
         if request is None or job_id in self._under_way:
+            return
+        if self._monotonic() < self._not_before_s.get(job_id, 0.0):
             return
 
         async def register() -> None:
@@ -202,19 +213,12 @@ async def register_job(channels: Channels, request: RegisterJobRequest) -> Outco
         try:
             await JobServiceStub(channel).RegisterJob(request, timeout=_DEADLINE_S)
         except grpc.aio.AioRpcError as error:
-            if error.code() in _TRANSIENT:
+            retry_delay_s = statuses.retry_delay_s(error)
+            is_limit = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_delay_s is not None
+            if error.code() in _TRANSIENT or is_limit:
                 reason = f"{error.code().name}: {error.details()}"
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     reason = await channels.diagnosis() or reason
-                return Unreachable(f"coordinator at {channels.address}: {reason}")
-            return Refused(_reason(error), error.details() or error.code().name)
+                return Unreachable(f"coordinator at {channels.address}: {reason}", retry_delay_s or 0.0)
+            return Refused(statuses.reason(error), error.details() or error.code().name)
     return Registered()
-
-
-def _reason(error: grpc.aio.AioRpcError) -> str:
-    status = rpc_status.from_call(error)
-    info = error_details_pb2.ErrorInfo()
-    for detail in status.details if status is not None else ():
-        if detail.Unpack(info):
-            return str(info.reason)
-    return error.code().name

@@ -45,7 +45,10 @@ _Row = tuple[int, int, int]
 
 
 class IterationColumns(NamedTuple):
-    """Finished iterations of one rank. `clock_event_reasons` holds NVML's bits, 0 for none."""
+    """Finished iterations of one rank. `clock_event_reasons` holds NVML's bits, 0 for none.
+
+    The columns of the gaps before them are empty where the agent does not tell.
+    """
 
     iteration: Sequence[int]
     plan_version: Sequence[int]
@@ -53,6 +56,9 @@ class IterationColumns(NamedTuple):
     energy_j: Sequence[float]
     is_regular: Sequence[bool]
     clock_event_reasons: Sequence[int]
+    gap_time_s: Sequence[float] = ()
+    gap_energy_j: Sequence[float] = ()
+    gap_slowed_time_s: Sequence[float] = ()
 
     def check(self) -> None:
         """Refuse columns that can't be.
@@ -66,6 +72,9 @@ class IterationColumns(NamedTuple):
         _check_bounds("iterations.duration_s", self.duration_s, MIN_DURATION_S, MAX_DURATION_S)
         _check_bounds("iterations.energy_j", self.energy_j, 0, MAX_RANK_ENERGY_J)
         _check_bounds("iterations.clock_event_reasons", self.clock_event_reasons, 0, MAX_COUNT)
+        _check_bounds("iterations.gap_time_s", self.gap_time_s, 0, MAX_DURATION_S)
+        _check_bounds("iterations.gap_energy_j", self.gap_energy_j, 0, MAX_RANK_ENERGY_J)
+        _check_bounds("iterations.gap_slowed_time_s", self.gap_slowed_time_s, 0, MAX_DURATION_S)
 
 
 class ComputationColumns(NamedTuple):
@@ -342,7 +351,7 @@ def _check_lengths(where: str, columns: IterationColumns | ComputationColumns, m
     check_size(f"{where}.iteration", expected, most)
     if len(set(map(len, columns))) > 1:
         for name, column in zip(columns._fields, columns, strict=True):
-            if len(column) != expected:
+            if len(column) != expected and (column or name not in columns._field_defaults):
                 raise InvalidFieldError(
                     field=f"{where}.{name}", expected=f"{expected} rows like iteration", found=len(column)
                 )

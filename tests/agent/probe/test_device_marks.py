@@ -402,7 +402,7 @@ def test_it_goes_before_a_real_probe(tmp_path: Path) -> None:
     device = Device([0.0, 1.0, 2.0, 3.0])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.setblocking(False)
-    probe = Probe(Rank("job", 0, 0, 0), ours, "nowhere", b"")
+    probe = Probe(Rank("job", 0, 0, 0), ours, "nowhere", lambda: b"")
     marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
     device.now_ms = 3.0

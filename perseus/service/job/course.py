@@ -240,6 +240,8 @@ class Course:
                 self._note_profiled(iteration, judgement.slowed, gap_s)
             elif self.state is JobState.PLANNED:
                 self._watch_plans(iteration)
+            elif iteration.versions == self.offers.versions:
+                self.planner.watch.take_stock(iteration)
         if self.state is JobState.BASELINE:
             self.baseline.take(complete, self.offers.versions)
 
@@ -425,7 +427,10 @@ class Course:
                 why = f"stage {stage} takes {ratio:.2f} × the time planned: it is profiled again"
                 self.enter(JobState.BASELINE, why)
                 return
-        if verdict.withdraw is None:
+        if verdict.is_irregular and verdict.withdraw is not None:
+            self.baseline.forget()
+            self.enter(JobState.BASELINE, verdict.withdraw)
+        elif verdict.withdraw is None:
             if verdict.solve_again:
                 self._solve()
         elif verdict.solve_again:

@@ -335,6 +335,10 @@ class Course:
             case JobState.PROFILING:
                 self._find_profile()
                 self._profile(held=None)
+            case JobState.BASELINE:
+                if self._spec.stage_work and all(self._spec.stage_work):
+                    self._find_profile()  # the very same work: the baseline is enough to hold it against
+                self.offers.wish(range(len(self.offers)), STOCK)
             case JobState.PLANNED:
                 self.retarget()
             case JobState.SOLVING:
@@ -367,7 +371,7 @@ class Course:
 
     def _find_profile(self) -> None:
         """Ask for what is known from before, as long as it can be held against the first measurements."""
-        if self.profiler.clock_count < LEAST_CLOCKS:
+        if self.profiler.clock_count < LEAST_CLOCKS and not self.profiler.known:
             self.journal.do(FindProfile(self._work_keys()))
 
     def _work_keys(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from perseus.service.domain.inputs import (
     StragglerReported,
 )
 from perseus.service.domain.measured import KnownProfile, StageProfile
-from perseus.service.domain.model import JobState, RankLeftReason, Straggler
+from perseus.service.domain.model import EventType, JobState, RankLeftReason, Straggler
 from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingBudget
 from perseus.service.domain.specification import Coordinates, Deadline, OperatingPolicy
 from perseus.service.job.planning.drift import BLOCK
@@ -180,6 +180,42 @@ def test_a_profile_from_before_is_verified_and_used() -> None:
     (adopted,) = cluster.announced(evidence.ProfileAdopted)
     assert adopted == evidence.ProfileAdopted((0, 1), len(CLOCKS_MHZ), "before", 3)
     assert cluster.machine.profiler.profiles == before
+
+
+def test_a_profile_of_the_very_same_work_is_held_against_the_baseline_and_no_clock_is_profiled() -> None:
+    before = TruthfulCluster().plan().machine.profiler.profiles
+    # Another order: 12 microbatches instead of 8.
+    cluster = Cluster(replace(make_spec(microbatches=12), stage_work=("12 layers", "9 layers")))
+    cluster.join_all()
+    cluster.expect(JobState.BASELINE)
+    (asked,) = [command for command in cluster.history if isinstance(command, FindProfile)]
+    cluster.send(ProfileFound(known(before, 0, 1)))
+    cluster.iterate_until(JobState.PLANNED, limit=6)
+    assert [command for command in cluster.history if isinstance(command, FindProfile)] == [asked]
+    assert cluster.machine.profiler.profiles == before
+    told = [command.happening for command in cluster.history if isinstance(command, Announce)]
+    assert EventType.PROFILE_ADOPTED in {each.type for each in told}
+    assert EventType.CLOCK_PROFILED not in {each.type for each in told}
+
+
+def test_one_that_differs_from_the_baseline_is_not_adopted() -> None:
+    before = TruthfulCluster().plan().machine.profiler.profiles
+    slower = corrected(
+        before,
+        {
+            (1, profile.clock_mhz, key): 1.1 * m.time_s
+            for profile in before
+            if profile.stage == 1
+            for key, m in profile.measurements.items()
+        },
+    )
+    cluster = Cluster(replace(make_spec(), stage_work=("12 layers", "9 layers")))
+    cluster.join_all()
+    cluster.send(ProfileFound(known(slower, 0, 1)))
+    cluster.iterate_until(JobState.PLANNED)
+    told = (command.happening.evidence for command in cluster.history if isinstance(command, Announce))
+    (adopted,) = [each for each in told if isinstance(each, evidence.ProfileAdopted)]
+    assert adopted.stages == (0,)
 
 
 def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees() -> None:

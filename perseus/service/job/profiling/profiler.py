@@ -432,7 +432,8 @@ class Profiler:
         """Hold what is known from before against the baseline, and adopt it where it agrees."""
         shape = self._parallelism
         pipelines = range(shape.pipeline_count)
-        agreeing, others = [], []
+        agreeing: list[KnownProfile] = []
+        others: list[KnownProfile] = []
         for known in self.known:
             stage = known.stage
             ranks = [Coordinates(p, stage, t) for p in pipelines for t in range(shape.tensor_count)]

@@ -17,7 +17,6 @@ from tests.gpu.edges import COMPUTATIONS, edge_findings
 from tests.gpu.energy import Recording, fitting_sequence, judge, judging_sequence, regression_findings
 from tests.gpu.report import Finding, Verdict
 
-pytest_plugins = ["tests.nvml.conftest"]
 UUID = "GPU-0a"
 
 

@@ -14,8 +14,6 @@ from tests.gpu import check  # noqa: E402
 from tests.gpu.edges import NotedProbe  # noqa: E402
 from tests.gpu.pipeline import SCHEDULES, alone, hook_findings  # noqa: E402
 
-pytest_plugins = ["tests.nvml.conftest"]
-
 
 class HostProbe(NotedProbe):
     """Marks at the host's times."""

@@ -230,8 +230,8 @@ def _delay_table(seeds: int, rates: dict[str, float]) -> Table:
     )
     note = (
         f"{seeds} runs each; the straggler begins after {LEARNED} iterations. The ideal test is a "
-        "cumulative sum that knows noise and factor, at the rate of false detections that was measured above; it "
-        "is ideal for independent normal jitter."
+        "cumulative sum that knows noise and factor, at the rate of false detections that was measured "
+        "above; it is ideal for independent normal jitter."
     )
     return Table("A straggler in that jitter: iterations until it is found", columns, tuple(rows), note)
 

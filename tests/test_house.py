@@ -83,6 +83,7 @@ HOUSE: Mapping[str, Room] = {
         "service.job.statistics",
         "service.job.stragglers",
         "solver",
+        needs=["numpy"],
     ),
     "service.job.progress": pure(
         "service.domain",

@@ -135,7 +135,9 @@ async def running(
                 settings.profile_budget_j,
             ),
         ),
-        GuardRules(settings.guard_tolerance_percent / 100, settings.guard_iterations),
+        GuardRules(
+            settings.guard_tolerance_percent / 100, settings.guard_iterations, settings.baseline_iterations
+        ),
     )
     async with contextlib.AsyncExitStack() as stack:
         store = await SqlStore.open(settings.database)

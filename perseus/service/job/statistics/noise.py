@@ -130,7 +130,7 @@ class Noise:
 
     def settle(self, source: int, level: float) -> None:
         """Take a source to have this level from now on: what led to it was no noise."""
-        self._levels[source] = level
+        self._levels[source], self._level_counts[source] = level, 1.0
         self._before[source] = np.nan
 
     def restart(self) -> None:

@@ -44,8 +44,8 @@ from perseus.service.job.stragglers.spans import IterationSpans
 ENTER = 0.015
 """Least slowness of a straggler. Healthy pipelines of real jobs differ by 0.4 % (one standard deviation)."""
 
-LEAVE = ENTER / 2
-"""Slowness below which a straggler is itself again."""
+LEAVE = ENTER / 3
+"""Slowness that a straggler has to keep, by a standard error, to remain one."""
 
 FALSE_FREE_ITERATIONS = 1000
 """Iterations of a job without a straggler in which at most one is found, on average."""
@@ -196,9 +196,9 @@ class StragglerDetector:
                 recent = recent[:1]  # its GPU speaks of this one
             measured = Measured.of(recent)
             known = self._known.get(pipeline)
-            if measured.mean >= math.log1p(ENTER if known is None else LEAVE):
-                if known is None or abs(measured.mean - level) >= GAP:
-                    self._settle(pipeline, measured.mean)
+            if self._is_slow(measured, is_known=known is not None):
+                if known is None or abs(measured.mean - known.measured.mean) >= GAP:
+                    self._settle(pipeline, max(LEAST_LEVEL, measured.mean))
                     self._known[pipeline] = _Known(measured, self._sure(measured))
                     yield pipeline, measured.count
                 else:
@@ -209,6 +209,11 @@ class StragglerDetector:
                 yield pipeline, measured.count
             else:
                 self._test.settle(pipeline, level)
+
+    def _is_slow(self, measured: Measured, *, is_known: bool) -> bool:
+        if not is_known:
+            return measured.mean >= math.log1p(ENTER)
+        return measured.mean - self._noise.scale / math.sqrt(measured.count) >= math.log1p(LEAVE)
 
     def _count_calm(self, above: FloatColumn) -> None:
         """Count for how long there was no sign of slowness; what flapped is forgotten after a while."""

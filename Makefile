@@ -20,7 +20,7 @@ NVML ?=
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-frameworks test-languages test-postgresql torture torture-coordinator check bench protos \
+.PHONY: demo test test-gpu gpu-wheels test-frameworks test-languages test-postgresql torture torture-coordinator check bench protos \
   contract clean
 
 demo: $(STAMP)
@@ -32,7 +32,27 @@ test: check
 
 # Real training through every framework's hook, on CPUs, with the frameworks in an environment of their own.
 test-frameworks: $(FRAMEWORKS_STAMP)
-	$(FRAMEWORKS_VENV)/bin/pytest tests/frameworks
+	$(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu
+
+# All that can be checked on a real NVIDIA GPU without changing its settings; the table goes to docs/gpus.md. PYTHON
+# is one that has PyTorch with CUDA, numpy and grpcio. What else is needed comes from gpu-wheels, if that is there.
+GPU_SITE := gpu-wheels/site
+test-gpu: $(if $(wildcard gpu-wheels/*.whl),$(GPU_SITE)/.installed)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) $(PYTHON) -m tests.gpu.check docs/gpus.md
+
+$(GPU_SITE)/.installed: $(wildcard gpu-wheels/*.whl)
+	rm -rf $(GPU_SITE)
+	$(PYTHON) -m pip install -qq --no-index --no-deps --target $(GPU_SITE) gpu-wheels/*.whl
+	touch $@
+
+# To be run where there is a network, for the Python of the machine with the GPU.
+GPU_PYTHON ?= 3.12
+gpu-wheels: $(STAMP)
+	rm -rf gpu-wheels
+	$(BIN)/pip wheel -qq --no-deps --wheel-dir gpu-wheels .
+	$(BIN)/python -m tests.gpu.needs | $(BIN)/pip download -qq --only-binary=:all: --python-version $(GPU_PYTHON) \
+	  $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64) \
+	  --dest gpu-wheels --requirement /dev/stdin
 
 # Agents that are not ours: Node.js and Java, under a real coordinator. Installs what is missing, if root runs it.
 test-languages: $(STAMP)
@@ -53,10 +73,13 @@ torture: $(STAMP)
 	$(BIN)/python -m tests.nvml.torture $(KILLS) docs/torture.md
 	$(BIN)/python -m tests.nvml.torture_strangers $(CONNECTIONS) $(PACKETS) docs/strangers.md
 
-# A coordinator killed many times under load; leaves its figures in docs/torture-coordinator.md.
+# A coordinator killed many times under load, and one sent malformed messages; leaves its figures in
+# docs/torture-coordinator.md.
 COORDINATOR_KILLS ?= 100
+MALFORMED ?= 100000
 torture-coordinator: $(STAMP)
-	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) docs/torture-coordinator.md
+	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) docs/torture-coordinator.md \
+	  --malformed $(MALFORMED)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -100,4 +123,4 @@ $(FRAMEWORKS_STAMP): pyproject.toml tests/frameworks/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS_VENV) examples/nodejs/node_modules demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) examples/nodejs/node_modules gpu-wheels demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,6 +21,9 @@ from benchmarks.load.control import LOAD_FLAGS, Agents, CoordinatorProcess, rais
 MINUTES = 20.0
 RANKS = 1024
 
+_FLAGS = (*LOAD_FLAGS, "--keep-finished-count", "100")
+"""Jobs that have ended are kept: so many gather within the warm-up."""
+
 _SMALL_PIPELINES = 4
 _STAYING_SHARE = 0.5
 _SAMPLE_S = 2.0
@@ -65,7 +68,7 @@ def soak(minutes: float, rank_count: int) -> tuple[list[Sample], int, list[str]]
     ended = 0
     with tempfile.TemporaryDirectory(prefix="perseus-soak-") as name:
         database = Path(name) / "jobs.db"
-        with CoordinatorProcess(Path(name), str(database), LOAD_FLAGS) as coordinator:
+        with CoordinatorProcess(Path(name), str(database), _FLAGS) as coordinator:
             coordinator.start()
             with Agents(coordinator.address) as agents:
                 agents.ask("add", job_id="staying", pipeline_count=staying)

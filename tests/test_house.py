@@ -132,6 +132,7 @@ HOUSE: Mapping[str, Room] = {
     "service.solving": room("service.domain", "service.solving.fair_queue", "solver", needs=["structlog"]),
     "service.shell.watch_state": pure("service.domain"),
     "service.shell.job_clock": pure(),
+    "service.shell.quotas": pure("service.domain"),
     "service.shell": room(
         "service.domain",
         "service.fleet",
@@ -141,6 +142,7 @@ HOUSE: Mapping[str, Room] = {
         "service.job.rules",
         "service.job.runs",
         "service.shell.job_clock",
+        "service.shell.quotas",
         "service.shell.watch_state",
         "service.solving",
         "service.storage",
@@ -150,6 +152,7 @@ HOUSE: Mapping[str, Room] = {
     "service.api": room(
         "service.domain",
         "service.shell",
+        "service.shell.quotas",
         "service.solving",
         "solver",
         "v1",

@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class CoordinatorProcess:
     Args:
         database: a path, or a URL.
         is_pinned: whether it has to do with one core, as when it is measured.
+        environment: more of it, by which it knows whom to trust; without, it asks nobody.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class CoordinatorProcess:
         flags: Sequence[str] = LOAD_FLAGS,
         *,
         is_pinned: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        self._environment = environment
         self.address = "127.0.0.1:0"
         self._folder = folder
         self._command = [
@@ -65,7 +68,8 @@ class CoordinatorProcess:
             "perseus.cli",
             "coordinator",
         ]
-        self._command += ["--database", database, "--log-format", "json", "--insecure", *flags]
+        self._command += ["--database", database, "--log-format", "json", *flags]
+        self._command += ["--insecure"] if environment is None else []
         self._process: subprocess.Popen[bytes] | None = None
         self._start_count = 0
 
@@ -110,6 +114,7 @@ class CoordinatorProcess:
                 [*self._command, "--listen", self.address],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
+                env={**os.environ, **(self._environment or {})},
                 stderr=subprocess.STDOUT,
             )
 

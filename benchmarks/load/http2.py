@@ -20,11 +20,12 @@ _PREFIX = 5
 """Of a message: whether it is compressed, and its length."""
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """A frame as it is sent."""
     return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
 
 
-def _literal(name: bytes, value: bytes) -> bytes:
+def literal(name: bytes, value: bytes) -> bytes:
     """A header that no table is to remember; shorter than 127 bytes each."""
     return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
 
@@ -32,18 +33,18 @@ def _literal(name: bytes, value: bytes) -> bytes:
 _SETTINGS_PAYLOAD = _SETTING_ENABLE_PUSH.to_bytes(2) + (0).to_bytes(4)
 _SETTINGS_PAYLOAD += _SETTING_INITIAL_WINDOW.to_bytes(2) + _LARGEST_WINDOW.to_bytes(4)
 
-_OPENING = (
+OPENING = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    + _frame(_SETTINGS, 0, 0, _SETTINGS_PAYLOAD)
-    + _frame(_WINDOW_UPDATE, 0, 0, (_LARGEST_WINDOW - _FIRST_WINDOW).to_bytes(4))
+    + frame(_SETTINGS, 0, 0, _SETTINGS_PAYLOAD)
+    + frame(_WINDOW_UPDATE, 0, 0, (_LARGEST_WINDOW - _FIRST_WINDOW).to_bytes(4))
 )
 
 
 def _request_headers(path: str, authority: str) -> bytes:
     block = b"\x83\x86"  # POST, http: from the static table
-    block += _literal(b":path", path.encode()) + _literal(b":authority", authority.encode())
-    block += _literal(b"te", b"trailers") + _literal(b"content-type", b"application/grpc")
-    return _frame(_HEADERS, _END_HEADERS, _STREAM, block)
+    block += literal(b":path", path.encode()) + literal(b":authority", authority.encode())
+    block += literal(b"te", b"trailers") + literal(b"content-type", b"application/grpc")
+    return frame(_HEADERS, _END_HEADERS, _STREAM, block)
 
 
 class GrpcStream(asyncio.Protocol):
@@ -52,7 +53,7 @@ class GrpcStream(asyncio.Protocol):
     def __init__(
         self, path: str, authority: str, received: Callable[[bytes], None], ended: Callable[[str], None]
     ) -> None:
-        self._opening = _OPENING + _request_headers(path, authority)
+        self._opening = OPENING + _request_headers(path, authority)
         self._received = received
         self._ended: Callable[[str], None] | None = ended
         self._transport: asyncio.Transport | None = None
@@ -127,7 +128,7 @@ class GrpcStream(asyncio.Protocol):
         if kind == _DATA:
             self._take_data(payload)
         elif kind == _PING and not flags & _ACK:
-            self._write(_frame(_PING, _ACK, 0, payload))
+            self._write(frame(_PING, _ACK, 0, payload))
         elif kind == _WINDOW_UPDATE:
             room = int.from_bytes(payload)
             if stream == 0:
@@ -141,7 +142,7 @@ class GrpcStream(asyncio.Protocol):
                     initial = int.from_bytes(payload[at + 2 : at + 6])
                     self._stream_window += initial - self._peers_initial_window
                     self._peers_initial_window = initial
-            self._write(_frame(_SETTINGS, _ACK, 0, b""))
+            self._write(frame(_SETTINGS, _ACK, 0, b""))
             self._send_waiting()
         elif kind in (_RST_STREAM, _GOAWAY) or (kind == _HEADERS and flags & END_STREAM):
             self._end(f"frame {kind}: {payload!r}")
@@ -160,7 +161,7 @@ class GrpcStream(asyncio.Protocol):
     def _data(self, part: bytes) -> bytes:
         self._window -= len(part)
         self._stream_window -= len(part)
-        return _frame(_DATA, 0, _STREAM, part)
+        return frame(_DATA, 0, _STREAM, part)
 
     def _send_waiting(self) -> None:
         while self._waiting and len(self._waiting[0]) <= min(self._window, self._stream_window):

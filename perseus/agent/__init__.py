@@ -9,9 +9,10 @@
     restore                     agent process and its supervisor: records, bringing GPUs back
     gpu                         agent process: one small interface to a GPU, real or emulated
 
-Here is what a trainer needs, and it is standard library only. Of the agent's rooms `clocks` and `energy` know
-no other but `gpu`, `rank` knows these and `link`, `stream` knows `rank`, `restore` knows `gpu`, and `sidecar`
-knows all.
+Here is what a trainer needs, and it is standard library only. `Probe` marks at the host's time, which under
+CUDA is that of the launches; the hooks mark at the device's (`probe.torch_marks`). Of the agent's rooms
+`clocks` and `energy` know no other but `gpu`, `rank` knows these and `link`, `stream` knows `rank`, `restore`
+knows `gpu`, and `sidecar` knows all.
 """
 
 from perseus.agent.link.computation import Computation, Kind

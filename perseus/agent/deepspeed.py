@@ -14,17 +14,27 @@ are counted, as each stage executes its forwards and its backwards in their orde
 knows the microbatch of each of its steps, is the table that this is checked against.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.probe.attachment import Attachment, Connect
+from perseus.agent.probe.attachment import Attachment, Connect, Identify, table_if_any
 from perseus.agent.probe.client import Probe
+from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
-from perseus.agent.probe.torch_marks import connect_marks
+from perseus.agent.probe.torch_marks import capture_check, connect_marks
 
 # DeepSpeed's instructions that are computations, by the names of their classes.
 _KINDS = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
+_OF_GRIDS = (
+    "get_pipe_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_pipe_parallel_rank",
+    "get_pipe_parallel_world_size",
+    "get_slice_parallel_rank",
+    "get_slice_parallel_world_size",
+)
 
 
 def attach(
@@ -39,21 +49,26 @@ def attach(
     `max_slowdown_percent`: how much slower than T_min plans may be. `connect` stands for `Probe.connect` in
     tests and demonstrations.
 
-    ValueError if `engine` is no `PipelineEngine`. Without an agent that is said once, and training goes on as
-    before.
+    ValueError if `engine` is no `PipelineEngine`, or lacks what the hook needs, as it may in other versions.
+    Without an agent that is said once, and training goes on as before.
     """
     if not hasattr(engine, "_INSTRUCTION_MAP"):
         raise ValueError(f"engine: expected DeepSpeed's PipelineEngine, found {type(engine).__name__}")
-    from deepspeed.runtime.pipe.schedule import TrainSchedule
-
+    check_attributes(engine, "engine", "train_batch", "device", "grid")
+    check_attributes(engine.grid, "engine.grid", *_OF_GRIDS)
+    names = [instruction.__name__ for instruction in engine._INSTRUCTION_MAP]
+    if not set(_KINDS) <= set(names):
+        raise ValueError(
+            f"engine._INSTRUCTION_MAP: expected {' and '.join(_KINDS)}, found {', '.join(names) or 'none'}"
+        )
     placement = _placement(engine)
-    schedule = TrainSchedule(engine.micro_batches, engine.num_stages, engine.stage_id)
     attachment = Attachment(
         placement,
         connect_marks(connect, job_id, placement, engine.device),
         gather_over(engine.grid.get_pipe_parallel_group()),
-        table=table_of(schedule),
+        table=table_if_any(lambda: _table(engine)),
         max_slowdown_percent=max_slowdown_percent,
+        is_capturing=capture_check(engine.device),
     )
     mark_engine(attachment, engine)
     return attachment
@@ -72,6 +87,12 @@ def _placement(engine: Any) -> Placement:
     )
 
 
+def _table(engine: Any) -> list[Computation]:
+    from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+    return table_of(TrainSchedule(engine.micro_batches, engine.num_stages, engine.stage_id))
+
+
 def table_of(schedule: Any) -> list[Computation]:
     """The order that DeepSpeed's schedule gives its stage: a step has one computation at most."""
     return [
@@ -86,30 +107,26 @@ def mark_engine(attachment: Attachment, engine: Any) -> None:
     """Put marks around an engine's training iterations and their computations."""
     # How many computations of each kind the iteration has executed.
     counts = dict.fromkeys(_KINDS.values(), 0)
-    train_batch = engine.train_batch
 
-    def train_batch_marked(*args: Any, **kwargs: Any) -> Any:
+    def is_training() -> bool:
         counts.update(dict.fromkeys(counts, 0))
-        attachment.begin_iteration()
-        loss = train_batch(*args, **kwargs)
-        attachment.end_iteration()
-        return loss
+        return True
 
-    def marked(execute: Callable[..., None], kind: Kind) -> Callable[..., None]:
-        # The engine binds what it finds in the map to itself.
-        def execute_marked(engine: Any, *args: Any, **kwargs: Any) -> None:
-            microbatch = counts[kind]
+    def identify(kind: Kind) -> Identify:
+        def identify_next(_args: tuple[Any, ...], _kwargs: dict[str, Any]) -> tuple[Kind, int, int]:
             counts[kind] += 1
-            attachment.begin(kind, microbatch)
-            execute(engine, *args, **kwargs)
-            attachment.end(kind, microbatch)
+            return kind, counts[kind] - 1, 0
 
-        return execute_marked
+        return identify_next
 
-    instructions: Mapping[type, Callable[..., None]] = engine._INSTRUCTION_MAP
+    # The engine binds what it finds in the map to itself.
+    instructions: Mapping[type, Any] = engine._INSTRUCTION_MAP
     marked_instructions = {
-        instruction: marked(execute, kind) if (kind := _KINDS.get(instruction.__name__)) else execute
+        instruction: attachment.marked(execute, identify(kind))
+        if (kind := _KINDS.get(instruction.__name__))
+        else execute
         for instruction, execute in instructions.items()
     }
     attachment.replace(engine, "_INSTRUCTION_MAP", marked_instructions)
-    attachment.replace(engine, "train_batch", train_batch_marked)
+    train_batch = attachment.marked_iteration(engine.train_batch, is_training)
+    attachment.replace(engine, "train_batch", train_batch)

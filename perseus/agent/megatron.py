@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment, Connect
 from perseus.agent.probe.client import Probe
+from perseus.agent.probe.framework import Argument, check_attributes, find_argument
 from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
-from perseus.agent.probe.torch_marks import connect_marks
+from perseus.agent.probe.torch_marks import capture_check, connect_marks
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +48,20 @@ _ITERATIONS = (
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
 )
-
-_Argument = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""Finds one argument among those of a call."""
+_OF_PARALLEL_STATE = (
+    "model_parallel_is_initialized",
+    "get_virtual_pipeline_model_parallel_rank",
+    "get_virtual_pipeline_model_parallel_world_size",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_world_size",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+    "get_context_parallel_rank",
+    "get_context_parallel_world_size",
+)
 
 
 def attach(
@@ -73,6 +85,7 @@ def attach(
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
+    check_attributes(parallel_state, "megatron.core.parallel_state", *_OF_PARALLEL_STATE)
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError("Megatron-Core: expected its parallel state to be initialised, found it is not")
     for name in _UNSUPPORTED:
@@ -85,6 +98,8 @@ def attach(
     if seam == "schedules":
         virtual_stage = parallel_state.get_virtual_pipeline_model_parallel_rank
         marked_schedules = MarkedSchedules(schedules, virtual_stage)
+    else:
+        check_attributes(config, "config", "timers")
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     placement = _placement(parallel_state, device)
@@ -93,6 +108,7 @@ def attach(
         connect_marks(connect, job_id, placement, device),
         gather_over(parallel_state.get_pipeline_model_parallel_group()),
         max_slowdown_percent=max_slowdown_percent,
+        is_capturing=capture_check(device),
     )
     if marked_schedules is not None:
         marked_schedules.mark(attachment)
@@ -122,15 +138,19 @@ class MarkedSchedules:
     """
 
     def __init__(self, schedules: Any, virtual_stage: Callable[[], int | None]) -> None:
-        """ValueError if a function lacks a parameter that is needed."""
+        """ValueError if a function is not there, or lacks a parameter that is needed."""
+        where = "megatron.core.pipeline_parallel.schedules"
+        check_attributes(schedules, where, "forward_step", "backward_step", *_ITERATIONS)
         self._schedules = schedules
         self._forward_step = schedules.forward_step
         self._backward_step = schedules.backward_step
-        self._microbatch_of = _argument(self._forward_step, "current_microbatch")
-        self._output_of = _argument(self._backward_step, "output_tensor")
-        self._chunk_of: _Argument = lambda _args, _kwargs: virtual_stage()
+        self._microbatch_of = find_argument(
+            self._forward_step, "current_microbatch", f"{where}: forward_step"
+        )
+        self._output_of = find_argument(self._backward_step, "output_tensor", f"{where}: backward_step")
+        self._chunk_of: Argument = lambda _args, _kwargs: virtual_stage()
         if "vp_stage" in inspect.signature(self._forward_step).parameters:
-            self._chunk_of = _argument(self._forward_step, "vp_stage")
+            self._chunk_of = find_argument(self._forward_step, "vp_stage", f"{where}: forward_step")
         # The microbatch and chunk of each forward whose backward is to come, by the id of its output, which
         # Megatron keeps until then.
         self._awaited: dict[int, tuple[int, int]] = {}
@@ -143,14 +163,23 @@ class MarkedSchedules:
         for name in _ITERATIONS:
             run = getattr(self._schedules, name)
             attachment.replace(self._schedules, name, self._marked_iteration(attachment, run))
-        attachment.replace(self._schedules, "forward_step", self._marked_forward(attachment))
-        attachment.replace(self._schedules, "backward_step", self._marked_backward(attachment))
+        forward_step = attachment.marked(self._forward_step, self._forward, self._note_output)
+        attachment.replace(self._schedules, "forward_step", forward_step)
+        backward_step = attachment.marked(self._backward_step, self._backward)
+        attachment.replace(self._schedules, "backward_step", backward_step)
 
     def _marked_iteration(self, attachment: Attachment, run: Callable[..., Any]) -> Callable[..., Any]:
+        is_forward_only = None
+        if "forward_only" in inspect.signature(run).parameters:
+            is_forward_only = find_argument(run, "forward_only", run.__name__)
+
+        def is_training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+            return is_forward_only is None or not is_forward_only(args, kwargs)
+
         @wraps(run)
         def marked(*args: Any, **kwargs: Any) -> Any:
             self._is_in_iteration = True
-            self._is_training = not kwargs.get("forward_only", False)
+            self._is_training = bool(attachment.ask(is_training, args, kwargs))
             try:
                 if not self._is_training:
                     return run(*args, **kwargs)
@@ -164,38 +193,19 @@ class MarkedSchedules:
 
         return marked
 
-    def _marked_forward(self, attachment: Attachment) -> Callable[..., Any]:
-        forward_step, microbatch_of, chunk_of = self._forward_step, self._microbatch_of, self._chunk_of
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, int, int] | None:
+        if not self._is_training:
+            self._warn_outside()
+            return None
+        return Kind.FORWARD, self._microbatch_of(args, kwargs), self._chunk_of(args, kwargs) or 0
 
-        @wraps(forward_step)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_training:
-                self._warn_outside()
-                return forward_step(*args, **kwargs)
-            microbatch, chunk = microbatch_of(args, kwargs), chunk_of(args, kwargs) or 0
-            attachment.begin(Kind.FORWARD, microbatch, chunk)
-            result = forward_step(*args, **kwargs)
-            attachment.end(Kind.FORWARD, microbatch, chunk)
-            self._awaited[id(result[0])] = microbatch, chunk
-            return result
+    def _note_output(self, forward: tuple[Kind, int, int], result: Any) -> None:
+        _, microbatch, chunk = forward
+        self._awaited[id(result[0])] = microbatch, chunk
 
-        return marked
-
-    def _marked_backward(self, attachment: Attachment) -> Callable[..., Any]:
-        backward_step, output_of = self._backward_step, self._output_of
-
-        @wraps(backward_step)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            forward = self._awaited.pop(id(output_of(args, kwargs)), None)
-            if forward is None:
-                return backward_step(*args, **kwargs)
-            microbatch, chunk = forward
-            attachment.begin(Kind.BACKWARD, microbatch, chunk)
-            gradient = backward_step(*args, **kwargs)
-            attachment.end(Kind.BACKWARD, microbatch, chunk)
-            return gradient
-
-        return marked
+    def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, int, int] | None:
+        forward = self._awaited.pop(id(self._output_of(args, kwargs)), None)
+        return None if forward is None else (Kind.BACKWARD, *forward)
 
     def _warn_outside(self) -> None:
         if not self._is_in_iteration and not self._has_warned:
@@ -203,21 +213,6 @@ class MarkedSchedules:
             _log.warning(
                 "not marked: call get_forward_backward_func() after attach(), found it called before"
             )
-
-
-def _argument(function: Callable[..., Any], name: str) -> _Argument:
-    parameters = list(inspect.signature(function).parameters)
-    if name not in parameters:
-        raise ValueError(
-            f"Megatron-Core: {function.__name__}: expected a parameter {name!r}, "
-            f"found {', '.join(parameters)}"
-        )
-    position = parameters.index(name)
-
-    def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[position] if position < len(args) else kwargs.get(name)
-
-    return find
 
 
 class MarkedTimers:
@@ -255,7 +250,7 @@ class MarkedTimers:
 
     def _begin_iteration(self) -> None:
         self._counts.update(dict.fromkeys(self._counts, 0))
-        if self._is_training():
+        if self._attachment.ask(self._is_training):
             self._attachment.begin_iteration()
 
     def _end_iteration(self) -> None:
@@ -278,13 +273,14 @@ class _MarkedTimer:
         self._begin = begin
         self._end = end
 
-    def start(self, *args: Any, **kwargs: Any) -> None:
-        self._timer.start(*args, **kwargs)
+    def start(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._timer.start(*args, **kwargs)
         self._begin()
+        return result
 
-    def stop(self, *args: Any, **kwargs: Any) -> None:
+    def stop(self, *args: Any, **kwargs: Any) -> Any:
         self._end()
-        self._timer.stop(*args, **kwargs)
+        return self._timer.stop(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._timer, name)

@@ -18,17 +18,33 @@ its input step does nothing and its weight step computes the whole backward. It 
 BACKWARD, when the weight step runs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe import placement as places
-from perseus.agent.probe.attachment import Attachment, Connect
+from perseus.agent.probe.attachment import Attachment, Connect, Identify, table_if_any
 from perseus.agent.probe.client import Probe
-from perseus.agent.probe.torch_marks import connect_marks
+from perseus.agent.probe.framework import Argument, check_attributes, find_argument
+from perseus.agent.probe.torch_marks import capture_check, connect_marks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# What the hook needs of torch's objects; all of it there since torch 2.6.
+_OF_SCHEDULES = ("step", "_has_backward")
+_OF_STAGES = (
+    "forward_one_chunk",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+    "stage_index",
+    "group",
+    "group_rank",
+    "group_size",
+    "device",
+    "is_first",
+    "dw_builder",
+)
 
 # The values of torch's _ComputationType that stand for computations.
 _KINDS = {
@@ -53,11 +69,13 @@ def attach(
     parallel. Without one, all parallelism is pipeline and data. `max_slowdown_percent`: how much slower than
     T_min plans may be. `connect` stands for `Probe.connect` in tests and demonstrations.
 
-    ValueError if `schedule` is none of `torch.distributed.pipelining`, or stands elsewhere in the mesh.
-    Without an agent that is said once, and training goes on as before.
+    ValueError if `schedule` is none of `torch.distributed.pipelining` or lacks what the hook needs, as it may
+    in other versions of torch, or stands elsewhere in the mesh. Without an agent that is said once, and
+    training goes on as before.
     """
-    stages = _stages_of(schedule)
+    stages = stages_of(schedule)
     first = stages[0]
+    identities = identities_of(stages)
     if device_mesh is not None:
         placement = places.from_device_mesh(device_mesh, first.device)
     else:
@@ -73,72 +91,75 @@ def attach(
         marks,
         places.gather_over(first.group),
         chunk_positions=[stage.stage_index for stage in stages],
-        table=_table(schedule, stages),
+        table=table_if_any(lambda: _table(schedule, stages)),
         max_slowdown_percent=max_slowdown_percent,
+        is_capturing=capture_check(first.device),
     )
-    for chunk, stage in enumerate(stages):
-        _mark_computations(attachment, stage, chunk)
-    attachment.replace(schedule, "step", _step_marked(attachment, schedule))
+    mark_schedule(attachment, schedule, stages, identities)
     return attachment
 
 
-def _stages_of(schedule: Any) -> list[Any]:
-    """The schedule's stage objects in this process, in the model's order."""
+def stages_of(schedule: Any) -> list[Any]:
+    """The schedule's stages in this process, in the model's order. ValueError if they can't be hooked."""
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     if stages[0] is None:
         raise ValueError(
             f"schedule: expected one of torch.distributed.pipelining, found {type(schedule).__name__}"
         )
+    check_attributes(schedule, f"schedule {type(schedule).__name__}", *_OF_SCHEDULES)
+    for stage in stages:
+        check_attributes(stage, f"stage {type(stage).__name__}", *_OF_STAGES)
     return sorted(stages, key=lambda stage: stage.stage_index)
 
 
-def _step_marked(attachment: Attachment, schedule: Any) -> Callable[..., Any]:
-    step = schedule.step
-
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        if not schedule._has_backward:  # an evaluation
-            return step(*args, **kwargs)
-        attachment.begin_iteration()
-        result = step(*args, **kwargs)
-        attachment.end_iteration()
-        return result
-
-    return marked
+def mark_schedule(
+    attachment: Attachment, schedule: Any, stages: Sequence[Any], identities: Sequence[dict[str, Identify]]
+) -> None:
+    """Put marks around a schedule's training iterations and its stages' computations."""
+    for stage, identify_calls in zip(stages, identities, strict=True):
+        for name, identify in identify_calls.items():
+            attachment.replace(stage, name, attachment.marked(getattr(stage, name), identify))
+    # Not in an evaluation.
+    step = attachment.marked_iteration(schedule.step, lambda: schedule._has_backward)
+    attachment.replace(schedule, "step", step)
 
 
-def _mark_computations(attachment: Attachment, stage: Any, chunk: int) -> None:
-    begin, end = attachment.begin, attachment.end
-    forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
-    backward_weight = stage.backward_weight_one_chunk
+def identities_of(stages: Sequence[Any]) -> list[dict[str, Identify]]:
+    """For each stage, by its functions that compute: which computation a call is.
+
+    ValueError for one whose signature is not as known.
+    """
+    return [_identities(stage, chunk) for chunk, stage in enumerate(stages)]
+
+
+def _identities(stage: Any, chunk: int) -> dict[str, Identify]:
     has_empty_input_step = _has_empty_input_step(stage)
     weight_kind = Kind.BACKWARD if has_empty_input_step else Kind.BACKWARD_WEIGHT
 
-    # Parameters are named as torch names them: a schedule may pass them by name.
-    def marked_forward(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        begin(Kind.FORWARD, fwd_chunk_id, chunk)
-        output = forward(fwd_chunk_id, *args, **kwargs)
-        end(Kind.FORWARD, fwd_chunk_id, chunk)
-        return output
+    def argument(function: str, name: str) -> Argument:
+        return find_argument(getattr(stage, function), name, f"stage {type(stage).__name__}: {function}")
 
-    def marked_backward(
-        bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        if has_empty_input_step and not full_backward:
-            backward(bwd_chunk_id, loss, full_backward, last_backward)
-            return
-        kind = Kind.BACKWARD if full_backward else Kind.BACKWARD_INPUT
-        begin(kind, bwd_chunk_id, chunk)
-        backward(bwd_chunk_id, loss, full_backward, last_backward)
-        end(kind, bwd_chunk_id, chunk)
+    forward_microbatch = argument("forward_one_chunk", "fwd_chunk_id")
+    backward_microbatch = argument("backward_one_chunk", "bwd_chunk_id")
+    is_full = argument("backward_one_chunk", "full_backward")
+    weight_microbatch = argument("backward_weight_one_chunk", "bwd_chunk_id")
 
-    def marked_backward_weight(bwd_chunk_id: int, last_backward: bool = False) -> None:
-        begin(weight_kind, bwd_chunk_id, chunk)
-        backward_weight(bwd_chunk_id, last_backward)
-        end(weight_kind, bwd_chunk_id, chunk)
+    def backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Kind, int, int] | None:
+        if is_full(args, kwargs):
+            return Kind.BACKWARD, backward_microbatch(args, kwargs), chunk
+        if has_empty_input_step:
+            return None
+        return Kind.BACKWARD_INPUT, backward_microbatch(args, kwargs), chunk
 
-    attachment.replace(stage, "forward_one_chunk", marked_forward)
-    attachment.replace(stage, "backward_one_chunk", marked_backward)
-    attachment.replace(stage, "backward_weight_one_chunk", marked_backward_weight)
+    return {
+        "forward_one_chunk": lambda args, kwargs: (Kind.FORWARD, forward_microbatch(args, kwargs), chunk),
+        "backward_one_chunk": backward,
+        "backward_weight_one_chunk": lambda args, kwargs: (
+            weight_kind,
+            weight_microbatch(args, kwargs),
+            chunk,
+        ),
+    }
 
 
 def _has_empty_input_step(stage: Any) -> bool:

@@ -104,12 +104,18 @@ def _serve(settings: AgentSettings) -> None:
 
 def _restore(settings: AgentSettings) -> None:
     from perseus.agent.gpu import GpuError
-    from perseus.agent.restore.records import PATIENCE_S, RecordFolder, restore_found
+    from perseus.agent.gpu.lanes import Lanes
+    from perseus.agent.restore.records import PATIENCE_S, RecordFolder
+    from perseus.agent.restore.restorer import Restoration, Restorer
     from perseus.agent.sidecar.backends import backend
 
-    try:
+    async def restore() -> list[Restoration]:
         folder = RecordFolder(settings.restore_folder)
-        done = restore_found(folder, backend(settings).open, patience_s=PATIENCE_S)
+        restorer = Restorer(folder, backend(settings).open, Lanes(), patience_s=PATIENCE_S)
+        return await restorer.restore_once()
+
+    try:
+        done = asyncio.run(restore())
     except GpuError as error:
         fail(str(error), FAILURE)
     for each in done:
@@ -127,7 +133,7 @@ def _self_test(settings: AgentSettings) -> None:
     from perseus.agent.gpu import GpuError
     from perseus.agent.gpu.nvml import calling
     from perseus.agent.sidecar.backends import NvmlBackend
-    from perseus.agent.sidecar.self_test import Finding, gpu_findings, node_findings
+    from perseus.agent.sidecar.self_test import Finding, all_gpu_findings, gpu_findings, node_findings
 
     if settings.gpu_backend != "nvml":
         fail(f"--self-test: expected --gpu-backend nvml, found {settings.gpu_backend}")
@@ -135,7 +141,7 @@ def _self_test(settings: AgentSettings) -> None:
         with calling("nvmlInit", "GPUs", pynvml):
             pynvml.nvmlInit()
         node = node_findings()
-        gpus = [gpu_findings(uuid) for uuid in NvmlBackend().uuids()]
+        gpus = asyncio.run(all_gpu_findings(NvmlBackend().listed(), gpu_findings))
     except GpuError as error:
         fail(str(error), FAILURE)
 

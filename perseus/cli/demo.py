@@ -58,8 +58,15 @@ def demo(
     with LiveDisplay(console) as display:
         measurements = _run(tell(DEMO, DEMO_PLOT, output, display, through_nvml=through_nvml))
     console.print(phase_table(measurements.phases))
+    if (evaluations := measurements.evaluations) is not None and evaluations.later_count:
+        console.print(
+            f"Evaluations of {DEMO.evaluation_s:g} s between iterations, {evaluations.later_count} since the "
+            f"first clock was set: {evaluations.later_time_s:.3f} s in the mean, "
+            f"{evaluations.longest_later_time_s:.3f} s at most.",
+            highlight=False,
+        )
     console.print(f"Summary, pictures and logs are in {output}.", highlight=False)
-    complaints = judge(measurements, DEMO_PLOT)
+    complaints = judge(measurements, DEMO_PLOT, DEMO)
     if complaints:
         fail("; ".join(complaints), FAILURE)
 

@@ -189,7 +189,9 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
     table.add_column("from – to (UTC)", min_width=15)
     for column in ("iteration, s", "energy, J", "slowdown, %", "saving, %"):
         table.add_column(column, justify="right", no_wrap=True)
+    gaps = ""
     for period in periods:
+        gaps = _gaps(period)
         state = _state_name(period.state) + (" with straggler" if period.has_straggler else "")
         first, last = period.first_iteration, period.last_iteration
         has_error = period.iteration_count > 1
@@ -203,7 +205,19 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
             _figure(period.energy_j, period.energy_se_j if has_error else None, ".0f"),
             *_saving(period),
         )
+    if gaps:
+        table.caption = f"{table.caption}\n{gaps}"
     return table
+
+
+def _gaps(period: job_pb2.ReportPeriod) -> str:
+    """What lies between iterations, and is part of none."""
+    if not period.gap_time_s:
+        return ""
+    text = f"between iterations, in period {period.number}: {period.gap_time_s:.3f} s"
+    if period.gap_energy_j:
+        text += f" and {period.gap_energy_j:.0f} J"
+    return f"{text} a time in the mean, of which clocks cost {1e3 * period.gap_slowed_time_s:.1f} ms at most"
 
 
 def _saving(period: job_pb2.ReportPeriod) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.link.computation import Kind
 from perseus.demo import nvml_stub
 from perseus.demo.security import Security
-from perseus.demo.trainer import STOP_FILE, RankTask
+from perseus.demo.trainer import STOP_FILE, RankTask, evaluations_file
 from perseus.demo.workload import Workload
 
 _START_TIMEOUT_S = 30.0
@@ -90,7 +90,9 @@ class Cluster:
             *guard,
             environment=self.security.of_coordinator(),
         )
-        return self._await_log(self._coordinator, log, "listening", "address")
+        address = self._await_log(self._coordinator, log, "listening", "address")
+        self.security.admit_agents(address)
+        return address
 
     def start_agents(self, coordinator: str) -> None:
         """Start one agent for each pipeline's GPUs, and wait until they serve their sockets."""
@@ -139,12 +141,25 @@ class Cluster:
                 forward=(forward.compute_s, forward.memory_s, forward.activity),
                 backward=(backward.compute_s, backward.memory_s, backward.activity),
                 optimizer_s=workload.optimizer_s,
+                evaluation_s=workload.evaluation_s,
+                evaluation_interval=workload.evaluation_interval,
             )
             self.start_trainer(f"trainer-{pipeline}-{stage}", "-m", "perseus.demo.trainer", task.to_json())
 
     def start_trainer(self, name: str, *arguments: str) -> None:
         """Start Python on a process of the training job, the demo's own or another."""
         self._trainers.append(self._start(self._log_dir / f"{name}.log", *arguments))
+
+    def evaluations(self, *, but: int) -> list[tuple[int, float]]:
+        """Evaluations of all pipelines but one: after which iteration, and how long it took in seconds."""
+        ranks = [rank for rank in self._workload.ranks if rank[0] != but]
+        files = [evaluations_file(self._run_dir, *rank) for rank in ranks]
+        return [
+            (iteration, time_s)
+            for file in files
+            if file.exists()
+            for iteration, time_s in json.loads(file.read_text())
+        ]
 
     def degrade(self, pipeline: int, slowdown: float) -> None:
         """Make every GPU of a pipeline slower by a factor, as a hot node is; 1 heals it."""

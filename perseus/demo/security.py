@@ -1,4 +1,4 @@
-"""What the processes of a demo or a test trust each other by: mutual TLS and a token, made for that run.
+"""What the processes of a demo or a test trust each other by: mutual TLS and tokens, made for that run.
 
 The one place that knows what each kind of process has to be given, as variables of its environment.
 """
@@ -12,8 +12,14 @@ from perseus.certificates import Authority
 from perseus.tls.channels import Channels
 from perseus.tls.files import TlsFiles
 from perseus.tls.tokens import TokenSource, own_token
+from perseus.v1 import token_service_pb2
+from perseus.v1.token_service_pb2_grpc import TokenServiceStub
+
+AGENTS = "agents"
+"""Name of the token that all agents share."""
 
 _VALID_FOR = timedelta(days=30)
+_TIMEOUT_S = 30.0
 
 
 class Security:
@@ -24,6 +30,10 @@ class Security:
         self.ca = folder / "ca.pem"
         self.token_file = folder / "operator.token"
         own_token(self.token_file, f"perseus_{secrets.token_urlsafe(32)}")
+        # Nobody's until `admit_agents`: an agent that runs already reads it again then.
+        self.agent_token_file = folder / "agent.token"
+        own_token(self.agent_token_file, f"perseus_{secrets.token_urlsafe(32)}")
+        self._admitted: set[str] = set()
         self.coordinator_certificate, self.coordinator_key = self.renew_coordinator()
         self.client_certificate, self.client_key = self.renew_client()
 
@@ -39,6 +49,23 @@ class Security:
         return self.authority.issue(
             self.authority.folder / "client", ["client"], is_server=False, ends=datetime.now(UTC) + _VALID_FOR
         )
+
+    def admit_agents(self, address: str, name: str = AGENTS) -> None:
+        """Have the coordinator make a token of that name, once, which is the agents' from now on.
+
+        They may speak for jobs with it, and no more.
+        """
+        if name in self._admitted:
+            return
+        request = token_service_pb2.CreateTokenRequest(
+            name=name, scope=token_service_pb2.SCOPE_AGENT, job_patterns=["*"]
+        )
+        with self.channels(address).open_blocking() as channel:
+            answer = TokenServiceStub(channel).CreateToken(request, timeout=_TIMEOUT_S)
+        beside = self.agent_token_file.with_suffix(".new")
+        own_token(beside, answer.secret)
+        beside.replace(self.agent_token_file)
+        self._admitted.add(name)
 
     @property
     def client_files(self) -> TlsFiles:
@@ -60,7 +87,8 @@ class Security:
 
     def of_agent(self) -> Mapping[str, str]:
         """For the environment of `perseus agent`."""
-        return {f"PERSEUS_AGENT_{name}": value for name, value in self._of_client().items()}
+        variables = {**self._of_client(), "TOKEN_FILE": str(self.agent_token_file)}
+        return {f"PERSEUS_AGENT_{name}": value for name, value in variables.items()}
 
     def of_operator(self) -> Mapping[str, str]:
         """For the environment of commands that ask the coordinator."""

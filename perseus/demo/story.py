@@ -13,7 +13,7 @@ from perseus import pictures
 from perseus.demo import nvml_stub
 from perseus.demo.cluster import Cluster
 from perseus.demo.observation import Observer
-from perseus.demo.summary import Measurements, as_json, complaints
+from perseus.demo.summary import Evaluations, Measurements, as_json, complaints, evaluation_complaints
 from perseus.demo.workload import Workload
 from perseus.v1 import (
     computation_pb2,
@@ -95,18 +95,25 @@ async def tell(
                 for watcher in watchers:
                     watcher.cancel()
         await asyncio.to_thread(cluster.stop_services)
-    (out_dir / "summary.json").write_text(json.dumps(as_json(measurements.phases), indent=2) + "\n")
+        measurements.evaluations = Evaluations.of(
+            cluster.evaluations(but=plot.straggler), measurements.stock_iterations
+        )
+    summary = as_json(measurements.phases, measurements.evaluations)
+    (out_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return measurements
 
 
-def judge(measurements: Measurements, plot: Plot) -> list[str]:
+def judge(measurements: Measurements, plot: Plot, workload: Workload) -> list[str]:
     """What is wrong with what was measured; empty if nothing.
 
     The answer may not be slower than the straggler; since that is answered within a few iterations, what it
     takes by itself is better known from the plan.
     """
     paces = {PLAN: (STOCK, 1.0), ANSWERED: (PLAN, plot.slowdown), RECOVERED: (STOCK, 1.0)}
-    return complaints(measurements.phases, paces)
+    found = complaints(measurements.phases, paces)
+    if measurements.evaluations is not None:
+        found += evaluation_complaints(measurements.evaluations, workload.evaluation_s)
+    return found
 
 
 async def _keep_watch(cluster: Cluster) -> None:
@@ -137,6 +144,7 @@ async def _play(
     before = await observer.timeline(shown_pipeline)
     stock = measurements.at_stock()
     measurements.close_phase(STOCK, stock)
+    measurements.stock_iterations = stock[-1] + 1
 
     display.begin(PROFILING)
     await observer.until(

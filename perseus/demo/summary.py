@@ -32,6 +32,32 @@ class Phase:
     saving_percent: float
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluations:
+    """How long evaluations took in the mean, before there was any clock but stock's and since; 0 for none."""
+
+    stock_count: int
+    stock_time_s: float
+    later_count: int
+    later_time_s: float
+    longest_later_time_s: float
+
+    @classmethod
+    def of(cls, found: Iterable[tuple[int, float]], stock_iterations: int) -> "Evaluations":
+        """From (after which iteration, how long), where so many iterations were at stock."""
+        stock_s: list[float] = []
+        later_s: list[float] = []
+        for iteration, time_s in found:
+            (stock_s if iteration < stock_iterations else later_s).append(time_s)
+        return cls(
+            len(stock_s),
+            fmean(stock_s) if stock_s else 0.0,
+            len(later_s),
+            fmean(later_s) if later_s else 0.0,
+            max(later_s, default=0.0),
+        )
+
+
 class Measurements:
     """The job's iterations as they come in, and the phases made of them."""
 
@@ -39,6 +65,9 @@ class Measurements:
         self._pipeline_count = pipeline_count
         self._iterations: dict[int, dict[int, Iteration]] = {}
         self.phases: list[Phase] = []
+        self.stock_iterations = 0
+        """So many came first, before any clock but stock's was in force."""
+        self.evaluations: Evaluations | None = None
 
     def add(self, iteration: Iteration) -> None:
         """Take note of one pipeline's iteration."""
@@ -105,9 +134,21 @@ class Measurements:
         return next(phase for phase in self.phases if phase.name == name)
 
 
-def as_json(phases: Sequence[Phase]) -> Mapping[str, object]:
+def as_json(phases: Sequence[Phase], evaluations: Evaluations | None = None) -> Mapping[str, object]:
     """The contents of summary.json."""
-    return {"phases": [asdict(phase) for phase in phases]}
+    told = {"evaluations": asdict(evaluations)} if evaluations is not None else {}
+    return {"phases": [asdict(phase) for phase in phases], **told}
+
+
+def evaluation_complaints(evaluations: Evaluations, expected_time_s: float) -> list[str]:
+    """What is wrong with evaluations that take this long at stock; empty if plans have cost them no time."""
+    limit_s = expected_time_s * (1 + SLOWDOWN_LIMIT_PERCENT / 100)
+    if evaluations.later_time_s <= limit_s:
+        return []
+    return [
+        f"evaluations: expected at most {limit_s:.3f} s in the mean "
+        f"({expected_time_s:g} s + {SLOWDOWN_LIMIT_PERCENT} %), found {evaluations.later_time_s:.3f} s"
+    ]
 
 
 def complaints(phases: Sequence[Phase], paces: Mapping[str, tuple[str, float]]) -> list[str]:

@@ -3,6 +3,9 @@
 It stands in for a framework's training process and knows of Perseus only the probe: it follows its schedule,
 waits for its neighbours' activations and gradients, and its computations progress at the pace of the emulated
 GPU's clock. It trains until the run's folder holds a file named `stop`.
+
+Between iterations it evaluates from time to time, on every rank by itself, and writes down how long that
+took. Nothing of it is marked, so Perseus knows no more of it than that there is a gap.
 """
 
 import json
@@ -40,6 +43,10 @@ class RankTask:
     """Compute-bound seconds, memory-bound seconds, activity."""
     backward: tuple[float, float, float]
     optimizer_s: float
+    evaluation_s: float = 0.0
+    """How long an evaluation takes at the highest clock."""
+    evaluation_interval: int = 0
+    """Iterations from one to the next; 0 for none."""
 
     def to_json(self) -> str:
         """For the command line."""
@@ -67,6 +74,7 @@ def train(task: RankTask) -> None:
     run_dir = Path(task.run_dir)
     exchange = Exchange.connect(run_dir, (task.pipeline, task.stage), task.pipeline_count, task.stage_count)
     stop_file = run_dir / STOP_FILE
+    evaluations = Evaluations(task, works[Kind.FORWARD])
     goes_on = True
     while goes_on:
         with probe.iteration():
@@ -83,10 +91,45 @@ def train(task: RankTask) -> None:
                     exchange.send_gradients(microbatch)
             goes_on = exchange.synchronise(lambda: not stop_file.exists())
             time.sleep(task.optimizer_s)
+        if evaluations.iteration_ended(gpu):
+            exchange.synchronise(lambda: True)  # all ranks' results are put together
     probe.finish()
     probe.close()
     exchange.close()
     gpu.close()
+
+
+class Evaluations:
+    """A rank's, as long as its training; the file of `evaluations_file` has them all."""
+
+    def __init__(self, task: RankTask, forward: Work) -> None:
+        self._task = task
+        self._file = evaluations_file(Path(task.run_dir), task.pipeline, task.stage)
+        self._iteration = -1
+        self._found: list[tuple[int, float]] = []
+        self._forward = forward
+
+    def iteration_ended(self, gpu: EmulatedGpu) -> bool:
+        """Evaluate, if it is time for that; whether it was."""
+        self._iteration += 1
+        interval = self._task.evaluation_interval
+        if not interval or (self._iteration + 1) % interval:
+            return False
+        # As compute-bound as the forwards that it consists of.
+        forward = self._forward
+        count = self._task.evaluation_s / (forward.compute_s + forward.memory_s)
+        begun_s = time.monotonic()
+        gpu.execute(Work(forward.compute_s * count, forward.memory_s * count, forward.activity))
+        self._found.append((self._iteration, time.monotonic() - begun_s))
+        draft = self._file.with_suffix(".draft")
+        draft.write_text(json.dumps(self._found))
+        draft.rename(self._file)
+        return True
+
+
+def evaluations_file(run_dir: Path, pipeline: int, stage: int) -> Path:
+    """Where a rank writes down its evaluations: after which iteration, and how long they took in seconds."""
+    return run_dir / f"evaluations-{pipeline}-{stage}.json"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ class Workload:
 
     `stage_weights`: how heavy each stage is against the heaviest; their number is that of the stages.
     `forward` and `backward`: the heaviest stage's work on one microbatch.
-    `optimizer_s`: optimizer step and the rest of an iteration outside of the pipeline.
+    `optimizer_s`: optimizer step and the rest of an iteration outside of the pipeline. Every
+    `evaluation_interval` iterations each rank evaluates for `evaluation_s`, at the highest clock.
     """
 
     job_id: str
@@ -23,6 +24,8 @@ class Workload:
     backward: Work
     optimizer_s: float
     gpu: GpuModel
+    evaluation_s: float = 0.0
+    evaluation_interval: int = 0
 
     @property
     def stage_count(self) -> int:
@@ -57,4 +60,6 @@ DEMO = Workload(
     backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
     optimizer_s=0.015,
     gpu=A100_SXM.with_clocks(12),
+    evaluation_s=5.0,
+    evaluation_interval=8,
 )

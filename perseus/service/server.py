@@ -13,11 +13,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from perseus.service.api.agent_service import AgentService
 from perseus.service.api.authentication import Authentication
+from perseus.service.api.decoding import Decoding
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
 from perseus.service.api.reflection import enable_reflection
 from perseus.service.api.token_service import TokenService
 from perseus.service.domain.errors import TokenFileUnusableError
+from perseus.service.domain.limits import Limits
 from perseus.service.domain.principals import Grant
 from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.retention import DAY_S, Retention
@@ -139,6 +141,18 @@ async def running(
             settings.guard_tolerance_percent / 100, settings.guard_iterations, settings.baseline_iterations
         ),
     )
+    limits = Limits(
+        settings.limit_streams,
+        settings.limit_messages_per_s,
+        settings.limit_stream_messages_per_s,
+        settings.limit_jobs,
+        settings.limit_ranks,
+        settings.limit_computations,
+        settings.limit_solves,
+        settings.limit_solve_computations,
+        settings.limit_batch_rows,
+        settings.limit_message_bytes,
+    )
     async with contextlib.AsyncExitStack() as stack:
         store = await SqlStore.open(settings.database)
         stack.push_async_callback(store.close)
@@ -146,7 +160,7 @@ async def running(
         stack.callback(job_solver.close)
         request_solver = RequestLane(settings.request_processes, settings.request_limit_s)
         stack.callback(request_solver.close)
-        coordinator = Coordinator(store, job_solver, request_solver, rules, retention)
+        coordinator = Coordinator(store, job_solver, request_solver, rules, retention, limits)
         await coordinator.start()
         background = asyncio.ensure_future(coordinator.run())
         try:
@@ -181,10 +195,20 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     port = Port(settings)
     grants = {name: Grant.parse(text) for name, text in settings.certificate_scopes.items()}
     asking = [] if settings.insecure else [Authentication(coordinator.tokens, grants)]
-    server = grpc.aio.server(interceptors=asking, options=_OPTIONS, maximum_concurrent_rpcs=_MOST_CALLS)
-    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(coordinator.agents), server)
-    job_service_pb2_grpc.add_JobServiceServicer_to_server(JobService(coordinator.jobs), server)
-    frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(FrontierService(coordinator.jobs), server)
+    # Who calls is asked before what they say is looked at.
+    options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.limit_message_bytes)]
+    server = grpc.aio.server(
+        interceptors=[*asking, Decoding()], options=options, maximum_concurrent_rpcs=_MOST_CALLS
+    )
+    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(
+        AgentService(coordinator.agents, coordinator.quotas), server
+    )
+    job_service_pb2_grpc.add_JobServiceServicer_to_server(
+        JobService(coordinator.jobs, coordinator.quotas), server
+    )
+    frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(
+        FrontierService(coordinator.jobs, coordinator.quotas), server
+    )
     token_service_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(coordinator.tokens), server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -91,6 +91,34 @@ class CoordinatorSettings(BaseSettings):
     request_limit_s: float = Field(
         default=120.0, gt=0, description="Seconds that a client's solve or plan may take."
     )
+    limit_streams: int = Field(
+        default=16_384, ge=1, description="Agents and watchers of one principal at once, at most."
+    )
+    limit_messages_per_s: float = Field(
+        default=20_000.0, ge=1, description="Messages a second that all agents of one principal may send."
+    )
+    limit_stream_messages_per_s: float = Field(
+        default=1_000.0, ge=1, description="Messages a second that one agent may send."
+    )
+    limit_jobs: int = Field(
+        default=1_024, ge=1, description="Jobs that one principal has registered and that live, at most."
+    )
+    limit_ranks: int = Field(default=524_288, ge=1, description="Ranks of these jobs, at most.")
+    limit_computations: int = Field(
+        default=1_048_576, ge=1, description="Computations of the schedules of these jobs, at most."
+    )
+    limit_solves: int = Field(
+        default=8, ge=1, description="Solves and plans that one principal may wait for at once."
+    )
+    limit_solve_computations: int = Field(
+        default=8_192, ge=1, le=65_536, description="Computations of a problem that a client has solved."
+    )
+    limit_batch_rows: int = Field(
+        default=100_000, ge=1, le=1_000_000, description="Computations in one batch of telemetry, at most."
+    )
+    limit_message_bytes: int = Field(
+        default=4_194_304, ge=65_536, le=2**30, description="Bytes of one message, unpacked, at most."
+    )
     keep_events_days: float = Field(default=90.0, gt=0, le=36_500, description="Days that events are kept.")
     keep_event_count: int = Field(default=100_000, ge=1, description="Events kept of each run, at most.")
     keep_finished_days: float = Field(

@@ -12,13 +12,16 @@ What ends a stream, with the reason in its status's ErrorInfo, and what the agen
 
     HELLO_EXPECTED, INVALID_FIELD   the first message was no Hello, or one that can't be: mend the agent
     HELLO_REPEATED                  Hello came again: mend the agent
+    MALFORMED_MESSAGE               a message was no protocol buffer: mend the agent
+    LIMIT_REACHED                   too many streams have the agent's credential: connect after the RetryInfo
     STREAM_REPLACED                 a newer stream has the same instance identifier: leave it to that one
     LEASE_EXPIRED                   the agent was silent for its lease, and its ranks are lost: connect, join
     STATE_LOST                      the coordinator has lost state, and begins a new epoch: connect, join
     READER_TOO_SLOW                 the agent does not read what it is sent: connect, join
     TOKEN_EXPIRED, TOKEN_REVOKED    the agent's token has ended: connect with another, join
     CREDENTIAL_MISSING, TOKEN_UNKNOWN, SCOPE_TOO_NARROW   nobody who may connect: find another token
-    INSTANCE_SERVED                 the instance identifier has a stream with another credential: connect later
+    INSTANCE_SERVED                 the instance identifier is another credential's, and the Hello had not its
+                                    instance_key: connect with another identifier
     INTERNAL                        a fault of the coordinator's before the Welcome: connect later
     OK after a Drain                the coordinator stops: connect later
     OK after a Goodbye              nothing more
@@ -32,7 +35,8 @@ raises the protocol version.
 Limits, of all messages of this stream, beside those said at the fields. Numbers are finite. Iterations,
 versions and sequences, and counts that are 64 bits wide: at most 2^53. Times: at most 1e6 s, sums over a whole
 plan 1e10 s. Energies: at most 1e12 J. Powers: at most 1e7 W. Clocks: at most 100,000 MHz. Texts have no
-control characters. A RankCoordinates is never absent where a message has one.
+control characters. A RankCoordinates is never absent where a message has one. An agent that speaks faster than
+the coordinator's settings allow is read more slowly: HTTP/2's flow control holds it back, and nothing is lost.
 """
 
 import builtins
@@ -297,6 +301,7 @@ class Hello(google.protobuf.message.Message):
     HOSTNAME_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     CHECK_WORD_FIELD_NUMBER: builtins.int
+    INSTANCE_KEY_FIELD_NUMBER: builtins.int
     instance_id: builtins.str
     """Random identifier of this agent process; the same on every stream that it opens. 1 to 256 characters."""
     agent_version: builtins.str
@@ -311,6 +316,10 @@ class Hello(google.protobuf.message.Message):
     """The check word that the coordinator told last, on whatever stream, as it was told; empty if none. At most 256
     characters. The coordinator can tell by it that it has lost what it acknowledged, and then begins a new epoch.
     """
+    instance_key: builtins.str
+    """The instance_key of the Welcome that this instance got first or since; empty if none. It shows that this is the
+    same agent, though it comes with another credential, a renewed token say. At most 256 characters.
+    """
     def __init__(
         self,
         *,
@@ -319,8 +328,9 @@ class Hello(google.protobuf.message.Message):
         hostname: builtins.str = ...,
         protocol_version: builtins.int = ...,
         check_word: builtins.str = ...,
+        instance_key: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "check_word", b"check_word", "hostname", b"hostname", "instance_id", b"instance_id", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent_version", b"agent_version", "check_word", b"check_word", "hostname", b"hostname", "instance_id", b"instance_id", "instance_key", b"instance_key", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
@@ -335,6 +345,7 @@ class Welcome(google.protobuf.message.Message):
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     CHECK_WORD_FIELD_NUMBER: builtins.int
+    INSTANCE_KEY_FIELD_NUMBER: builtins.int
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     lease_s: builtins.float
@@ -349,6 +360,8 @@ class Welcome(google.protobuf.message.Message):
     """
     check_word: builtins.str
     """To be said in the next Hello: a word for all that the coordinator has stored so far. Opaque to agents."""
+    instance_key: builtins.str
+    """To be said in every further Hello of this instance, and to nobody else. Opaque to agents."""
     def __init__(
         self,
         *,
@@ -357,8 +370,9 @@ class Welcome(google.protobuf.message.Message):
         acknowledged_sequence: builtins.int = ...,
         protocol_version: builtins.int = ...,
         check_word: builtins.str = ...,
+        instance_key: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "check_word", b"check_word", "epoch", b"epoch", "lease_s", b"lease_s", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "check_word", b"check_word", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -641,6 +655,9 @@ class IterationColumns(google.protobuf.message.Message):
     ENERGY_J_FIELD_NUMBER: builtins.int
     IS_REGULAR_FIELD_NUMBER: builtins.int
     CLOCK_EVENT_REASONS_FIELD_NUMBER: builtins.int
+    GAP_TIME_S_FIELD_NUMBER: builtins.int
+    GAP_ENERGY_J_FIELD_NUMBER: builtins.int
+    GAP_SLOWED_TIME_S_FIELD_NUMBER: builtins.int
     @property
     def iteration(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Iteration, from 0."""
@@ -670,6 +687,22 @@ class IterationColumns(google.protobuf.message.Message):
         power brake. NVML's other reasons are left out; 0 if there was none.
         """
 
+    @property
+    def gap_time_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """The gap before the iteration: from the end of the one before to this one's begin, seconds; 0 where that end is
+        not known. Evaluation, checkpoints and the like lie there. This column and the next two may be empty.
+        """
+
+    @property
+    def gap_energy_j(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Energy of the rank's GPU in that gap, joules; 0 where it is not known."""
+
+    @property
+    def gap_slowed_time_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """By how much at most the gap can be longer for clocks below the GPU's highest, seconds: the time at each of
+        them, times what it lacks to the highest as a share of that.
+        """
+
     def __init__(
         self,
         *,
@@ -679,8 +712,11 @@ class IterationColumns(google.protobuf.message.Message):
         energy_j: collections.abc.Iterable[builtins.float] | None = ...,
         is_regular: collections.abc.Iterable[builtins.bool] | None = ...,
         clock_event_reasons: collections.abc.Iterable[builtins.int] | None = ...,
+        gap_time_s: collections.abc.Iterable[builtins.float] | None = ...,
+        gap_energy_j: collections.abc.Iterable[builtins.float] | None = ...,
+        gap_slowed_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version"]) -> None: ...
 
 Global___IterationColumns: typing_extensions.TypeAlias = IterationColumns
 

@@ -12,13 +12,16 @@ What ends a stream, with the reason in its status's ErrorInfo, and what the agen
 
     HELLO_EXPECTED, INVALID_FIELD   the first message was no Hello, or one that can't be: mend the agent
     HELLO_REPEATED                  Hello came again: mend the agent
+    MALFORMED_MESSAGE               a message was no protocol buffer: mend the agent
+    LIMIT_REACHED                   too many streams have the agent's credential: connect after the RetryInfo
     STREAM_REPLACED                 a newer stream has the same instance identifier: leave it to that one
     LEASE_EXPIRED                   the agent was silent for its lease, and its ranks are lost: connect, join
     STATE_LOST                      the coordinator has lost state, and begins a new epoch: connect, join
     READER_TOO_SLOW                 the agent does not read what it is sent: connect, join
     TOKEN_EXPIRED, TOKEN_REVOKED    the agent's token has ended: connect with another, join
     CREDENTIAL_MISSING, TOKEN_UNKNOWN, SCOPE_TOO_NARROW   nobody who may connect: find another token
-    INSTANCE_SERVED                 the instance identifier has a stream with another credential: connect later
+    INSTANCE_SERVED                 the instance identifier is another credential's, and the Hello had not its
+                                    instance_key: connect with another identifier
     INTERNAL                        a fault of the coordinator's before the Welcome: connect later
     OK after a Drain                the coordinator stops: connect later
     OK after a Goodbye              nothing more
@@ -32,7 +35,8 @@ raises the protocol version.
 Limits, of all messages of this stream, beside those said at the fields. Numbers are finite. Iterations,
 versions and sequences, and counts that are 64 bits wide: at most 2^53. Times: at most 1e6 s, sums over a whole
 plan 1e10 s. Energies: at most 1e12 J. Powers: at most 1e7 W. Clocks: at most 100,000 MHz. Texts have no
-control characters. A RankCoordinates is never absent where a message has one.
+control characters. A RankCoordinates is never absent where a message has one. An agent that speaks faster than
+the coordinator's settings allow is read more slowly: HTTP/2's flow control holds it back, and nothing is lost.
 """
 
 import abc

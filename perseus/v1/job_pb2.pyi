@@ -611,6 +611,9 @@ class ReportPeriod(google.protobuf.message.Message):
     ENERGY_SE_J_FIELD_NUMBER: builtins.int
     PIPELINE_ENERGY_J_FIELD_NUMBER: builtins.int
     SAVING_FIELD_NUMBER: builtins.int
+    GAP_TIME_S_FIELD_NUMBER: builtins.int
+    GAP_ENERGY_J_FIELD_NUMBER: builtins.int
+    GAP_SLOWED_TIME_S_FIELD_NUMBER: builtins.int
     number: builtins.int
     """Number of the period within its run, from 0."""
     state: Global___JobState.ValueType
@@ -631,6 +634,14 @@ class ReportPeriod(google.protobuf.message.Message):
     """Mean energy of an iteration, joules, over all GPUs of the job."""
     energy_se_j: builtins.float
     """Standard error of energy_j."""
+    gap_time_s: builtins.float
+    """Mean time between an iteration's end and the next one's begin, seconds: evaluation, checkpoints and the like.
+    It is not part of iteration_time_s, nor its energy of energy_j.
+    """
+    gap_energy_j: builtins.float
+    """Mean energy of such a gap, joules, over all GPUs of the job."""
+    gap_slowed_time_s: builtins.float
+    """By how much at most clocks below the highest can have made it longer, seconds, in the mean."""
     @property
     def plan_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Version of each pipeline's plan, pipeline 0 first; a single one where all have the same."""
@@ -669,9 +680,12 @@ class ReportPeriod(google.protobuf.message.Message):
         energy_se_j: builtins.float = ...,
         pipeline_energy_j: collections.abc.Iterable[builtins.float] | None = ...,
         saving: Global___Saving | None = ...,
+        gap_time_s: builtins.float = ...,
+        gap_energy_j: builtins.float = ...,
+        gap_slowed_time_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["end_time", b"end_time", "saving", b"saving", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "energy_j", b"energy_j", "energy_se_j", b"energy_se_j", "first_iteration", b"first_iteration", "has_straggler", b"has_straggler", "iteration_count", b"iteration_count", "iteration_time_s", b"iteration_time_s", "iteration_time_se_s", b"iteration_time_se_s", "last_iteration", b"last_iteration", "number", b"number", "pipeline_energy_j", b"pipeline_energy_j", "plan_versions", b"plan_versions", "saving", b"saving", "start_time", b"start_time", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "energy_j", b"energy_j", "energy_se_j", b"energy_se_j", "first_iteration", b"first_iteration", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "has_straggler", b"has_straggler", "iteration_count", b"iteration_count", "iteration_time_s", b"iteration_time_s", "iteration_time_se_s", b"iteration_time_se_s", "last_iteration", b"last_iteration", "number", b"number", "pipeline_energy_j", b"pipeline_energy_j", "plan_versions", b"plan_versions", "saving", b"saving", "start_time", b"start_time", "state", b"state"]) -> None: ...
 
 Global___ReportPeriod: typing_extensions.TypeAlias = ReportPeriod
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import grpc
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -32,6 +32,9 @@ class Book:
     acknowledges: bool = True
     refusal: str = ""
     refusal_reason: str = "JOB_EXISTS"
+    refusal_code: int = 6
+    retry_delay_s: int | None = None
+    register_count: int = 0
     lease_s: float = 3.0
 
     def all(self, name: str) -> list[wire.ConnectRequest]:
@@ -74,10 +77,17 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
             job_service_pb2.RegisterJobRequest, job_service_pb2.RegisterJobResponse
         ],
     ) -> job_service_pb2.RegisterJobResponse:
+        self.book.register_count += 1
         if self.book.refusal:
             detail = any_pb2.Any()
             detail.Pack(error_details_pb2.ErrorInfo(reason=self.book.refusal_reason, domain="perseus"))
-            status = status_pb2.Status(code=6, message=self.book.refusal, details=[detail])
+            details = [detail]
+            if self.book.retry_delay_s is not None:
+                details.append(any_pb2.Any())
+                delay = duration_pb2.Duration(seconds=self.book.retry_delay_s)
+                details[-1].Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+            code = self.book.refusal_code
+            status = status_pb2.Status(code=code, message=self.book.refusal, details=details)
             await context.abort_with_status(rpc_status.to_status(status))
         self.book.jobs[request.spec.job_id] = request
         return job_service_pb2.RegisterJobResponse()

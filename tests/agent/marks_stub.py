@@ -6,12 +6,13 @@ from perseus.agent.link.computation import Kind
 
 
 class MarksStub:
-    """Takes note of all that is asked of it; raises at the method named in `failing`."""
+    """Takes note of all that is asked of it; raises `failure`, if there is one, at the method `failing`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.registered: list[dict[str, Any]] = []
         self.failing = ""
+        self.failure: Exception | None = None
 
     def register(self, **arguments: Any) -> bool:
         self._note("register")
@@ -38,5 +39,5 @@ class MarksStub:
 
     def _note(self, name: str, *arguments: Any) -> None:
         if name == self.failing:
-            raise RuntimeError(f"{name} fails")
+            raise self.failure or RuntimeError(f"{name} fails")
         self.calls.append((name, *arguments))

@@ -1,11 +1,12 @@
 """The hook into DeepSpeed, on a stand-in for its engine; tests/frameworks has the real one."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from perseus.agent.deepspeed import attach, mark_engine, table_of
+from perseus.agent.deepspeed import _OF_GRIDS, attach, mark_engine, table_of
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.placement import Placement
@@ -62,7 +63,7 @@ class Engine:
     def _exec_optimizer_step(self, lr_kwargs: object = None) -> None:
         self.done.append("step")
 
-    _INSTRUCTION_MAP: dict[type, Callable[..., None]] = {  # noqa: RUF012
+    _INSTRUCTION_MAP: dict[type, Callable[..., Any]] = {  # noqa: RUF012
         ForwardPass: _exec_forward,
         BackwardPass: _exec_backward,
         OptimizerStep: _exec_optimizer_step,
@@ -134,3 +135,29 @@ def test_the_table_has_the_microbatch_of_every_computation() -> None:
 def test_an_engine_without_a_pipeline_is_refused() -> None:
     with pytest.raises(ValueError, match="expected DeepSpeed's PipelineEngine, found SimpleEngine"):
         attach(type("SimpleEngine", (), {})(), job_id="gpt")
+
+
+def test_an_engine_that_is_not_as_known_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"engine: expected train_batch, device, grid, .* without device, grid"
+    ):
+        attach(Engine(), job_id="gpt")
+
+    class OtherEngine(Engine):
+        device, grid = "cpu", SimpleNamespace(**dict.fromkeys(_OF_GRIDS))
+        _INSTRUCTION_MAP = {OptimizerStep: Engine._exec_optimizer_step}  # noqa: RUF012
+
+    with pytest.raises(ValueError, match="expected ForwardPass and BackwardPass, found OptimizerStep"):
+        attach(OtherEngine(), job_id="gpt")
+
+
+def test_what_instructions_are_given_and_return_passes_through() -> None:
+    class NewerEngine(Engine):
+        def _exec_forward(self, buffer_id: int, *, stream: str = "") -> str:  # type: ignore[override]
+            return f"output {buffer_id} {stream}"
+
+        _INSTRUCTION_MAP = {**Engine._INSTRUCTION_MAP, ForwardPass: _exec_forward}  # noqa: RUF012
+
+    engine = NewerEngine()
+    mark_engine(attached(MarksStub()), engine)
+    assert engine._INSTRUCTION_MAP[ForwardPass](engine, 3, stream="side") == "output 3 side"

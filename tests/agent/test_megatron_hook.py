@@ -200,6 +200,48 @@ def test_an_unknown_megatron_is_refused() -> None:
         MarkedSchedules(megatron.module, lambda: None)
 
 
+def test_a_megatron_without_a_schedule_is_refused() -> None:
+    megatron = Megatron("0.16", ONE_CHUNK)
+    del megatron.module.forward_backward_no_pipelining
+    with pytest.raises(
+        ValueError, match=r"pipeline_parallel\.schedules: .* without forward_backward_no_pipelining$"
+    ):
+        MarkedSchedules(megatron.module, lambda: None)
+
+
+def test_forward_only_is_found_wherever_it_stands() -> None:
+    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
+
+    def run(step: Any, forward_only: bool = False) -> str:
+        return megatron.run(forward_only=forward_only)
+
+    megatron.module.forward_backward_no_pipelining = run
+    MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
+    assert megatron.module.forward_backward_no_pipelining(None, True) == "losses"
+    assert marks.calls == []
+
+
+def test_an_output_that_is_not_as_known_ends_marking_and_not_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    marks, megatron = MarksStub(), Megatron("0.16", [])
+
+    def forward_step(current_microbatch: int, vp_stage: int | None) -> None:
+        return None
+
+    def run() -> None:
+        for microbatch in range(2):
+            assert megatron.module.forward_step(current_microbatch=microbatch, vp_stage=None) is None
+
+    megatron.module.forward_step = forward_step
+    megatron.module.forward_backward_no_pipelining = run
+    MarkedSchedules(megatron.module, lambda: None).mark(attached(marks))
+    for _ in range(2):
+        megatron.module.forward_backward_no_pipelining()
+    assert marks.calls[-1] == ("close",)
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
 class UsersTimers:
     """Timers that were there before."""
 
@@ -238,6 +280,7 @@ def test_timers_are_marked_and_those_that_were_there_go_on() -> None:
     assert users.calls == alone.calls
     assert timers.log(["forward-backward"]) == "times of forward-backward"
     assert timers("forward-compute").elapsed() == 1.5
+    assert timers("forward-compute").start() is alone("forward-compute").start(), "whatever it returns"
 
 
 def test_timers_are_marked_where_there_were_none() -> None:

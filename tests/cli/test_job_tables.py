@@ -106,6 +106,22 @@ def test_a_period_shows_its_errors_only_where_they_are_known() -> None:
     assert "5 planned 9 48 1 05-07 00:00:07 – 00:00:07 1.000 0 +2.0" in found
 
 
+def test_what_lies_between_iterations_is_one_line() -> None:
+    period = job_pb2.ReportPeriod(
+        number=3,
+        plan_versions=[1],
+        gap_time_s=0.6321,
+        gap_energy_j=55.4,
+        gap_slowed_time_s=0.0042,
+    )
+    line = (
+        "between iterations, in period 3: 0.632 s and 55 J a time in the mean, "
+        "of which clocks cost 4.2 ms at most"
+    )
+    assert line in lines(report_table([job_pb2.ReportPeriod(), period]))
+    assert not any("between" in each for each in lines(report_table([period, job_pb2.ReportPeriod()])))
+
+
 def test_an_event_is_one_line_even_of_a_type_that_is_not_known() -> None:
     solved = event_pb2.JobEvent(sequence=7, type=event_pb2.JOB_EVENT_TYPE_SOLVED, message="from [1] to [/2]")
     solved.create_time.FromSeconds(1_767_225_600)

@@ -2,7 +2,14 @@
 
 import pytest
 
-from perseus.demo.summary import Iteration, Measurements, as_json, complaints
+from perseus.demo.summary import (
+    Evaluations,
+    Iteration,
+    Measurements,
+    as_json,
+    complaints,
+    evaluation_complaints,
+)
 
 
 def measurements(*rows: tuple[int, int, int, float, float]) -> Measurements:
@@ -72,3 +79,16 @@ def test_slow_or_wasteful_phases_are_complained_about() -> None:
         "wasteful: expected a saving against stock, found -10.00 %"
     ]
     assert complaints(found.phases, {}) == []
+
+
+def test_evaluations_may_take_no_longer_than_at_stock() -> None:
+    found = Evaluations.of([(7, 5.01), (7, 5.03), (15, 5.0), (23, 5.1)], stock_iterations=8)
+    assert (found.stock_count, found.later_count) == (2, 2)
+    assert (found.stock_time_s, found.later_time_s) == pytest.approx((5.02, 5.05))
+    assert found.longest_later_time_s == 5.1
+    assert evaluation_complaints(found, 5.0) == []
+    assert evaluation_complaints(found, 4.9) == [
+        "evaluations: expected at most 4.998 s in the mean (4.9 s + 2.0 %), found 5.050 s"
+    ]
+    assert as_json([], found)["evaluations"]["later_count"] == 2  # type: ignore[index]
+    assert evaluation_complaints(Evaluations.of([], 8), 5.0) == []

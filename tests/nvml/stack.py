@@ -61,6 +61,8 @@ class Stack:
             os.chown(self.gpu_folder, trainer_uid, trainer_uid)
         self._port = 0
         self._job_count = 0
+        self.trainers_have_children = False
+        """Those that are started from now on; children live on when their trainer dies."""
         self.coordinator: subprocess.Popen[bytes] | None = None
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.trainer: subprocess.Popen[bytes] | None = None
@@ -72,6 +74,7 @@ class Stack:
         for process in (self.trainer, self.supervisor, self.coordinator):
             if process is not None and process.poll() is None:
                 process.terminate()
+                process.send_signal(signal.SIGCONT)
                 process.wait()
         self._gpu.close()
 
@@ -189,6 +192,7 @@ class Stack:
             return bool(addresses)
 
         self.until(listens, "coordinator")
+        self.security.admit_agents(self.address)
 
     def _start_trainer(self) -> None:
         self._job_count += 1
@@ -210,13 +214,23 @@ class Stack:
             optimizer_s=0.005,
         )
         if self._trainer_uid is None:
-            self.trainer = self._start("trainer", "perseus.demo.trainer", task.to_json())
+            module = (
+                "tests.nvml.trainer_with_children" if self.trainers_have_children else "perseus.demo.trainer"
+            )
+            self.trainer = self._start("trainer", module, task.to_json())
         else:
             os.chown(self.folder / self.job_id, self._trainer_uid, self._trainer_uid)
             self.trainer = self._run(
                 "trainer",
                 command_as(self._trainer_uid, "tests.nvml.strangers", "train", [task.to_json()]),
             )
+
+    def have_trainer(self, *, with_children: bool) -> None:
+        """Let the next `start` have one with children, or without."""
+        if with_children != self.trainers_have_children:
+            self.trainers_have_children = with_children
+            self._end_trainer()
+            self.until(self.is_at_stock, "the end of another trainer")
 
     def _end_trainer(self) -> None:
         if self.trainer is not None and self.trainer.poll() is None:
@@ -266,6 +280,15 @@ def trainer_sigkill(stack: Stack) -> None:
     _kill(stack.trainer)
 
 
+def trainer_with_children_sigkill(stack: Stack) -> None:
+    _kill(stack.trainer)
+
+
+def trainer_hangs(stack: Stack) -> None:
+    assert stack.trainer is not None
+    stack.trainer.send_signal(signal.SIGSTOP)
+
+
 def coordinator_sigkill(stack: Stack) -> None:
     _kill(stack.coordinator)
 
@@ -281,6 +304,8 @@ KILLS: dict[str, tuple[Callable[[Stack], None], float]] = {
     "agent SIGKILL": (agent_sigkill, 5.0),
     "agent SIGTERM": (agent_sigterm, 5.0),
     "trainer SIGKILL": (trainer_sigkill, 5.0),
+    "trainer SIGKILL, children live on": (trainer_with_children_sigkill, 5.0),
+    "trainer hangs": (trainer_hangs, 5.0),
     "coordinator SIGKILL": (coordinator_sigkill, LEASE_S + 1.0),
     "all at once, SIGKILL": (all_sigkill, 5.0),
 }
@@ -298,6 +323,7 @@ class Outcome:
 def try_kill(stack: Stack, name: str, delay_s: float) -> Outcome:
     """Kill as named, `delay_s` after the job has locked the GPU for the first time, and wait for stock."""
     kill, limit_s = KILLS[name]
+    stack.have_trainer(with_children=kill is trainer_with_children_sigkill)
     stack.start()
     stack.until(stack.is_locked, "a locked clock")
     assert stack.has_record(), "a clock was locked without a record"
@@ -309,7 +335,7 @@ def try_kill(stack: Stack, name: str, delay_s: float) -> Outcome:
         assert stack.supervisor is not None
         status = stack.supervisor.wait(10)
         assert status == (0 if kill is agent_sigterm else 128 + signal.SIGKILL)
-    if kill in (trainer_sigkill, all_sigkill):
+    if kill in (trainer_sigkill, trainer_with_children_sigkill, all_sigkill):
         assert stack.trainer is not None
         stack.trainer.wait(10)
         time.sleep(0.1)  # what it had begun ends
@@ -317,6 +343,10 @@ def try_kill(stack: Stack, name: str, delay_s: float) -> Outcome:
         assert stack.coordinator is not None
         stack.coordinator.wait(10)
     assert stack.is_at_stock(), "stock lasts"
+    if kill is trainer_hangs:
+        assert stack.trainer is not None
+        stack.trainer.send_signal(signal.SIGCONT)
+        stack.until(stack.is_locked, "a clock for the trainer, which goes on")
     return Outcome(was_locked, restored_after_s)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pynvml
@@ -91,3 +92,34 @@ def test_without_nvml_it_says_so(tmp_path: Path, stub_library: Path) -> None:
     assert done.returncode == 1
     assert "nvmlInit: Driver Not Loaded" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_lost_gpu_does_not_hide_its_neighbours(stub_library: Path, gpu_files: list[Path]) -> None:
+    """Two of three: the first call for the first GPU fails, and so does opening the third."""
+    instruct(
+        gpu_files[0].parent,
+        [
+            f"error nvmlDeviceGetHandleByIndex {pynvml.NVML_ERROR_GPU_IS_LOST} 0 1",
+            f"error nvmlDeviceGetHandleByUUID {pynvml.NVML_ERROR_GPU_IS_LOST} 0 1",
+        ],
+    )
+    done = run(stub_library, gpu_files[0].parent)
+    assert done.returncode == 1, done.stderr
+    gpus = json.loads(done.stdout)["gpus"]
+    assert list(gpus) == ["GPU 0", *UUIDS[1:]]
+    assert "fell off the bus" in gpus["GPU 0"]["usable"]["problem"]
+    assert sorted(gpus[uuid]["usable"]["value"] for uuid in UUIDS[1:]) == [False, True]
+
+
+async def test_a_gpu_that_hangs_does_not_keep_others_from_being_asked() -> None:
+    hang = threading.Event()
+
+    def find(uuid: str) -> self_test.GpuFindings:
+        if uuid == UUIDS[0]:
+            hang.wait()
+        return self_test.GpuFindings(uuid, (self_test.Finding("usable", True),))
+
+    hung, other = await self_test.all_gpu_findings(UUIDS[:2], find, patience_s=0.2)
+    hang.set()
+    assert "expected the driver to answer within 0.2 s" in hung.findings[0].problem
+    assert other.is_usable

@@ -36,7 +36,8 @@ def report(outcomes: dict[str, list[Outcome]], seed: int, took_s: float) -> str:
 is profiled, planned, and under its plan. Each stack has one emulated GPU behind the stand-in for NVML,
 an agent with its supervisor, a trainer and a coordinator; {AT_A_TIME} stacks run at a time. A kill passes if,
 within its limit, the GPU is unlocked and at its highest clock, and no record of what to restore is left; one
-that does not pass ends the run.
+that does not pass ends the run. Children that live on are two, one of which holds the trainer's connection. A
+trainer that hangs is stopped (SIGSTOP), and passes only if its GPU gets clocks again once it goes on.
 
 The coordinator's lease is {LEASE_S:g} s here (30 s by default): an agent that has lost its coordinator keeps
 the plan while the lease runs, so the time to stock is the lease's rest and what the agent needs.

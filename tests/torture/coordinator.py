@@ -1,10 +1,10 @@
 """`make torture-coordinator`: a coordinator killed many times under load, and what it lost.
 
-python -m tests.torture.coordinator COUNT [REPORT]
+python -m tests.torture.coordinator COUNT [REPORT] [--malformed COUNT]
 
 Agents load it from a process of their own (`benchmarks.load`), and keep a book of all that they are told.
 What is killed is the process, by SIGKILL, at random times: while jobs are measured, profiled, planned, while
-stragglers come and go, and while it starts.
+stragglers come and go, and while it starts. Then databases fail it, and one gets malformed messages.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from benchmarks.load.control import Agents, CoordinatorProcess, GeneratorError, 
 from tests.service.storage import postgresql
 from tests.torture.faults import FAULTS, LEASE_S, FaultOutcome, strike_all
 from tests.torture.killed_postgresql import KilledServer
+from tests.torture.malformed import section, torture_malformed
 
 FLAGS = (
     *("--lease-s", "60", "--guard-tolerance-percent", "1000"),
@@ -290,7 +291,7 @@ Last run: {today}, {took_s / 60:.0f} minutes, {cores} cores, Python {platform.py
 """
 
 
-def main(count: int, path: Path | None, seed: int) -> None:
+def main(count: int, path: Path | None, seed: int, malformed_count: int) -> None:
     """Kill, and write down what came of it."""
     print(f"seed {seed}", flush=True)
     raise_file_limit()
@@ -305,11 +306,18 @@ def main(count: int, path: Path | None, seed: int) -> None:
                 own, round(count * _POSTGRESQL_SHARE), round(count * _SERVER_SHARE), seed
             )
         faults = strike_all(Path(folder))
-    text = report(outcomes, faults, seed, time.monotonic() - begun_s)
+        took_s = time.monotonic() - begun_s
+        (own := Path(folder) / "malformed").mkdir()
+        malformed = torture_malformed(own, malformed_count, seed) if malformed_count else None
+    text = report(outcomes, faults, seed, took_s)
+    if malformed is not None:
+        text += f"\n{section(malformed, seed)}"
     print(text)
     if path is not None:
         path.write_text(text)
-    if any(each.problems for each in outcomes.values()) or any(each.problems for each in faults):
+    problems = [each.problems for each in outcomes.values()] + [each.problems for each in faults]
+    problems += [malformed.problems] if malformed is not None else []
+    if any(problems):
         raise SystemExit(1)
 
 
@@ -318,5 +326,6 @@ if __name__ == "__main__":
     arguments.add_argument("count", type=int)
     arguments.add_argument("report", type=Path, nargs="?")
     arguments.add_argument("--seed", type=int, default=random.randrange(2**32))
+    arguments.add_argument("--malformed", type=int, default=0)
     given = arguments.parse_args()
-    main(given.count, given.report, given.seed)
+    main(given.count, given.report, given.seed, given.malformed)

@@ -97,7 +97,7 @@ async def restarted(path: Path, disturb: Callable[[JobLane], None] = lambda _: N
             for _ in range(_TURNS):
                 disturb(lane)
                 await asyncio.sleep(_TURN_S)
-            views = list(coordinator.jobs.jobs("", (), has_details=False))
+            views = [view for _, view in coordinator.jobs.jobs("", (), lambda view: view, has_details=False)]
             solved = [view for view in views if view.t_min_s and view.state is JobState.PLANNED]
             stock = [view for view in views if view.state is JobState.STOCK]
             if len(solved) + len(stock) == len(views) or time.monotonic() > began_s + _PATIENCE_S:

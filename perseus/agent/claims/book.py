@@ -82,6 +82,13 @@ class Book:
                 return _refusal(claim, newcomer)
         return conflicting
 
+    def has_other_for_gpu(self, claim: Claim) -> bool:
+        """Whether another claim has the GPU of one whose GPU could not be used so far."""
+        return any(
+            other is not claim and other.verdict is not None and other.gpu_uuid == claim.gpu_uuid
+            for other in self._claims.values()
+        )
+
     def enter(self, claim: Claim) -> None:
         """Enter a claim that conflicts with none."""
         assert self.conflicts(claim) == []

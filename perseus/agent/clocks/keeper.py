@@ -14,6 +14,17 @@ computation begins, the clock of the next is asked for if it is higher; when it 
 
 Stock counts as the highest clock. Next is cyclic: after the last computation comes the first of the next
 iteration.
+
+**Between the last computation of an iteration and the next one's first nothing is planned, and so nothing is
+slowed for long.** Evaluation, optimizer and checkpoints lie there. So
+
+- no lower clock is asked for in the gap, only at the next begin; a higher one that the next iteration begins
+  with at once;
+- where the gap is long, the GPU goes to its *fallback* at its begin; where it turns out long, as soon as it
+  has. Long are four set latencies.
+
+So it does when nothing is heard of the trainer for long in the midst of an iteration: whatever it does, or
+does not, it is not what was planned.
 """
 
 from collections import deque
@@ -31,6 +42,11 @@ Clocks = tuple[int | None, ...]
 Commands = list[SetClock | ResetClock | ScheduleClock]
 
 _ERRORS_KEPT = 64
+_LONG_GAP_LATENCIES = 4
+# Silence is long from so many times the longest that anything took, and from so long on in any case.
+_LONG_SILENCE_SPANS = 4
+_LEAST_SILENCE_S = 1.0
+_UNKNOWN_SILENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +58,17 @@ class _Need:
 
 
 class ClockKeeper:
-    """One GPU's clock. Methods take the time of a mark and the time now, and return what is to be done."""
+    """One GPU's clock. Methods take the time of a mark and the time now, and return what is to be done.
+
+    Attributes:
+        fallback_mhz: the clock of a GPU on which nobody computes as planned: stock (None).
+    """
 
     def __init__(self) -> None:
         self.lead = Lead()
+        self.fallback_mhz: int | None = None
+        self._is_in_gap = False
+        self._keeps_gaps = False
         self._wanted_mhz: int | None = None
         self._scheduled: ScheduleClock | None = None
         self._clocks: Clocks = ()
@@ -64,25 +87,42 @@ class ClockKeeper:
         """How far off the ends of computations were predicted, in the median; None before the first."""
         return median(map(abs, self._errors_s)) if self._errors_s else None
 
-    def follow(self, clocks: Clocks) -> None:
-        """A plan comes into force: how long computations took before is of no use any more."""
+    def follow(self, clocks: Clocks, *, keeps_gaps: bool = False) -> None:
+        """A plan comes into force: how long computations took before is of no use any more.
+
+        `keeps_gaps`: a gap that is no longer than usual passes at the clock before, however long that is. It
+        is for measuring a first computation without its like in the iteration, which would never be at its
+        clock.
+        """
+        is_other_work = len(clocks) != len(self._clocks)
         self._clocks = clocks
-        self._timetable = Timetable(len(clocks))
+        self._keeps_gaps = keeps_gaps
+        self._timetable = Timetable(len(clocks), None if is_other_work else self._timetable)
         self._predicted_begin = self._predicted_end_s = None
 
-    def stock(self) -> Commands:
-        """No plan, or an iteration that is not to order: stock at once, until something else is asked for."""
+    def fall_back(self) -> Commands:
+        """No plan, or nothing that is to order: the fallback at once, until something else is asked for."""
         self._timetable.interrupt()
         self._predicted_begin = self._predicted_end_s = None
-        return self._ask(None, None)
+        return self._ask(self.fallback_mhz, None)
+
+    def is_silent(self, heard_at_s: float, now_s: float) -> bool:
+        """Whether the last mark was so long ago that the trainer can't be computing as planned."""
+        silence_s = now_s - heard_at_s
+        if silence_s < _LEAST_SILENCE_S or self._wanted_mhz == self.fallback_mhz:
+            return False
+        longest_s = self._timetable.longest_s()
+        return silence_s >= (_UNKNOWN_SILENCE_S if longest_s is None else _LONG_SILENCE_SPANS * longest_s)
 
     def begin_iteration(self, now_s: float) -> Commands:
         """An iteration begins, and its first computation perhaps at once."""
+        self._is_in_gap = False
         needs = self._needs(self._timetable.from_start(now_s), now_s, self._clocks)
         return self._decide(needs, now_s, now_s)
 
     def begin(self, position: int, time_s: float, now_s: float, following: Clocks) -> Commands:
         """A computation has begun. `following`: the clocks of the next iteration."""
+        self._is_in_gap = False
         predicted = self._predicted_begin
         if predicted is not None and predicted.position % len(self._clocks) == position:
             self.lead.mispredicted(predicted.begin_s - time_s)
@@ -97,12 +137,32 @@ class ClockKeeper:
         own = _Need(now_s, self._clocks[position])
         return self._decide([own, *self._needs(ahead, next_mark_s, following)], now_s, next_mark_s)
 
+    def end_iteration(self, time_s: float, now_s: float, following: Clocks) -> Commands:
+        """An iteration has ended; the mark of its last computation's end may be lost."""
+        return [] if self._is_in_gap or not self._clocks else self._begin_gap(time_s, now_s, following)
+
+    def _begin_gap(self, time_s: float, now_s: float, following: Clocks) -> Commands:
+        self._is_in_gap = True
+        self._settle(now_s)
+        gap_s = self._timetable.gap_s(0)
+        long_s = _LONG_GAP_LATENCIES * self.lead.latency_s
+        at_s = time_s + long_s + (gap_s if self._keeps_gaps else 0.0)
+        if (gap_s > long_s and not self._keeps_gaps) or at_s <= now_s:
+            return self._ask(self.fallback_mhz, None)
+        wanted_mhz = self._wanted_mhz
+        if is_higher(following[0], wanted_mhz):
+            wanted_mhz = following[0]
+        is_below = is_higher(self.fallback_mhz, wanted_mhz)
+        return self._ask(wanted_mhz, ScheduleClock(self.fallback_mhz, at_s) if is_below else None)
+
     def end(self, position: int, time_s: float, now_s: float, following: Clocks) -> Commands:
         """A computation has ended."""
         if self._predicted_end_s is not None:
             self._errors_s.append(self._predicted_end_s - time_s)
             self._predicted_end_s = None
         self._timetable.end(position, time_s)
+        if position == len(self._clocks) - 1:
+            return self._begin_gap(time_s, now_s, following)
         next_mark_s = max(now_s, time_s + self._timetable.gap_s((position + 1) % len(self._clocks)))
         needs = self._needs(self._timetable.after_end(position, time_s), next_mark_s, following)
         return self._decide(needs, now_s, next_mark_s)
@@ -123,8 +183,7 @@ class ClockKeeper:
 
     def _decide(self, needs: Sequence[_Need], now_s: float, next_mark_s: float) -> Commands:
         """`needs`: in order of time, from what is computed now, or comes next, on."""
-        if self._scheduled is not None and self._scheduled.at_s <= now_s:
-            self._wanted_mhz, self._scheduled = self._scheduled.clock_mhz, None
+        self._settle(now_s)
         wanted_mhz = self._wanted_mhz
         reach_s = now_s + self.lead.reach_s
         soon = [need for need in needs if need.begin_s <= reach_s or self._due_s(need) <= now_s]
@@ -133,6 +192,11 @@ class ClockKeeper:
         if is_due or is_higher(wanted_mhz, enough_mhz):
             wanted_mhz = enough_mhz
         return self._ask(wanted_mhz, self._next_raise(needs, wanted_mhz, next_mark_s))
+
+    def _settle(self, now_s: float) -> None:
+        """What was scheduled is what is wanted, once it was due."""
+        if self._scheduled is not None and self._scheduled.at_s <= now_s:
+            self._wanted_mhz, self._scheduled = self._scheduled.clock_mhz, None
 
     def _next_raise(
         self, needs: Sequence[_Need], wanted_mhz: int | None, next_mark_s: float

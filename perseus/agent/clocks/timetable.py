@@ -27,12 +27,20 @@ class Prediction:
 
 
 class Timetable:
-    """The order's computations under one plan."""
+    """The order's computations under one plan.
 
-    def __init__(self, computation_count: int) -> None:
+    What lies between two iterations is no matter of the plan's: it is taken over from the timetable `before`,
+    and so is what is long, as long as nothing else is known.
+    """
+
+    def __init__(self, computation_count: int, before: "Timetable | None" = None) -> None:
         self._count = computation_count
         self._durations_s = [deque[float](maxlen=_ITERATIONS_KEPT) for _ in range(computation_count)]
         self._gaps_s = [deque[float](maxlen=_ITERATIONS_KEPT) for _ in range(computation_count)]
+        self._longest_before_s: float | None = None
+        if before is not None and computation_count:
+            self._gaps_s[0] = before._gaps_s[0]
+            self._longest_before_s = before.longest_s()
         self._begun: tuple[int, float] | None = None
         self._ended: tuple[int, float] | None = None
 
@@ -63,6 +71,16 @@ class Timetable:
         """How long the GPU waits at least before the computation; 0 if that is not known."""
         gaps_s = self._gaps_s[position]
         return min(gaps_s) if len(gaps_s) >= _LEAST_ITERATIONS else 0.0
+
+    def longest_s(self) -> float | None:
+        """The longest that a computation, or the wait before one of the same iteration, took of late.
+
+        Of the timetable before as long as that is not known of all, None if that has none.
+        """
+        if not all(self._durations_s):
+            return self._longest_before_s
+        within = [*self._durations_s, *self._gaps_s[1:]]
+        return max((max(spans_s) for spans_s in within if spans_s), default=None)
 
     def after_begin(self, position: int, time_s: float) -> Iterator[Prediction]:
         """What comes after a computation that has just begun; unknown, it may end at once."""

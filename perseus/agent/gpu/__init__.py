@@ -7,6 +7,7 @@ from perseus.agent.gpu.interface import (
     Gpu,
     GpuDriverError,
     GpuError,
+    GpuHungError,
     GpuInUseError,
     GpuLostError,
     GpuNotFoundError,
@@ -15,6 +16,7 @@ from perseus.agent.gpu.interface import (
     GpuUse,
     RecordError,
     RecordHeldError,
+    is_transient,
 )
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "Gpu",
     "GpuDriverError",
     "GpuError",
+    "GpuHungError",
     "GpuInUseError",
     "GpuLostError",
     "GpuNotFoundError",
@@ -32,4 +35,5 @@ __all__ = [
     "GpuUse",
     "RecordError",
     "RecordHeldError",
+    "is_transient",
 ]

@@ -6,6 +6,7 @@ Two implementations: `perseus.agent.gpu.nvml.NvmlGpu` (a real one) and
     GpuError
     ├── GpuNotFoundError        no such GPU on this node
     ├── GpuDriverError          the driver or its library is absent, or failed
+    │   └── GpuHungError        the driver does not answer
     ├── GpuPermissionError      the caller may not set clocks
     ├── GpuLostError            the GPU fell off the bus or needs a reset
     ├── GpuUnsupportedError     this GPU or this mode of it cannot do what Perseus needs
@@ -30,6 +31,10 @@ class GpuNotFoundError(GpuError):
 
 class GpuDriverError(GpuError):
     """The driver or its library is absent, or failed in a way that no other class names."""
+
+
+class GpuHungError(GpuDriverError):
+    """A call to the driver does not return; nobody can end it."""
 
 
 class GpuPermissionError(GpuError):
@@ -143,3 +148,8 @@ class Gpu(Protocol):
 
     def close(self) -> None:
         """Let go of the GPU; its clock stays as it is."""
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the same call may succeed a moment later: the driver failed, or had another client to serve."""
+    return isinstance(error, GpuDriverError | GpuInUseError) and not isinstance(error, GpuHungError)

@@ -148,6 +148,7 @@ class NvmlGpu:
         with self._call("nvmlDeviceGetSupportedMemoryClocks"):
             memory_clocks_mhz = nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle)
         self._top_memory_clock_mhz = max(memory_clocks_mhz)
+        self._lowest_memory_clock_mhz = min(memory_clocks_mhz)
         # Locking memory needs a choice of clocks, and Ampere (NVML: nvmlDeviceSetMemoryLockedClocks).
         self._locks_memory = len(memory_clocks_mhz) > 1 and architecture >= nvml.NVML_DEVICE_ARCH_AMPERE
         with self._call("nvmlDeviceGetSupportedGraphicsClocks"):
@@ -240,9 +241,24 @@ class NvmlGpu:
     def _reset_memory(self) -> None:
         # Whoever set the lock may have died: it is reset wherever it could have been set.
         if self._locks_memory:
-            with contextlib.suppress(GpuUnsupportedError), self._call("nvmlDeviceResetMemoryLockedClocks"):
-                self._nvml.nvmlDeviceResetMemoryLockedClocks(self._handle)
+            try:
+                with self._call("nvmlDeviceResetMemoryLockedClocks"):
+                    self._nvml.nvmlDeviceResetMemoryLockedClocks(self._handle)
+            except GpuUnsupportedError as error:
+                if self._is_memory_locked or self._takes_memory_locks():
+                    raise GpuDriverError(f"{error}, though it can be locked: it may still be") from error
         self._is_memory_locked = False
+
+    def _takes_memory_locks(self) -> bool:
+        """Whether the memory can be locked at all; if so it is free to move afterwards, from end to end."""
+        try:
+            with self._call("nvmlDeviceSetMemoryLockedClocks"):
+                self._nvml.nvmlDeviceSetMemoryLockedClocks(
+                    self._handle, self._lowest_memory_clock_mhz, self._top_memory_clock_mhz
+                )
+        except GpuUnsupportedError:
+            return False
+        return True
 
     def total_energy_j(self) -> float:
         """The counter (nvmlDeviceGetTotalEnergyConsumption), since the driver was loaded."""

@@ -88,11 +88,15 @@ class MarkType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank introduces itself. `is_registered`: others register its job; it won't say what it belongs to."""
+    """A rank introduces itself. `is_registered`: others register its job; it won't say what it belongs to.
+
+    `time_ns`: what its CLOCK_MONOTONIC says, 0 where it does not tell.
+    """
 
     rank: Rank
     gpu_uuid: str
     is_registered: bool = False
+    time_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,7 @@ def mark_packer(mark_type: MarkType) -> Callable[[int, int, int, int, int, int],
 def encode(message: Message) -> bytes:
     """The packet of a message. ValueError if it would exceed MAX_PACKET_BYTES."""
     match message:
-        case Hello(rank, gpu_uuid, is_registered):
+        case Hello(rank, gpu_uuid, is_registered, time_ns):
             return _encode_json(
                 {
                     "type": "hello",
@@ -175,6 +179,7 @@ def encode(message: Message) -> bytes:
                     "tensor": rank.tensor,
                     "gpu_uuid": gpu_uuid,
                     "is_registered": is_registered,
+                    "time_ns": time_ns,
                 }
             )
         case Registration(spec, request_id, spec_fingerprint):
@@ -323,7 +328,12 @@ def _decode_json(packet: bytes) -> Message:
                 _count(fields, "stage"),
                 _count(fields, "tensor"),
             )
-            return Hello(rank, _text(fields, "gpu_uuid", least=1), _field(fields, "is_registered", bool))
+            return Hello(
+                rank,
+                _text(fields, "gpu_uuid", least=1),
+                _field(fields, "is_registered", bool),
+                _count(fields, "time_ns", most=2**63 - 1) if "time_ns" in fields else 0,
+            )
         case "registration":
             return Registration(
                 _field(fields, "spec", dict),
@@ -368,10 +378,10 @@ def _text(fields: dict[str, Any], name: str, *, least: int = 0, most: int = MAX_
     return text
 
 
-def _count(fields: dict[str, Any], name: str) -> int:
+def _count(fields: dict[str, Any], name: str, *, most: int = 2**31 - 1) -> int:
     value = _field(fields, name, int)
-    if not 0 <= value < 2**31:
-        raise MalformedPacket(f"packet: field {name!r}: expected 0 to 2147483647, found {str(value)[:20]}")
+    if not 0 <= value <= most:
+        raise MalformedPacket(f"packet: field {name!r}: expected 0 to {most}, found {str(value)[:20]}")
     return value
 
 

@@ -1,12 +1,13 @@
 """What the hooks into all frameworks share: one rank's marks, and the registration of its job.
 
-A framework's module finds the rank's place (`probe.placement`), makes an `Attachment`, puts its own
-functions around the framework's (`replace`), and calls from there
+A framework's module finds the rank's place (`probe.placement`), makes an `Attachment`, and puts marks around
+the framework's functions (`marked_iteration`, `marked`, `replace`), or calls
 
     begin_iteration ( begin end )* end_iteration
 
-once for every iteration that trains. Computations outside of an iteration, of an evaluation say, are not
-marked.
+itself, once for every iteration that trains. Computations outside of an iteration, of an evaluation say, are
+not marked. What is marked is called with what it was called with, and what it returns or raises is returned
+or raised.
 
 No schedule needs to be known beforehand: the first iteration is recorded as it was really executed. At its
 end the ranks of every pipeline gather their orders, one small collective each, and every rank says that it
@@ -15,7 +16,8 @@ can't know of the others'. Where the framework has a table of its own, a differe
 logged; the executed order wins.
 
 Before training, mistakes are refused (ValueError). After that nothing here raises into training: whatever
-goes wrong is logged once, and training goes on at stock.
+goes wrong is logged once, the rank leaves its agent, and training goes on at stock. A stage that could not be
+followed says so to the others of its pipeline when orders are gathered: none of them is marked then.
 
 Standard library only.
 """
@@ -23,14 +25,19 @@ Standard library only.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import zip_longest
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.client import Path
 from perseus.agent.probe.placement import Placement
 
 _log = logging.getLogger("perseus.attachment")
+
+
+class UnmarkableError(Exception):
+    """What is trained can't be followed by marks, and why."""
 
 
 class Marks(Protocol):
@@ -49,7 +56,7 @@ class Marks(Protocol):
         """See `Probe.register`."""
 
     def begin_iteration(self) -> None:
-        """See `Probe.begin_iteration`."""
+        """See `Probe.begin_iteration`. UnmarkableError ends all marking."""
 
     def end_iteration(self) -> None:
         """See `Probe.end_iteration`."""
@@ -73,7 +80,7 @@ Connect = Callable[..., Marks]
 
 @dataclass(frozen=True, slots=True)
 class ExecutedOrder:
-    """What one stage executed in an iteration.
+    """What one stage executed in an iteration; no computations: it could not be followed.
 
     `chunk_positions[c]`: where its chunk c stands in the model, counted over the chunks of all stages; empty
     where activations flow through all stages of chunk 0, then of chunk 1 and so on.
@@ -88,10 +95,18 @@ Gather = Callable[[ExecutedOrder], Sequence[ExecutedOrder]]
 """Gathers the orders of all stages of this rank's pipeline; called by all of them."""
 
 
+Identify = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Kind, int, int] | None]
+"""Which computation a call with such arguments is: kind, microbatch and chunk; None: none that is marked."""
+
+_T = TypeVar("_T")
+
+
 class Attachment:
     """One rank of a framework, attached. Its methods are for the thread that trains.
 
-    `table` is the order that the framework itself says it will execute, if it says.
+    `table` is the order that the framework itself says it will execute, if it says. `is_capturing` says
+    whether launches go into a graph now instead of running: an iteration that begins so is captured whole,
+    and registers nothing, as that takes a collective.
     """
 
     def __init__(
@@ -103,6 +118,7 @@ class Attachment:
         chunk_positions: Sequence[int] = (),
         table: Sequence[Computation] | None = None,
         max_slowdown_percent: float = 0.0,
+        is_capturing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._placement = placement
         self._marks: Marks | None = marks
@@ -110,10 +126,14 @@ class Attachment:
         self._chunk_positions = tuple(chunk_positions)
         self._table = table
         self._max_slowdown_percent = max_slowdown_percent
+        self._is_capturing = is_capturing
+        self._has_given_up = False
+        self._given_up: Marks | None = None
         self._restores: list[Callable[[], None]] = []
         self._is_in_iteration = False
-        # The first iteration, until it has been executed whole.
+        # The first iteration, until it has been executed whole; whether it was followed.
         self._executed: list[Computation] | None = []
+        self._is_followed = True
 
     def replace(self, owner: Any, name: str, value: object) -> None:
         """Set an attribute of an object or a module until `detach`."""
@@ -130,19 +150,69 @@ class Attachment:
 
         self._restores.append(restore)
 
+    def marked(
+        self,
+        function: Callable[..., Any],
+        identify: Identify,
+        note: Callable[[tuple[Kind, int, int], Any], None] | None = None,
+    ) -> Callable[..., Any]:
+        """A function that computes, with marks around it. `note` is told what a computation returned."""
+
+        @wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            computation = self.ask(identify, args, kwargs)
+            if computation is None:
+                return function(*args, **kwargs)
+            self.begin(*computation)
+            result = function(*args, **kwargs)
+            self.end(*computation)
+            if note is not None:
+                self.ask(note, computation, result)
+            return result
+
+        return marked
+
+    def marked_iteration(
+        self, function: Callable[..., Any], is_training: Callable[[], bool]
+    ) -> Callable[..., Any]:
+        """A function that executes an iteration, marked as one where it trains."""
+
+        @wraps(function)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if not self.ask(is_training):
+                return function(*args, **kwargs)
+            self.begin_iteration()
+            result = function(*args, **kwargs)
+            self.end_iteration()
+            return result
+
+        return marked
+
+    def ask(self, question: Callable[..., _T], *args: Any) -> _T | None:
+        """The answer to a hook's question about what is trained. None, and no marks any more, if it fails."""
+        try:
+            return question(*args)
+        except Exception as error:  # of ours, or of a framework that is not as known: training goes on
+            self._is_followed = False
+            self._give_up(error)
+            return None
+
     def begin_iteration(self) -> None:
         """An iteration that trains begins."""
         self._is_in_iteration = True
-        if self._executed is not None:
-            self._executed = []
-        if self._marks is not None:
-            try:
+        try:
+            if self._executed is not None:
+                self._executed = []
+                self._is_in_iteration = not self._is_capturing()
+            if self._marks is not None:
                 self._marks.begin_iteration()
-            except Exception as error:  # of ours, whatever it is: training goes on
-                self._give_up(error)
+        except Exception as error:  # of ours, whatever it is: training goes on
+            self._give_up(error)
 
     def end_iteration(self) -> None:
         """It ends, and was executed whole. The end of the first one registers the job."""
+        if not self._is_in_iteration:
+            return
         self._is_in_iteration = False
         if self._marks is not None:
             try:
@@ -196,9 +266,9 @@ class Attachment:
             return
         # A failure of the trainer: the rank is gone, but its job has not ended.
         self._restore()
-        if self._marks is not None:
-            self._marks.close()
-            self._marks = None
+        marks, self._marks = self._marks, None
+        if marks is not None:
+            self._close(marks)
 
     def _restore(self) -> None:
         for restore in reversed(self._restores):
@@ -215,10 +285,14 @@ class Attachment:
                 placement.stage,
                 difference,
             )
+        if not self._is_followed:
+            executed = ()
         gathered = self._gather(ExecutedOrder(placement.stage, executed, self._chunk_positions))
         if self._marks is None:
             return
         orders = sorted(gathered, key=lambda order: order.stage)
+        if lost := [str(order.stage) for order in orders if not order.computations]:
+            raise UnmarkableError(f"what stage {', '.join(lost)} computes could not be followed, see its log")
         self._marks.register(
             pipeline_count=placement.pipeline_count,
             stage_count=placement.stage_count,
@@ -229,10 +303,24 @@ class Attachment:
         )
 
     def _give_up(self, error: Exception) -> None:
-        _log.error("training goes on at stock clocks, unmarked, after an error: %s", error, exc_info=error)
+        """Nothing is marked any more: the agent finds the line closed, and the GPU goes back to stock."""
+        if self._has_given_up:
+            _log.debug("again: %s", error)
+            return
+        self._has_given_up = True
+        trace = None if isinstance(error, UnmarkableError) else error
+        _log.error("not marked any more, training goes on at stock clocks: %s", error, exc_info=trace)
         marks, self._marks = self._marks, None
         if marks is not None:
+            # Kept, as events that are destroyed in the midst of a capture might spoil it.
+            self._given_up = marks
+            self._close(marks)
+
+    def _close(self, marks: Marks) -> None:
+        try:
             marks.close()
+        except Exception as error:  # as above
+            _log.warning("leaving the agent: %s", error)
 
 
 _ABSENT = object()
@@ -253,6 +341,15 @@ def paths_through(orders: Sequence[ExecutedOrder]) -> list[list[tuple[int, int]]
                 )
             places[position] = (order.stage, chunk)
     return [[places[position] for position in sorted(places)]] if places else []
+
+
+def table_if_any(make: Callable[[], Sequence[Computation] | None]) -> Sequence[Computation] | None:
+    """A framework's table, which is only compared with: None, and a word about it, if it can't be had."""
+    try:
+        return make()
+    except Exception as error:  # of a framework that is not as known
+        _log.info("the executed order is not checked against the framework's: %s", error)
+        return None
 
 
 def _difference(table: Sequence[Computation], executed: Sequence[Computation]) -> str:

@@ -17,6 +17,9 @@ that appears later, or that was restarted, is joined between two iterations.
 Every rank says what it computes before it is served, so that none is ever given clocks that were made for
 other work: all call `register` with the same arguments, and the first of them registers the job.
 
+A child that the trainer forks (a data loader, a checkpoint writer) closes the connection that it inherits at
+once: it would keep the agent from seeing the trainer's end, and it is not the rank. Its probe does nothing.
+
 Standard library only. One probe serves one rank; it is not to be shared between threads.
 """
 
@@ -27,6 +30,7 @@ import os
 import socket
 import struct
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic_ns
@@ -87,7 +91,7 @@ _pack_end = mark_packer(MarkType.COMPUTATION_END)
 class Probe:
     """One rank's line to the agent. Made by `connect`."""
 
-    def __init__(self, rank: Rank, line: socket.socket | None, path: str, hello: bytes) -> None:
+    def __init__(self, rank: Rank, line: socket.socket | None, path: str, hello: Callable[[], bytes]) -> None:
         self._rank = rank
         self._path = path
         self._hello = hello
@@ -105,6 +109,7 @@ class Probe:
         self._ordinal = -1
         self._dropped_mark_count = 0
         self._has_mistaken_mark = False
+        _probes.add(self)
 
     @classmethod
     def connect(
@@ -135,12 +140,15 @@ class Probe:
             raise ValueError("gpu_uuid: expected the GPU's NVML UUID, found an empty string")
         path = os.fspath(socket_path or os.environ.get(SOCKET_VARIABLE) or DEFAULT_SOCKET_PATH)
         rank = Rank(job_id, pipeline, stage, tensor)
-        hello = encode(Hello(rank, gpu_uuid, is_registered))
+
+        def hello() -> bytes:
+            return encode(Hello(rank, gpu_uuid, is_registered, monotonic_ns()))
+
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             line.settimeout(timeout_s)
             line.connect(path)
-            line.send(hello)
+            line.send(hello())
             reply = _receive_reply(line)
         except (OSError, MalformedPacket) as error:
             _log.warning("%s: no agent at %s (%s): training goes on at stock clocks", rank, path, error)
@@ -307,6 +315,16 @@ class Probe:
         self._socket.close()
         self._socket, self._send = None, _discard
 
+    def _after_fork(self) -> None:
+        """In the child: the parent's connection goes on, without us."""
+        if self._rejoin is not None:
+            self._rejoin.close()
+            self._rejoin = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket, self._send = None, _discard
+        self._is_registering = False
+
     def __enter__(self) -> Self:
         return self
 
@@ -362,6 +380,17 @@ class Probe:
             _log.error("%s: job not registered: %s", self._rank, reply.message)
         elif reply.message:
             _log.info("%s: %s", self._rank, reply.message)
+
+
+_probes: "weakref.WeakSet[Probe]" = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for probe in list(_probes):
+        probe._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _Block:

@@ -5,10 +5,18 @@ it ran. Here every edge is an event, recorded on the stream where the computatio
 thread looks which of them have completed and sends their marks, a millisecond or so later; nobody ever waits
 for the device.
 
-Events know only the time between two of them. Each iteration's first one is the anchor of the iteration: its
-time is the latest that it can have had when the helper finds it completed, late by at most the time from one
-completed event to the look that finds it. All other times of the iteration are that time and what the device
-measured since: durations and gaps within an iteration are the device's own.
+Events know only the time between two of them. Each iteration's first one is its anchor, whose time is the
+latest that it can have had by all looks so far (`device_time`): later than the truth by no more than the
+promptest of them came late, and not before it was recorded. All other times of the iteration are that time
+and what the device measured since: durations and gaps within an iteration are the device's own.
+
+Graphs: while the stream is being captured, what is launched goes into a graph and does not run. An edge that
+falls into a capture is left out. An iteration that begins in one is captured whole; its replays run no Python
+and can't be marked, so marking ends (`UnmarkableError`). A capture of somebody else's goes on undisturbed:
+the trainer's thread only ever records events, and the helper, which asks about them, has told CUDA before
+that it takes no part in any capture (`EventSource.enter_helper`).
+
+Without an agent there is no helper, and no event is recorded.
 
 Standard library only: how an event is recorded is the framework's to say.
 """
@@ -19,10 +27,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.probe.attachment import UnmarkableError
 from perseus.agent.probe.client import Path, Probe
+from perseus.agent.probe.device_time import DeviceTime
 
 _log = logging.getLogger("perseus.device_marks")
 
@@ -41,34 +51,72 @@ class DeviceEvent(Protocol):
         """Milliseconds from this event to another; both have completed."""
 
 
+class EventSource(Protocol):
+    """A device's events, as a framework gives them; all but `enter_helper` is for the thread that trains."""
+
+    def is_capturing(self) -> bool:
+        """Whether what is launched now is captured into a graph instead of running."""
+
+    def make_event(self) -> DeviceEvent:
+        """An event, not yet recorded."""
+
+    def record(self, event: Any, /) -> None:
+        """Record an event, again perhaps, where kernels are launched now."""
+
+    def enter_helper(self) -> None:
+        """Called first in the thread that will ask about events: makes it harmless to captures and GPUs."""
+
+
+class _Edge(NamedTuple):
+    """A mark that waits for its event. `recorded_ns`: the host's time just before it was recorded."""
+
+    event: DeviceEvent
+    send: Callable[[int], None]
+    is_anchor: bool
+    recorded_ns: int
+
+
+class _Due(NamedTuple):
+    """A mark to be sent: its event completed at a position of the device."""
+
+    position_ns: int
+    edge: _Edge
+
+
 class DeviceMarks:
     """Stands before a probe and gives its marks the device's times (implements `Marks`).
 
-    `record` records an event on the current stream. With `has_helper` a thread of its own looks at the
-    events; without, somebody has to call `look`.
+    With `has_helper` a thread of its own looks at the events; without, somebody has to call `look`.
     """
 
     def __init__(
         self,
         probe: Probe,
-        record: Callable[[], DeviceEvent],
+        source: EventSource,
         *,
         has_helper: bool = True,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._probe = probe
-        self._record = record
+        self._source = source
         self._monotonic_ns = monotonic_ns
-        # What is still to be sent, and whether it is an iteration's first event.
-        self._edges: deque[tuple[DeviceEvent, Callable[[int], None], bool]] = deque()
+        self._edges: deque[_Edge] = deque()
+        self._due: deque[_Due] = deque()
+        # Events to be recorded again. The trainer's thread takes from it, the helper gives back.
+        self._pool: list[DeviceEvent] = []
+        # The last anchor that completed, where it was, and what makes the host's times of its iteration.
         self._anchor: DeviceEvent | None = None
-        self._anchor_ns = 0
+        self._anchor_position_ns = 0
+        self._device_time = DeviceTime()
+        self._shift_ns = 0
+        self._sent_ns = 0
+        self._has_warned_of_capture = False
         # The probe is not to be shared between threads: whoever uses it holds the lock.
         self._lock = threading.Lock()
+        self._is_marking = threading.Event()
         self._is_over = threading.Event()
+        self._has_helper = has_helper
         self._helper = threading.Thread(target=self._keep_looking, name="perseus-marks", daemon=True)
-        if has_helper:
-            self._helper.start()
 
     def register(
         self,
@@ -92,7 +140,22 @@ class DeviceMarks:
             )
 
     def begin_iteration(self) -> None:
-        """The next iteration begins when the device gets here. So for all marks."""
+        """The next iteration begins when the device gets here. So for all marks.
+
+        UnmarkableError if it is captured whole.
+        """
+        if self._is_over.is_set():
+            return
+        if not self._probe.is_connected:
+            self._pass_unmarked()
+            return
+        if self._source.is_capturing():
+            raise UnmarkableError(
+                "iterations are captured whole in a CUDA graph, which runs no Python when replayed"
+            )
+        if self._has_helper and self._helper.ident is None:
+            self._helper.start()
+        self._is_marking.set()
         self._add(self._probe.begin_iteration, is_anchor=True)
 
     def end_iteration(self) -> None:
@@ -110,24 +173,13 @@ class DeviceMarks:
     def look(self) -> None:
         """Send the marks of all events that have completed, in the order in which they were recorded."""
         with self._lock:
-            while self._edges:
-                event, send, is_anchor = self._edges[0]
-                if not event.query():
-                    return
-                if is_anchor and event is not self._anchor:
-                    since_ns = self._completed_since_ns(event)
-                    self._anchor, self._anchor_ns = event, self._monotonic_ns() - since_ns
-                if self._anchor is not None:
-                    at_ns = self._anchor_ns + _elapsed_ns(self._anchor, event)
-                    if at_ns > self._monotonic_ns():
-                        return  # the anchor was found later than this: no mark comes from the future
-                    send(at_ns)
-                self._edges.popleft()
+            self._find_completed()
+            self._send_due()
 
     def finish(self) -> None:
         """Training is done. Waits up to a second for the device to get to the last mark."""
         deadline_s = time.monotonic() + _FINISH_TIMEOUT_S
-        while self._edges and self._helper.is_alive() and time.monotonic() < deadline_s:
+        while (self._edges or self._due) and self._helper.is_alive() and time.monotonic() < deadline_s:
             time.sleep(LOOK_AGAIN_S)
         self._end_helper()
         self._probe.finish()
@@ -138,33 +190,83 @@ class DeviceMarks:
         self._probe.close()
 
     def _add(self, send: Callable[[int], None], *, is_anchor: bool = False) -> None:
-        if not self._is_over.is_set():
-            self._edges.append((self._record(), send, is_anchor))
+        if not self._is_marking.is_set() or self._is_over.is_set():
+            return
+        if self._source.is_capturing():
+            self._warn_of_capture()
+            return
+        event = self._pool.pop() if self._pool else self._source.make_event()
+        recorded_ns = self._monotonic_ns()
+        self._source.record(event)
+        self._edges.append(_Edge(event, send, is_anchor, recorded_ns))
 
-    def _completed_since_ns(self, anchor: DeviceEvent) -> int:
-        """How far the device has come since the anchor at the head, as far as its iteration's events say."""
-        last, position = anchor, 1
-        # By position: the thread that trains may add edges meanwhile.
-        while position < len(self._edges):
-            event, _, is_anchor = self._edges[position]
-            if is_anchor or not event.query():
-                break
-            last, position = event, position + 1
-        return _elapsed_ns(anchor, last)
+    def _pass_unmarked(self) -> None:
+        """An iteration without an agent: it is counted, and the probe may look for one."""
+        self._is_marking.clear()
+        with self._lock:
+            # Iterations are numbered by the probe: those that were to be sent yet count as well.
+            unsent = [*(due.edge for due in self._due), *self._edges]
+            for _ in range(sum(edge.is_anchor for edge in unsent) + 1):
+                self._probe.begin_iteration()
+            self._edges.clear()
+            self._due.clear()
+            self._anchor, self._anchor_position_ns = None, 0
+            self._device_time = DeviceTime()
+
+    def _find_completed(self) -> None:
+        now_ns = position_ns = 0
+        while self._edges and self._edges[0].event.query():
+            now_ns = self._monotonic_ns()
+            edge = self._edges.popleft()
+            position_ns = self._position_ns(edge)
+            self._due.append(_Due(position_ns, edge))
+        if now_ns:
+            self._device_time.note(position_ns, now_ns)
+
+    def _position_ns(self, edge: _Edge) -> int:
+        """Where a completed event is; what is needed no more goes to the pool."""
+        position_ns, done = self._anchor_position_ns, edge.event
+        if self._anchor is not None:
+            position_ns += round(1e6 * self._anchor.elapsed_time(edge.event))
+        if edge.is_anchor:
+            done = self._anchor or done
+            self._anchor, self._anchor_position_ns = edge.event, position_ns
+        if done is not self._anchor:
+            self._pool.append(done)
+        return position_ns
+
+    def _send_due(self) -> None:
+        while self._due:
+            position_ns, edge = self._due[0]
+            if edge.is_anchor:
+                # No mark is before its event was recorded, or before the mark that precedes it.
+                latest_ns = self._device_time.latest_ns(position_ns)
+                self._shift_ns = max(latest_ns, edge.recorded_ns, self._sent_ns) - position_ns
+            at_ns = position_ns + self._shift_ns
+            if at_ns > self._monotonic_ns():
+                return  # the anchor's look was later than this one: no mark comes from the future
+            edge.send(at_ns)
+            self._sent_ns = at_ns
+            self._due.popleft()
 
     def _keep_looking(self) -> None:
         try:
-            while not self._is_over.wait(LOOK_AGAIN_S):
+            self._source.enter_helper()
+            while self._is_marking.wait() and not self._is_over.wait(LOOK_AGAIN_S):
                 self.look()
         except Exception as error:  # of the device, say: training will see it by itself
-            _log.warning("no marks any more, training goes on unmarked: %s", error)
+            _log.warning("no marks any more, training goes on at stock clocks: %s", error)
             self._is_over.set()
+            with self._lock:
+                self._probe.close()
 
     def _end_helper(self) -> None:
         self._is_over.set()
+        self._is_marking.set()
         if self._helper.is_alive():
             self._helper.join()
 
-
-def _elapsed_ns(begin: DeviceEvent, end: DeviceEvent) -> int:
-    return round(1e6 * begin.elapsed_time(end))
+    def _warn_of_capture(self) -> None:
+        if not self._has_warned_of_capture:
+            self._has_warned_of_capture = True
+            _log.warning("computations that are captured in a CUDA graph are not marked")

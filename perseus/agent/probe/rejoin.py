@@ -6,6 +6,7 @@ found at a later one. Standard library only.
 
 import logging
 import socket
+from collections.abc import Callable
 
 from perseus.agent.link.packets import MAX_PACKET_BYTES, MalformedPacket, Reply, decode
 
@@ -16,9 +17,12 @@ PERIOD_NS = 10 * 10**9
 
 
 class Rejoin:
-    """One rank's tries to join the agent at `path`, the first of them a period after `now_ns`."""
+    """One rank's tries to join the agent at `path`, the first of them a period after `now_ns`.
 
-    def __init__(self, path: str, hello: bytes, now_ns: int) -> None:
+    `hello` makes the packet that introduces it.
+    """
+
+    def __init__(self, path: str, hello: Callable[[], bytes], now_ns: int) -> None:
         self._path = path
         self._hello = hello
         self._next_try_ns = now_ns + PERIOD_NS
@@ -56,7 +60,7 @@ class Rejoin:
         line.setblocking(False)
         try:
             line.connect(self._path)
-            line.send(self._hello)
+            line.send(self._hello())
         except OSError as error:
             _log.debug("%s: no agent yet: %s", self._path, error)
             line.close()

@@ -142,7 +142,11 @@ class PlanInForce:
 
 @dataclass(frozen=True, slots=True)
 class IterationRow:
-    """A finished iteration: from its begin to its end. `clock_event_reasons`: those that throttled it."""
+    """A finished iteration: from its begin to its end. `clock_event_reasons`: those that throttled it.
+
+    The gap is what lies between the end of the one before and its begin, all 0 where that end is not known;
+    `gap_slowed_time_s` is what clocks below the highest can have added to it at most.
+    """
 
     iteration: int
     plan_version: int
@@ -150,6 +154,9 @@ class IterationRow:
     energy_j: float
     is_regular: bool
     clock_event_reasons: int
+    gap_time_s: float = 0.0
+    gap_energy_j: float = 0.0
+    gap_slowed_time_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ from perseus.agent.rank.tally import ClockTally
 COUNTER_WAIT_S = 0.3
 """How long a finished iteration waits for the energy counter: some of its longest periods."""
 
+# What is longer is no gap, but a trainer that was stopped.
+_LONGEST_GAP_S = 3600.0
 _CHANGES_KEPT = 256  # of the counter: 25 s at 100 ms, which bounds the regression to some 10 ms
 
 
@@ -55,16 +57,27 @@ class PlanRecord:
 
 @dataclass(slots=True)
 class Iteration:
-    """An iteration that has begun. `begin_s` is None if its begin mark was lost."""
+    """An iteration that has begun. `begin_s` is None if its begin mark was lost.
+
+    `gap_begin_s`: when the one before ended; None if that is not known.
+    """
 
     number: int
     begin_s: float | None
     plan: PlanRecord
+    gap_begin_s: float | None = None
     end_s: float = 0.0
     runs: list[Run] = field(default_factory=list)
     position: int = -1
     """Of the latest computation seen, in the order."""
     has_deviated: bool = False
+
+    @property
+    def needed_s(self) -> float | None:
+        """From when on something must be known to measure it; None if it can't be."""
+        if self.begin_s is None or self.gap_begin_s is None:
+            return self.begin_s
+        return self.gap_begin_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +93,10 @@ class Report:
 class Recorder:
     """One rank's iterations, clocks and energy counter."""
 
-    def __init__(self) -> None:
+    def __init__(self, highest_clock_mhz: int) -> None:
+        self._highest_clock_mhz = highest_clock_mhz
+        self._ended: tuple[int, float] | None = None
+        self._measured_end: tuple[float, float | None] | None = None
         self._plan = PlanRecord((), Sampler(NO_PLAN.version))
         self._finished: deque[Iteration] = deque()
         self._changes: list[CounterChange] = []
@@ -102,11 +118,15 @@ class Recorder:
 
     def iteration(self, number: int, begin_s: float | None) -> Iteration:
         """An iteration that begins."""
-        return Iteration(number, begin_s, self._plan)
+        gap_begin_s = None
+        if self._ended is not None and self._ended[0] == number - 1:
+            gap_begin_s = self._ended[1]
+        return Iteration(number, begin_s, self._plan, gap_begin_s)
 
     def finish(self, iteration: Iteration, end_s: float) -> None:
         """It has ended; it is measured by and by."""
         iteration.end_s = end_s
+        self._ended = (iteration.number, end_s)
         self._finished.append(iteration)
 
     def counter_changed(self, change: CounterChange) -> None:
@@ -163,6 +183,8 @@ class Recorder:
         iteration.plan.sampler.add(
             FinishedIteration(iteration.begin_s, iteration.end_s, tuple(complete), is_regular)
         )
+        gap_time_s, gap_energy_j, gap_slowed_time_s = self._measure_gap(iteration, begin_j)
+        self._measured_end = (iteration.end_s, end_j)
         iterations.append(
             IterationRow(
                 iteration=iteration.number,
@@ -171,6 +193,9 @@ class Recorder:
                 energy_j=end_j - begin_j if begin_j is not None and end_j is not None else 0.0,
                 is_regular=is_regular,
                 clock_event_reasons=throttling_reasons(self._changes, iteration.begin_s, iteration.end_s),
+                gap_time_s=gap_time_s,
+                gap_energy_j=gap_energy_j,
+                gap_slowed_time_s=gap_slowed_time_s,
             )
         )
         computations += [
@@ -184,15 +209,39 @@ class Recorder:
             for each in complete
         ]
 
+    def _measure_gap(self, iteration: Iteration, end_j: float | None) -> tuple[float, float, float]:
+        """Time, energy and what clocks can have added to the time of the gap that ended with this counter."""
+        begin_s, end_s = iteration.gap_begin_s, iteration.begin_s
+        if begin_s is None or end_s is None or not 0 <= end_s - begin_s <= _LONGEST_GAP_S:
+            return 0.0, 0.0, 0.0
+        energy_j = 0.0
+        # The counter's changes that far back may be forgotten, but the iteration before was measured by them.
+        if self._measured_end is not None and self._measured_end[0] == begin_s:
+            begin_j = self._measured_end[1]
+            if begin_j is not None and end_j is not None:
+                energy_j = max(0.0, end_j - begin_j)
+        slowed_s = sum(
+            (until_s - since_s) * (1 - clock_mhz / self._highest_clock_mhz)
+            for clock_mhz, since_s, until_s in self._clocks_between(begin_s, end_s)
+            if clock_mhz is not None
+        )
+        return end_s - begin_s, energy_j, max(0.0, slowed_s)
+
+    def _clocks_between(self, begin_s: float, end_s: float) -> list[tuple[int | None, float, float]]:
+        """Which clock was in force from when to when, from one moment to another."""
+        clocks: list[tuple[int | None, float]] = [(None, begin_s)]
+        for done in self._clock_sets:
+            if done.time_s <= begin_s:
+                clocks[0] = (done.clock_mhz, begin_s)
+            elif done.time_s < end_s:
+                clocks.append((done.clock_mhz, done.time_s))
+        ends_s = [*(since_s for _, since_s in clocks[1:]), end_s]
+        return [(mhz, since_s, until_s) for (mhz, since_s), until_s in zip(clocks, ends_s, strict=True)]
+
     def _measure_run(self, plan: PlanRecord, run: Run) -> FinishedComputation:
         assert run.end_s is not None  # the caller has looked
         # (clock, from when): the one that it began at, then those that came into force while it ran.
-        clocks: list[tuple[int | None, float]] = [(None, run.begin_s)]
-        for done in self._clock_sets:
-            if done.time_s <= run.begin_s:
-                clocks[0] = (done.clock_mhz, run.begin_s)
-            elif done.time_s < run.end_s:
-                clocks.append((done.clock_mhz, done.time_s))
+        clocks = [(mhz, since_s) for mhz, since_s, _ in self._clocks_between(run.begin_s, run.end_s)]
         if run.computation.kind != Kind.FIXED:
             plan.tally.add(plan.clocks_mhz[run.position], clocks, run.end_s)
         return FinishedComputation(
@@ -202,7 +251,7 @@ class Recorder:
     def _forget(self, needed_s: float) -> None:
         """Drop what no iteration still to be measured can need."""
         del self._changes[:-_CHANGES_KEPT]
-        needed_s = min([needed_s, *(each.begin_s for each in self._finished if each.begin_s is not None)])
+        needed_s = min([needed_s, *(each.needed_s for each in self._finished if each.needed_s is not None)])
         obsolete = 0
         for index, done in enumerate(self._clock_sets):
             if done.time_s <= needed_s:

@@ -28,6 +28,10 @@ from perseus.agent.rank.messages import EnergyEstimate, EnergySample
 _NEGLIGIBLE_GAP_S = 0.001
 # An estimate is refreshed when the plan has been in force for this share longer than at the one before.
 _REFRESH_SHARE = 0.125
+# And after so many more iterations in any case: what a plan costs may change while it is in force.
+_LONGEST_REFRESH = 1000
+# Where the counter hardly ever moves, this bounds what is kept for it.
+_MOST_COMPUTATIONS = 32_768
 # Less is no power.
 _LEAST_BLOCKING_W = 1e-3
 
@@ -76,6 +80,7 @@ class Sampler:
     def __init__(self, plan_version: int) -> None:
         self.plan_version = plan_version
         self._iterations: deque[FinishedIteration] = deque()
+        self._computation_count = 0
         self._iteration_count = 0
         self._estimated_count = 0
 
@@ -83,20 +88,31 @@ class Sampler:
         """Take the next finished iteration."""
         self._iterations.append(iteration)
         self._iteration_count += 1
+        self._computation_count += len(iteration.computations)
+        while self._computation_count > _MOST_COMPUTATIONS or len(self._iterations) > _MOST_COMPUTATIONS:
+            self._forget_oldest()
 
     def estimate_request(self, changes: Sequence[CounterChange]) -> EstimateRequest | None:
         """What to estimate from the counter's changes at hand, if it is time for that.
 
         Iterations that ended before the first change are forgotten: the caller bounds memory by its changes.
         """
-        if not changes or self._iteration_count < self._estimated_count * (1 + _REFRESH_SHARE):
+        if not changes:
+            while len(self._iterations) > 1:
+                self._forget_oldest()  # what changes there will be come later
             return None
         while self._iterations and self._iterations[0].end_s < changes[0].time_s:
-            self._iterations.popleft()
+            self._forget_oldest()
+        refresh = min(self._estimated_count * _REFRESH_SHARE, _LONGEST_REFRESH)
+        if self._iteration_count < self._estimated_count + refresh:
+            return None
         self._estimated_count = self._iteration_count
         if not any(iteration.is_regular for iteration in self._iterations):
             return None
         return EstimateRequest(self.plan_version, tuple(self._iterations), tuple(changes))
+
+    def _forget_oldest(self) -> None:
+        self._computation_count -= len(self._iterations.popleft().computations)
 
 
 def estimate(request: EstimateRequest) -> EnergyEstimate | None:

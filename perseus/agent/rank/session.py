@@ -15,7 +15,8 @@ of any other, and comes into force whole at the begin of its start iteration. Wi
 coordinator for the lease, once refused, or without the right to set clocks, no plan is in force.
 
 *Clocks.* What is wanted follows from the marks; `clocks.keeper` decides it, and when. Computations are
-known by identity; an iteration that deviates from the registered order runs at stock to its end. Lost marks
+known by identity; an iteration that deviates from the registered order runs at stock to its end. So does
+what lies between iterations, if it takes long, and a trainer of which nothing is heard for long. Lost marks
 only lose samples. Marks never come from the future and never go back in time here, whatever the trainer
 says.
 
@@ -36,7 +37,7 @@ of a plan takes milliseconds to work out, so it is asked for (`EstimateEnergy`) 
     GpuFailed                reset, RankLeft(GPU_FAILED); the session has ended
     Finish, TrainerGone      reset, RankLeft(FINISHED, TRAINER_GONE); the session has ended
     AgentStops               reset; the session has ended (the agent's Goodbye speaks for all its ranks)
-    Tick                     lease, announcing again, telemetry that waits for the counter
+    Tick                     lease, announcing again, telemetry that waits for the counter, trainers that hang
 """
 
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ from perseus.agent.rank.events import (
 from perseus.agent.rank.messages import (
     NO_PLAN,
     ClockStatistics,
+    FromSession,
     GpuDescription,
     Hold,
     PlanAnswer,
@@ -100,6 +102,7 @@ class _Plan:
     start_iteration: int
     lease_s: float
     clocks_mhz: Clocks
+    is_hold: bool
 
 
 class Session:
@@ -135,6 +138,7 @@ class Session:
         self._heard_at_s = 0.0
         self._order: tuple[Computation, ...] | None = None
         self._positions: dict[Computation, int] = {}
+        self._begins_alone = False
         # Plans.
         self._in_force: _Plan | None = None
         self._pending: _Plan | None = None
@@ -145,7 +149,7 @@ class Session:
         self._begun_iteration = -1
         self._marked_at_s = 0.0
         # Measurement.
-        self._recorder = Recorder()
+        self._recorder = Recorder(gpu.supported_clocks_mhz[0])
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """What is to be done, in order, about something that is now known. Times are CLOCK_MONOTONIC."""
@@ -153,6 +157,13 @@ class Session:
             self._dispatch(event, now_s)
         commands, self._commands = self._commands, []
         return commands
+
+    def give_up(self) -> list[FromSession]:
+        """End it whatever state it is in, after an error of our own; what is to be said once all is over."""
+        self.has_ended = True
+        self._pending = self._in_force = self._iteration = None
+        self._commands, self._recorder = [], Recorder(self._gpu.supported_clocks_mhz[0])
+        return [RankLeft(self.rank, RankLeftReason.GPU_FAILED)]
 
     def _dispatch(self, event: Event, now_s: float) -> None:
         match event:
@@ -246,6 +257,8 @@ class Session:
         leases_s = [plan.lease_s for plan in (self._in_force, self._pending) if plan]
         if leases_s and now_s - self._heard_at_s > min(leases_s):
             self._drop_plans()
+        if self._in_force is not None and self._keeper.is_silent(self._marked_at_s, now_s):
+            self._fall_back()
         self._report(now_s)
 
     # --- Standing with the coordinator ----------------------------------------------------------------------
@@ -272,6 +285,10 @@ class Session:
             self._deviate()
             self._order = order
             self._positions = {computation: position for position, computation in enumerate(order)}
+            like_first = [
+                each for each in order if (each.kind, each.chunk) == (order[0].kind, order[0].chunk)
+            ]
+            self._begins_alone = len(like_first) == 1
             self._follow(None)
 
     def _on_rank_refused(self, now_s: float) -> None:
@@ -314,7 +331,11 @@ class Session:
             return refusal
         assert self._order is not None  # a rank that was accepted has one
         accepted = _Plan(
-            offer.plan, offer.start_iteration, offer.lease_s, _clocks_mhz(offer.clocks, len(self._order))
+            offer.plan,
+            offer.start_iteration,
+            offer.lease_s,
+            _clocks_mhz(offer.clocks, len(self._order)),
+            is_hold=isinstance(offer.clocks, Hold),
         )
         if self._in_force and self._in_force.plan == offer.plan:
             self._pending = None
@@ -369,13 +390,13 @@ class Session:
             self._deviate()
         if has_any:
             self._send(PlanInForce(self.rank, NO_PLAN, self._begun_iteration + 1))
-        self._stock()
+        self._fall_back()
 
     def _follow(self, plan: _Plan | None) -> None:
         """This plan is in force from now on, or none."""
         self._in_force = plan
         clocks_mhz = plan.clocks_mhz if plan is not None else (None,) * len(self._positions)
-        self._keeper.follow(clocks_mhz)
+        self._keeper.follow(clocks_mhz, keeps_gaps=plan is not None and plan.is_hold and self._begins_alone)
         self._recorder.follow(plan.plan.version if plan is not None else NO_PLAN.version, clocks_mhz)
 
     # --- Clocks ---------------------------------------------------------------------------------------------
@@ -385,15 +406,15 @@ class Session:
         self._keeper = ClockKeeper()  # nothing was ever set, so there is nothing to reset
         self._drop_plans()
 
-    def _stock(self) -> None:
+    def _fall_back(self) -> None:
         if self._forbidden is None:
-            self._commands += self._keeper.stock()
+            self._commands += self._keeper.fall_back()
 
     def _deviate(self) -> None:
         """The iteration under way is not as planned: stock until the next one begins."""
         if self._iteration is not None:
             self._iteration.has_deviated = True
-            self._stock()
+            self._fall_back()
 
     def _following_clocks(self, iteration: int) -> Clocks:
         """The clocks of the iteration after this one."""
@@ -427,6 +448,9 @@ class Session:
         if iteration is None or iteration.number != mark.iteration:
             return
         self._iteration = None
+        if self._order is not None and self._forbidden is None:
+            following = self._following_clocks(mark.iteration)
+            self._commands += self._keeper.end_iteration(end_s, now_s, following)
         # One of no length (marks whose times were the same) is no iteration.
         if iteration.begin_s is not None and end_s > iteration.begin_s and self._order is not None:
             self._recorder.finish(iteration, end_s)
@@ -491,8 +515,8 @@ class Session:
     def _report(self, now_s: float, *, waits: bool = True) -> None:
         """Tell of all iterations that can be measured by now; of all that have ended, if nothing waits."""
         needed_s = self._marked_at_s
-        if self._iteration is not None and self._iteration.begin_s is not None:
-            needed_s = self._iteration.begin_s
+        if self._iteration is not None and self._iteration.needed_s is not None:
+            needed_s = self._iteration.needed_s
         for report in self._recorder.report(self._order, now_s, needed_s=needed_s, waits=waits):
             clocks = None if self._forbidden is not None else self._clock_statistics(report.plan)
             self._commands.append(

@@ -248,56 +248,31 @@ class RecordFolder:
         return self.path / f"{gpu_uuid}{_SUFFIX}"
 
 
-@dataclass(frozen=True, slots=True)
-class Restoration:
-    """What became of one record: the GPU is back, or why not."""
-
-    gpu_uuid: str
-    error: GpuError | None
-
-
 def restore_found(
-    folder: RecordFolder,
-    open_gpu: Callable[[str], Gpu],
-    *,
-    but: frozenset[str] = frozenset(),
-    patience_s: float = 0.0,
-) -> list[Restoration]:
-    """Bring back every GPU whose record nobody holds, `but` some; one that fails keeps its record.
+    folder: RecordFolder, gpu_uuid: str, open_gpu: Callable[[str], Gpu], *, patience_s: float = 0.0
+) -> bool:
+    """Bring a GPU back, if it has a record that nobody holds; whether that was done.
 
-    `patience_s` is as for `RecordFolder.find`. `RecordError` if the folder can't be read.
+    `patience_s` is as for `RecordFolder.find`. The record stays if anything fails. `GpuError`; or whatever
+    `open_gpu` and its GPU raise.
     """
-    done: list[Restoration] = []
-    for gpu_uuid in folder.gpu_uuids():
-        if gpu_uuid in but:
-            continue
-        try:
-            held = folder.find(gpu_uuid, patience_s=patience_s)
-        except RecordHeldError:
-            continue  # it lives
-        except RecordError as error:
-            done.append(Restoration(gpu_uuid, error))
-            continue
-        if held is not None:
-            done.append(Restoration(gpu_uuid, _restore(held, open_gpu)))
-    return done
-
-
-def _restore(held: HeldRecord, open_gpu: Callable[[str], Gpu]) -> GpuError | None:
+    try:
+        held = folder.find(gpu_uuid, patience_s=patience_s)
+    except RecordHeldError:
+        return False  # it lives
+    if held is None:
+        return False
     try:
         gpu = open_gpu(held.record.gpu_uuid)
-    except GpuError as error:
+        try:
+            held.restore(gpu)
+        finally:
+            with contextlib.suppress(GpuError):
+                gpu.close()
+    except BaseException:
         held.release()
-        return error
-    try:
-        held.restore(gpu)
-    except GpuError as error:
-        held.release()
-        return error
-    finally:
-        with contextlib.suppress(GpuError):
-            gpu.close()
-    return None
+        raise
+    return True
 
 
 def _make_folder(folder: Path) -> None:

@@ -15,7 +15,8 @@ still happen, and who brings the GPUs back then:
     agent and supervisor            systemd (ExecStopPost), the next agent to start, or --restore by hand
     agent, and the restoring one    the supervisor, which tries again
     the node                        its boot (a lock ends with the driver); the next agent removes the record
-    the GPU, or its driver hangs    nobody; the record stays, and every try is cut off and repeated
+    the GPU, or its driver hangs    nobody; the record stays, every try is cut off and repeated, and the next
+                                    agent goes on trying; other GPUs are brought back meanwhile
 """
 
 import contextlib
@@ -32,7 +33,7 @@ LIFELINE = "PERSEUS_LIFELINE"
 _OOM_EXEMPT = "-1000"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _ATTEMPTS = 20
-_ATTEMPT_TIMEOUT_S = 10.0
+_ATTEMPT_TIMEOUT_S = 15.0  # longer than a GPU that hangs is waited for, so that it is said which does
 _PAUSE_S = 0.5
 
 
@@ -71,10 +72,14 @@ def main(command: list[str]) -> int:
 def _restore(command: list[str]) -> bool:
     for _ in range(_ATTEMPTS):
         try:
-            done = subprocess.run(command, timeout=_ATTEMPT_TIMEOUT_S, check=False, start_new_session=True)
-            if done.returncode == 0:
-                return True
-        except (OSError, subprocess.TimeoutExpired) as error:
+            restoring = subprocess.Popen(command, start_new_session=True)
+            try:
+                if restoring.wait(_ATTEMPT_TIMEOUT_S) == 0:
+                    return True
+            except subprocess.TimeoutExpired as error:
+                restoring.kill()  # and not waited for: no signal reaches who hangs in the driver
+                print(f"perseus: restoring: {error}", file=sys.stderr)
+        except OSError as error:
             print(f"perseus: restoring: {error}", file=sys.stderr)
         time.sleep(_PAUSE_S)
     return False

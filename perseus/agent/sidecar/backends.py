@@ -22,8 +22,11 @@ class Backend(Protocol):
     def look(self, uuid: str) -> GpuUse:
         """Where the GPU is, and who computes on it. `GpuError` as for `open`."""
 
-    def uuids(self) -> list[str]:
-        """All GPUs, in the order of their bus numbers. `GpuError`."""
+    def listed(self) -> list[str | GpuError]:
+        """The UUIDs of all GPUs, in the order of their bus numbers; for one that is lost, why it has none.
+
+        `GpuError` if nothing is known of any.
+        """
 
 
 class NvmlBackend:
@@ -38,27 +41,35 @@ class NvmlBackend:
         try:
             return NvmlGpu(uuid, nvml=self._nvml)
         except GpuNotFoundError as error:
-            raise _not_found(uuid, self.uuids()) from error
+            raise _not_found(uuid, self.listed()) from error
 
     def look(self, uuid: str) -> GpuUse:
         """See `Backend.look`."""
         try:
             return look(uuid, str(self._device_folder), self._nvml)
         except GpuNotFoundError as error:
-            raise _not_found(uuid, self.uuids()) from error
+            raise _not_found(uuid, self.listed()) from error
 
-    def uuids(self) -> list[str]:
-        """See `Backend.uuids`."""
+    def listed(self) -> list[str | GpuError]:
+        """See `Backend.listed`."""
         nvml = self._nvml
         with calling("nvmlInit", "GPUs", nvml):
             nvml.nvmlInit()
         try:
-            with calling("nvmlDeviceGetCount, …HandleByIndex, …UUID", "GPUs", nvml):
-                handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-                return [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+            with calling("nvmlDeviceGetCount", "GPUs", nvml):
+                count = int(nvml.nvmlDeviceGetCount())
+            return [self._uuid_or_error(index) for index in range(count)]
         finally:
             with contextlib.suppress(nvml.NVMLError):  # what was asked for has been answered
                 nvml.nvmlShutdown()
+
+    def _uuid_or_error(self, index: int) -> str | GpuError:
+        nvml = self._nvml
+        try:
+            with calling("nvmlDeviceGetHandleByIndex, …UUID", f"GPU {index}", nvml):
+                return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index)))
+        except GpuError as error:
+            return error
 
 
 class EmulatedBackend:
@@ -80,8 +91,8 @@ class EmulatedBackend:
         finally:
             gpu.close()
 
-    def uuids(self) -> list[str]:
-        """See `Backend.uuids`; in the order of the files' names."""
+    def listed(self) -> list[str | GpuError]:
+        """See `Backend.listed`; in the order of the files' names."""
         return list(self._paths())
 
     def _path(self, uuid: str) -> tuple[int, Path]:
@@ -106,6 +117,8 @@ class VisibleGpus:
     def __init__(self, gpus: Backend, visible_devices: str) -> None:
         self._gpus = gpus
         self._visible_devices = visible_devices
+        # A node's GPUs don't change, and asking for them means asking all, those that hang as well.
+        self._listed: list[str | GpuError] = []
 
     def open(self, uuid: str) -> Gpu:
         """See `Backend.open`."""
@@ -117,16 +130,26 @@ class VisibleGpus:
         self._check(uuid)
         return self._gpus.look(uuid)
 
-    def uuids(self) -> list[str]:
-        """See `Backend.uuids`; in the order in which CUDA counts them."""
-        return visible_uuids(self._visible_devices, self._gpus.uuids())
+    def listed(self) -> list[str | GpuError]:
+        """See `Backend.listed`; in the order in which CUDA counts them, without those that are lost."""
+        if not self._listed:
+            listed = self._gpus.listed()
+            if not all(isinstance(each, str) for each in listed):
+                return self._visible(listed)
+            self._listed = listed
+        return self._visible(self._listed)
+
+    def _visible(self, listed: list[str | GpuError]) -> list[str | GpuError]:
+        # One that is lost keeps its index, and no name in the environment is the beginning of its.
+        uuids = [each if isinstance(each, str) else f"\0{index}" for index, each in enumerate(listed)]
+        return [uuid for uuid in visible_uuids(self._visible_devices, uuids) if uuid in listed]
 
     def _check(self, uuid: str) -> None:
-        visible = self.uuids()
+        visible = self.listed()
         if uuid not in visible:
             raise GpuNotFoundError(
                 f"GPU {uuid}: expected one that CUDA_VISIBLE_DEVICES={self._visible_devices} leaves visible "
-                f"to the agent ({', '.join(visible) or 'none'})"
+                f"to the agent ({_names(visible)})"
             )
 
 
@@ -138,7 +161,9 @@ def backend(settings: AgentSettings) -> Backend:
     return EmulatedBackend(settings.emulated_gpus)
 
 
-def _not_found(uuid: str, found: list[str]) -> GpuNotFoundError:
-    return GpuNotFoundError(
-        f"GPU {uuid}: expected one of this node's {len(found)} GPUs ({', '.join(found) or 'none'})"
-    )
+def _not_found(uuid: str, listed: list[str | GpuError]) -> GpuNotFoundError:
+    return GpuNotFoundError(f"GPU {uuid}: expected one of this node's {len(listed)} GPUs ({_names(listed)})")
+
+
+def _names(listed: list[str | GpuError]) -> str:
+    return ", ".join(map(str, listed)) or "none"

@@ -3,6 +3,9 @@
 A set takes 10–20 ms, so each GPU has a worker thread for its sets. Only the newest wanted clock counts: what
 was wanted while a set was under way and has been overtaken since is never set. A clock can be wanted from a
 moment to come: the thread keeps the time itself, whatever else keeps the agent busy.
+
+A set that fails for a moment is tried again before it counts as failed. A reset is tried again until it
+succeeds, or something else is wanted: until then the GPU may be locked.
 """
 
 import threading
@@ -13,7 +16,8 @@ from typing import Final
 
 import structlog
 
-from perseus.agent.gpu import Gpu, GpuError
+from perseus.agent.clocks.patience import Patience
+from perseus.agent.gpu import Gpu, GpuError, is_transient
 
 _log = structlog.get_logger(__name__)
 
@@ -40,6 +44,8 @@ class ClockResult:
     in_force_at_s: float
     """When the GPU's effective clock was seen to be the target; when the call returned, if it was not."""
     error: Exception | None = None
+    is_tried_again: bool = False
+    """The error may pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +57,9 @@ class _Wish:
 class ClockWorker:
     """Sets one GPU's clock on a thread of its own.
 
-    `on_result` hears of every set that was carried out or failed, on that thread. What was overtaken before
-    it began, and what was in force already, is not reported. After a failure nothing is known to be in force.
+    `on_result` hears of every set that was carried out or failed, on that thread; of what is tried again and
+    fails for the same reason, once. What was overtaken before it began, and what was in force already, is not
+    reported. After a failure nothing is known to be in force.
     """
 
     def __init__(
@@ -66,6 +73,12 @@ class ClockWorker:
         self._on_result = on_result
         self._monotonic = monotonic
         self._changed = threading.Condition()
+        # Resets may succeed for as long as sets fail.
+        self._patience_with = {True: Patience(), False: Patience()}
+        self._retried: _Wish | None = None
+        self._retry_at_s = 0.0
+        self._told_failure: tuple[str, bool] | None = None
+        self._begun_at_s: float | None = None
         self._wanted: _Wish | None = None
         self._scheduled: _Wish | None = None
         self._closing = False
@@ -88,17 +101,27 @@ class ClockWorker:
         self._wish(self._wanted, _Wish(target_mhz, due_s))
 
     def close(self) -> None:
-        """Carry out the last request, if it is still open, and end the thread; blocks until then."""
+        """Carry out the last request, if it is still open, and end the thread; blocks until then.
+
+        If it goes on failing it is left to whoever finds the record of what to restore.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+
+    def under_way_s(self, now_s: float) -> float:
+        """For how long the set has been under way that is; 0 if none is."""
+        begun_at_s = self._begun_at_s
+        return now_s - begun_at_s if begun_at_s is not None else 0.0
 
     def _wish(self, wanted: _Wish | None, scheduled: _Wish | None) -> None:
         with self._changed:
             if self._closing:
                 raise RuntimeError(f"GPU {self._gpu.uuid}: its clock worker is closed")
             self._wanted, self._scheduled = wanted, scheduled
+            if wanted is not None:
+                self._retried = None
             self._changed.notify()
 
     def _run(self) -> None:
@@ -110,17 +133,28 @@ class ClockWorker:
         """The newest wish, as soon as there is one; None when the worker is closing."""
         with self._changed:
             while True:
-                left_s = self._scheduled.due_s - self._monotonic() if self._scheduled else None
-                if left_s is not None and left_s <= 0:
-                    self._wanted, self._scheduled = self._scheduled, None
+                left_s: float | None = None
+                if self._scheduled is not None or self._retried is not None:
+                    left_s = self._take_what_is_due(self._monotonic())
                 wish, self._wanted = self._wanted, None
-                if wish is not None or self._closing:
+                if wish is not None or (self._closing and self._retried is None):
                     return wish
                 self._changed.wait(left_s)
 
+    def _take_what_is_due(self, now_s: float) -> float | None:
+        """Want what is due by now; how long until something else is."""
+        if self._scheduled is not None and self._scheduled.due_s <= now_s:
+            self._wanted, self._scheduled, self._retried = self._scheduled, None, None
+        if self._retried is not None and self._retry_at_s <= now_s:
+            self._wanted, self._retried = self._retried, None
+        dues_s = [self._scheduled.due_s] if self._scheduled is not None else []
+        if self._retried is not None:
+            dues_s.append(self._retry_at_s)
+        return min(dues_s) - now_s if dues_s else None
+
     def _set(self, wish: _Wish) -> None:
         error: Exception | None = None
-        begun_at_s = self._monotonic()
+        self._begun_at_s = begun_at_s = self._monotonic()
         try:
             if wish.target_mhz is STOCK:
                 self._gpu.reset_clock()
@@ -130,13 +164,36 @@ class ClockWorker:
         except Exception as caught:  # whatever it was, the next set (a reset, perhaps) must still be tried
             error = caught
             self._in_force_mhz = _UNKNOWN_MHZ
+        self._begun_at_s = None
         in_force_at_s = self._monotonic()
-        if error is None and wish.target_mhz is not STOCK:
-            in_force_at_s = self._seen_at_s(wish.target_mhz, in_force_at_s)
+        if error is None:
+            self._patience_with[wish.target_mhz is STOCK].succeeded()
+            self._told_failure = None
+            if wish.target_mhz is not STOCK:
+                in_force_at_s = self._seen_at_s(wish.target_mhz, in_force_at_s)
+        is_tried_again = error is not None and self._try_again(wish, error, in_force_at_s)
+        if error is not None:
+            failure = (repr(error), is_tried_again)
+            was_told = failure == self._told_failure
+            self._told_failure = failure
+            if was_told and (is_tried_again or wish.target_mhz is STOCK):
+                return
+        result = ClockResult(wish.target_mhz, wish.due_s, begun_at_s, in_force_at_s, error, is_tried_again)
         try:
-            self._on_result(ClockResult(wish.target_mhz, wish.due_s, begun_at_s, in_force_at_s, error))
+            self._on_result(result)
         except Exception:  # for the same reason
             _log.exception("clock result not delivered", gpu=self._gpu.uuid, target_mhz=wish.target_mhz)
+
+    def _try_again(self, wish: _Wish, error: Exception, now_s: float) -> bool:
+        """Try again where that may help, or must; whether the failure is borne."""
+        patience = self._patience_with[wish.target_mhz is STOCK]
+        retry_at_s = patience.failed(now_s)
+        is_borne = is_transient(error) and not patience.is_over(now_s)
+        with self._changed:
+            is_tried_again = is_borne or (wish.target_mhz is STOCK and not self._closing)
+            if is_tried_again and self._wanted is None:
+                self._retried, self._retry_at_s = wish, retry_at_s
+        return is_borne
 
     def _seen_at_s(self, target_mhz: int, returned_at_s: float) -> float:
         """When the effective clock was the target; `returned_at_s` if it was not, as on a throttled GPU.

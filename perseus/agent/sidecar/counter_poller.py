@@ -4,22 +4,23 @@ import threading
 import time
 from collections.abc import Callable
 
+from perseus.agent.clocks.patience import Patience
 from perseus.agent.energy.counter import ChangeDetector, CounterChange
-from perseus.agent.gpu import Gpu, GpuError
+from perseus.agent.gpu import Gpu, is_transient
 
 
 class CounterPoller:
     """Polls one GPU's counter on a thread of its own.
 
-    `on_change` hears of every change, on that thread. The first `GpuError` ends the polling and goes to
-    `on_error`.
+    `on_change` hears of every change, on that thread. An error that does not pass within a moment ends the
+    polling and goes to `on_error`.
     """
 
     def __init__(
         self,
         gpu: Gpu,
         on_change: Callable[[CounterChange], None],
-        on_error: Callable[[GpuError], None],
+        on_error: Callable[[Exception], None],
         *,
         interval_s: float = 0.005,
         monotonic: Callable[[], float] = time.monotonic,
@@ -29,6 +30,8 @@ class CounterPoller:
         self._on_error = on_error
         self._interval_s = interval_s
         self._monotonic = monotonic
+        self._patience = Patience()
+        self._begun_at_s: float | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"energy counter of {gpu.uuid}", daemon=True)
         self._thread.start()
@@ -38,15 +41,34 @@ class CounterPoller:
         self._closing.set()
         self._thread.join()
 
+    def under_way_s(self, now_s: float) -> float:
+        """For how long the poll has been under way that is; 0 if none is."""
+        begun_at_s = self._begun_at_s
+        return now_s - begun_at_s if begun_at_s is not None else 0.0
+
     def _run(self) -> None:
         detector = ChangeDetector()
-        try:
-            while not self._closing.wait(self._interval_s):
-                before_s = self._monotonic()
-                energy_j = self._gpu.total_energy_j()
-                after_s = self._monotonic()
-                change = detector.poll(before_s, after_s, energy_j, self._gpu.clock_event_reasons())
-                if change is not None:
-                    self._on_change(change)
-        except GpuError as error:
-            self._on_error(error)
+        pause_s = self._interval_s
+        while not self._closing.wait(pause_s):
+            pause_s = self._interval_s
+            try:
+                change = self._poll(detector)
+                self._patience.succeeded()
+            except Exception as error:
+                now_s = self._monotonic()
+                pause_s = self._patience.failed(now_s) - now_s
+                if not is_transient(error) or self._patience.is_over(now_s):
+                    self._on_error(error)
+                    return
+                detector = ChangeDetector()  # what it saw last was too long ago to date a change by
+                continue
+            finally:
+                self._begun_at_s = None
+            if change is not None:
+                self._on_change(change)
+
+    def _poll(self, detector: ChangeDetector) -> CounterChange | None:
+        self._begun_at_s = before_s = self._monotonic()
+        energy_j = self._gpu.total_energy_j()
+        after_s = self._monotonic()
+        return detector.poll(before_s, after_s, energy_j, self._gpu.clock_event_reasons())

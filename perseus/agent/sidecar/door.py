@@ -1,7 +1,8 @@
 """Whether a peer may have a GPU: gathers what `claims.decision` decides by, from the kernel and the driver.
 
 All of it blocks (the driver, a directory service, a process of its own), so it is done in threads that do
-nothing else: however many peers ask, restoring and clocks do not wait for them.
+nothing else: however many peers ask, restoring and clocks do not wait for them. A driver that hangs takes
+none of these threads with it, as it is asked in the GPU's lane.
 """
 
 import asyncio
@@ -17,6 +18,8 @@ import structlog
 
 from perseus.agent.claims.decision import Access, Allowed, Refused, Sight, by_grant, by_sight
 from perseus.agent.claims.grants import User
+from perseus.agent.gpu import GpuUse
+from perseus.agent.gpu.lanes import Lanes
 from perseus.agent.sidecar import cgroups, openable
 from perseus.agent.sidecar.backends import Backend
 from perseus.agent.sidecar.grant_files import read_grants
@@ -28,6 +31,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _THREADS = 2
+_LOOKS_AT_A_TIME = 8
 _OPENABLE_TIMEOUT_S = 5.0
 _MOST_TOLD = 256
 
@@ -35,9 +39,11 @@ _MOST_TOLD = 256
 class Door:
     """Judges claims. `grants` is a folder, which need not be there."""
 
-    def __init__(self, gpus: Backend, grants: Path) -> None:
+    def __init__(self, gpus: Backend, grants: Path, lanes: Lanes) -> None:
         self._gpus = gpus
         self._grants = grants
+        self._lanes = lanes
+        self._looks = asyncio.Semaphore(_LOOKS_AT_A_TIME)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="door")
         self._told: set[str] = set()
         self._sees_the_whole_node = sees_the_whole_node()
@@ -51,7 +57,9 @@ class Door:
 
         `GpuError` if the GPU can't be looked at.
         """
-        return await self._run(self._judge, peer, user, gpu_uuid, before)
+        async with self._looks:
+            use = await self._lanes.run(gpu_uuid, lambda: self._gpus.look(gpu_uuid))
+        return await self._run(self._judge, peer, user, gpu_uuid, use, before)
 
     def close(self) -> None:
         """Judge nobody any more; what is under way is not waited for."""
@@ -60,8 +68,9 @@ class Door:
     async def _run(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
-    def _judge(self, peer: Peer, user: User, uuid: str, before: Allowed | None) -> Allowed | Refused:
-        use = self._gpus.look(uuid)
+    def _judge(
+        self, peer: Peer, user: User, uuid: str, use: GpuUse, before: Allowed | None
+    ) -> Allowed | Refused:
         owners = None
         if use.process_ids is not None:
             found = (owner_of(pid) for pid in use.process_ids)

@@ -5,11 +5,12 @@ Every question is asked for itself, so that a GPU that can't answer one is still
 setting one: from the GPU's generation and mode, and from this process's privileges.
 """
 
+import asyncio
 import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ import pynvml
 
 from perseus.agent.energy.counter import ChangeDetector
 from perseus.agent.gpu import ClockEventReason, GpuError, GpuUnsupportedError
+from perseus.agent.gpu.lanes import PATIENCE_S, Lanes
 from perseus.agent.gpu.nvml import NvmlGpu, calling
 
 _CAP_SYS_ADMIN = 21
 _WATCH_S = 2.0
 _POLL_S = 0.001
 _FEWEST_CHANGES = 4
+_PATIENCE_S = _WATCH_S + PATIENCE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class GpuFindings:
-    """What one GPU answered, in the order of the questions."""
+    """What one GPU answered, in the order of the questions; one without a UUID goes by its index."""
 
     uuid: str
     findings: tuple[Finding, ...]
@@ -58,6 +61,29 @@ def node_findings(nvml: Any = pynvml) -> tuple[Finding, ...]:
         _find("nvml_version", nvml.nvmlSystemGetNVMLVersion, nvml),
         Finding("may_set_clocks", may_set_clocks(), "" if may_set_clocks() else _UNPRIVILEGED),
     )
+
+
+async def all_gpu_findings(
+    listed: Sequence[str | GpuError],
+    find: Callable[[str], GpuFindings],
+    patience_s: float = _PATIENCE_S,
+) -> list[GpuFindings]:
+    """What `find` finds of each GPU that is listed, all at once; one that can't be asked says why."""
+    lanes = Lanes(patience_s)
+
+    async def ask(index: int, uuid: str | GpuError) -> GpuFindings:
+        if isinstance(uuid, GpuError):
+            return _unusable(f"GPU {index}", uuid)
+        try:
+            return await lanes.run(uuid, lambda: find(uuid))
+        except GpuError as error:
+            return _unusable(uuid, error)
+
+    return await asyncio.gather(*(ask(index, uuid) for index, uuid in enumerate(listed)))
+
+
+def _unusable(name: str, error: GpuError) -> GpuFindings:
+    return GpuFindings(name, (Finding("usable", False, str(error)),))
 
 
 def gpu_findings(

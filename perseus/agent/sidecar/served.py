@@ -1,12 +1,15 @@
 """One rank being served: its session with the GPU, the clock worker and the counter poller around it.
 
 Thread-safe towards the GPU's threads: what they say is handed over to the event loop. Everything else happens
-on the loop.
+on the loop, and nothing there waits for the driver, which may hang. Whatever goes wrong here ends this rank
+and brings its GPU back.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -15,6 +18,7 @@ from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetCl
 from perseus.agent.gpu import (
     Gpu,
     GpuError,
+    GpuHungError,
     GpuInUseError,
     GpuLostError,
     GpuNotFoundError,
@@ -22,9 +26,10 @@ from perseus.agent.gpu import (
     GpuUnsupportedError,
     RecordError,
 )
+from perseus.agent.gpu.lanes import PATIENCE_S
 from perseus.agent.link.computation import Rank
 from perseus.agent.rank.commands import EstimateEnergy, Send
-from perseus.agent.rank.events import Estimated, Event, GpuFailed, SetNotPermitted, TrainerJoined
+from perseus.agent.rank.events import Estimated, Event, GpuFailed, SetNotPermitted, Tick, TrainerJoined
 from perseus.agent.rank.messages import (
     EnergyEstimate,
     FromSession,
@@ -34,11 +39,14 @@ from perseus.agent.rank.messages import (
     PlanAnswer,
     PlanInForce,
     RankLeft,
+    RankLeftReason,
 )
 from perseus.agent.rank.session import Session
 from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
 from perseus.agent.sidecar.counter_poller import CounterPoller
 from perseus.agent.sidecar.estimator import Estimator
+
+_log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -58,18 +66,41 @@ def gpu_error_report(rank: Rank, gpu_uuid: str, error: GpuError, owner: str) -> 
     return GpuErrorReport(rank, gpu_uuid, next(reasons, GpuErrorReason.DRIVER_FAILED), str(error), owner)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedGpu:
+    """A GPU that is open, and what there is to say of it: asking may block."""
+
+    gpu: Gpu
+    description: GpuDescription
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> "OpenedGpu":
+        """Ask a GPU."""
+        try:
+            power_limit_w = gpu.power_limit_w()
+        except GpuError as error:  # of a GPU that fails: who polls its counter will say so
+            _log.warning("power limit not known", gpu=gpu.uuid, reason=str(error))
+            power_limit_w = 0.0
+        return cls(gpu, GpuDescription(gpu.uuid, gpu.name, gpu.supported_clocks_mhz, power_limit_w))
+
+    def close(self) -> None:
+        """Let go of it."""
+        self.gpu.close()
+
+
 class ServedRank:
-    """A rank from its trainer's hello to its end.
+    """A rank from its trainer's hello, or its GPU's coming back, to its end.
 
     `say` takes what is for the coordinator, `report` what went wrong with the GPU. Telemetry up to
     `after_sequence` was there before. `is_registered`: the trainer will not say what it belongs to. `owner`:
-    whose process it is.
+    whose process it is. `give_back` is called with what closes the GPU (and may block), once it is not needed
+    any more.
     """
 
     def __init__(
         self,
         rank: Rank,
-        gpu: Gpu,
+        opened: OpenedGpu,
         estimator: Estimator,
         *,
         observe: bool,
@@ -78,24 +109,31 @@ class ServedRank:
         owner: str,
         say: Callable[[FromSession], None],
         report: Callable[[GpuError], None],
+        give_back: Callable[[Callable[[], None]], Awaitable[None]],
     ) -> None:
         self.rank = rank
-        self._gpu = gpu
+        self.has_failed = False
+        """Whether it ended as its GPU failed, which may come back."""
+        self._gpu = gpu = opened.gpu
+        self._give_back = give_back
         self._estimator = estimator
         self._observe = observe
         self._say = say
         self._report = report
         self._loop = asyncio.get_running_loop()
-        self._log = structlog.get_logger(__name__).bind(rank=str(rank), gpu=gpu.uuid)
+        self._log = _log.bind(rank=str(rank), gpu=gpu.uuid)
         self._session = Session(
             rank,
-            GpuDescription(gpu.uuid, gpu.name, gpu.supported_clocks_mhz, self._power_limit_w()),
+            opened.description,
             observe=observe,
             after_sequence=after_sequence,
             is_registered=is_registered,
             owner=owner,
         )
         self._ending: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
+        # To be said once the GPU is back on stock.
+        self._last_words: list[FromSession] = []
         self._worker = ClockWorker(gpu, lambda result: self._hand_over(self._clock_result, result))
         self._poller = CounterPoller(
             gpu,
@@ -116,7 +154,18 @@ class ServedRank:
 
     def handle(self, event: Event) -> None:
         """Let the session know, and do what it wants done."""
-        last_words: list[FromSession] = []
+        if self._session.has_ended:
+            return
+        try:
+            self._handle(event)
+        except Exception:  # a mistake of ours: the GPU's clock may be anything
+            self._log.exception("rank given up", on=type(event).__name__)
+            self.has_failed = True
+            self._last_words = self._session.give_up()
+        if self._session.has_ended:
+            self._ending = asyncio.create_task(self._end())
+
+    def _handle(self, event: Event) -> None:
         for command in self._session.handle(event, time.monotonic()):
             match command:
                 case SetClock(clock_mhz):
@@ -129,43 +178,57 @@ class ServedRank:
                     self._estimator.request(
                         self.rank, request, lambda estimate: self._hand_over(self._estimated, estimate)
                     )
-                case Send(RankLeft() as message):
-                    last_words.append(message)  # it says that the GPU is back on stock
+                case Send(RankLeft(_, reason) as message):
+                    self.has_failed = reason is RankLeftReason.GPU_FAILED
+                    self._last_words.append(message)  # it says that the GPU is back on stock
                 case Send(message):
                     self._note(message)
                     self._say(message)
-        if self._session.has_ended and self._ending is None:
-            self._ending = asyncio.create_task(self._end(last_words))
+        if isinstance(event, Tick) and not self._session.has_ended:
+            self._look_for_hung_calls()
+
+    def _look_for_hung_calls(self) -> None:
+        now_s = time.monotonic()
+        under_way_s = max(self._worker.under_way_s(now_s), self._poller.under_way_s(now_s))
+        if under_way_s > PATIENCE_S:
+            self._gpu_failed(
+                GpuHungError(
+                    f"GPU {self.gpu_uuid}: expected the driver to answer within {PATIENCE_S:g} s, "
+                    f"found it silent for {under_way_s:.0f} s: the GPU or its driver hangs"
+                )
+            )
 
     async def ended(self) -> None:
-        """Return when the session has ended and the GPU is back on stock and closed."""
-        assert self._ending is not None  # the caller knows that it has ended
-        await asyncio.shield(self._ending)
+        """Return when the session has ended and the GPU is back on stock and closed, or its driver hangs."""
+        await self._over.wait()
 
-    async def _end(self, last_words: list[FromSession]) -> None:
+    async def _end(self) -> None:
         if not self._observe:  # also where setting was forbidden on the way: resetting may not be
             self._worker.request(STOCK)
-        # Both join a thread; the worker carries out the reset first.
-        await asyncio.to_thread(self._worker.close)
-        await asyncio.to_thread(self._poller.close)
         try:
-            self._gpu.close()
-        except GpuError as error:
-            self._log.warning("GPU not closed", reason=str(error))
-            self._report(error)
-        for message in last_words:
-            self._note(message)
-            self._say(message)
+            await self._give_back(self._close)
+        except Exception as error:
+            self._log.warning("GPU not closed", reason=str(error) or repr(error))
+            if isinstance(error, GpuError):
+                self._report(error)
+        try:
+            for message in self._last_words:
+                self._note(message)
+                self._say(message)
+        finally:
+            self._over.set()
 
-    def _power_limit_w(self) -> float:
-        try:
-            return self._gpu.power_limit_w()
-        except GpuError as error:  # of a GPU that fails: who polls its counter will say so
-            self._log.warning("power limit not known", reason=str(error))
-            return 0.0
+    def _close(self) -> None:
+        """Blocks until the worker has carried out what was asked for last: the reset."""
+        self._worker.close()
+        self._poller.close()
+        self._gpu.close()
 
     def _hand_over(self, take: Callable[[T], None], value: T) -> None:
-        self._loop.call_soon_threadsafe(take, value)
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the loop is closed: of a driver that hung until after the end
+            self._loop.call_soon_threadsafe(take, value)
 
     def _clock_result(self, result: ClockResult) -> None:
         match result.error:
@@ -173,6 +236,9 @@ class ServedRank:
                 self.handle(
                     ClockSet(result.target_mhz, result.in_force_at_s, result.begun_at_s, result.due_s)
                 )
+            case GpuError() as error if result.is_tried_again:
+                self._log.warning("clock not set yet", clock_mhz=result.target_mhz, reason=str(error))
+                self._report(error)
             case GpuPermissionError() | GpuUnsupportedError() | RecordError() as error:
                 self._log.error("clocks can not be set: the rank is only observed", reason=str(error))
                 self._report(error)
@@ -180,20 +246,20 @@ class ServedRank:
                     if result.target_mhz is not STOCK:  # the one before may be in force
                         self._worker.request(STOCK)
                     self.handle(SetNotPermitted(str(error)))
-            case GpuError() as error:
+            case error:
                 self._log.error("clock not set", clock_mhz=result.target_mhz, reason=str(error))
                 self._gpu_failed(error)
-            case error:  # a mistake of ours, and yet the GPU's clock is unknown
-                self._log.error("clock not set", clock_mhz=result.target_mhz, exc_info=error)
-                self.handle(GpuFailed(repr(error)))
 
     def _estimated(self, estimate: EnergyEstimate) -> None:
         self.handle(Estimated(estimate))
 
-    def _gpu_failed(self, error: GpuError) -> None:
-        self._log.error("GPU failed", reason=str(error))
-        self._report(error)
-        self.handle(GpuFailed(str(error)))
+    def _gpu_failed(self, error: Exception) -> None:
+        if isinstance(error, GpuError):
+            self._log.error("GPU failed", reason=str(error))
+            self._report(error)
+        else:  # a mistake of ours, and yet the GPU's clock is unknown
+            self._log.error("GPU failed", exc_info=error)
+        self.handle(GpuFailed(str(error) or repr(error)))
 
     def _note(self, message: FromSession) -> None:
         match message:

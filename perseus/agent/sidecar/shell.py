@@ -7,9 +7,9 @@ On every way out the GPUs are reset before the agent says goodbye. A reset that 
 disk, and so does an agent that dies; every agent looks after such records, from its start to its end.
 
 A rank whose GPU can't be used is not served, but its trainer's line stays open: its job can be registered,
-and the coordinator learns what is wrong. A trainer that may not have its GPU, or its job, is turned away:
-`claims` decides that, of what `door` sees, before anything is done, and again for as long as the rank is
-served.
+and the coordinator learns what is wrong. The GPU is tried again from time to time, and the rank served when
+it has come back. A trainer that may not have its GPU, or its job, is turned away: `claims` decides that, of
+what `door` sees, before anything is done, and again for as long as the rank is served.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import random
 import signal
 import socket
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,7 +30,9 @@ import structlog
 
 from perseus.agent.claims.book import GPU_TAKEN, Book, Claim
 from perseus.agent.claims.decision import Allowed, Refused
-from perseus.agent.gpu import GpuError
+from perseus.agent.clocks.patience import Comeback
+from perseus.agent.gpu import GpuError, GpuInUseError
+from perseus.agent.gpu.lanes import Lanes
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import (
     ComputationMark,
@@ -74,7 +77,8 @@ from perseus.agent.sidecar.door import Door
 from perseus.agent.sidecar.estimator import Estimator
 from perseus.agent.sidecar.listening import SocketAccess
 from perseus.agent.sidecar.local import HELLO_TIMEOUT_S, Line, LocalServer
-from perseus.agent.sidecar.served import ServedRank, gpu_error_report
+from perseus.agent.sidecar.same_clock import check_clock
+from perseus.agent.sidecar.served import OpenedGpu, ServedRank, gpu_error_report
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.stream import registration
 from perseus.agent.stream.coordinator import Coordinator
@@ -90,6 +94,8 @@ _STOP_S = 5.0
 # Marks and clocks must not wait Python's 5 ms for the thread that works energy estimates out.
 _SWITCH_INTERVAL_S = 0.0005
 _REPORT_RETRY_S = 1.0
+# Of one trainer's GPU; a text may have a figure in it, and so be another every time.
+_MOST_REPORTS = 16
 # How often a claim is judged again: one that nothing speaks for yet, and one that something does.
 _WATCH_UNPROVEN_S = 1.0
 _WATCH_S = 5.0
@@ -163,8 +169,11 @@ class _Trainer:
         self.line = line
         self.is_registered = is_registered
         self.problem = problem
+        self.told_problem = ""
+        self.spec_fingerprint: str | None = None
         self.has_marked = asyncio.Event()
         self.gone = asyncio.Event()
+        self.serving: asyncio.Task[None] | None = None
         self.watching: asyncio.Task[None] | None = None
 
     @property
@@ -183,9 +192,10 @@ class Agent:
         self._settings = settings
         self._gpus = gpus
         self._records = RecordFolder(settings.restore_folder)
-        self._restorer = Restorer(self._records, all_gpus.open)
+        lanes = Lanes()
+        self._restorer = Restorer(self._records, all_gpus.open, lanes)
         self._ranks: dict[Rank, ServedRank] = {}
-        self._door = Door(gpus, settings.grants)
+        self._door = Door(gpus, settings.grants, lanes)
         self._book = Book()
         self._trainers: dict[Rank, _Trainer] = {}
         self._complaints = Complaints(_log)
@@ -253,7 +263,8 @@ class Agent:
                 self._turn_away(line, hello, admitted)
                 return
             trainer = admitted
-            await self._serve(trainer)
+            served = await self._take_up(trainer)
+            trainer.serving = asyncio.create_task(self._keep_serving(trainer, served))
             while (message := await line.receive()) is not None:
                 await self._trainer_said(trainer, message)
         except MalformedPacket as error:
@@ -265,12 +276,19 @@ class Agent:
             line.reply(Reply(False, "MALFORMED_PACKET", text))
         finally:
             if trainer is not None:
-                if trainer.watching is not None:
-                    trainer.watching.cancel()
-                if (served := self._ranks.get(trainer.rank)) is not None:
-                    served.handle(TrainerGone())
-                    await served.ended()
-                self._forget(trainer)
+                await self._let_go(trainer)
+
+    async def _let_go(self, trainer: "_Trainer") -> None:
+        try:
+            tasks = [task for task in (trainer.watching, trainer.serving) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if (served := self._ranks.get(trainer.rank)) is not None:
+                served.handle(TrainerGone())
+                await served.ended()
+        finally:
+            self._forget(trainer)
 
     async def _hello(self, line: Line) -> Hello | None:
         """The first packet of a connection; None if there is none to come."""
@@ -296,6 +314,8 @@ class Agent:
         """Enter a trainer's claim, or say why not; whoever has to give way to it is gone by then."""
         if self._is_stopping:
             return Refused("AGENT_STOPS", "the agent is being stopped")
+        if (refused := check_clock(line.peer, hello.time_ns, time.monotonic_ns())) is not None:
+            return refused
         user = await self._door.user(line.peer)
         verdict: Allowed | Refused | None
         problem = None
@@ -325,38 +345,102 @@ class Agent:
         self._reports[hello.rank] = []
         return trainer
 
-    async def _serve(self, trainer: "_Trainer") -> None:
+    async def _take_up(self, trainer: "_Trainer") -> ServedRank | None:
         """Serve a rank, or tell its probe and the coordinator what is wrong with its GPU."""
         claim, line = trainer.claim, trainer.line
-        owner = claim.user.name
+        is_first = trainer.serving is None
         try:
             if trainer.problem is not None:
-                raise trainer.problem
-            gpu = await self._restorer.take(claim.gpu_uuid, self._gpus.open)
+                error, trainer.problem = trainer.problem, None
+                raise error
+            if claim.verdict is None and not await self._may_have_its_gpu(trainer):
+                return None
+            rank = await self._serve(trainer)
         except GpuError as error:
             claim.verdict = None
-            _log.error("GPU not usable", rank=str(claim.rank), gpu=claim.gpu_uuid, reason=str(error))
-            line.reply(Reply(True, "GPU_NOT_USABLE", f"the rank is not served: {error}"))
-            self._report(gpu_error_report(claim.rank, claim.gpu_uuid, error, owner))
-            return
-        observe = self._settings.observe
-        rank = ServedRank(
-            claim.rank,
-            gpu if observe else GuardedGpu(gpu, self._records, self._settings.stock),
-            self._estimator,
-            observe=observe,
-            after_sequence=self._coordinator.telemetry_sequence,
-            is_registered=trainer.is_registered,
-            owner=owner,
-            say=self._coordinator.say,
-            report=lambda error: self._report(gpu_error_report(claim.rank, claim.gpu_uuid, error, owner)),
-        )
-        self._ranks[claim.rank] = rank
-        _log.info("rank served", rank=str(rank.rank), gpu=rank.gpu_uuid, user=owner)
-        line.reply(Reply(True))
+            if trainer.told_problem != str(error):
+                _log.error("GPU not usable", rank=str(claim.rank), gpu=claim.gpu_uuid, reason=str(error))
+            trainer.told_problem = str(error)
+            if is_first:
+                line.reply(Reply(True, "GPU_NOT_USABLE", f"the rank is not served: {error}"))
+            self._report(gpu_error_report(claim.rank, claim.gpu_uuid, error, claim.user.name))
+            return None
+        if is_first:
+            line.reply(Reply(True))
+        if trainer.spec_fingerprint is not None:
+            rank.handle(TrainerSpecified(trainer.spec_fingerprint))
         if self._welcome is not None:
             rank.handle(Connected(self._welcome.lease_s))
-        trainer.watching = asyncio.create_task(self._watch(trainer))
+        if trainer.watching is None:
+            trainer.watching = asyncio.create_task(self._watch(trainer))
+        return rank
+
+    async def _may_have_its_gpu(self, trainer: "_Trainer") -> bool:
+        """Judge the claim to a GPU that could not be used before; `GpuError` if that can't be done now."""
+        claim = trainer.claim
+        verdict = await self._door.judge(trainer.line.peer, claim.user, claim.gpu_uuid, None)
+        if isinstance(verdict, Refused):
+            self._end(trainer, verdict)
+            return False
+        if self._book.has_other_for_gpu(claim):
+            raise GpuInUseError(f"GPU {claim.gpu_uuid}: another rank runs on it")
+        claim.verdict = verdict
+        return True
+
+    async def _serve(self, trainer: "_Trainer") -> ServedRank:
+        """`GpuError` if the GPU can't be had; whatever is raised, it is free again."""
+        claim, owner, observe = trainer.claim, trainer.claim.user.name, self._settings.observe
+        uuid = claim.gpu_uuid
+
+        def open_gpu(uuid: str) -> OpenedGpu:
+            gpu = self._gpus.open(uuid)
+            try:
+                return OpenedGpu.of(gpu if observe else GuardedGpu(gpu, self._records, self._settings.stock))
+            except BaseException:
+                gpu.close()
+                raise
+
+        opened = await self._restorer.take(uuid, open_gpu)
+        try:
+            if self._is_stopping:
+                raise GpuInUseError(f"GPU {uuid}: the agent is being stopped")
+            rank = ServedRank(
+                claim.rank,
+                opened,
+                self._estimator,
+                observe=observe,
+                after_sequence=self._coordinator.telemetry_sequence,
+                is_registered=trainer.is_registered,
+                owner=owner,
+                say=self._coordinator.say,
+                report=lambda error: self._report(gpu_error_report(claim.rank, uuid, error, owner)),
+                give_back=lambda close: self._restorer.give_back(uuid, close),
+            )
+        except BaseException:
+            await self._restorer.give_back(uuid, opened.close)
+            raise
+        self._ranks[claim.rank] = rank
+        trainer.told_problem = ""
+        _log.info("rank served", rank=str(rank.rank), gpu=rank.gpu_uuid, user=owner)
+        return rank
+
+    async def _keep_serving(self, trainer: "_Trainer", rank: ServedRank | None) -> None:
+        """Take a rank up again whose GPU has failed, for as long as its trainer stays."""
+        comeback = Comeback()
+        while not self._is_stopping:
+            if rank is not None:
+                comeback.served(time.monotonic())
+                await rank.ended()
+                if not rank.has_failed:
+                    return
+                del self._ranks[trainer.rank]
+            now_s = time.monotonic()
+            await asyncio.sleep(comeback.failed(now_s) - now_s)
+            try:
+                rank = await self._take_up(trainer)
+            except Exception:  # a mistake of ours; it is tried again all the same
+                _log.exception("rank not served", rank=str(trainer.rank))
+                rank = None
 
     async def _watch(self, trainer: "_Trainer") -> None:
         """Judge a claim again, at the first mark and from then on: what can be seen changes."""
@@ -372,6 +456,8 @@ class Agent:
             try:
                 verdict = await self._door.judge(trainer.line.peer, claim.user, claim.gpu_uuid, claim.verdict)
             except GpuError:  # whoever serves the GPU meets it, too
+                continue
+            if claim.verdict is None:  # it could not be served meanwhile: it is judged when it comes back
                 continue
             if isinstance(verdict, Refused):
                 self._end(trainer, verdict)
@@ -399,9 +485,9 @@ class Agent:
                 if not reply.ok:
                     _log.error("registration refused", job=rank.job_id, reason=reply.message)
                 trainer.line.reply(reply)
-                self._specify(rank, message.spec_fingerprint)
+                self._specify(trainer, message.spec_fingerprint)
             case Membership(spec_fingerprint):
-                self._specify(rank, spec_fingerprint)
+                self._specify(trainer, spec_fingerprint)
             case Hello() | Reply():
                 raise MalformedPacket(
                     f"expected a registration, a membership or a mark, found {type(message).__name__}"
@@ -409,15 +495,15 @@ class Agent:
             case _:
                 assert_never(message)
 
-    def _specify(self, rank: Rank, spec_fingerprint: str) -> None:
+    def _specify(self, trainer: "_Trainer", spec_fingerprint: str) -> None:
         """Its trainer has said what it belongs to; the coordinator refuses what was not registered."""
-        if rank in self._ranks:
-            self._ranks[rank].handle(TrainerSpecified(spec_fingerprint))
+        trainer.spec_fingerprint = spec_fingerprint
+        if trainer.rank in self._ranks:
+            self._ranks[trainer.rank].handle(TrainerSpecified(spec_fingerprint))
 
     def _forget(self, trainer: "_Trainer") -> None:
         rank = trainer.rank
-        if self._ranks.pop(rank, None) is not None:
-            self._restorer.give_back(trainer.claim.gpu_uuid)
+        self._ranks.pop(rank, None)
         self._book.end(trainer.claim)
         del self._trainers[rank]
         self._registrar.forget_rank(rank)
@@ -431,6 +517,7 @@ class Agent:
         reports = self._reports[report.rank]
         if report not in reports:
             reports.append(report)
+            del reports[:-_MOST_REPORTS]
             self._coordinator.say(report)
 
     def _report_again(self, rank: Rank) -> None:

@@ -2,11 +2,12 @@
 
 The agent owns reconnection, with full jitter: a coordinator that restarts is not to be met by all agents at
 once. Every end of a stream is followed by another attempt; CANCELLED and INTERNAL during set-up are how a
-busy server turns calls away, so they are as ordinary as UNAVAILABLE. The coordinator answers heartbeats:
+busy server turns calls away, so they are as ordinary as UNAVAILABLE. Where a status says when to come again,
+no attempt is made before that. The coordinator answers heartbeats:
 a lease's silence means that the stream is dead, whatever TCP says.
 
 What the coordinator says and this agent does not understand (it may be newer) is refused by itself, and the
-stream goes on.
+stream goes on. Whatever else goes wrong, here or in gRPC, ends the stream at most, and never the agent.
 
 Concurrent writes on one stream fail, hence one queue and one writer task. What was queued for a stream that
 has ended is forgotten; whoever sent it says it anew when `connected` is called.
@@ -22,7 +23,7 @@ import grpc
 import structlog
 
 from perseus.agent.rank.messages import AgentIdentity, Incoming, MessageRefused, Welcome
-from perseus.agent.stream import translate
+from perseus.agent.stream import statuses, translate
 from perseus.agent.stream.once import Once
 from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
@@ -97,9 +98,12 @@ class Connection:
         self._outbox: asyncio.Queue[wire.ConnectRequest | None] | None = None
         self._heard_at_s = 0.0
         self._was_welcome = False
+        self._asked_delay_s = 0.0
         self._is_closing = False
         # Kept over streams: by it the coordinator finds that it has lost state.
         self._check_word = ""
+        # Likewise: by it the coordinator knows this agent again, with whatever token it comes.
+        self._instance_key = ""
         self._once = Once(_log)
 
     @property
@@ -123,29 +127,46 @@ class Connection:
         """Keep a stream open until `close`."""
         renewed: grpc.aio.Channel | None = None
         while not self._is_closing:
-            generation = self._channels.generation
-            self._was_welcome = False
-            channel, renewed = renewed or self._channels.open(CHANNEL_OPTIONS), None
+            channel, renewed = renewed, None
             try:
-                async with channel:
-                    renewed = await self._stream(AgentServiceStub(channel).Connect(), generation)
-                reason = "the coordinator ended the stream"
-            except grpc.aio.AioRpcError as error:
-                reason = f"{error.code().name}: {error.details()}"
-                if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_welcome:
-                    reason = await self._channels.diagnosis() or reason
-                elif error.code() not in _TRANSIENT:
-                    _log.error("coordinator refuses the stream", coordinator=self._address, reason=reason)
-            except (TimeoutError, _NoWelcomeError, translate.MalformedMessageError) as error:
-                reason = str(error)
+                renewed, reason = await self._attempt(channel)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                reason = "the call was cancelled"  # by gRPC: nobody wants us to end
+            except Exception as error:
+                _log.exception("stream failed", coordinator=self._address)
+                reason = repr(error)
             if not self._is_closing and renewed is None:
-                delay_s = self._backoff.next_s()
+                delay_s = self._asked_delay_s + self._backoff.next_s()
                 _log.warning(
                     "no coordinator", coordinator=self._address, reason=reason, retry_in_s=round(delay_s, 3)
                 )
                 await asyncio.sleep(delay_s)
         if renewed is not None:
             await renewed.close()
+
+    async def _attempt(self, channel: grpc.aio.Channel | None) -> tuple[grpc.aio.Channel | None, str]:
+        """One stream, from its beginning to its end: a channel with newer certificates, and why it ended."""
+        renewed: grpc.aio.Channel | None = None
+        generation = self._channels.generation
+        self._was_welcome, self._asked_delay_s = False, 0.0
+        try:
+            async with channel or self._channels.open(CHANNEL_OPTIONS) as opened:
+                renewed = await self._stream(AgentServiceStub(opened).Connect(), generation)
+            reason = "the coordinator ended the stream"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+            retry_s = statuses.retry_delay_s(error)
+            self._asked_delay_s = retry_s or 0.0
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_welcome:
+                reason = await self._channels.diagnosis() or reason
+            elif error.code() not in _TRANSIENT and retry_s is None:
+                _log.error("coordinator refuses the stream", coordinator=self._address, reason=reason)
+        except (TimeoutError, _NoWelcomeError, translate.MalformedMessageError) as error:
+            reason = str(error)
+        return renewed, reason
 
     async def _stream(self, call: _Call, generation: int) -> grpc.aio.Channel | None:
         """Talk until the stream ends; a channel with newer certificates, if that is why it does."""
@@ -199,7 +220,7 @@ class Connection:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
-                    await call.write(translate.hello(self._agent, self._check_word))
+                    await call.write(translate.hello(self._agent, self._check_word, self._instance_key))
                 while True:
                     answer = await call.read()
                     if not isinstance(answer, wire.ConnectResponse):
@@ -209,10 +230,13 @@ class Connection:
                     except translate.MalformedMessageError as error:
                         if answer.HasField("welcome"):
                             raise
-                        await call.write(translate.request(self._refusal(error)))
+                        with contextlib.suppress(asyncio.InvalidStateError):  # as above
+                            await call.write(translate.request(self._refusal(error)))
                         continue
                     if isinstance(welcome, Welcome):
                         self._note_check_word(answer)
+                        if 0 < len(answer.welcome.instance_key) <= _MAX_CHECK_WORD_LENGTH:
+                            self._instance_key = answer.welcome.instance_key
                         return welcome
                     raise _NoWelcomeError(f"expected a welcome, found {type(welcome).__name__}")
         except TimeoutError:
@@ -236,7 +260,10 @@ class Connection:
             except translate.MalformedMessageError as error:
                 self.send(self._refusal(error))
                 continue
-            self._handler.received(message)
+            try:
+                self._handler.received(message)
+            except Exception:  # a mistake of ours, on one message
+                _log.exception("message not handled", message=type(message).__name__)
 
     def _note_check_word(self, answer: wire.ConnectResponse) -> None:
         if 0 < len(word := translate.check_word(answer)) <= _MAX_CHECK_WORD_LENGTH:

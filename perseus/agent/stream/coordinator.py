@@ -35,6 +35,8 @@ from perseus.tls.channels import Channels
 
 _log = structlog.get_logger(__name__)
 
+_MOST_FAREWELLS = 1024
+
 
 class Listener(Protocol):
     """Who hears of the coordinator; called on the event loop, never concurrently."""
@@ -89,14 +91,22 @@ class Coordinator:
                 self._ring.append(message)
                 self._send_telemetry()
             case RankLeft() if not self.is_connected:
-                self._farewells.append(message)
+                self._keep_farewell(message)
             case _:
                 self._connection.send(message)
 
     def say_next(self, reports: Iterable[GpuErrorReport]) -> None:
         """Say it on the next stream, unless one is open: whoever said it before is about to be gone."""
         if not self.is_connected:
-            self._farewells += reports
+            for report in reports:
+                self._keep_farewell(report)
+
+    def _keep_farewell(self, message: RankLeft | GpuErrorReport) -> None:
+        """For the next stream; what has been said already, or too long ago, is not said again."""
+        if message in self._farewells:
+            self._farewells.remove(message)
+        self._farewells.append(message)
+        del self._farewells[:-_MOST_FAREWELLS]
 
     def connected(self, welcome: Welcome) -> None:
         """See `connection.Handler.connected`."""

@@ -6,12 +6,12 @@ So it is, and with the same request, where ranks of another specification stood 
 """
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
 import structlog
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import Registration
@@ -22,6 +22,7 @@ from perseus.agent.rank.messages import (
     SPEC_MISMATCH,
     RankRefused,
 )
+from perseus.agent.stream import statuses
 from perseus.agent.stream.connection import CHANNEL_OPTIONS
 from perseus.agent.stream.translate import register_job_request
 from perseus.tls.channels import Channels
@@ -49,9 +50,10 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """The coordinator did not answer."""
+    """The coordinator did not answer, or not now: it may be asked again after so long."""
 
     message: str
+    retry_delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,9 @@ Outcome = Registered | Unreachable | Refused
 class Registrar:
     """The registrations of an agent's jobs with the coordinator that `channels` lead to."""
 
-    def __init__(self, channels: Channels) -> None:
+    def __init__(self, channels: Channels, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._channels = channels
+        self._monotonic = monotonic
         # To be made again whenever the coordinator does not know the job.
         self._requests: dict[str, RegisterJobRequest] = {}
         # The jobs among them that the coordinator has taken, as far as known.
@@ -77,6 +80,8 @@ class Registrar:
         self._under_way: dict[str, asyncio.Task[None]] = {}
         # Why the coordinator refused a rank last.
         self._refusals: dict[Rank, str] = {}
+        # When the coordinator may be asked again, where it said so.
+        self._not_before_s: dict[str, float] = {}
 
     async def register(self, job_id: str, registration: Registration, owner: str = "") -> Outcome:
         """Register a job of `owner`'s, and keep it registered unless it is refused for good."""
@@ -120,6 +125,7 @@ class Registrar:
         """Its last trainer here is gone: whoever else has trainers of it sees to its registration."""
         self._requests.pop(job_id, None)
         self._taken.discard(job_id)
+        self._not_before_s.pop(job_id, None)
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -130,6 +136,9 @@ class Registrar:
         outcome = await register_job(self._channels, request)
         job_id = request.spec.job_id
         self._taken.discard(job_id)
+        self._not_before_s.pop(job_id, None)
+        if isinstance(outcome, Unreachable) and outcome.retry_delay_s:
+            self._not_before_s[job_id] = self._monotonic() + outcome.retry_delay_s
         if isinstance(outcome, Refused) and outcome.reason != JOB_ALREADY_EXISTS:
             self._requests.pop(job_id, None)
             return outcome
@@ -141,6 +150,8 @@ class Registrar:
     def _register_again(self, job_id: str) -> None:
         request = self._requests.get(job_id)
         if request is None or job_id in self._under_way:
+            return
+        if self._monotonic() < self._not_before_s.get(job_id, 0.0):
             return
 
         async def register() -> None:
@@ -163,19 +174,12 @@ async def register_job(channels: Channels, request: RegisterJobRequest) -> Outco
         try:
             await JobServiceStub(channel).RegisterJob(request, timeout=_DEADLINE_S)
         except grpc.aio.AioRpcError as error:
-            if error.code() in _TRANSIENT:
+            retry_delay_s = statuses.retry_delay_s(error)
+            is_limit = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_delay_s is not None
+            if error.code() in _TRANSIENT or is_limit:
                 reason = f"{error.code().name}: {error.details()}"
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     reason = await channels.diagnosis() or reason
-                return Unreachable(f"coordinator at {channels.address}: {reason}")
-            return Refused(_reason(error), error.details() or error.code().name)
+                return Unreachable(f"coordinator at {channels.address}: {reason}", retry_delay_s or 0.0)
+            return Refused(statuses.reason(error), error.details() or error.code().name)
     return Registered()
-
-
-def _reason(error: grpc.aio.AioRpcError) -> str:
-    status = rpc_status.from_call(error)
-    info = error_details_pb2.ErrorInfo()
-    for detail in status.details if status is not None else ():
-        if detail.Unpack(info):
-            return str(info.reason)
-    return error.code().name

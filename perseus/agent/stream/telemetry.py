@@ -2,9 +2,9 @@
 
 A batch that the coordinator refuses is dropped, and counted as such.
 
-Pure. Memory is bounded twice: the ring holds `CAPACITY` batches, of which the oldest is dropped (and counted)
-when it is full; and at most `WINDOW` batches are under way at a time, since HTTP/2 itself pushes back only
-after megabytes.
+Pure. Memory is bounded: the ring holds `CAPACITY` batches and some `CAPACITY_BYTES`, of which the oldest are
+dropped (and counted) when it is full; and at most `WINDOW` batches are under way at a time, since HTTP/2
+itself pushes back only after megabytes.
 """
 
 from collections import deque
@@ -15,6 +15,13 @@ from perseus.agent.rank.messages import Telemetry
 
 CAPACITY = 4096
 """Batches kept: some minutes of a node's ranks without a coordinator."""
+
+CAPACITY_BYTES = 64 * 1024 * 1024
+"""What they may take, as far as that can be told from their rows: an iteration may have thousands."""
+
+# A row and its figures as Python's objects.
+_BATCH_BYTES = 500
+_ROW_BYTES = 250
 
 WINDOW = 64
 """Batches sent and not yet acknowledged."""
@@ -32,9 +39,13 @@ class Batch:
 class TelemetryRing:
     """All telemetry of an agent instance that the coordinator has not acknowledged."""
 
-    def __init__(self, capacity: int = CAPACITY, window: int = WINDOW) -> None:
+    def __init__(
+        self, capacity: int = CAPACITY, window: int = WINDOW, capacity_bytes: int = CAPACITY_BYTES
+    ) -> None:
         self._kept: deque[tuple[int, Telemetry]] = deque()
+        self._kept_bytes = 0
         self._capacity = capacity
+        self._capacity_bytes = capacity_bytes
         self._window = window
         self._sequence = 0
         self._sent_sequence = 0
@@ -49,10 +60,13 @@ class TelemetryRing:
     def append(self, telemetry: Telemetry) -> None:
         """Number and keep it, at the cost of the oldest where there is no room."""
         self._sequence += 1
-        if len(self._kept) == self._capacity:
-            self._kept.popleft()
-            self._dropped_batch_count += 1
         self._kept.append((self._sequence, telemetry))
+        self._kept_bytes += size_bytes(telemetry)
+        while len(self._kept) > self._capacity or (
+            self._kept_bytes > self._capacity_bytes and len(self._kept) > 1
+        ):
+            self._forget_oldest()
+            self._dropped_batch_count += 1
 
     def sendable(self) -> list[Batch]:
         """What is to be sent now, oldest first; it then counts as sent."""
@@ -73,13 +87,14 @@ class TelemetryRing:
             )
         self._acknowledged_sequence = max(self._acknowledged_sequence, sequence)
         while self._kept and self._kept[0][0] <= self._acknowledged_sequence:
-            self._kept.popleft()
+            self._forget_oldest()
 
     def refuse(self, sequence: int) -> int | None:
         """Drop a batch that the coordinator refuses; return how many were by now, None if it is not kept."""
-        for index, (kept, _) in enumerate(self._kept):
+        for index, (kept, telemetry) in enumerate(self._kept):
             if kept == sequence:
                 del self._kept[index]
+                self._kept_bytes -= size_bytes(telemetry)
                 self._dropped_batch_count += 1
                 return self._dropped_batch_count
             if kept > sequence:
@@ -89,3 +104,14 @@ class TelemetryRing:
     def rewind(self) -> None:
         """A new stream: everything not acknowledged is to be sent again."""
         self._sent_sequence = self._acknowledged_sequence
+
+    def _forget_oldest(self) -> None:
+        _, telemetry = self._kept.popleft()
+        self._kept_bytes -= size_bytes(telemetry)
+
+
+def size_bytes(telemetry: Telemetry) -> int:
+    """What a batch takes in memory, about."""
+    sample_count = len(telemetry.energy.samples) if telemetry.energy is not None else 0
+    row_count = len(telemetry.iterations) + len(telemetry.computations) + sample_count
+    return _BATCH_BYTES + _ROW_BYTES * row_count

@@ -95,7 +95,7 @@ def check_word(message: wire.ConnectResponse) -> str:
     return ""
 
 
-def hello(agent: AgentIdentity, latest_check_word: str = "") -> wire.ConnectRequest:
+def hello(agent: AgentIdentity, latest_check_word: str = "", instance_key: str = "") -> wire.ConnectRequest:
     """The first message on a stream."""
     return wire.ConnectRequest(
         hello=wire.Hello(
@@ -104,6 +104,7 @@ def hello(agent: AgentIdentity, latest_check_word: str = "") -> wire.ConnectRequ
             hostname=printable(agent.hostname)[:_MAX_NAME_LENGTH],
             protocol_version=PROTOCOL_VERSION,
             check_word=latest_check_word,
+            instance_key=instance_key,
         )
     )
 
@@ -275,6 +276,9 @@ def _iteration_columns(rows: tuple[IterationRow, ...]) -> wire.IterationColumns:
         energy_j=[row.energy_j for row in rows],
         is_regular=[row.is_regular for row in rows],
         clock_event_reasons=[row.clock_event_reasons for row in rows],
+        gap_time_s=[row.gap_time_s for row in rows],
+        gap_energy_j=[row.gap_energy_j for row in rows],
+        gap_slowed_time_s=[row.gap_slowed_time_s for row in rows],
     )
 
 

@@ -1,7 +1,8 @@
 """`perseus.v1.AgentService`: one stream per agent, a thin adapter over the coordinator.
 
-The reader takes one message after another, and of what it has taken only so much may wait to be stored: an
-agent can't fill the coordinator's memory. One writer task sends what the outbox holds.
+The reader takes one message after another, no faster than an agent may speak, and of what it has taken only
+so much may wait to be stored: an agent can't fill the coordinator's memory, nor take its time from others.
+What is not read waits with the agent, by HTTP/2's flow control. One writer task sends what the outbox holds.
 
 A message that can't be, is not known here or makes the coordinator fail is refused by itself, and the stream
 goes on: other ranks share it. What ends a stream is listed in the contract, at the top of its file.
@@ -17,11 +18,12 @@ from typing import TypeVar
 import grpc
 import structlog
 
-from perseus.service.api.authentication import caller
+from perseus.service.api.authentication import Complaints, caller
 from perseus.service.api.kept import Kept
 from perseus.service.api.outbox import Outbox
 from perseus.service.api.statuses import (
     MAPPED,
+    STATUSES,
     MappedError,
     error_info,
     refused_parts,
@@ -50,12 +52,15 @@ from perseus.service.domain.errors import (
     HelloRepeatedError,
     InternalError,
     JobNotFoundError,
+    LimitReachedError,
     UnknownMessageError,
     cut,
 )
+from perseus.service.domain.limits import ROWS_LIKE_A_MESSAGE
 from perseus.service.domain.model import Offer
 from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents
+from perseus.service.shell.quotas import Pace, Quotas
 from perseus.solver import Computation
 from perseus.v1 import agent_service_pb2, agent_service_pb2_grpc, computation_pb2, rank_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest, ConnectResponse
@@ -68,8 +73,8 @@ PROTOCOL_VERSION = 1
 _UNSTORED_LIMIT = 64
 """Messages of one stream that may wait to be stored."""
 
-_ROWS_LIKE_A_MESSAGE = 1024
-"""So many rows of telemetry count as one message more."""
+_LEAST_PAUSE_S = 0.01
+"""A shorter one is not worth a timer: it is made good with the next."""
 
 _KINDS_LIMIT = 64
 """Kinds of misunderstanding that are logged, of one stream; each once."""
@@ -126,14 +131,28 @@ class OutboxPort:
 class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
     """Serves agents."""
 
-    def __init__(self, agents: Agents) -> None:
+    def __init__(self, agents: Agents, quotas: Quotas) -> None:
         self._agents = agents
+        self._quotas = quotas
+        self._complaints = Complaints()
 
     async def Connect(  # type: ignore[override]
         self, request_iterator: AsyncIterator[ConnectRequest], context: Context
     ) -> None:
         """Serve one agent until its stream ends, or has to be ended."""
-        stream = _Stream(self._agents, context)
+        try:
+            with self._quotas.stream(caller().name) as pace:
+                await self._serve(
+                    _Stream(self._agents, self._quotas, pace, context), request_iterator, context
+                )
+        except LimitReachedError as error:
+            reason = STATUSES[LimitReachedError].reason
+            self._complaints.complain(context.peer(), "agent turned away", reason, error=str(error))
+            await context.abort_with_status(to_status(error))
+
+    async def _serve(
+        self, stream: "_Stream", request_iterator: AsyncIterator[ConnectRequest], context: Context
+    ) -> None:
         reader = asyncio.create_task(stream.read(request_iterator))
         writer = asyncio.create_task(stream.write())
         # The writer may be waiting for an agent that reads nothing, and not see that the stream is to end.
@@ -162,9 +181,11 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
 class _Stream:
     """One agent's stream."""
 
-    def __init__(self, agents: Agents, context: Context) -> None:
+    def __init__(self, agents: Agents, quotas: Quotas, pace: Pace, context: Context) -> None:
         self.instance_id = ""
         self._agents = agents
+        self._limits = quotas.limits
+        self._pace = pace
         self._context = context
         self._hostname = ""
         self._principal = caller()
@@ -208,7 +229,8 @@ class _Stream:
         """
         unstored = 0
         async for request in requests:
-            unstored += 1 + len(request.telemetry.computations.iteration) // _ROWS_LIKE_A_MESSAGE
+            count = 1 + len(request.telemetry.computations.iteration) // ROWS_LIKE_A_MESSAGE
+            unstored += count
             if unstored >= _UNSTORED_LIMIT or self._agents.is_crowded:
                 await self._agents.flush()
                 unstored = 0
@@ -220,6 +242,10 @@ class _Stream:
                 return
             else:
                 self._take(request)
+            pause_s = self._pace.take(count)
+            if pause_s > _LEAST_PAUSE_S:
+                self._log_once("agent sends faster than it may: it is slowed down", ("pace", "", ""))
+                await asyncio.sleep(pause_s)
 
     def part(self) -> None:
         """The stream has ended."""
@@ -236,7 +262,7 @@ class _Stream:
         self.instance_id = instance_id  # before it is greeted: it parts, too, if that is cut short
         check_word = request.hello.check_word
         self._port.epoch, sequence = await self._agents.greet(
-            instance_id, self._port, check_word, self._principal.name
+            instance_id, self._port, check_word, self._principal.name, request.hello.instance_key
         )
         log.info("agent connected", instance_id=instance_id, hostname=self._hostname)
         their_version = request.hello.protocol_version or 1
@@ -254,6 +280,7 @@ class _Stream:
             lease_s=self._agents.lease_s,
             acknowledged_sequence=sequence,
             protocol_version=PROTOCOL_VERSION,
+            instance_key=self._agents.instance_key(instance_id),
         )
         self._outbox.answer(ConnectResponse(welcome=welcome))
 
@@ -319,6 +346,7 @@ class _Stream:
         try:
             check_job_id(message.job_id)
             self._principal.check_job(message.job_id)
+            self._limits.check_rows(max(len(message.computations.iteration), len(message.computations.kind)))
             telemetry = telemetry_from_proto(message, self.instance_id)
             self._agents.take_telemetry(message.job_id, telemetry)
         except CoordinatorError as error:

@@ -5,13 +5,14 @@ A token goes before a certificate: who shows a wrong one is refused, whatever el
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import structlog
 
+from perseus.service.api.decoding import Behaviour, Context, Handler, serve_stream
 from perseus.service.api.rpc_scopes import NOBODY, RPC_SCOPES, check_scope
 from perseus.service.api.statuses import STATUSES, to_status
 from perseus.service.domain.errors import CoordinatorError, CredentialMissingError, ScopeTooNarrowError
@@ -19,10 +20,6 @@ from perseus.service.domain.principals import ANYBODY, Grant, Principal
 from perseus.service.shell.tokens import Tokens
 
 log = structlog.get_logger(__name__)
-
-_Context = grpc.aio.ServicerContext[Any, Any]
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # generic for checkers of types only
-_Behaviour = Callable[[Any, Any], Any]  # the stubs know the contexts of blocking servers
 
 _caller: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
 
@@ -48,9 +45,9 @@ class Authentication(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Handler:
+    ) -> Handler:
         """See `grpc.aio.ServerInterceptor`."""
         rpc = handler_call_details.method
         handler = await continuation(handler_call_details)
@@ -65,33 +62,32 @@ class Authentication(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(self._stream(rpc, handler.stream_stream), *coders)
         raise NotImplementedError(f"{rpc}: expected no call that streams requests for one answer")
 
-    def _unary(self, rpc: str, behaviour: _Behaviour) -> _Behaviour:
-        async def serve(request: Any, context: _Context) -> Any:
+    def _unary(self, rpc: str, behaviour: Behaviour) -> Behaviour:
+        async def serve(request: Any, context: Context) -> Any:
             await self._admit(rpc, context)
             return await behaviour(request, context)
 
         return serve
 
-    def _stream(self, rpc: str, behaviour: _Behaviour) -> _Behaviour:
-        async def serve(requests: Any, context: _Context) -> None:
+    def _stream(self, rpc: str, behaviour: Behaviour) -> Behaviour:
+        async def serve(requests: Any, context: Context) -> None:
             principal = await self._admit(rpc, context)
             with self._tokens.watched(principal) as ended:
-                work = asyncio.create_task(_serve(behaviour, requests, context))
+                work = asyncio.create_task(serve_stream(behaviour, requests, context))
                 try:
                     either: tuple[asyncio.Future[Any], ...] = (work, ended)
                     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                     if work.done():
                         return work.result()
                 finally:
-                    if not work.done():
-                        work.cancel()
-                        await asyncio.gather(work, return_exceptions=True)
+                    work.cancel()
+                    await asyncio.gather(work, return_exceptions=True)
                 error = ended.result()
             return await self._refuse(rpc, context, error)
 
         return serve
 
-    async def _admit(self, rpc: str, context: _Context) -> Principal:
+    async def _admit(self, rpc: str, context: Context) -> Principal:
         """Find out who calls, or end the call."""
         try:
             principal = self._principal(context)
@@ -102,14 +98,14 @@ class Authentication(grpc.aio.ServerInterceptor):
         _caller.set(principal)
         return principal
 
-    async def _refuse(self, rpc: str, context: _Context, error: CoordinatorError) -> None:
+    async def _refuse(self, rpc: str, context: Context, error: CoordinatorError) -> None:
         event = "call refused" if isinstance(error, ScopeTooNarrowError) else "caller refused"
         self._complaints.complain(
             context.peer(), event, STATUSES[type(error)].reason, rpc=rpc, error=str(error)
         )
         await context.abort_with_status(to_status(error))
 
-    def _principal(self, context: _Context) -> Principal:
+    def _principal(self, context: Context) -> Principal:
         shown = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
         if shown:
             scheme, _, secret = str(shown[-1]).partition(" ")
@@ -123,15 +119,6 @@ class Authentication(grpc.aio.ServerInterceptor):
                 if (grant := self._certificates.get(name)) is not None:
                     return Principal(f"certificate {name}", grant)
         raise CredentialMissingError
-
-
-async def _serve(behaviour: _Behaviour, requests: Any, context: _Context) -> None:
-    served = behaviour(requests, context)
-    if isinstance(served, AsyncIterable):
-        async for answer in served:
-            await context.write(answer)
-    else:
-        await served
 
 
 class Complaints:

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from perseus.service.api.authentication import caller
 from perseus.service.api.statuses import mapped
 from perseus.service.api.translate_problems import (
     check_problem_size,
@@ -21,6 +22,7 @@ from perseus.service.api.translate_problems import (
 from perseus.service.domain.bounds import MAX_DURATION_S, check_range
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.shell.jobs import Jobs
+from perseus.service.shell.quotas import Quotas
 from perseus.service.solving.work import POINT_COUNT
 from perseus.v1 import frontier_service_pb2 as pb
 from perseus.v1 import frontier_service_pb2_grpc
@@ -34,8 +36,9 @@ MOST_POINT_COUNT = 10_000
 class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
     """Answers what an iteration could cost."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: Jobs, quotas: Quotas) -> None:
         self._jobs = jobs
+        self._quotas = quotas
 
     @mapped
     async def GetFrontier(self, request: pb.GetFrontierRequest, context: Context) -> pb.GetFrontierResponse:
@@ -48,8 +51,9 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
         """See the contract."""
         time_s = request.iteration_time_s
         check_range("iteration_time_s", time_s, 0, MAX_DURATION_S)
-        plan = await self._jobs.plan(request.job_id, time_s)
-        return pb.GetPlanResponse(plan=await asyncio.to_thread(plan_to_proto, plan))
+        with self._quotas.solve(caller().name):
+            plan = await self._jobs.plan(request.job_id, time_s)
+            return pb.GetPlanResponse(plan=await asyncio.to_thread(plan_to_proto, plan))
 
     @mapped
     async def Solve(self, request: pb.SolveRequest, context: Context) -> pb.SolveResponse:
@@ -59,7 +63,8 @@ class FrontierService(frontier_service_pb2_grpc.FrontierServiceServicer):
             raise InvalidFieldError(
                 field="point_count", expected=f"0, or {LEAST_POINT_COUNT} to {MOST_POINT_COUNT}", found=count
             )
-        check_problem_size(request.problem, count)
-        problem = await asyncio.to_thread(problem_from_proto, request.problem)
-        frontier = await self._jobs.solve(problem, count)
-        return pb.SolveResponse(frontier=await asyncio.to_thread(frontier_to_proto, frontier))
+        check_problem_size(request.problem, count, self._quotas.limits.solve_computations)
+        with self._quotas.solve(caller().name):
+            problem = await asyncio.to_thread(problem_from_proto, request.problem)
+            frontier = await self._jobs.solve(problem, count)
+            return pb.SolveResponse(frontier=await asyncio.to_thread(frontier_to_proto, frontier))

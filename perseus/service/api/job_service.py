@@ -31,6 +31,7 @@ from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
 from perseus.service.domain.model import IterationSummary, JobView
 from perseus.service.domain.specification import Registration
 from perseus.service.shell.jobs import LATEST, Jobs
+from perseus.service.shell.quotas import Quotas
 from perseus.v1 import job_service_pb2 as pb
 from perseus.v1 import job_service_pb2_grpc
 
@@ -40,14 +41,17 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class JobService(job_service_pb2_grpc.JobServiceServicer):
     """Registers, observes and steers jobs."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: Jobs, quotas: Quotas) -> None:
         self._jobs = jobs
+        self._quotas = quotas
 
     @mapped
     async def RegisterJob(self, request: pb.RegisterJobRequest, context: Context) -> pb.RegisterJobResponse:
         """See the contract."""
         caller().check_job(request.spec.job_id)
-        registration = Registration(request.request_id, request.spec_fingerprint, request.owner)
+        registration = Registration(
+            request.request_id, request.spec_fingerprint, request.owner, caller().name
+        )
         view = await self._jobs.register(spec_from_proto(request.spec), registration)
         return pb.RegisterJobResponse(job=job_to_proto(view))
 
@@ -63,12 +67,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
         """See the contract."""
         page = Page.asked(request)
-        views = self._jobs.jobs(
+        found = self._jobs.jobs(
             page.after,
             job_states_from_proto(request.states),
+            job_to_proto,
             has_details=is_full(request.view, default=False),
         )
-        jobs, next_page_token = page.fill((view.job_id, job_to_proto(view)) for view in views)
+        jobs, next_page_token = page.fill(found)
         return pb.ListJobsResponse(jobs=jobs, next_page_token=next_page_token)
 
     @mapped
@@ -178,28 +183,29 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             raise InvalidFieldError(
                 field="after_sequence", expected="0 or more", found=request.after_sequence
             )
-        async for update in self._jobs.watch(
-            request.job_id,
-            request.run_number,
-            request.after_sequence,
-            has_details=is_full(request.view, default=False),
-        ):
-            match update:
-                case JobView():
-                    yield pb.WatchJobResponse(job=job_to_proto(update))
-                case JobEvent():
-                    yield pb.WatchJobResponse(event=event_to_proto(update))
-                case IterationSummary():
-                    yield pb.WatchJobResponse(iteration=summary_to_proto(update))
-                case CaughtUp():
-                    yield pb.WatchJobResponse(
-                        caught_up=pb.CaughtUp(last_event_sequence=update.last_event_sequence)
-                    )
-                case WatchGap():
-                    yield pb.WatchJobResponse(
-                        gap=pb.WatchGap(
-                            first_missed_sequence=update.first_missed_sequence,
-                            last_missed_sequence=update.last_missed_sequence,
-                            missed_iteration_count=update.missed_iteration_count,
+        with self._quotas.stream(caller().name):
+            async for update in self._jobs.watch(
+                request.job_id,
+                request.run_number,
+                request.after_sequence,
+                has_details=is_full(request.view, default=False),
+            ):
+                match update:
+                    case JobView():
+                        yield pb.WatchJobResponse(job=job_to_proto(update))
+                    case JobEvent():
+                        yield pb.WatchJobResponse(event=event_to_proto(update))
+                    case IterationSummary():
+                        yield pb.WatchJobResponse(iteration=summary_to_proto(update))
+                    case CaughtUp():
+                        yield pb.WatchJobResponse(
+                            caught_up=pb.CaughtUp(last_event_sequence=update.last_event_sequence)
                         )
-                    )
+                    case WatchGap():
+                        yield pb.WatchJobResponse(
+                            gap=pb.WatchGap(
+                                first_missed_sequence=update.first_missed_sequence,
+                                last_missed_sequence=update.last_missed_sequence,
+                                missed_iteration_count=update.missed_iteration_count,
+                            )
+                        )

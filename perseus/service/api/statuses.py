@@ -6,6 +6,7 @@ fault of the coordinator's: its callers see INTERNAL, its log the traceback.
 """
 
 import functools
+import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any as Anything
@@ -35,11 +36,17 @@ DOMAIN = "perseus"
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """How callers see an error. `is_retryable`: later, the same request may be answered otherwise."""
+    """How callers see an error.
+
+    Attributes:
+        is_retryable: later, the same request may be answered otherwise.
+        retry_delay_s: when it is worth trying again; up to a second more, at random, is told.
+    """
 
     code: int
     reason: str
     is_retryable: bool = False
+    retry_delay_s: int = 1
 
 
 STATUSES: dict[type[Exception], Mapped] = {
@@ -53,6 +60,7 @@ STATUSES: dict[type[Exception], Mapped] = {
     errors.HelloExpectedError: Mapped(Code.INVALID_ARGUMENT, "HELLO_EXPECTED"),
     errors.HelloRepeatedError: Mapped(Code.INVALID_ARGUMENT, "HELLO_REPEATED"),
     errors.EmptyMessageError: Mapped(Code.INVALID_ARGUMENT, "EMPTY_MESSAGE"),
+    errors.MalformedMessageError: Mapped(Code.INVALID_ARGUMENT, "MALFORMED_MESSAGE"),
     errors.JobNotFoundError: Mapped(Code.NOT_FOUND, "JOB_NOT_FOUND"),
     errors.JobUnreadableError: Mapped(Code.DATA_LOSS, "JOB_UNREADABLE"),
     errors.RunNotFoundError: Mapped(Code.NOT_FOUND, "RUN_NOT_FOUND"),
@@ -69,6 +77,9 @@ STATUSES: dict[type[Exception], Mapped] = {
     errors.LeaseExpiredError: Mapped(Code.UNAVAILABLE, "LEASE_EXPIRED", is_retryable=True),
     errors.StateLostError: Mapped(Code.UNAVAILABLE, "STATE_LOST", is_retryable=True),
     errors.ReaderTooSlowError: Mapped(Code.RESOURCE_EXHAUSTED, "READER_TOO_SLOW", is_retryable=True),
+    errors.LimitReachedError: Mapped(
+        Code.RESOURCE_EXHAUSTED, "LIMIT_REACHED", is_retryable=True, retry_delay_s=5
+    ),
     errors.SolverBusyError: Mapped(Code.RESOURCE_EXHAUSTED, "SOLVER_BUSY", is_retryable=True),
     errors.SolverCrashedError: Mapped(Code.INTERNAL, "SOLVER_CRASHED", is_retryable=True),
     errors.SolverTimeoutError: Mapped(Code.DEADLINE_EXCEEDED, "SOLVER_TIMEOUT"),
@@ -93,8 +104,6 @@ STATUSES: dict[type[Exception], Mapped] = {
 }
 """Every error class that can be raised; those that only gather others are not here. See docs/errors.md."""
 
-RETRY_DELAY_S = 1
-
 _MAX_MESSAGE_LENGTH = 1024
 """Characters of a status's message: it travels in a header."""
 
@@ -115,7 +124,9 @@ def to_status(error: MappedError) -> grpc.Status:
     mapped_to = STATUSES[type(error)]
     details = [_packed(error_info(error))]
     if mapped_to.is_retryable:
-        details.append(_packed(RetryInfo(retry_delay=Duration(seconds=RETRY_DELAY_S))))
+        # Those who are refused together are not to come again together.
+        delay = Duration(nanos=random.randrange(10**9), seconds=mapped_to.retry_delay_s)
+        details.append(_packed(RetryInfo(retry_delay=delay)))
     status: grpc.Status = rpc_status.to_status(
         Status(code=mapped_to.code, message=errors.cut(error, _MAX_MESSAGE_LENGTH), details=details)
     )

@@ -11,7 +11,10 @@ from typing import cast
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from perseus.service.domain.bounds import MAX_SENTENCE_LENGTH, check_text
+from perseus.service.domain.bounds import MAX_SENTENCE_LENGTH, check_size, check_text
+
+_MOST_ROWS = 4096
+"""Of a repeated field that is a text or holds some: far above what any may have, and soon looked through."""
 
 
 @dataclass(slots=True)
@@ -38,13 +41,16 @@ def _check(message: Message, way: _Way, prefix: str) -> None:
     for each in way.texts:
         value = getattr(message, each.name)
         if each.is_repeated:
+            check_size(f"{prefix}{each.name}", len(value), _MOST_ROWS)
             for row, text in enumerate(value):
                 check_text(f"{prefix}{each.name}[{row}]", text, most=MAX_SENTENCE_LENGTH)
         elif value:
             check_text(f"{prefix}{each.name}", value, most=MAX_SENTENCE_LENGTH)
     for each, inner in way.inner:
         if each.is_repeated:
-            for row, part in enumerate(getattr(message, each.name)):
+            parts = getattr(message, each.name)
+            check_size(f"{prefix}{each.name}", len(parts), _MOST_ROWS)
+            for row, part in enumerate(parts):
                 _check(part, inner, f"{prefix}{each.name}[{row}].")
         elif message.HasField(each.name):
             _check(getattr(message, each.name), inner, f"{prefix}{each.name}.")

@@ -110,6 +110,7 @@ def check_hello(message: agent_service_pb2.Hello) -> None:
     check_text("hello.hostname", message.hostname)
     check_range("hello.protocol_version", message.protocol_version, 0, MAX_COUNT)
     check_text("hello.check_word", message.check_word)
+    check_text("hello.instance_key", message.instance_key)
 
 
 def place_from_proto(message: RankMessage, field: str = "") -> Coordinates:
@@ -132,8 +133,8 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
         InvalidFieldError: a number is out of range, or the GPU has no clocks.
     """
     rank = place_from_proto(message, "rank_joined")
+    check_size("rank_joined.gpu.supported_clocks_mhz", len(message.gpu.supported_clocks_mhz), MAX_CLOCK_COUNT)
     clocks_mhz = tuple(message.gpu.supported_clocks_mhz)
-    check_size("rank_joined.gpu.supported_clocks_mhz", len(clocks_mhz), MAX_CLOCK_COUNT)
     if (
         not clocks_mhz
         or not 1 <= min(clocks_mhz) <= max(clocks_mhz) <= MAX_CLOCK_MHZ
@@ -260,6 +261,9 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
             energy_j=iterations.energy_j[:],
             is_regular=iterations.is_regular[:],
             clock_event_reasons=iterations.clock_event_reasons[:],
+            gap_time_s=iterations.gap_time_s[:],
+            gap_energy_j=iterations.gap_energy_j[:],
+            gap_slowed_time_s=iterations.gap_slowed_time_s[:],
         ),
         computations=ComputationColumns(
             iteration=computations.iteration[:],

@@ -268,6 +268,9 @@ def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeri
         energy_se_j=period.energy_se_j,
         pipeline_energy_j=period.pipeline_energy_j,
         saving=_saving_to_proto(saving) if saving is not None else None,
+        gap_time_s=period.gap_time_s,
+        gap_energy_j=period.gap_energy_j,
+        gap_slowed_time_s=period.gap_slowed_time_s,
     )
 
 

@@ -36,9 +36,6 @@ from perseus.solver import (
 )
 from perseus.v1 import computation_pb2, frontier_pb2
 
-MAX_SOLVED_COMPUTATION_COUNT = 8192
-"""Of a problem that a client has solved: with more, no solve ends within the time that it may take."""
-
 MAX_SOLVED_CHOICE_COUNT = 2**22
 """Computations times points: each is a number in the answer of the worker."""
 
@@ -96,13 +93,19 @@ def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
                 )
             return NamedSchedule(name, message.named.microbatch_count)
         case "explicit":
-            stages = message.explicit.stages
+            # Millions of them fit into a message: none is looked at before there are few enough.
+            stages, paths = message.explicit.stages, message.explicit.paths
+            check_size("schedule.explicit.stages", len(stages), MAX_STAGE_COUNT)
+            check_size("schedule.explicit.paths", len(paths), MAX_COMPUTATION_COUNT)
+            if (step_count := sum(len(path.steps) for path in paths)) > MAX_COMPUTATION_COUNT:
+                expected = f"at most {MAX_COMPUTATION_COUNT} steps"
+                raise InvalidFieldError(field="schedule.explicit.paths", expected=expected, found=step_count)
             computation_count = sum(len(stage.computations) for stage in stages)
-            if len(stages) > MAX_STAGE_COUNT or computation_count > MAX_COMPUTATION_COUNT:
+            if computation_count > MAX_COMPUTATION_COUNT:
                 raise InvalidFieldError(
                     field="schedule.explicit.stages",
-                    expected=f"at most {MAX_STAGE_COUNT} stages and {MAX_COMPUTATION_COUNT} computations",
-                    found=f"{len(stages)} and {computation_count}",
+                    expected=f"at most {MAX_COMPUTATION_COUNT} computations",
+                    found=computation_count,
                 )
             return ExplicitSchedule(
                 tuple(
@@ -120,9 +123,7 @@ def schedule_spec_from_proto(message: computation_pb2.Schedule) -> ScheduleSpec:
                     )
                     for stage, order in enumerate(stages)
                 ),
-                tuple(
-                    tuple((step.stage, step.chunk) for step in path.steps) for path in message.explicit.paths
-                ),
+                tuple(tuple((step.stage, step.chunk) for step in path.steps) for path in paths),
             )
         case _:
             raise InvalidFieldError(field="schedule", expected="named or explicit", found="none")
@@ -190,7 +191,9 @@ def problem_to_proto(problem: Pipeline) -> frontier_pb2.PipelineProblem:
     return message
 
 
-def check_problem_size(message: frontier_pb2.PipelineProblem, point_count: int) -> None:
+def check_problem_size(
+    message: frontier_pb2.PipelineProblem, point_count: int, most_computations: int
+) -> None:
     """Refuse a problem that is too large to be solved while somebody waits.
 
     Raises:
@@ -204,8 +207,8 @@ def check_problem_size(message: frontier_pb2.PipelineProblem, point_count: int) 
     else:
         field = "problem.schedule.explicit.stages"
         computation_count = sum(len(stage.computations) for stage in schedule.explicit.stages)
-    if computation_count > MAX_SOLVED_COMPUTATION_COUNT:
-        expected = f"at most {MAX_SOLVED_COMPUTATION_COUNT} computations"
+    if computation_count > most_computations:
+        expected = f"at most {most_computations} computations"
         raise InvalidFieldError(field=field, expected=expected, found=f"{computation_count} computations")
     if computation_count * point_count > MAX_SOLVED_CHOICE_COUNT:
         most = MAX_SOLVED_CHOICE_COUNT // computation_count

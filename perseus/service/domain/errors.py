@@ -9,7 +9,8 @@
     │   ├── RankNotServedError      telemetry of a rank that this agent has not joined
     │   ├── TelemetryOutdatedError  telemetry of an earlier trainer of the rank
     │   ├── UnknownMessageError     a message of a newer protocol, say
-    │   └── EmptyMessageError       a message without content
+    │   ├── EmptyMessageError       a message without content
+    │   └── MalformedMessageError   no protocol buffer of its kind
     ├── ProtocolError               a stream that does not follow the protocol
     │   ├── HelloExpectedError      something else came first
     │   └── HelloRepeatedError      it came twice
@@ -29,6 +30,7 @@
     ├── StateLostError              the coordinator has lost state that the agent knows of
     ├── LeaseExpiredError           the agent was silent for too long
     ├── ReaderTooSlowError          a stream's reader does not keep up
+    ├── LimitReachedError           a principal would have more at once than it may
     ├── SolverBusyError             too many problems wait to be solved
     ├── SolverCrashedError          the solver's process died
     ├── SolverTimeoutError          solving took too long
@@ -44,7 +46,7 @@
     │   ├── ScopeTooNarrowError     the call needs another scope
     │   ├── JobOutOfScopeError      the agent may not speak for the job
     │   ├── OwnerMismatchError      the job is another owner's
-    │   └── InstanceServedError     the agent's instance speaks with another credential
+    │   └── InstanceServedError     the agent's instance is another credential's
     └── InternalError               a fault of the coordinator's own
     StartupError                    the coordinator can not start; never seen over gRPC
     ├── AddressUnavailableError
@@ -162,6 +164,12 @@ class EmptyMessageError(InvalidInputError):
     """A message without content."""
 
     parts = ("message", "a message", "an empty one")
+
+
+class MalformedMessageError(InvalidInputError):
+    """No protocol buffer of its kind."""
+
+    parts = ("message", "a protocol buffer of its kind", "{cause}")
 
 
 class ProtocolError(CoordinatorError):
@@ -289,6 +297,12 @@ class ReaderTooSlowError(CoordinatorError):
     template = "more than {limit} bytes wait to be read"
 
 
+class LimitReachedError(CoordinatorError):
+    """Who calls would have more at once than one principal may."""
+
+    template = "{principal}: expected at most {limit} {what}, found {found} with this one"
+
+
 class SolverBusyError(CoordinatorError):
     """Too many problems wait to be solved."""
 
@@ -376,9 +390,9 @@ class OwnerMismatchError(ForbiddenError):
 
 
 class InstanceServedError(ForbiddenError):
-    """The agent has a stream already, with another credential."""
+    """The agent's instance is another credential's, and nothing shows that it is the same agent."""
 
-    template = "agent instance {instance_id!r} has a stream with another credential than {principal}"
+    template = "agent instance {instance_id!r} has come with another credential than {principal}"
 
 
 class InternalError(CoordinatorError):

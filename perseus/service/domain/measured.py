@@ -40,7 +40,9 @@ class KnownProfile:
 class JobIteration:
     """One iteration of the whole job. `versions` is None if some pipeline's stages were not of one plan.
 
-    `skipped_count`: iterations between the one before and this that some rank never reported.
+    `skipped_count`: iterations between the one before and this that some rank never reported. The gap is what
+    lies between the one before and this: its time and what clocks can have added to it are those of the rank
+    with the most, its energy all GPUs'.
     """
 
     iteration: int
@@ -49,13 +51,17 @@ class JobIteration:
     iteration_time_s: float
     pipeline_energy_j: tuple[float, ...]
     skipped_count: int = 0
+    gap_time_s: float = 0.0
+    gap_energy_j: float = 0.0
+    gap_slowed_time_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
     """Consecutive iterations under the same plans: counts, means and sums of squared deviations.
 
-    What was reported first and last came at its start and end, on the wall clock.
+    What was reported first and last came at its start and end, on the wall clock. The gaps before them are no
+    part of iteration time and energy.
     """
 
     number: int
@@ -72,6 +78,9 @@ class Period:
     energy_j: float
     energy_m2: float
     pipeline_energy_j: tuple[float, ...]
+    gap_time_s: float = 0.0
+    gap_energy_j: float = 0.0
+    gap_slowed_time_s: float = 0.0
 
     @property
     def iteration_time_se_s(self) -> float:
@@ -105,6 +114,11 @@ class Period:
             pipeline_energy_j=tuple(
                 mean_j + (new_j - mean_j) / count
                 for mean_j, new_j in zip(self.pipeline_energy_j, iteration.pipeline_energy_j, strict=True)
+            ),
+            gap_time_s=self.gap_time_s + (iteration.gap_time_s - self.gap_time_s) / count,
+            gap_energy_j=self.gap_energy_j + (iteration.gap_energy_j - self.gap_energy_j) / count,
+            gap_slowed_time_s=(
+                self.gap_slowed_time_s + (iteration.gap_slowed_time_s - self.gap_slowed_time_s) / count
             ),
         )
 

@@ -287,10 +287,14 @@ class IterationSummary:
 
 @dataclass(frozen=True, slots=True)
 class StockIteration:
-    """An iteration at stock: time of the slowest pipeline, energy of all GPUs (0 where it is not known)."""
+    """An iteration at stock: time of the slowest pipeline, energy of all GPUs (0 where it is not known).
+
+    `gap_time_s`: the usual time until the next begins; None where it is not known.
+    """
 
     time_s: float
     energy_j: float
+    gap_time_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,11 @@ class Registrations:
         """Whose the run is, as an agent's kernel said; "" if it was registered without an agent."""
         return self.registrations[-1].owner if self.registrations else ""
 
+    @property
+    def principal(self) -> str:
+        """Among whose jobs the run counts; "" if among nobody's."""
+        return self.registrations[-1].principal if self.registrations else ""
+
     def is_owner(self, owner: str) -> bool:
         """Whether the run may be theirs; one who is not known, "", may be anybody."""
         return owner in ("", self.owner) or not self.owner

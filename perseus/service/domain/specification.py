@@ -224,12 +224,15 @@ class OperatingPolicy:
 class Registration:
     """Who registered a job: a request, and what its ranks say that they belong to, if they say anything.
 
-    `owner`: whose the run is, as the kernel of an agent's node says; "" if no agent registered it.
+    Attributes:
+        owner: whose the run is, as the kernel of an agent's node says; "" if no agent registered it.
+        principal: who registered it; "" if that is not known.
     """
 
     request_id: str
     spec_fingerprint: str = ""
     owner: str = ""
+    principal: str = ""
 
     def check(self) -> None:
         """Refuse texts that can't be.
@@ -257,14 +260,22 @@ class JobSpec:
     stage_work: tuple[str, ...] = ()
 
     @property
+    def rank_count(self) -> int:
+        """How many ranks it states."""
+        counts = self.parallelism
+        return counts.pipeline_count * counts.stage_count * counts.tensor_count
+
+    @property
+    def computation_count(self) -> int:
+        """How many computations its stages have together."""
+        if isinstance(self.schedule, NamedSchedule):
+            return 2 * self.parallelism.stage_count * self.schedule.microbatch_count
+        return sum(len(order) for order in self.schedule.orders)
+
+    @property
     def size(self) -> int:
         """How many ranks and computations it has: what checks and machine cost grows with them."""
-        counts, schedule = self.parallelism, self.schedule
-        if isinstance(schedule, NamedSchedule):
-            computation_count = 2 * counts.stage_count * schedule.microbatch_count
-        else:
-            computation_count = sum(len(order) for order in schedule.orders)
-        return counts.pipeline_count * counts.stage_count * counts.tensor_count + computation_count
+        return self.rank_count + self.computation_count
 
     def difference(self, other: "JobSpec") -> str | None:
         """Return the name of a part in which another specification differs, if one does."""

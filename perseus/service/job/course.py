@@ -303,6 +303,7 @@ class Course:
         if state is JobState.FINISHED:
             self.finish_time_s = self.wall_time_s
             self.planner.stop_solving()
+            self.timelines.end()
         self.journal.announce(
             EventType.STATE_CHANGED,
             f"{before.value} → {state.value}: {why}",

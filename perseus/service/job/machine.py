@@ -421,7 +421,10 @@ class JobMachine:
         if batch.iterations.iteration:
             self._ranks.note_iteration(place, max(batch.iterations.iteration))
             self._course.take_iterations(place, batch.iterations)
-        self.timelines.add(place, batch.computations)
+        computations = batch.computations
+        self.timelines.add(
+            place, self._orders[place.stage].compact(computations) if is_plain else computations
+        )
         if batch.clocks is not None:
             self._ranks.note_clocks(place, batch.clocks)
         energy = batch.energy

@@ -1,6 +1,7 @@
 """What agents say: their streams, the ranks that they serve, and their telemetry."""
 
 import asyncio
+import hmac
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,6 +27,7 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
 )
 from perseus.service.domain.model import FaultyPart, RankLeftReason
+from perseus.service.domain.principals import ANYBODY
 from perseus.service.domain.specification import Coordinates
 from perseus.service.fleet.gpus import GpuIndex
 from perseus.service.shell.live_runs import LiveRuns
@@ -78,20 +80,33 @@ class Agents:
         for agent in self._agents.values():
             agent.port.drain()
 
+    def instance_key(self, instance_id: str) -> str:
+        """What shows that an agent is an instance: for itself alone."""
+        return self._store.instance_key(instance_id)
+
     async def greet(
-        self, instance_id: str, port: AgentPort, check_word: str = "", principal: str = ""
+        self,
+        instance_id: str,
+        port: AgentPort,
+        check_word: str = "",
+        principal: str = "",
+        instance_key: str = "",
     ) -> tuple[str, int]:
         """Take an agent's new stream, which replaces its older one; `check_word` is what it heard last.
 
-        `principal` is by whom it comes: nobody else's stream is replaced. Returns the epoch and the highest
-        telemetry sequence that is stored. `part` is to follow, whatever comes of it.
+        `principal` is by whom it comes. An instance is theirs who came with it last, unless its key shows
+        that it is the same agent with another credential. Returns the epoch and the highest telemetry
+        sequence that is stored. `part` is to follow, whatever comes of it.
 
         Raises:
-            InstanceServedError: somebody else has a stream of that instance.
+            InstanceServedError: the instance is another principal's.
         """
         await self._check_state(check_word, instance_id)
+        is_same = hmac.compare_digest(instance_key.encode(), self.instance_key(instance_id).encode())
+        stored = "" if is_same else await self._stored_principal(instance_id)
         older = self._agents.get(instance_id)
-        if older is not None and older.principal != principal:
+        theirs = older.principal if older is not None else stored
+        if not is_same and theirs not in (principal, "", ANYBODY.name):
             raise InstanceServedError(instance_id=instance_id, principal=principal)
         # It is there before anything else is awaited: of many that come at once, the last one stays.
         self._agents[instance_id] = agent = _Agent(port, principal)
@@ -103,6 +118,10 @@ class Agents:
         agent.received_sequence = await self._store.telemetry_sequence(instance_id)
         agent.is_greeted = True
         return self._live.epoch, agent.received_sequence
+
+    async def _stored_principal(self, instance_id: str) -> str:
+        await self._writer.flush()  # It may be on its way to the store.
+        return await self._store.telemetry_principal(instance_id)
 
     async def _check_state(self, check_word: str, instance_id: str) -> None:
         """Begin a new epoch if state is lost that an agent knows of, and let all others begin anew, too."""
@@ -196,7 +215,9 @@ class Agents:
             self.pass_telemetry(instance_id, sequence)
             return
         run, acknowledge = self._live.find(job_id), partial(agent.port.acknowledge, sequence)
-        self._live.handle(run, event, [TelemetrySequence(instance_id, sequence)], [acknowledge])
+        self._live.handle(
+            run, event, [TelemetrySequence(instance_id, sequence, agent.principal)], [acknowledge]
+        )
         agent.received_sequence = sequence
 
     def pass_telemetry(self, instance_id: str, sequence: int) -> None:
@@ -207,7 +228,7 @@ class Agents:
         entries: list[Entry] = []
         if sequence > agent.received_sequence:
             agent.received_sequence = sequence
-            entries = [TelemetrySequence(instance_id, sequence)]
+            entries = [TelemetrySequence(instance_id, sequence, agent.principal)]
         self._writer.later(entries, [partial(agent.port.acknowledge, agent.received_sequence)])
 
     @property

@@ -10,12 +10,14 @@ import time
 import structlog
 
 from perseus.service.domain.errors import DrainingError
+from perseus.service.domain.limits import Limits
 from perseus.service.domain.retention import Retention
 from perseus.service.job.rules import Rules
 from perseus.service.shell.agents import Agents
 from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.live_runs import LiveRuns
+from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.tokens import Tokens
 from perseus.service.shell.writer import Writer
 from perseus.service.solving.job_lane import JobLane
@@ -41,6 +43,7 @@ class Coordinator:
         jobs: what clients ask.
         agents: what agents say.
         tokens: who they are.
+        quotas: what each of them has, and may have.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Coordinator:
         request_solver: RequestLane,
         rules: Rules,
         retention: Retention,
+        limits: Limits | None = None,
     ) -> None:
         self._store = store
         self._retention = retention
@@ -57,7 +61,8 @@ class Coordinator:
         self._clock = JobClock(TICK_S, time.monotonic)
         self._late_s = 0.0
         self._live = LiveRuns(store, self._writer, job_solver, rules, self._clock)
-        self.jobs = Jobs(store, self._writer, request_solver, self._live)
+        self.quotas = Quotas(limits or Limits(), time.monotonic)
+        self.jobs = Jobs(store, self._writer, request_solver, self._live, self.quotas)
         self.agents = Agents(store, self._writer, self._live)
         self.tokens = Tokens(store, self._writer)
 

@@ -3,9 +3,10 @@
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from perseus.service.domain.errors import (
     JobAlreadyExistsError,
@@ -37,12 +38,15 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
 from perseus.service.job.quarantine import QuarantinedRun
 from perseus.service.shell.live_runs import LiveRun, LiveRuns, Machine
+from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.watch_state import WatchState
 from perseus.service.shell.watching import Update, Watcher
 from perseus.service.shell.writer import Writer
 from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.store import JobDeleted, JobStore, NewRun
 from perseus.solver import Frontier, Pipeline, Plan
+
+T = TypeVar("T")
 
 LATEST = 0
 """Stands for the number of a job's latest run."""
@@ -51,11 +55,14 @@ LATEST = 0
 class Jobs:
     """All jobs, as clients see them. None but the awaited methods waits."""
 
-    def __init__(self, store: JobStore, writer: Writer, solver: RequestLane, live: LiveRuns) -> None:
+    def __init__(
+        self, store: JobStore, writer: Writer, solver: RequestLane, live: LiveRuns, quotas: Quotas
+    ) -> None:
         self._store = store
         self._writer = writer
         self._solver = solver
         self._live = live
+        self._quotas = quotas
         # By job: the run that each request to register has led to.
         self._requests: dict[str, dict[str, int]] = {}
         self._deleted_version = 0
@@ -74,6 +81,7 @@ class Jobs:
             InvalidInputError, ScheduleError: the specification or the registration can't be.
             JobAlreadyExistsError: it differs from the one that was registered, whose ranks are live.
             OwnerMismatchError: it has not finished, and is another owner's.
+            LimitReachedError: the principal has too many jobs, or too large ones.
             JobUnreadableError: what is stored of the job can't be read.
         """
         registration.check()
@@ -96,16 +104,30 @@ class Jobs:
                     raise JobAlreadyExistsError(job_id=spec.job_id, field=difference)
                 case runs.GoOn():
                     assert run is not None
-                    owned = replace(registration, owner=run.machine.registrations.owner)  # it keeps its owner
+                    before = run.machine.registrations  # whose owner it keeps, and in whose name it began
+                    owned = replace(registration, owner=before.owner, principal=before.principal)
                     done = self._live.handle(run, RegisteredAgain(owned))
                     self._note_requests(run.machine)
                     await done
                     return self._live.view(run, has_details=True)
                 case runs.Begin(number, abandons):
+                    principal = registration.principal
+                    self._quotas.check_job(principal, spec, self._specs_of(principal, spec.job_id))
                     if machine is not None and machine.run_number == number:
                         return await self._begin_run(machine, registration, abandons)
                     # Others may register the job while its machine is made: look again then.
                     machine = await self._live.made(spec, partial(self._new_machine, spec, number))
+
+    def _specs_of(self, principal: str, but_job_id: str) -> Iterator[JobSpec]:
+        """Yield what a principal has registered that has not ended, but for one job."""
+        for run in self._live:
+            machine = run.machine
+            if (
+                machine.registrations.principal == principal
+                and not machine.has_finished
+                and run.job_id != but_job_id
+            ):
+                yield machine.spec
 
     def _new_machine(self, spec: JobSpec, number: int) -> JobMachine:
         live = self._live
@@ -173,17 +195,23 @@ class Jobs:
         return self._live.view(run, has_details=has_details)
 
     def jobs(
-        self, after_job_id: str, states: Collection[JobState], *, has_details: bool
-    ) -> Iterator[JobView]:
+        self,
+        after_job_id: str,
+        states: Collection[JobState],
+        show: Callable[[JobView], T],
+        *,
+        has_details: bool,
+    ) -> Iterator[tuple[str, T]]:
         """Yield the jobs that follow an identifier in order, those in one of these states (all if empty).
 
+        Each with its identifier, and as what `show` makes of it: one that can't be shown hides no other.
         To be read before anything else may happen.
         """
         job_ids = self._live.job_ids
         for job_id in job_ids[bisect_right(job_ids, after_job_id) :]:
             run = self._live.find(job_id)
             if not states or run.machine.state in states:
-                yield self._live.view(run, has_details=has_details)
+                yield job_id, self._live.shown(run, show, has_details=has_details)
 
     async def runs(self, job_id: str, before: int, count: int) -> list[JobView]:
         """Return up to `count` runs of a job, the latest first; those numbered below `before`, or LATEST.

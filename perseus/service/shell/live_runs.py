@@ -303,7 +303,11 @@ class LiveRuns:
 
     def view(self, run: LiveRun, *, has_details: bool) -> JobView:
         """Return a run as others may see it."""
-        return self.read(run, lambda machine: machine.view() if has_details else machine.summary())
+        return self.shown(run, lambda view: view, has_details=has_details)
+
+    def shown(self, run: LiveRun, show: Callable[[JobView], T], *, has_details: bool) -> T:
+        """Return what is made of a run's view; if that fails, the run is put aside, and shown as such."""
+        return self.read(run, lambda machine: show(machine.view() if has_details else machine.summary()))
 
     def tick(self) -> None:
         """Let leases run out."""

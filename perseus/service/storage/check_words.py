@@ -64,6 +64,11 @@ class History:
                 return generation.token != token or commit > last_commit
         return True
 
+    def instance_key(self, instance_id: str) -> str:
+        """Return what only the agent that is that instance has been told; the same in every epoch."""
+        key = hashlib.sha256(f"instance.{self.secret}".encode()).digest()
+        return hashlib.blake2b(instance_id.encode(errors="replace"), key=key, digest_size=16).hexdigest()
+
     def _signed(self, number: int, token: str, commit_number: int) -> str:
         text = f"{number}.{token}.{commit_number}"
         key = f"{self.secret}.{self.epoch}".encode()

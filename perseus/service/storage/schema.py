@@ -19,7 +19,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "0007"
+HEAD = "0008"
 """The latest migration: what this schema is."""
 
 # Ordered by bytes wherever it is, as SQLite orders all texts.
@@ -152,9 +152,13 @@ events = _table(
     Index("events_by_time", "job_id", "run_number", "create_time_s"),
 )
 
-# `write_time_s`: when it was written last, on the wall clock.
+# `write_time_s`: when it was written last, on the wall clock. `principal`: by whom the agent came then.
 telemetry = _table(
-    "telemetry", Column("instance_id", _KEY, primary_key=True), _number("sequence"), _figure("write_time_s")
+    "telemetry",
+    Column("instance_id", _KEY, primary_key=True),
+    _number("sequence"),
+    _figure("write_time_s"),
+    _text("principal", nullable=True),
 )
 
 # What is known of bearer tokens: never the token itself. `job_patterns` is JSON; times are of the wall clock.

@@ -170,6 +170,14 @@ class SqlStore(JobStore):
         """See JobStore."""
         return await self._run(partial(self._writer.telemetry_sequence, instance_id))
 
+    async def telemetry_principal(self, instance_id: str) -> str:
+        """See JobStore."""
+        return await self._run(partial(self._writer.telemetry_principal, instance_id))
+
+    def instance_key(self, instance_id: str) -> str:
+        """See JobStore."""
+        return self._history.instance_key(instance_id)
+
     async def load_tokens(self) -> list[Token]:
         """See JobStore."""
         return await self._run(partial(reading.load_tokens, self._connection))

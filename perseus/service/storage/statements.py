@@ -74,7 +74,7 @@ class Statements:
     Attributes:
         by_name: those of ORDER.
         count_commit: takes the commit's number.
-        telemetry_sequence: takes an instance, finds its sequence.
+        telemetry_sequence: takes an instance, finds its sequence and by whom it came.
         plan_digests: takes a run, finds its plans.
     """
 
@@ -128,7 +128,10 @@ class Statements:
         )
         sequences = schema.telemetry.c
         self.telemetry_sequence = _compiled(
-            select(sequences.sequence).where(sequences.instance_id == bindparam("of_instance_id")), dialect
+            select(sequences.sequence, sequences.principal).where(
+                sequences.instance_id == bindparam("of_instance_id")
+            ),
+            dialect,
         )
         self.plan_digests = _compiled(select(plans.c.digest).where(*of_run(plans)), dialect)
 

@@ -48,10 +48,11 @@ class JobEntry(NamedTuple):
 
 
 class TelemetrySequence(NamedTuple):
-    """All telemetry of an agent up to this sequence has been taken."""
+    """All telemetry of an agent up to this sequence has been taken; `principal` is by whom it came."""
 
     instance_id: str
     sequence: int
+    principal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,14 @@ class JobStore(abc.ABC):
     @abc.abstractmethod
     async def telemetry_sequence(self, instance_id: str) -> int:
         """Return the highest sequence taken from an agent, 0 if none."""
+
+    @abc.abstractmethod
+    async def telemetry_principal(self, instance_id: str) -> str:
+        """Return by whom an agent's telemetry came last, "" if that is not known."""
+
+    @abc.abstractmethod
+    def instance_key(self, instance_id: str) -> str:
+        """Return what shows that an agent is that instance: told to itself alone."""
 
     @abc.abstractmethod
     async def load_tokens(self) -> list[Token]:

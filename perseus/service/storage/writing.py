@@ -157,6 +157,12 @@ class GroupWriter:
             found = self._statements.telemetry_sequence.rows(cursor, (instance_id,))
         return int(found[0][0]) if found else 0
 
+    def telemetry_principal(self, instance_id: str) -> str:
+        """Return by whom it came last, "" if that is not known."""
+        with self._cursor() as cursor:
+            found = self._statements.telemetry_sequence.rows(cursor, (instance_id,))
+        return str(found[0][1] or "") if found else ""
+
     # ------------------------------------------------------------------ entries to rows
 
     def _steps(self, entries: Sequence[Entry]) -> list[_Step]:
@@ -190,8 +196,8 @@ class GroupWriter:
                             evidence,
                         )
                     )
-                case TelemetrySequence(instance_id, sequence):
-                    group.rows[to.UPSERT_TELEMETRY].append((instance_id, sequence, self._clock()))
+                case TelemetrySequence(instance_id, sequence, principal):
+                    group.rows[to.UPSERT_TELEMETRY].append((instance_id, sequence, self._clock(), principal))
                 case TokenEntry(token):
                     group.rows[to.UPSERT_TOKEN].append(
                         (

@@ -53,18 +53,16 @@ def schedule(clock_mhz: int | None, at_s: float) -> ScheduleClock:
 def test_a_raise_is_asked_for_one_latency_before_the_end_and_a_lower_clock_at_it() -> None:
     bench = Bench((1000, 1400), (0.050, 0.100))
     begin_s = bench.now_s
-    assert bench.begin(0) == [schedule(1400, begin_s + 0.040)]
+    assert bench.begin(0) == [SetClock(1000), schedule(1400, begin_s + 0.040)]
     bench.now_s = begin_s + 0.050
     assert bench.end(0) == []
     assert bench.begin(1) == []
-    bench.now_s += 0.100
-    assert bench.end(1) == [SetClock(1000)]
 
 
 def test_each_mark_moves_the_raise() -> None:
     bench = Bench((1000, 1000, 1400), (0.050, 0.050, 0.100))
     begin_s = bench.now_s
-    assert bench.begin(0) == []
+    assert bench.begin(0) == [SetClock(1000)]
     bench.now_s = begin_s + 0.043
     assert bench.end(0) == []
     commands = bench.begin(1)
@@ -83,7 +81,7 @@ def test_a_computation_that_ends_early_brings_the_raise_at_once() -> None:
 def test_a_short_computation_gets_the_raise_of_the_next_before_it_begins() -> None:
     bench = Bench((1000, 1000, 1400), (0.050, 0.005, 0.100))
     begin_s = bench.now_s
-    assert bench.begin(0) == [schedule(1400, begin_s + 0.045)]
+    assert bench.begin(0) == [SetClock(1000), schedule(1400, begin_s + 0.045)]
 
 
 def test_a_clock_is_not_lowered_where_a_raise_would_have_to_wait_for_that_set() -> None:
@@ -101,18 +99,16 @@ def test_a_clock_is_not_lowered_where_a_raise_would_have_to_wait_for_that_set() 
 def test_a_wait_before_a_raise_passes_at_the_clock_before() -> None:
     bench = Bench((1000, 1400), (0.050, 0.100), gap_s=0.030)
     begin_s = bench.now_s
-    assert bench.begin(0) == [], "not before the next mark"
+    assert bench.begin(0) == [SetClock(1000)], "no raise before the next mark"
     bench.now_s = begin_s + 0.050
     assert bench.end(0) == [schedule(1400, begin_s + 0.050 + 0.020)]
 
 
 def test_a_wait_before_a_lower_clock_passes_at_the_lower_clock() -> None:
-    bench = Bench((1000, 1400), (0.050, 0.100), gap_s=0.070)
+    bench = Bench((1400, 1000), (0.050, 0.100), gap_s=0.070)
     bench.begin(0)
-    bench.now_s += 0.120
-    bench.begin(1)
-    bench.now_s += 0.100
-    assert bench.end(1) == [SetClock(1000)]
+    bench.now_s += 0.050
+    assert bench.end(0) == [SetClock(1000)]
 
 
 def test_what_is_not_known_may_end_at_once() -> None:
@@ -122,13 +118,16 @@ def test_what_is_not_known_may_end_at_once() -> None:
     assert bench.end(0) == []
     assert bench.begin(1) == []
     assert bench.end(1) == [SetClock(1200)]
+    assert bench.begin(2) == []
+    bench.now_s += 0.050
+    assert bench.end(2) == [schedule(None, bench.now_s + 0.040)], "a lower one at the next begin only"
 
 
 def test_the_next_plan_counts_at_the_end_of_the_iteration_but_not_beyond_its_first_computation() -> None:
     bench = Bench((1000, 1000), (0.050, 0.050))
     begin_s = bench.now_s
     following: Clocks = (1200, None)
-    assert bench.begin(0, following) == []
+    bench.begin(0, following)
     bench.now_s = begin_s + 0.050
     assert bench.end(0, following) == []
     assert bench.begin(1, following) == [schedule(1200, begin_s + 0.090)]
@@ -137,18 +136,130 @@ def test_the_next_plan_counts_at_the_end_of_the_iteration_but_not_beyond_its_fir
 def test_what_is_asked_for_at_once_takes_the_place_of_what_is_scheduled() -> None:
     bench = Bench((1000, 1400), (0.050, 0.100))
     bench.begin(0)
-    assert bench.keeper.stock() == [ResetClock()]
-    assert bench.keeper.stock() == []
+    assert bench.keeper.fall_back() == [ResetClock()]
+    assert bench.keeper.fall_back() == []
 
 
 def test_a_scheduled_raise_that_is_not_needed_any_more_is_withdrawn() -> None:
     bench = Bench((1000, 1000), (0.050, 0.050))
-    assert bench.begin(0) == []
+    bench.begin(0)
     bench.now_s += 0.050
     bench.end(0)
     assert bench.begin(1, (1400, 1000)) == [schedule(1400, bench.now_s + 0.040)]
     bench.now_s += 0.030
-    assert bench.end(1) == [SetClock(1000)]
+    assert bench.end(1) == [schedule(None, bench.now_s + 0.040)], "in place of what was scheduled before"
+    assert bench.begin(0) == [SetClock(1000)]
+
+
+def test_a_short_gap_passes_at_the_clock_before_and_one_that_turns_out_long_at_the_fallback() -> None:
+    bench = Bench((1200, 1000), (0.050, 0.100), gap_s=0.039)
+    bench.begin(0)
+    bench.now_s += 0.050
+    bench.end(0)
+    bench.now_s += 0.039
+    assert bench.begin(1) == []
+    bench.now_s += 0.080
+    end_s = bench.now_s
+    assert bench.end(1) == [SetClock(1200), schedule(None, end_s + 0.040)], "not below the next one's first"
+    assert bench.keeper.end_iteration(end_s, end_s, bench.clocks_mhz) == []
+    bench.now_s = end_s + 5.0
+    assert bench.keeper.begin_iteration(bench.now_s) == [SetClock(1200)], "it went to stock meanwhile"
+    assert bench.keeper.wanted_mhz == 1200
+
+
+def test_a_gap_that_is_known_to_be_long_passes_at_the_fallback_from_its_begin() -> None:
+    bench = Bench((1000, 1200), (0.050, 0.100), gap_s=0.041)
+    bench.begin(0)
+    bench.now_s += 0.150
+    bench.begin(1)
+    bench.now_s += 0.100
+    assert bench.end(1) == [ResetClock()]
+    bench.now_s += 0.041
+    assert bench.keeper.begin_iteration(bench.now_s) == [SetClock(1000)]
+
+
+def test_a_gap_that_is_heard_of_when_it_is_long_already_passes_at_the_fallback_at_once() -> None:
+    bench = Bench((1000, 1200), (0.050, 0.100))
+    bench.begin(0)
+    bench.begin(1)
+    assert bench.keeper.end(1, bench.now_s, bench.now_s + 0.041, bench.clocks_mhz) == [ResetClock()]
+
+
+def test_what_a_gap_takes_is_known_under_the_next_plan_too() -> None:
+    bench = Bench((1000, 1200), (0.050, 0.100), gap_s=0.050)
+    bench.keeper.follow((1200, 1000))
+    bench.begin(0, (1200, 1000))
+    bench.now_s += 0.050
+    bench.end(0, (1200, 1000))
+    bench.begin(1, (1200, 1000))
+    assert bench.end(1, (1200, 1000)) == [ResetClock()]
+
+
+def test_where_a_first_computation_could_not_be_measured_the_usual_gap_passes_at_the_clock_before() -> None:
+    bench = Bench((1000, 1000), (0.050, 0.100), gap_s=0.300)
+    bench.keeper.follow((1000, 1000), keeps_gaps=True)
+    bench.iteration()
+    bench.begin(0)
+    bench.end(0)
+    bench.begin(1)
+    assert bench.end(1) == [schedule(None, bench.now_s + 0.340)], "an evaluation comes on top"
+
+
+def test_an_iteration_whose_last_mark_is_lost_has_a_gap_after_it_too() -> None:
+    bench = Bench((1000, 1000), (0.050, 0.100), gap_s=0.010)
+    bench.keeper.begin_iteration(bench.now_s)
+    bench.begin(0)
+    end_s = bench.now_s + 0.150
+    assert bench.keeper.end_iteration(end_s, end_s, bench.clocks_mhz) == [schedule(None, end_s + 0.040)]
+
+
+def test_the_fallback_may_be_a_ceiling_instead_of_stock() -> None:
+    bench = Bench((1000, 1000), (0.050, 0.100), gap_s=0.100)
+    bench.keeper.fallback_mhz = 1200
+    bench.begin(0)
+    bench.now_s += 0.050
+    bench.end(0)
+    bench.begin(1)
+    assert bench.end(1) == [SetClock(1200)]
+    assert bench.keeper.fall_back() == []
+
+
+@pytest.mark.parametrize(("silence_s", "is_silent"), [(0.9, False), (1.1, True)])
+def test_a_trainer_that_is_silent_for_long_does_not_compute_as_planned(
+    silence_s: float, is_silent: bool
+) -> None:
+    bench = Bench((1000, 1000), (0.050, 0.100))
+    bench.begin(0)
+    assert bench.keeper.is_silent(bench.now_s, bench.now_s + silence_s) == is_silent
+
+
+def test_a_computation_that_takes_long_is_no_silence() -> None:
+    bench = Bench((1000, 1000), (0.050, 2.0))
+    bench.begin(0)
+    bench.end(0)
+    bench.begin(1)
+    assert not bench.keeper.is_silent(bench.now_s, bench.now_s + 7.9)
+    assert bench.keeper.is_silent(bench.now_s, bench.now_s + 8.1)
+    assert bench.keeper.fall_back() == [ResetClock()]
+    assert not bench.keeper.is_silent(bench.now_s, bench.now_s + 100), "it is at its fallback"
+    bench.now_s += 60.0
+    assert bench.end(1) == []
+    assert bench.begin(0) == [SetClock(1000)], "taken up again"
+
+
+def test_under_the_next_plan_silence_is_what_it_was_before() -> None:
+    bench = Bench((1000, 1000), (0.050, 0.100))
+    bench.keeper.follow((1000, 1200))
+    bench.begin(0)
+    assert not bench.keeper.is_silent(bench.now_s, bench.now_s + 0.9)
+    assert bench.keeper.is_silent(bench.now_s, bench.now_s + 1.1)
+
+
+def test_before_anything_is_known_silence_is_longer() -> None:
+    bench = Bench((1000, 1000), (0.050, 2.0), iterations=0)
+    bench.begin(0)
+    assert not bench.keeper.is_silent(bench.now_s, bench.now_s + 9.9)
+    assert bench.keeper.is_silent(bench.now_s, bench.now_s + 10.1)
 
 
 def test_prediction_errors_are_told() -> None:

@@ -162,6 +162,32 @@ def test_memory_that_can_not_be_locked_is_left_alone(answers: dict[str, Any]) ->
     assert LOCK_MEMORY not in nvml.calls
 
 
+@pytest.mark.parametrize("is_own_lock", [True, False])
+def test_a_reset_that_is_not_supported_is_no_answer_where_a_lock_is(is_own_lock: bool) -> None:
+    """A lock of this process's, or one that another, dead by now, may have left."""
+    nvml = FakeNvml(
+        **MEMORY_CHOICE,
+        nvmlDeviceResetMemoryLockedClocks=pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED),
+    )
+    gpu = NvmlGpu("GPU-a", nvml=nvml)
+    if is_own_lock:
+        gpu.set_clock_mhz(1725)
+    with pytest.raises(GpuDriverError, match="nvmlDeviceResetMemoryLockedClocks: Not Supported"):
+        gpu.reset_clock()
+    if not is_own_lock:
+        assert nvml.calls[-1] == ("nvmlDeviceSetMemoryLockedClocks", "handle", 405, 7251), "free to move"
+    nvml.answers["nvmlDeviceResetMemoryLockedClocks"] = None
+    gpu.reset_clock()
+
+
+def test_a_reset_that_is_not_supported_is_an_answer_where_no_lock_can_be() -> None:
+    refused = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    nvml = FakeNvml(
+        **MEMORY_CHOICE, nvmlDeviceResetMemoryLockedClocks=refused, nvmlDeviceSetMemoryLockedClocks=refused
+    )
+    NvmlGpu("GPU-a", nvml=nvml).reset_clock()
+
+
 def test_graphics_and_memory_are_locked_both_or_neither() -> None:
     refused = pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
     nvml = FakeNvml(**MEMORY_CHOICE, nvmlDeviceSetGpuLockedClocks=refused)

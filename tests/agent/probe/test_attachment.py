@@ -2,12 +2,20 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.probe.attachment import Attachment, ExecutedOrder, paths_through
+from perseus.agent.probe.attachment import (
+    Attachment,
+    ExecutedOrder,
+    UnmarkableError,
+    paths_through,
+    table_if_any,
+)
 from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import MarksStub
 
@@ -127,6 +135,99 @@ def test_nothing_of_ours_raises_into_training(
     assert gathered == [ExecutedOrder(0, ORDER)], "the other stages wait for it"
 
 
+def test_what_is_marked_is_called_as_it_was_and_returns_and_raises_what_it_did(marks: MarksStub) -> None:
+    def compute(microbatch: int, *rest: str, scale: float = 1.0) -> tuple[object, ...]:
+        if scale < 0:
+            raise ValueError("scale")
+        return microbatch, rest, scale
+
+    noted: list[tuple[object, ...]] = []
+    attachment = Attachment(ALONE, marks, beside(OTHER))
+    marked = attachment.marked(
+        compute, lambda args, _kwargs: (Kind.FORWARD, args[0], 1), lambda *told: noted.append(told)
+    )
+    attachment.begin_iteration()
+    assert marked(3, "a", "b", scale=2.0) == (3, ("a", "b"), 2.0)
+    with pytest.raises(ValueError, match="scale"):
+        marked(4, scale=-1.0)
+    assert marks.calls[1:] == [
+        ("begin", Kind.FORWARD, 3, 1),
+        ("end", Kind.FORWARD, 3, 1),
+        ("begin", Kind.FORWARD, 4, 1),
+    ]
+    assert noted == [((Kind.FORWARD, 3, 1), (3, ("a", "b"), 2.0))]
+    assert marked.__name__ == "compute"
+
+
+@pytest.mark.parametrize("failing", ["identify", "note", "is_training"])
+def test_a_question_that_fails_is_told_of_once_and_ends_marking(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture, failing: str
+) -> None:
+    """As with a framework that is not as known."""
+
+    def answer(name: str, value: object) -> Any:
+        if name == failing:
+            raise AttributeError(f"no {name}")
+        return value
+
+    gathered: list[ExecutedOrder] = []
+
+    def gather(order: ExecutedOrder) -> list[ExecutedOrder]:
+        gathered.append(order)
+        return [order, OTHER]
+
+    attachment = Attachment(ALONE, marks, gather)
+    compute = attachment.marked(
+        lambda: "output", lambda *_: answer("identify", (Kind.FORWARD, 0, 0)), lambda *_: answer("note", None)
+    )
+    iterate = attachment.marked_iteration(lambda: [compute(), compute()], lambda: answer("is_training", True))
+    for _ in range(3):
+        assert iterate() == ["output", "output"]
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert f"not marked any more, training goes on at stock clocks: no {failing}" in record.getMessage()
+    assert marks.calls[-1] == ("close",), "the agent brings the GPU back to stock"
+    if failing != "is_training":
+        assert gathered == [ExecutedOrder(0, ())], "the others learn of it"
+
+
+def test_a_stage_that_could_not_be_followed_is_registered_by_nobody(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    attachment = Attachment(ALONE, marks, beside(ExecutedOrder(1, ())))
+    train(attachment)
+    train(attachment)
+    assert not marks.registered
+    assert marks.calls[-1] == ("close",)
+    assert caplog.messages == [
+        "not marked any more, training goes on at stock clocks: "
+        "what stage 1 computes could not be followed, see its log"
+    ]
+
+
+@pytest.mark.parametrize("leave", [lambda: None, lambda: failed()])
+def test_leaving_never_raises(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture, leave: Callable[[], None]
+) -> None:
+    marks.failing = "close"
+    with suppress(OSError), Attachment(ALONE, marks, beside(OTHER)):
+        leave()
+    assert caplog.messages == ["leaving the agent: close fails"]
+
+
+def failed() -> None:
+    raise OSError("disk full")
+
+
+def test_a_table_that_can_not_be_had_is_not_compared_with(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> list[Computation]:
+        raise AttributeError("no _step_to_micro_batch")
+
+    with caplog.at_level(logging.INFO):
+        assert table_if_any(make) is None
+    assert "not checked against the framework's: no _step_to_micro_batch" in caplog.text
+    assert table_if_any(lambda: ORDER) == ORDER
+
+
 def test_a_failing_gathering_does_not_raise_into_training(
     marks: MarksStub, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,6 +236,41 @@ def test_a_failing_gathering_does_not_raise_into_training(
 
     train(Attachment(ALONE, marks, gather))
     assert "no network" in caplog.text
+
+
+def test_an_iteration_that_is_captured_whole_ends_marking_and_is_told_of_once(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    attachment = Attachment(ALONE, marks, beside(OTHER))
+    train(attachment)
+    marks.calls.clear()
+    marks.failing, marks.failure = "begin_iteration", UnmarkableError("captured whole")
+    for _ in range(3):
+        train(attachment)
+    assert marks.calls == [("close",)], "the agent brings the GPU back to stock"
+    (record,) = caplog.records
+    assert record.getMessage() == "not marked any more, training goes on at stock clocks: captured whole"
+    assert record.exc_info is None
+
+
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_no_collective_goes_into_a_graph(marks: MarksStub, has_agent: bool) -> None:
+    is_captured = True
+    gathered: list[ExecutedOrder] = []
+
+    def gather(order: ExecutedOrder) -> list[ExecutedOrder]:
+        assert not is_captured, "a collective of the host can't be captured"
+        gathered.append(order)
+        return [order, OTHER]
+
+    attachment = Attachment(ALONE, marks, gather, is_capturing=lambda: is_captured)
+    if has_agent:
+        marks.failing, marks.failure = "begin_iteration", UnmarkableError("captured whole")
+    train(attachment)
+    assert not gathered
+    is_captured = False
+    train(attachment)
+    assert gathered == [ExecutedOrder(0, ORDER)], "the other stages wait for it"
 
 
 def test_detaching_restores_what_was_replaced(marks: MarksStub) -> None:

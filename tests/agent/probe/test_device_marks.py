@@ -1,7 +1,11 @@
 """Marks at device time, with a device whose time the test moves."""
 
 import logging
+import math
+import socket
+import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,38 +14,63 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.agent.link.computation import Kind
+from perseus.agent.link.computation import Kind, Rank
+from perseus.agent.probe.attachment import UnmarkableError
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.device_marks import DeviceMarks
+
+
+class SpoiltError(RuntimeError):
+    """CUDA: operation not permitted when any thread captures."""
 
 
 @dataclass
 class Device:
     """Events complete in the order in which they were recorded, each at the next of `times_ms`.
 
-    Its clock has an origin of its own, and the host's is `host_ahead_ns` ahead of it.
+    Its clock has an origin of its own, and the host's is `host_ahead_ns` ahead of it. While `is_captured`,
+    the trainer's stream is being captured; while `is_capture_on`, some stream of some thread is.
     """
 
-    times_ms: list[float]
+    times_ms: Sequence[float]
     host_ahead_ns: int = 5_000_000_000
     now_ms: float = 0.0
-    recorded: list["Event"] = field(default_factory=list)
+    recorded_count: int = 0
+    made: list["Event"] = field(default_factory=list)
+    is_captured: bool = False
+    is_capture_on: bool = False
+    spoilt_count: int = 0
+    relaxed_threads: set[int] = field(default_factory=set)
 
-    def record(self) -> "Event":
-        event = Event(self, self.times_ms[len(self.recorded)])
-        self.recorded.append(event)
-        return event
+    def is_capturing(self) -> bool:
+        return self.is_captured
+
+    def make_event(self) -> "Event":
+        self.made.append(Event(self))
+        return self.made[-1]
+
+    def record(self, event: "Event") -> None:
+        assert not self.is_captured, "it would be part of the graph"
+        event.at_ms = max(self.now_ms, self.times_ms[self.recorded_count])
+        self.recorded_count += 1
+
+    def enter_helper(self) -> None:
+        self.relaxed_threads.add(threading.get_ident())
 
     def monotonic_ns(self) -> int:
         return self.host_ahead_ns + round(1e6 * self.now_ms)
 
 
-@dataclass
+@dataclass(eq=False)
 class Event:
     device: Device
-    at_ms: float
+    at_ms: float = math.inf
 
     def query(self) -> bool:
+        if self.device.is_capture_on and threading.get_ident() not in self.device.relaxed_threads:
+            self.device.spoilt_count += 1
+            raise SpoiltError("operation not permitted when any thread captures")
+        assert self.at_ms < math.inf, "never recorded"
         return self.device.now_ms >= self.at_ms
 
     def elapsed_time(self, end_event: "Event") -> float:
@@ -51,13 +80,21 @@ class Event:
 
 
 class ProbeStub(Probe):
-    """Keeps what it is told."""
+    """Keeps what it is told; without an agent only how many iterations have begun."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_connected: bool = True) -> None:
         self.marks: list[tuple[Any, ...]] = []
+        self.has_agent = is_connected
+        self.begun_count = 0
+
+    @property
+    def is_connected(self) -> bool:
+        return self.has_agent
 
     def begin_iteration(self, time_ns: int | None = None) -> None:
-        self.marks.append(("begin iteration", time_ns))
+        self.begun_count += 1
+        if self.has_agent:
+            self.marks.append(("begin iteration", time_ns))
 
     def end_iteration(self, time_ns: int | None = None) -> None:
         self.marks.append(("end iteration", time_ns))
@@ -92,7 +129,7 @@ def launch_iteration(marks: DeviceMarks) -> None:
 
 def test_the_device_s_times_count_and_not_the_host_s() -> None:
     device, probe = Device([100.0, 110.0, 130.5, 140.0, 150.0, 151.0, 152.0, 153.0]), ProbeStub()
-    marks = DeviceMarks(probe, device.record, has_helper=False, monotonic_ns=device.monotonic_ns)
+    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
     launch_iteration(marks)  # the host runs ahead
     marks.look()
@@ -108,8 +145,9 @@ def test_the_device_s_times_count_and_not_the_host_s() -> None:
     assert probe.marks[2:] == [
         ("end", Kind.FORWARD, 3, 1, 5_130_750_000),
         ("end iteration", 5_140_250_000),
-        ("begin iteration", 5_150_500_000),
-        ("begin", Kind.FORWARD, 3, 1, 5_151_500_000),
+        # The look at 130.5 ms was not late at all; the clocks may have drifted by 0.1 µs a millisecond since.
+        ("begin iteration", 5_150_001_950),
+        ("begin", Kind.FORWARD, 3, 1, 5_151_001_950),
     ], "an iteration has one anchor, and the next has its own"
     marks.close()
     assert probe.marks[-1] == ("close",)
@@ -124,7 +162,7 @@ def test_every_mark_is_sent_once_in_order_with_exact_durations(
 ) -> None:
     times_ms = [sum(gaps_ms[: index + 1]) for index in range(len(gaps_ms))]
     device, probe = Device(times_ms), ProbeStub()
-    marks = DeviceMarks(probe, device.record, has_helper=False, monotonic_ns=device.monotonic_ns)
+    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
     for _ in range(4):
         launch_iteration(marks)
     for step_ms in [*looks_ms, 1000.0]:
@@ -142,7 +180,7 @@ def test_every_mark_is_sent_once_in_order_with_exact_durations(
 
 def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
     device, probe = Device([0.0, 1.0, 2.0, 3.0]), ProbeStub()
-    marks = DeviceMarks(probe, device.record, monotonic_ns=device.monotonic_ns)
+    marks = DeviceMarks(probe, device, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
     marks.register(
         pipeline_count=1, stage_count=7, tensor_count=1, schedule=[], paths=[], max_slowdown_percent=0
@@ -160,7 +198,7 @@ def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
 
 def test_a_device_that_never_gets_there_is_not_waited_for_long() -> None:
     device, probe = Device([0.0, 1e9, 1e9, 1e9]), ProbeStub()
-    marks = DeviceMarks(probe, device.record, monotonic_ns=device.monotonic_ns)
+    marks = DeviceMarks(probe, device, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
     begin_s = time.monotonic()
     marks.finish()
@@ -169,30 +207,205 @@ def test_a_device_that_never_gets_there_is_not_waited_for_long() -> None:
 
 
 def test_a_device_that_fails_ends_the_marks_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Event):
+    class Broken(Device):
+        def make_event(self) -> Event:
+            return BrokenEvent(self)
+
+    class BrokenEvent(Event):
         def query(self) -> bool:
             raise RuntimeError("an illegal memory access was encountered")
 
-    device, probe = Device([0.0] * 8), ProbeStub()
-    marks = DeviceMarks(probe, lambda: Broken(device, 0.0))
+    device, probe = Broken([0.0] * 8), ProbeStub()
+    marks = DeviceMarks(probe, device)
+    launch_iteration(marks)
+    until(lambda: bool(probe.marks))
+    assert probe.marks == [("close",)], "the agent brings the GPU back to stock"
     launch_iteration(marks)
     marks.finish()
-    launch_iteration(marks)
-    assert probe.marks == [("finish",)]
+    assert device.recorded_count == 4
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
     assert "illegal memory access" in warning.getMessage()
 
 
-def test_it_goes_before_a_real_probe(tmp_path: Path) -> None:
-    """Without an agent: what matters is that the times are taken as they are given."""
-    device = Device([0.0, 1.0, 2.0, 3.0], now_ms=3.0)
-    probe = Probe.connect(tmp_path / "nothing.sock", job_id="job", pipeline=0, stage=0, gpu_uuid="GPU-1")
-    sent: list[bytes] = []
-    probe._send = sent.append
-    marks = DeviceMarks(probe, device.record, has_helper=False, monotonic_ns=device.monotonic_ns)
+def test_a_helper_that_might_spoil_captures_does_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    class WithoutDriver(Device):
+        def enter_helper(self) -> None:
+            raise RuntimeError("libcuda.so.1: not found")
+
+    device, probe = WithoutDriver([0.0] * 4), ProbeStub()
+    marks = DeviceMarks(probe, device)
     launch_iteration(marks)
+    until(lambda: bool(probe.marks))
+    marks.close()
+    assert probe.marks == [("close",), ("close",)]
+    assert "libcuda.so.1: not found" in caplog.text
+
+
+def test_captures_of_others_go_on_and_are_not_spoilt() -> None:
+    device, probe = Device([0.0, 1.0, 2.0, 3.0], now_ms=1.0, is_capture_on=True), ProbeStub()
+    marks = DeviceMarks(probe, device, monotonic_ns=device.monotonic_ns)
+    launch_iteration(marks)
+    until(lambda: bool(probe.marks))
+    device.now_ms = 10.0
+    marks.finish()
+    assert [mark[0] for mark in probe.marks] == ["begin iteration", "begin", "end", "end iteration", "finish"]
+    assert device.spoilt_count == 0
+    assert threading.get_ident() not in device.relaxed_threads, "the trainer's mode is the trainer's"
+
+
+def test_an_iteration_that_is_captured_whole_is_not_recorded() -> None:
+    device, probe = Device([]), ProbeStub()
+    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    device.is_captured = True
+    with pytest.raises(UnmarkableError, match="captured whole in a CUDA graph"):
+        marks.begin_iteration()
+    marks.begin_computation(Kind.FORWARD, 0, 0)
     marks.look()
-    times_ns = [int.from_bytes(packet[-8:], "little") for packet in sent]
+    assert not device.made
+
+
+def test_computations_that_are_captured_are_left_out_and_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device, probe = Device([float(time_ms) for time_ms in range(8)]), ProbeStub()
+    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    for _ in range(2):
+        marks.begin_iteration()
+        device.is_captured = True
+        marks.begin_computation(Kind.FORWARD, 0, 0)
+        marks.end_computation(Kind.FORWARD, 0, 0)
+        device.is_captured = False
+        marks.begin_computation(Kind.BACKWARD, 0, 0)
+        marks.end_computation(Kind.BACKWARD, 0, 0)
+        marks.end_iteration()
+    device.now_ms = 7.0
+    marks.look()
+    assert [mark[:2] for mark in probe.marks if mark[0] == "begin"] == 2 * [("begin", Kind.BACKWARD)]
+    assert len(caplog.records) == 1
+
+
+def test_a_late_look_at_an_anchor_does_not_shift_its_iteration() -> None:
+    """The thread that trains keeps Python's lock for 5 ms when the second iteration begins."""
+    device, probe = Device([10.0, 11.0, 12.0, 13.0, 20.0, 21.0, 30.0, 31.0]), ProbeStub()
+    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    launch_iteration(marks)
+    launch_iteration(marks)
+    for now_ms in (10.8, 11.3, 12.02, 13.9, 26.0, 35.0):
+        device.now_ms = now_ms
+        marks.look()
+    begins_ns = [mark[-1] - device.host_ahead_ns for mark in probe.marks if mark[0] == "begin iteration"]
+    assert begins_ns[0] == 10_800_000, "there had been no other look"
+    assert 20_020_000 <= begins_ns[1] <= 20_021_000, "late as the look at 12.02 ms, and the drift since"
+
+
+@given(
+    # How late looks come, in ms; one of them is prompt.
+    st.lists(st.floats(0.2, 8.0), min_size=30, max_size=30),
+    st.floats(-50e-6, 50e-6),
+)
+def test_lateness_is_that_of_the_promptest_looks(late_ms: list[float], drift: float) -> None:
+    late_ms[3] = 0.05
+    device = Device([10.0 * index for index in range(40)])
+    device.monotonic_ns = lambda: round(1e6 * device.now_ms * (1 + drift))  # type: ignore[method-assign]
+    probe = ProbeStub()
+    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    for _ in range(10):
+        launch_iteration(marks)
+    for index, late in enumerate(late_ms):
+        device.now_ms = 10.0 * index + late
+        marks.look()
+    begins_ns = [mark[-1] for mark in probe.marks if mark[0] == "begin iteration"]
+    for iteration, begun_ns in list(enumerate(begins_ns))[1:]:
+        late_by_ms = begun_ns / 1e6 - 40.0 * iteration * (1 + drift)
+        assert -0.001 <= late_by_ms <= 0.05 + 2e-4 * 300
+
+
+def test_no_anchor_is_before_it_was_recorded_nor_before_the_mark_that_precedes_it() -> None:
+    device, probe = Device([1.0, 2.0, 2.0, 2.0, 50.0, 51.0, 52.0, 53.0]), ProbeStub()
+    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    launch_iteration(marks)
+    device.now_ms = 2.0
+    marks.look()
+    device.host_ahead_ns += 30_000_000  # the host's clock was slewed by far more than clocks drift
+    device.now_ms = 45.0
+    launch_iteration(marks)
+    device.now_ms = 53.0
+    marks.look()
+    begins_ns = [mark[-1] for mark in probe.marks if mark[0] == "begin iteration"]
+    assert begins_ns[1] >= device.host_ahead_ns + 45_000_000
+    times_ns = [mark[-1] for mark in probe.marks]
+    assert times_ns == sorted(times_ns)
+
+
+def test_events_are_used_again() -> None:
+    device, probe = Device([0.01 * index for index in range(40_000)]), ProbeStub()
+    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    for iteration in range(1000):
+        launch_iteration(marks)
+        device.now_ms = 0.04 * iteration - 1.0  # the host runs ahead by 100 events
+        marks.look()
+    device.now_ms = 1e6
+    marks.look()
+    assert len(probe.marks) == 4000
+    assert len(device.made) <= 120
+
+
+def test_without_an_agent_nothing_is_recorded_and_no_thread_runs() -> None:
+    device, probe = Device([]), ProbeStub(is_connected=False)
+    marks = DeviceMarks(probe, device, monotonic_ns=device.monotonic_ns)
+    threads_before = threading.active_count()
+    for _ in range(3):
+        launch_iteration(marks)
+    assert (probe.begun_count, probe.marks, device.made) == (3, [], [])
+    assert threading.active_count() == threads_before
+    marks.finish()
+    marks.close()
+
+
+def test_an_agent_that_comes_later_gets_marks_and_one_that_goes_gets_none() -> None:
+    device, probe = Device([float(time_ms) for time_ms in range(16)]), ProbeStub(is_connected=False)
+    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    launch_iteration(marks)
+    probe.has_agent = True
+    launch_iteration(marks)
+    device.now_ms = 1.0
+    marks.look()
+    assert [mark[0] for mark in probe.marks] == ["begin iteration", "begin"]
+    launch_iteration(marks)
+    probe.has_agent = False
+    launch_iteration(marks)
+    assert probe.begun_count == 4, "every iteration has its number, also those that were not sent"
+    assert device.recorded_count == 8
+    marks.look()
+    assert len(probe.marks) == 2
+    probe.has_agent = True
+    launch_iteration(marks)
+    device.now_ms = 11.0
+    marks.look()
+    assert probe.begun_count == 5
+    assert probe.marks[2] == ("begin iteration", device.host_ahead_ns + 8_000_000)
+    assert len(probe.marks) == 6
+
+
+def test_it_goes_before_a_real_probe(tmp_path: Path) -> None:
+    """What matters is that the times are taken as they are given."""
+    device = Device([0.0, 1.0, 2.0, 3.0])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.setblocking(False)
+    probe = Probe(Rank("job", 0, 0, 0), ours, "nowhere", lambda: b"")
+    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    launch_iteration(marks)
+    device.now_ms = 3.0
+    marks.look()
+    times_ns = [int.from_bytes(theirs.recv(64)[-8:], "little") for _ in range(4)]
     assert times_ns == [5_000_000_000, 5_001_000_000, 5_002_000_000, 5_003_000_000]
     marks.close()
+    theirs.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)

@@ -1,6 +1,8 @@
 """The probe against a real SOCK_SEQPACKET server that behaves as badly as an agent can."""
 
+import contextlib
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -98,7 +100,10 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
     monkeypatch.setenv(SOCKET_VARIABLE, str(agent.path))
     with Probe.connect(job_id="job", pipeline=1, stage=2, tensor=3, gpu_uuid="GPU-1") as probe:
         agent.answered()
-        assert agent.asked == [Hello(Rank("job", 1, 2, 3), "GPU-1")]
+        (hello,) = agent.asked
+        assert isinstance(hello, Hello)
+        assert (hello.rank, hello.gpu_uuid) == (Rank("job", 1, 2, 3), "GPU-1")
+        assert 0 < hello.time_ns <= time.monotonic_ns()
         before_ns = time.monotonic_ns()
         for _ in range(2):
             with probe.iteration():
@@ -177,6 +182,35 @@ def test_an_agent_that_dies_is_noticed_once(agent: AgentStub, caplog: pytest.Log
     probe.close()
     assert not probe.is_connected
     assert caplog.text.count("lost the agent") == 1
+
+
+def test_a_forked_child_lets_go_of_the_connection_and_says_nothing(agent: AgentStub) -> None:
+    """So that the agent sees the trainer's end while a data loader lives on, and hears of no other end."""
+    probe = connect(agent.path)
+    agent.answered()
+    let_end, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            with probe, probe.iteration():
+                status = 2 if probe.is_connected else 0
+            os.close(end)
+            os.read(let_end, 1)
+        os._exit(status)
+    os.close(let_end)
+    try:
+        probe.begin_iteration()
+        time.sleep(0.2)
+        (mark,) = agent.marks()
+        assert isinstance(mark, IterationMark), "the parent's only"
+        probe.close()
+        agent.connection.settimeout(10)
+        assert agent.connection.recv(MAX_PACKET_BYTES) == b"", "the end, though the child lives"
+    finally:
+        os.close(end)
+        _, status = os.waitpid(child, 0)
+    assert status == 0
 
 
 def test_without_an_agent_nothing_happens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

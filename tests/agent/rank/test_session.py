@@ -149,6 +149,11 @@ def refusal(commands: list[Command]) -> tuple[PlanRefusalReason, str]:
     return command.message.refusal.reason, command.message.refusal.message
 
 
+def idle_from(bench: Bench) -> ScheduleClock:
+    """When a gap that has just begun turns out to be long, as long as no latency is known."""
+    return ScheduleClock(None, pytest.approx(bench.now_s + 0.08))  # type: ignore[arg-type]
+
+
 def telemetry(commands: list[Command]) -> list[Telemetry]:
     return [
         command.message
@@ -251,8 +256,8 @@ def test_a_refused_rank_goes_to_stock(bench: Bench) -> None:
 def test_an_offer_comes_into_force_whole_at_its_start(bench: Bench) -> None:
     assert bench.offer(1, 2, Hold(1000)) == [accepted(1, -1)]
     assert bench.run(0) == []
-    assert bench.run(1) == [SetClock(1000)], "at the last computation's end"
-    assert bench.iteration(Edge.BEGIN, 2) == [in_force(1, 2)]
+    assert bench.run(1) == []
+    assert bench.iteration(Edge.BEGIN, 2) == [in_force(1, 2), SetClock(1000)]
 
 
 def test_an_offer_whose_start_mark_was_lost_comes_into_force_at_the_next(bench: Bench) -> None:
@@ -355,9 +360,33 @@ def test_raises_come_early_and_lowers_at_the_end(bench: Bench) -> None:
     assert bench.mark(Edge.BEGIN, 0, B0) == [SetClock(1400)], "B1 is faster"
     assert bench.mark(Edge.END, 0, B0) == []
     assert bench.mark(Edge.BEGIN, 0, B1) == [], "the next iteration's F0 is slower"
-    assert bench.mark(Edge.END, 0, B1) == [SetClock(1000)]
+    assert bench.mark(Edge.END, 0, B1) == [idle_from(bench)], "and may be long in coming"
     assert bench.iteration(Edge.END, 0) == []
-    assert bench.iteration(Edge.BEGIN, 1) == []
+    assert bench.iteration(Edge.BEGIN, 1) == [SetClock(1000)]
+
+
+def test_an_evaluation_between_iterations_runs_at_stock_however_rare_it_is(bench: Bench) -> None:
+    bench.offer(1, 0, stage(1000, 1200, 800, 1000))
+    for number in range(8):
+        assert ResetClock() not in bench.run(number, duration_s=0.03), "usual gaps are short"
+        bench.do(Heard())
+    bench.now_s += 5.0
+    assert bench.iteration(Edge.BEGIN, 8) == [SetClock(1000)], "it was reset 80 ms after the end"
+    assert ResetClock() not in bench.run(8, duration_s=0.03), "and nothing is changed by it"
+
+
+def test_a_trainer_that_hangs_is_put_to_stock_and_taken_up_again(bench: Bench) -> None:
+    bench.offer(1, 0, stage(1000, 1000, 800, 800))
+    for number in range(3):
+        bench.run(number)
+        bench.do(Heard())
+    bench.iteration(Edge.BEGIN, 3)
+    bench.mark(Edge.BEGIN, 3, F0)
+    assert ResetClock() not in bench.after(0.9, Tick())
+    assert ResetClock() in bench.after(0.2, Tick())
+    bench.after(60.0, Heard())
+    assert bench.do(Tick()) == [], "once, and the plan stays in force"
+    assert bench.mark(Edge.END, 3, F0) == [SetClock(1000)]
 
 
 def test_the_next_plan_counts_from_the_last_computation_on(bench: Bench) -> None:
@@ -367,8 +396,8 @@ def test_the_next_plan_counts_from_the_last_computation_on(bench: Bench) -> None
     bench.offer(1, 1, stage(1000, 1000, 1000, 1000))
     bench.run(1)
     bench.offer(2, 3, stage(1400, 800, 800, 800))
-    assert bench.run(2) == [SetClock(1400)]
-    assert bench.iteration(Edge.BEGIN, 3) == [in_force(2, 3)]
+    assert bench.run(2) == [SetClock(1000), SetClock(1400), idle_from(bench)]
+    assert bench.iteration(Edge.BEGIN, 3) == [in_force(2, 3), SetClock(1400)]
 
 
 def test_back_to_stock_is_a_raise(bench: Bench) -> None:
@@ -406,7 +435,7 @@ def test_a_plan_of_fixed_computations_is_stock() -> None:
 def test_a_deviating_iteration_runs_at_stock_until_the_next(bench: Bench) -> None:
     bench.offer(1, 0, stage(1000, 1000, 800, 800))
     bench.run(0)
-    assert bench.iteration(Edge.BEGIN, 1) == []
+    assert bench.iteration(Edge.BEGIN, 1) == [SetClock(1000)]
     assert bench.mark(Edge.BEGIN, 1, B0, ordinal=0) == [ResetClock()]
     assert bench.mark(Edge.END, 1, B0, ordinal=0) == []
     assert bench.mark(Edge.BEGIN, 1, F0, ordinal=1) == []
@@ -428,7 +457,7 @@ def test_lost_marks_leave_the_clocks_right(bench: Bench) -> None:
     # F0's end and all of F1 are lost.
     assert bench.mark(Edge.BEGIN, 0, B0) == [SetClock(1400)]
     # B0's end and B1's begin are lost.
-    assert bench.mark(Edge.END, 0, B1) == [SetClock(1000)]
+    assert bench.mark(Edge.END, 0, B1) == [idle_from(bench)]
 
 
 def test_marks_of_another_iteration_are_ignored(bench: Bench) -> None:
@@ -550,6 +579,48 @@ def test_an_iteration_becomes_telemetry_when_the_counter_has_passed_its_end(benc
         for index, (computation, clock_mhz) in enumerate(zip(ORDER, clocks_mhz, strict=True))
     )
     assert message.energy is None, "two changes of the counter determine nothing"
+
+
+def gaps(commands: list[Command]) -> list[tuple[float, float, float]]:
+    return [
+        (round(row.gap_time_s, 6), round(row.gap_energy_j, 6), round(row.gap_slowed_time_s, 6))
+        for message in telemetry(commands)
+        for row in message.iterations
+    ]
+
+
+def test_what_lies_between_iterations_is_measured(bench: Bench) -> None:
+    counted(bench, 0.0)  # at 100 s; 100 W from here on
+    bench.run(0)  # until 100.8 s
+    bench.do(clock_set(1000, bench.now_s + 0.1))
+    bench.do(clock_set(1200, bench.now_s + 0.3))
+    bench.do(ClockSet(None, bench.now_s + 0.5, bench.now_s + 0.49, bench.now_s + 0.49))
+    bench.now_s += 0.1
+    assert gaps(counted(bench, 90.0)) == [(0.0, 0.0, 0.0)], "what was before the first is not known"
+    bench.now_s += 59.9
+    bench.run(1)
+    bench.now_s += 0.1
+    slowed_s = 0.2 * (1 - 1000 / 1400) + 0.2 * (1 - 1200 / 1400)
+    ((gap_s, gap_j, found_s),) = gaps(counted(bench, 6170.0))
+    assert (gap_s, gap_j, found_s) == pytest.approx((60.0, 6000.0, slowed_s), rel=0.01)
+
+
+def test_a_gap_whose_begin_is_not_known_is_none(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.run(0)
+    bench.now_s += 5.0
+    bench.run(2)
+    bench.now_s += 0.1
+    assert gaps(counted(bench, 670.0)) == [(0.0, 0.0, 0.0)] * 2
+
+
+def test_a_trainer_that_was_stopped_for_long_leaves_no_gap(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.run(0)
+    bench.now_s += 100_000.0
+    bench.run(1)
+    bench.now_s += 0.1
+    assert gaps(counted(bench, 1e7))[-1] == (0.0, 0.0, 0.0)
 
 
 def test_what_throttled_the_gpu_is_told_with_the_iteration_that_it_touched(bench: Bench) -> None:

@@ -1,3 +1,4 @@
+import asyncio
 import fcntl
 import json
 import os
@@ -23,8 +24,10 @@ from perseus.agent.gpu import (
     RecordError,
     RecordHeldError,
 )
+from perseus.agent.gpu.lanes import Lanes
 from perseus.agent.restore.guarded import GuardedGpu
-from perseus.agent.restore.records import ClockRange, Record, RecordFolder, Restoration, restore_found
+from perseus.agent.restore.records import ClockRange, Record, RecordFolder
+from perseus.agent.restore.restorer import Restoration, Restorer
 from tests.agent.fake_gpu import FakeGpu
 from tests.agent.other_users import NOBODY, needs_root, passable_folder, start_as
 
@@ -39,6 +42,12 @@ def folder(tmp_path: Path) -> RecordFolder:
 def leave_behind(folder: RecordFolder, stock: ClockRange | None = None, uuid: str = UUID) -> None:
     """What an agent leaves that dies."""
     folder.write(Record(uuid, stock)).release()
+
+
+def restore_found(
+    folder: RecordFolder, open_gpu: Callable[[str], Gpu], *, patience_s: float = 0.0
+) -> list[Restoration]:
+    return asyncio.run(Restorer(folder, open_gpu, Lanes(), patience_s=patience_s).restore_once())
 
 
 @pytest.mark.parametrize("stock", [None, ClockRange(600, 1200)])
@@ -211,21 +220,27 @@ def test_the_record_of_a_killed_process_is_free(folder: RecordFolder) -> None:
 
 def test_each_record_is_seen_to_whatever_becomes_of_the_others(folder: RecordFolder) -> None:
     gpu = FakeGpu()
+    mistake: Exception = RuntimeError("a mistake of ours")
 
     def open_gpu(uuid: str) -> Gpu:
         if uuid == "GPU-gone":
             raise GpuNotFoundError(uuid)
+        if uuid == "GPU-error":
+            raise mistake
         return gpu
 
-    for uuid in (UUID, "GPU-gone", "GPU-served"):
+    for uuid in (UUID, "GPU-gone", "GPU-error"):
         leave_behind(folder, uuid=uuid)
     (folder.path / "README").write_text("not a record")
-    done = restore_found(folder, open_gpu, but=frozenset({"GPU-served"}))
-    assert [(each.gpu_uuid, type(each.error)) for each in done] == [
-        (UUID, type(None)),
-        ("GPU-gone", GpuNotFoundError),
-    ]
-    assert folder.gpu_uuids() == ["GPU-gone", "GPU-served"]
+    done = restore_found(folder, open_gpu)
+    assert {each.gpu_uuid: type(each.error) for each in done} == {
+        UUID: type(None),
+        "GPU-gone": GpuNotFoundError,
+        "GPU-error": RuntimeError,
+    }
+    assert folder.gpu_uuids() == ["GPU-error", "GPU-gone"]
+    mistake = GpuNotFoundError("held by nobody")
+    assert len(restore_found(folder, open_gpu)) == 2, "the records are not held any more"
 
 
 @pytest.mark.parametrize("uuid", ["../GPU-0", "", ".hidden", "a/b"])

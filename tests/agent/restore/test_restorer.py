@@ -1,19 +1,30 @@
 """What dead agents leave, brought back by one that runs."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from perseus.agent.gpu import Gpu, GpuDriverError, GpuError, GpuLostError, GpuNotFoundError, RecordError
+from perseus.agent.gpu import (
+    Gpu,
+    GpuDriverError,
+    GpuHungError,
+    GpuInUseError,
+    GpuLostError,
+    GpuNotFoundError,
+    RecordError,
+)
+from perseus.agent.gpu.lanes import Lanes
 from perseus.agent.restore.records import Record, RecordFolder
 from perseus.agent.restore.restorer import Restorer
 from tests.agent.coordinator_stub import until
 from tests.agent.fake_gpu import FakeGpu
 
 UUID = FakeGpu.uuid
+PATIENCE_S = 0.3
 
 
 @pytest.fixture
@@ -23,17 +34,17 @@ def folder(tmp_path: Path) -> RecordFolder:
     return folder
 
 
-def restorer(folder: RecordFolder, *answers: FakeGpu | GpuError) -> Restorer:
+def restorer(folder: RecordFolder, *answers: FakeGpu | Exception) -> Restorer:
     """Whose GPU opens as the answers say, one after the other; the last one again and again."""
     left = list(answers)
 
     def open_gpu(uuid: str) -> Gpu:
         answer = left.pop(0) if len(left) > 1 else left[0]
-        if isinstance(answer, GpuError):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
-    return Restorer(folder, open_gpu, retry_s=0.0)
+    return Restorer(folder, open_gpu, Lanes(patience_s=PATIENCE_S), retry_s=0.0)
 
 
 async def test_restoring_is_tried_until_it_succeeds(folder: RecordFolder) -> None:
@@ -69,22 +80,88 @@ async def test_a_gpu_that_is_served_is_left_alone_until_it_is_given_back(folder:
     restoring = restorer(folder, gpu)
     assert await restoring.take(UUID, lambda _: gpu) is gpu
     assert restoring.is_taken(UUID)
-    await restoring.restore_all()
+    with pytest.raises(GpuInUseError, match="still being served"):
+        await restoring.take(UUID, lambda _: gpu)
+    with pytest.raises(RecordError, match="not closed yet"):
+        await restoring.restore_all()
     assert gpu.sets == []
-    restoring.give_back(UUID)
+    await restoring.give_back(UUID, gpu.close)
     assert not restoring.is_taken(UUID)
     await restoring.restore_all()
     assert gpu.sets == [None]
 
 
-async def test_a_gpu_that_can_not_be_opened_is_not_taken(folder: RecordFolder) -> None:
+@pytest.mark.parametrize("error", [GpuLostError("gone"), RuntimeError("a mistake of ours")])
+async def test_a_gpu_that_can_not_be_opened_is_not_taken(folder: RecordFolder, error: Exception) -> None:
     def fail(uuid: str) -> Gpu:
-        raise GpuLostError(uuid)
+        raise error
 
     restoring = restorer(folder, FakeGpu())
-    with pytest.raises(GpuLostError):
+    with pytest.raises(type(error)):
         await restoring.take(UUID, fail)
     assert not restoring.is_taken(UUID)
+
+
+async def test_a_gpu_that_can_not_be_closed_is_given_back(folder: RecordFolder) -> None:
+    def fail() -> None:
+        raise GpuLostError("gone")
+
+    restoring = restorer(folder, gpu := FakeGpu())
+    await restoring.take(UUID, lambda _: gpu)
+    with pytest.raises(GpuLostError):
+        await restoring.give_back(UUID, fail)
+    assert not restoring.is_taken(UUID)
+
+
+async def test_a_gpu_whose_driver_hangs_is_taken_for_as_long_as_it_does(folder: RecordFolder) -> None:
+    hang = threading.Event()
+
+    def close() -> None:
+        hang.wait()
+
+    restoring = restorer(folder, gpu := FakeGpu())
+    await restoring.take(UUID, lambda _: gpu)
+    with pytest.raises(GpuHungError):
+        await restoring.give_back(UUID, close)
+    with pytest.raises(GpuInUseError):
+        await restoring.take(UUID, lambda _: gpu)
+    with pytest.raises(RecordError, match="not closed yet"):
+        await restoring.restore_all()
+    hang.set()
+    await until(lambda: not restoring.is_taken(UUID), "released")
+    await restoring.restore_all()
+    assert gpu.sets == [None]
+
+
+async def test_a_gpu_that_hangs_keeps_no_other_from_being_brought_back(folder: RecordFolder) -> None:
+    folder.write(Record("GPU-hung", None)).release()
+    hang, hung, gpu = threading.Event(), FakeGpu(), FakeGpu()
+
+    def open_gpu(uuid: str) -> Gpu:
+        if uuid == "GPU-hung":
+            hang.wait()
+            return hung
+        return gpu
+
+    restoring = Restorer(folder, open_gpu, Lanes(patience_s=1.0), retry_s=0.01)
+    keeping = asyncio.create_task(restoring.keep_restoring())
+    await until(lambda: gpu.sets == [None], "the other's restoring")
+    assert await restoring.take(UUID, lambda _: gpu) is gpu, "and from being served"
+    await restoring.give_back(UUID, gpu.close)
+    folder.write(Record(UUID, None)).release()
+    await until(lambda: gpu.sets == [None, None], "the other's restoring, once more")
+    with pytest.raises(RecordError, match="GPU GPU-hung: expected the driver to answer within 1 s"):
+        await restoring.restore_all()
+    hang.set()
+    await until(lambda: hung.sets == [None], "the restoring of the one that hung")
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_mistake_of_ours_ends_no_restoring(folder: RecordFolder) -> None:
+    gpu = FakeGpu()
+    await restorer(folder, RuntimeError("a mistake"), RuntimeError("a mistake"), gpu).restore_all()
+    assert gpu.sets == [None]
 
 
 async def test_a_gpu_is_opened_only_when_nothing_is_being_restored(folder: RecordFolder) -> None:

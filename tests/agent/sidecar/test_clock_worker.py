@@ -1,3 +1,4 @@
+import contextlib
 import queue
 import time
 from itertools import chain, count, repeat
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.agent.gpu import GpuLostError, GpuPermissionError
+from perseus.agent.gpu import GpuDriverError, GpuLostError, GpuPermissionError
 from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
 from tests.agent.fake_gpu import FakeGpu
 
@@ -166,6 +167,115 @@ def test_nothing_is_taken_after_close() -> None:
     worker.close()
     with pytest.raises(RuntimeError, match="GPU-fake: its clock worker is closed"):
         worker.request(1000)
+
+
+class FailingGpu(FakeGpu):
+    """Whose sets fail so many times, and then no more."""
+
+    def __init__(self, error: Exception, times: int) -> None:
+        super().__init__()
+        self._error = error
+        self.times = times
+
+    def _set(self, target_mhz: int | None) -> None:
+        if self.times:
+            self.times -= 1
+            raise self._error
+        super()._set(target_mhz)
+
+
+@pytest.mark.parametrize("target_mhz", [1200, STOCK])
+def test_a_set_that_fails_for_a_moment_is_tried_again(target_mhz: int | None) -> None:
+    gpu = FailingGpu(GpuDriverError("unknown error"), 3)
+    results: queue.Queue[ClockResult] = queue.Queue()
+    worker = ClockWorker(gpu, results.put)
+    worker.request(target_mhz)
+    failed, done = results.get(timeout=10), results.get(timeout=10)
+    worker.close()
+    assert failed.is_tried_again, "which is said once"
+    assert (done.target_mhz, done.error) == (target_mhz, None)
+    assert gpu.sets == [target_mhz]
+    assert results.empty()
+
+
+def test_a_set_that_goes_on_failing_is_reported() -> None:
+    """Its time passes by three tenths of a second with every look."""
+    ticks = count()
+    gpu = FailingGpu(error := GpuDriverError("unknown error"), -1)
+    results: queue.Queue[ClockResult] = queue.Queue()
+    worker = ClockWorker(gpu, results.put, monotonic=lambda: next(ticks) * 0.3)
+    worker.request(1200)
+    first, last = results.get(timeout=10), results.get(timeout=10)
+    assert first.error is last.error is error
+    assert (first.is_tried_again, last.is_tried_again) == (True, False)
+    worker.close()
+    assert results.empty()
+
+
+def test_a_set_that_goes_on_failing_is_reported_though_resets_succeed() -> None:
+    gpu = FakeGpu()
+    gpu.errors[1200] = error = GpuDriverError("unknown error")
+    results: queue.Queue[ClockResult] = queue.Queue()
+    worker = ClockWorker(gpu, results.put)
+    deadline_s = time.monotonic() + 10
+    found: ClockResult | None = None
+    while found is None and time.monotonic() < deadline_s:
+        worker.request(1200)
+        assert gpu.begun.acquire(timeout=10)
+        worker.request(STOCK)
+        with contextlib.suppress(queue.Empty):
+            while found is None:
+                result = results.get(timeout=0.05)
+                found = result if result.error and not result.is_tried_again else None
+    worker.close()
+    assert found is not None
+    assert found.error is error
+
+
+def test_what_is_wanted_next_is_not_kept_waiting_by_what_failed() -> None:
+    gpu = FailingGpu(GpuDriverError("unknown error"), 1)
+    results: queue.Queue[ClockResult] = queue.Queue()
+    worker = ClockWorker(gpu, results.put)
+    worker.request(1200)
+    while gpu.times:
+        time.sleep(0.001)
+    worker.request(STOCK)
+    worker.close()
+    assert gpu.sets[-1] is STOCK
+
+
+@pytest.mark.parametrize("error", [GpuPermissionError("no"), GpuLostError("gone"), RuntimeError("a mistake")])
+def test_a_reset_is_never_given_up_and_its_failure_told_once(error: Exception) -> None:
+    gpu = FailingGpu(error, 6)
+    results: queue.Queue[ClockResult] = queue.Queue()
+    worker = ClockWorker(gpu, results.put)
+    worker.request(STOCK)
+    assert results.get(timeout=10).error is error
+    assert results.get(timeout=10).error is None
+    worker.close()
+    assert gpu.sets == [STOCK]
+
+
+def test_a_failing_reset_does_not_keep_the_worker_from_closing() -> None:
+    gpu = FailingGpu(GpuLostError("gone"), -1)
+    worker, results = make_worker(gpu)
+    worker.request(STOCK)
+    worker.close()
+    assert all(isinstance(result.error, GpuLostError) for result in results)
+    assert results
+
+
+def test_a_set_under_way_is_known_to_be() -> None:
+    gpu = FakeGpu()
+    gpu.permit.clear()
+    worker = ClockWorker(gpu, lambda _: None)
+    assert worker.under_way_s(time.monotonic() + 5) == 0.0
+    worker.request(1200)
+    assert gpu.begun.acquire(timeout=10)
+    assert 5 < worker.under_way_s(time.monotonic() + 5) < 6
+    gpu.permit.set()
+    worker.close()
+    assert worker.under_way_s(time.monotonic() + 5) == 0.0
 
 
 @given(targets=st.lists(st.sampled_from([1000, 1200, 1400, STOCK]), min_size=1, max_size=30))

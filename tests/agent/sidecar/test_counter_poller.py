@@ -1,11 +1,11 @@
 import queue
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
 
 import pytest
 
 from perseus.agent.energy.counter import CounterChange
-from perseus.agent.gpu import GpuError, GpuLostError
+from perseus.agent.gpu import GpuDriverError, GpuInUseError, GpuLostError
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A40
 from perseus.agent.sidecar.counter_poller import CounterPoller
@@ -28,9 +28,37 @@ def test_an_error_ends_the_polling_and_is_reported() -> None:
     lost = GpuLostError("gone")
     gpu = FakeGpu(readings=chain([1.0, 2.0, lost], repeat(3.0)))
     changes: list[CounterChange] = []
-    errors: queue.Queue[GpuError] = queue.Queue()
+    errors: queue.Queue[Exception] = queue.Queue()
     poller = CounterPoller(gpu, changes.append, errors.put, interval_s=0.0001)
     assert errors.get(timeout=10) is lost
     poller.close()
     assert [change.energy_j for change in changes] == [2.0]
     assert errors.empty()
+
+
+def test_errors_that_pass_end_nothing() -> None:
+    busy = [GpuDriverError("unknown error"), GpuInUseError("busy")]
+    gpu = FakeGpu(readings=chain([1.0, 2.0, *busy, 3.0, 4.0], repeat(4.0)))
+    changes: queue.Queue[CounterChange] = queue.Queue()
+    poller = CounterPoller(gpu, changes.put, lambda error: pytest.fail(str(error)), interval_s=0.0001)
+    first, second = changes.get(timeout=10), changes.get(timeout=10)
+    poller.close()
+    assert (first.energy_j, second.energy_j) == (2.0, 4.0), "when it became 3 is not known"
+
+
+def test_errors_that_do_not_pass_are_reported_in_the_end() -> None:
+    """Time passes by a second with every look."""
+    gpu = FakeGpu(readings=repeat(unknown := GpuDriverError("unknown error")))
+    errors: queue.Queue[Exception] = queue.Queue()
+    ticks = map(float, count())
+    poller = CounterPoller(gpu, lambda _: None, errors.put, monotonic=lambda: next(ticks))
+    assert errors.get(timeout=10) is unknown
+    poller.close()
+
+
+def test_a_mistake_of_ours_is_reported_too() -> None:
+    gpu = FakeGpu(readings=iter(()))
+    errors: queue.Queue[Exception] = queue.Queue()
+    poller = CounterPoller(gpu, lambda _: None, errors.put)
+    assert isinstance(errors.get(timeout=10), StopIteration)
+    poller.close()

@@ -1,7 +1,9 @@
 """What the door sees, with real users, processes, files and cgroups."""
 
+import asyncio
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from perseus.agent.claims.decision import (
     Allowed,
     Refused,
 )
-from perseus.agent.gpu import Gpu, GpuUse
+from perseus.agent.gpu import Gpu, GpuError, GpuHungError, GpuUse
+from perseus.agent.gpu.lanes import Lanes
 from perseus.agent.sidecar.door import Door
 from perseus.agent.sidecar.grant_files import read_grants
 from perseus.agent.sidecar.peer import Peer, UnknownPeerError, _opened_by_number, identify, user_of
@@ -37,7 +40,7 @@ class Node:
     def look(self, uuid: str) -> GpuUse:
         return self.use
 
-    def uuids(self) -> list[str]:
+    def listed(self) -> list[str | GpuError]:
         return [UUID]
 
 
@@ -81,7 +84,7 @@ def node() -> Iterator[Path]:
 
 
 async def judged(gpus: Node, peer: Peer, grants: Path, before: Allowed | None = None) -> Allowed | str:
-    door = Door(gpus, grants)
+    door = Door(gpus, grants, Lanes())
     verdict = await door.judge(peer, user_of(peer.uid), UUID, before)
     door.close()
     return verdict.reason if isinstance(verdict, Refused) else verdict
@@ -161,7 +164,7 @@ async def test_a_process_that_has_ended_opens_nothing(node: Path, tmp_path: Path
 async def test_across_pid_namespaces_the_user_is_all_there_is_and_that_is_said_once(
     node: Path, tmp_path: Path
 ) -> None:
-    door = Door(Node(node), tmp_path / "none")
+    door = Door(Node(node), tmp_path / "none", Lanes())
     peer = Peer(os.geteuid(), os.getegid(), (), 0, None)
     with capture_logs() as logs:
         for _ in range(3):
@@ -169,6 +172,29 @@ async def test_across_pid_namespaces_the_user_is_all_there_is_and_that_is_said_o
     assert [line["event"] for line in logs] == [
         "processes of others can't be seen: trainers are known by user and connection only"
     ]
+    door.close()
+
+
+async def test_a_gpu_that_hangs_is_not_waited_for_by_those_who_want_another(
+    node: Path, tmp_path: Path
+) -> None:
+    hang = threading.Event()
+
+    class HungNode(Node):
+        def look(self, uuid: str) -> GpuUse:
+            if uuid == "GPU-hung":
+                hang.wait()
+            return self.use
+
+    door, peer = Door(HungNode(node), tmp_path / "none", Lanes(patience_s=0.2)), ours()
+    user = user_of(peer.uid)
+    hung = [asyncio.create_task(door.judge(peer, user, "GPU-hung", None)) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert await door.judge(peer, user, UUID, None) == Allowed()
+    for each in hung:
+        with pytest.raises(GpuHungError):
+            await each
+    hang.set()
     door.close()
 
 
@@ -184,7 +210,7 @@ def grant(folder: Path, name: str, text: str) -> Path:
 
 async def test_grants_come_first_and_are_read_anew(node: Path, tmp_path: Path) -> None:
     me = user_of(os.geteuid()).name
-    door = Door(Node(node, None), tmp_path / "grants")
+    door = Door(Node(node, None), tmp_path / "grants", Lanes())
     peer = ours()
 
     async def verdict() -> Allowed | str:

@@ -1,11 +1,14 @@
 import asyncio
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from perseus.agent.link.packets import MAX_PACKET_BYTES, Finish, MalformedPacket, Reply, decode, encode
+from perseus.agent.link.computation import Rank
+from perseus.agent.link.packets import MAX_PACKET_BYTES, Finish, Hello, MalformedPacket, Reply, decode, encode
 from perseus.agent.sidecar.listening import SocketAccess, SocketInUseError
 from perseus.agent.sidecar.local import Line, LocalServer
 from perseus.agent.sidecar.peer import identify
@@ -80,6 +83,39 @@ async def test_what_a_probe_said_before_it_left_in_a_hurry_is_heard() -> None:
     assert await line.receive() == Finish(1)
     assert await line.receive() is None
     line.close()
+
+
+TRAINER_WITH_CHILD = """
+import socket, subprocess, sys, time
+line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+line.connect(sys.argv[1])
+child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], pass_fds=[line.fileno()])
+line.send(sys.argv[2].encode())
+time.sleep(60)
+"""
+
+
+def started(command: list[str]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
+async def test_the_end_of_a_process_is_seen_though_a_child_holds_its_connection(tmp_path: Path) -> None:
+    heard: asyncio.Queue[object] = asyncio.Queue()
+
+    async def serve(line: Line) -> None:
+        while (message := await line.receive()) is not None:
+            await heard.put(message)
+        await heard.put(None)
+
+    server = LocalServer(tmp_path / "sock", ACCESS, serve)
+    hello = Hello(Rank("job", 0, 0, 0), "GPU-0")
+    command = [sys.executable, "-c", TRAINER_WITH_CHILD, str(tmp_path / "sock"), encode(hello).decode()]
+    with started(command) as trainer:
+        assert await asyncio.wait_for(heard.get(), 10) == hello
+        trainer.kill()
+        assert await asyncio.wait_for(heard.get(), 10) is None
+        await server.close()
+        # The end of its standard input ends the child.
 
 
 async def test_a_packet_that_is_too_large_is_refused() -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from perseus.agent.gpu import Gpu, GpuNotFoundError, GpuUse
+from perseus.agent.gpu import Gpu, GpuError, GpuLostError, GpuNotFoundError, GpuUse
 from perseus.agent.sidecar.backends import VisibleGpus
 from perseus.agent.sidecar.visible import visible_uuids
 
@@ -36,13 +36,13 @@ class Node:
     def look(self, uuid: str) -> GpuUse:
         return GpuUse(UUIDS.index(uuid), "node", ())
 
-    def uuids(self) -> list[str]:
-        return UUIDS
+    def listed(self) -> list[str | GpuError]:
+        return [*UUIDS]
 
 
 def test_an_agent_serves_only_what_is_visible_to_it() -> None:
     gpus = VisibleGpus(Node(), "2,1")
-    assert gpus.uuids() == ["GPU-1c", "GPU-0b"]
+    assert gpus.listed() == ["GPU-1c", "GPU-0b"]
     with pytest.raises(GpuNotFoundError, match="opened GPU-1c"):
         gpus.open("GPU-1c")
     with pytest.raises(GpuNotFoundError, match=r"CUDA_VISIBLE_DEVICES=2,1 leaves visible.*GPU-1c, GPU-0b"):
@@ -50,3 +50,20 @@ def test_an_agent_serves_only_what_is_visible_to_it() -> None:
     assert gpus.look("GPU-1c").index == 2, "among all, as nvidia-smi counts"
     with pytest.raises(GpuNotFoundError, match="leaves visible"):
         gpus.look("GPU-0a")
+
+
+class NodeWithLostGpus(Node):
+    lost: tuple[int, ...] = (0, 2)
+
+    def listed(self) -> list[str | GpuError]:
+        return [GpuLostError("lost") if i in self.lost else uuid for i, uuid in enumerate(UUIDS)]
+
+
+def test_a_gpu_that_is_lost_keeps_its_number() -> None:
+    node = NodeWithLostGpus()
+    gpus = VisibleGpus(node, "2,0,1")
+    assert gpus.listed() == ["GPU-0b"]
+    node.lost = ()
+    assert gpus.listed() == ["GPU-1c", "GPU-0a", "GPU-0b"], "once all are there"
+    node.lost = (1,)
+    assert gpus.listed() == ["GPU-1c", "GPU-0a", "GPU-0b"], "nobody is asked again"

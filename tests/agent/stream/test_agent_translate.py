@@ -108,7 +108,10 @@ def test_rows_become_columns() -> None:
     sample = EnergySample(Kind.FORWARD, 1, None, 4, 0.05, 0.001, 20.0, 0.5)
     telemetry = Telemetry(
         RANK,
-        (IterationRow(7, 3, 0.8, 240.0, True, 0), IterationRow(8, 3, 0.9, 250.0, False, 0x40)),
+        (
+            IterationRow(7, 3, 0.8, 240.0, True, 0),
+            IterationRow(8, 3, 0.9, 250.0, False, 0x40, 5.0, 600.0, 0.01),
+        ),
         (
             ComputationRow(7, F0, 0.1, 0.05, 1410),
             ComputationRow(7, Computation(Kind.BACKWARD, 2, 1), 0.2, 0.1, None),
@@ -122,6 +125,9 @@ def test_rows_become_columns() -> None:
     assert list(batch.iterations.is_regular) == [True, False]
     assert list(batch.iterations.energy_j) == [240.0, 250.0]
     assert list(batch.iterations.clock_event_reasons) == [0, 0x40]
+    assert list(batch.iterations.gap_time_s) == [0.0, 5.0]
+    assert list(batch.iterations.gap_energy_j) == [0.0, 600.0]
+    assert list(batch.iterations.gap_slowed_time_s) == [0.0, 0.01]
     assert list(batch.computations.kind) == [1, 2]
     assert list(batch.computations.microbatch) == [0, 2]
     assert list(batch.computations.chunk) == [0, 1]

@@ -3,9 +3,14 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
 from perseus.agent.rank.messages import AgentIdentity, Incoming, TelemetryAck, Welcome
@@ -215,3 +220,139 @@ async def test_the_latest_check_word_is_said_on_the_next_stream() -> None:
 
     await converse(Witness(), lambda: len(said) >= 5, script)
     assert said[:5] == ["", "a", "o", "w3", "w4"]
+
+
+async def test_what_shows_that_it_is_the_same_agent_is_said_on_every_further_stream() -> None:
+    said: list[str] = []
+    told = ["key", "", "x" * 257, "newer", ""]
+
+    async def script(requests: AsyncIterator[wire.ConnectRequest]) -> AsyncIterator[wire.ConnectResponse]:
+        said.append((await anext(requests)).hello.instance_key)
+        key = told[min(len(said), len(told)) - 1]
+        yield wire.ConnectResponse(welcome=wire.Welcome(epoch="e", lease_s=9, instance_key=key))
+
+    await converse(Witness(), lambda: len(said) >= 5, script)
+    assert said[:5] == ["", "key", "key", "key", "newer"]
+
+
+async def test_no_attempt_is_made_before_the_coordinator_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal that says when to come again is followed by the next attempt no sooner than that."""
+    pauses_s: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noting(delay_s: float) -> None:
+        pauses_s.append(delay_s)
+        await sleep(delay_s if delay_s not in (5.5, 300.0) else 0)
+
+    full = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="too many streams")
+    full.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=5, nanos=500_000_000)))
+    ever = Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="come never again")
+    ever.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=10**9)))
+    statuses = [full, full, ever]
+
+    class Full(agent_service_pb2_grpc.AgentServiceServicer):
+        async def Connect(  # noqa: N802 - gRPC's name
+            self,
+            request_iterator: AsyncIterator[wire.ConnectRequest],
+            context: grpc.aio.ServicerContext[wire.ConnectRequest, wire.ConnectResponse],
+        ) -> AsyncIterator[wire.ConnectResponse]:
+            await anext(request_iterator)  # a call that ends while it is written to ends as INTERNAL
+            if statuses:
+                await context.abort_with_status(rpc_status.to_status(statuses.pop(0)))
+            yield welcome(30.0)
+            await asyncio.Event().wait()
+
+    server = grpc.aio.server()
+    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(Full(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    witness = Witness()
+    connection = Connection(Channels(f"127.0.0.1:{port}"), AGENT, witness, lambda: 0.0)
+    with capture_logs() as logs, monkeypatch.context() as patch:
+        patch.setattr("perseus.agent.stream.connection.asyncio.sleep", noting)
+        running = asyncio.create_task(connection.run())
+        while not witness.seen:
+            await sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await server.stop(None)
+    assert [each for each in pauses_s if each in (5.5, 300.0)] == [5.5, 5.5, 300.0]
+    assert {line["log_level"] for line in logs} <= {"warning", "info"}, "no error: it was told to come again"
+
+
+class ClumsyWitness(Witness):
+    """Who makes mistakes."""
+
+    def __init__(self, on_connected: bool) -> None:
+        super().__init__()
+        self._on_connected = on_connected
+        self.mistake_count = 0
+
+    def connected(self, welcome: Welcome) -> None:
+        super().connected(welcome)
+        if self._on_connected and self.seen.count(welcome) == 1:
+            self._make_a_mistake()
+
+    def received(self, message: Incoming) -> None:
+        super().received(message)
+        if message == TelemetryAck(1):
+            self._make_a_mistake()
+
+    def _make_a_mistake(self) -> None:
+        self.mistake_count += 1
+        raise KeyError
+
+
+async def test_a_mistake_over_one_message_does_not_end_the_stream() -> None:
+    async def acknowledges(
+        requests: AsyncIterator[wire.ConnectRequest],
+    ) -> AsyncIterator[wire.ConnectResponse]:
+        yield welcome(lease_s=30)
+        yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=1))
+        yield wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=2))
+        await asyncio.sleep(30)
+
+    witness = ClumsyWitness(on_connected=False)
+    await converse(witness, lambda: TelemetryAck(2) in witness.seen, acknowledges)
+    assert witness.mistake_count == 1
+    assert "disconnected" not in witness.seen[:3]
+
+
+async def test_a_mistake_over_a_stream_ends_that_one_only() -> None:
+    witness = ClumsyWitness(on_connected=True)
+    await converse(witness, lambda: len(witness.seen) >= 3, silent)
+    assert witness.mistake_count == 1
+    assert witness.seen[:3] == [Welcome("e", 0.2, 0), "disconnected", Welcome("e", 0.2, 0)]
+
+
+async def test_what_grpc_cancels_by_itself_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancellation that nobody asked for would end the agent's connection for good, without a word."""
+    stream, count = Connection._stream, 0
+
+    async def cancelled_at_first(self: Connection, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 1:
+            raise asyncio.CancelledError
+        return await stream(self, *arguments)
+
+    monkeypatch.setattr(Connection, "_stream", cancelled_at_first)
+    witness = Witness()
+    await converse(witness, lambda: len(witness.seen) > 0, silent)
+    assert witness.seen[0] == Welcome("e", 0.2, 0)
+
+
+async def test_a_channel_that_can_not_be_opened_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, count = Channels.open, 0
+
+    def open_late(self: Channels, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 1:
+            raise OSError(24, "too many open files")
+        return opened(self, *arguments)
+
+    monkeypatch.setattr(Channels, "open", open_late)
+    witness = Witness()
+    await converse(witness, lambda: len(witness.seen) > 0, silent)
+    assert count >= 2

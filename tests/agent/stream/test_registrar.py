@@ -140,3 +140,23 @@ async def registered_no_more(registrar: Registrar, reason: str) -> None:
     registrar.rank_refused(RankRefused(RANK, reason, ""))
     # What were under way would be done by the time that this one is.
     assert await registrar.register("last", Registration({"jobId": "last"}, "last", "")) == Registered()
+
+
+async def test_a_limit_that_time_helps_against_is_waited_for(coordinator: CoordinatorStub) -> None:
+    now_s = 100.0
+    registrar = Registrar(Channels(f"127.0.0.1:{coordinator.port}"), lambda: now_s)
+    book = coordinator.book
+    book.refusal, book.refusal_reason, book.refusal_code = "too many jobs", "LIMIT_REACHED", 8
+    assert await registrar.register("job", REGISTRATION) == Refused("LIMIT_REACHED", "too many jobs")
+    book.retry_delay_s = 5
+    outcome = await registrar.register("job", REGISTRATION)
+    assert isinstance(outcome, Unreachable)
+    assert (outcome.retry_delay_s, "too many jobs" in outcome.message) == (5.0, True)
+    count, book.refusal = book.register_count, ""
+    registrar.rank_refused(UNKNOWN)
+    now_s = 104.9
+    registrar.rank_refused(UNKNOWN)
+    now_s = 105.0
+    registrar.rank_refused(UNKNOWN)
+    await registered(coordinator)
+    assert book.register_count == count + 1, "it was not asked before that"

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.agent.link.computation import Rank
-from perseus.agent.rank.messages import Telemetry
-from perseus.agent.stream.telemetry import TelemetryRing
+from perseus.agent.link.computation import Computation, Kind, Rank
+from perseus.agent.rank.messages import ComputationRow, Telemetry
+from perseus.agent.stream.telemetry import TelemetryRing, size_bytes
 
 TELEMETRY = Telemetry(Rank("job", 0, 0, 0), (), (), None, None)
 
@@ -125,3 +125,30 @@ def test_nothing_is_lost_but_what_is_counted(steps: list[str | tuple[str, float]
     assert last.sequence == appended
     assert last.dropped_batch_count >= refused
     assert len(got) >= appended - 1 - last.dropped_batch_count
+
+
+def large(row_count: int) -> Telemetry:
+    row = ComputationRow(0, Computation(Kind.FORWARD, 0), 0.0, 0.1, None)
+    return Telemetry(Rank("job", 0, 0, 0), (), (row,) * row_count, None, None)
+
+
+def test_large_batches_are_fewer() -> None:
+    ring = TelemetryRing(capacity=1000, window=1000, capacity_bytes=3 * size_bytes(large(1000)))
+    for _ in range(10):
+        ring.append(large(1000))
+    assert sequences(ring) == [8, 9, 10]
+    ring.acknowledge(9)
+    ring.refuse(10)
+    for _ in range(50):
+        ring.append(TELEMETRY)
+    kept = ring.sendable()
+    assert len(kept) == 50, "what was acknowledged or refused takes no room"
+    assert kept[-1].dropped_batch_count == 8
+
+
+def test_a_batch_that_is_larger_than_all_the_room_is_kept_until_the_next() -> None:
+    ring = TelemetryRing(capacity_bytes=1000)
+    ring.append(large(1000))
+    assert sequences(ring) == [1]
+    ring.append(TELEMETRY)
+    assert sequences(ring) == [2]

@@ -450,3 +450,59 @@ def test_anybody_is_only_who_is_not_asked() -> None:
     from perseus.service.api.authentication import caller
 
     assert caller() == Principal("anybody", Grant(Scope.OPERATOR))
+
+
+INSTANCE_SERVED = "PERMISSION_DENIED INSTANCE_SERVED"
+
+
+async def greeting(client: Client, instance_id: str, key: str = "") -> agent_service_pb2.Welcome | str:
+    """What an agent's Hello is answered with: a Welcome, or the reason why not."""
+    call = client.agents.Connect(timeout=TIMEOUT_S)
+    hello = agent_service_pb2.Hello(instance_id=instance_id, agent_version="0", instance_key=key)
+    await call.write(ConnectRequest(hello=hello))
+    try:
+        answer = await call.read()
+    except grpc.aio.AioRpcError as error:
+        status, info = rpc_status.from_call(error), ErrorInfo()
+        is_told = status is not None and status.details[0].Unpack(info)
+        return f"{error.code().name} {info.reason if is_told else None}"
+    call.cancel()
+    assert isinstance(answer, agent_service_pb2.ConnectResponse)
+    return answer.welcome
+
+
+async def test_an_instance_is_its_principals_even_after_its_stream_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who knows another agent's identifier can't take its place; the agent itself may come anew."""
+    settings = make_settings(tmp_path, insecure=False, operator_token_file=tmp_path / "operator.token")
+    with tokens_of_coordinators(monkeypatch) as made:
+        async with running(settings) as (address, _):
+            site = Site(address, made[-1], settings.operator_token_file)
+            first, second = [await site.new(name, "agent:llama-*") for name in ("first", "second")]
+            async with site.as_(first) as client:
+                await client.register(job_id="llama-1")
+                agent = FakeAgent(client, "mine", [Coordinates(0, 0, 0)], job_id="llama-1")
+                await agent.join()
+                key = agent.welcome.instance_key
+                async with site.as_(second) as other:
+                    assert await greeting(other, "mine") == INSTANCE_SERVED
+                await agent.iterate()
+                await agent.end()
+            async with site.as_(second) as other:
+                theirs = await greeting(other, "theirs")
+                assert isinstance(theirs, agent_service_pb2.Welcome)
+                for wrong in ("", "x", "é", theirs.instance_key):
+                    assert await greeting(other, "mine", wrong) == INSTANCE_SERVED
+        async with running(settings) as (address, _):  # restarted, it knows whose it is
+            site = Site(address, made[-1], settings.operator_token_file)
+            async with site.as_(second) as other:
+                assert await greeting(other, "mine") == INSTANCE_SERVED
+            async with site.as_(first) as client:  # whoever it was, without the key
+                welcome = await greeting(client, "mine")
+                assert isinstance(welcome, agent_service_pb2.Welcome)
+                assert (welcome.acknowledged_sequence, welcome.instance_key) == (1, key)
+            async with site.as_(second) as other:  # the agent itself, with a renewed token
+                welcome = await greeting(other, "mine", key)
+                assert isinstance(welcome, agent_service_pb2.Welcome)
+                assert welcome.acknowledged_sequence == 1

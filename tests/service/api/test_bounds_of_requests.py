@@ -113,6 +113,12 @@ def said(agent: FakeAgent) -> list[ConnectRequest]:
     rank.begin()
     telemetry = agent.telemetry(rank)
     telemetry.clocks.CopyFrom(clocks())
+    for column in (
+        telemetry.iterations.gap_time_s,
+        telemetry.iterations.gap_energy_j,
+        telemetry.iterations.gap_slowed_time_s,
+    ):
+        column.extend([0.5] * len(telemetry.iterations.iteration))
     assert telemetry.HasField("energy")
     place = agent.place(ALL_PLACES[0])
     return [

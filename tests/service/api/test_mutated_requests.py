@@ -229,7 +229,7 @@ async def converse(coordinator: Coordinator, instance_id: str, said: list[wire.C
 
     async with asyncio.timeout(10):
         with suppress(_EndedError):
-            await AgentService(coordinator.agents).Connect(speak(), context)  # type: ignore[arg-type]
+            await AgentService(coordinator.agents, coordinator.quotas).Connect(speak(), context)  # type: ignore[arg-type]
     return context
 
 
@@ -255,7 +255,8 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
             yield wire.ConnectRequest(heartbeat=wire.Heartbeat())
             await others.answered.wait()
 
-        theirs = asyncio.create_task(AgentService(coordinator.agents).Connect(speak(), others))  # type: ignore[arg-type]
+        service = AgentService(coordinator.agents, coordinator.quotas)
+        theirs = asyncio.create_task(service.Connect(speak(), others))  # type: ignore[arg-type]
         await others.answered.wait()
         await coordinator.flush()
         before = said_by(coordinator, THEIRS)

@@ -45,6 +45,7 @@ from tests.service.grpc_fakes import (
     TIMEOUT_S,
     Client,
     FakeAgent,
+    connected,
     connected_to,
     make_settings,
     until,
@@ -93,6 +94,24 @@ def break_view(monkeypatch: pytest.MonkeyPatch) -> None:
         return summary(self)
 
     monkeypatch.setattr(JobMachine, "summary", failing)
+
+
+async def test_a_job_that_can_not_be_put_on_the_wire_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        await client.register()
+        await client.register(job_id="other")
+        summary = JobMachine.summary
+
+        def too_much(self: JobMachine) -> Any:
+            view = summary(self)
+            return replace(view, run_number=2**70) if self.spec.job_id == "job" else view
+
+        monkeypatch.setattr(JobMachine, "summary", too_much)
+        listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
+        assert [each.job_id for each in listed.jobs] == ["job", "other"]
+        assert FaultyPart.VIEW.value in listed.jobs[0].state_reason
 
 
 def break_action(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,10 +403,8 @@ async def live(path: Path, dice: Dice, *, with_faulty: bool) -> tuple[list[objec
             for _ in range(3):
                 await coordinator.flush()
             if with_faulty and iteration % 6 == 5:
-                assert [view.job_id for view in coordinator.jobs.jobs("", (), has_details=True)] == [
-                    FAULTY,
-                    QUIET,
-                ]
+                listed = coordinator.jobs.jobs("", (), lambda view: view.job_id, has_details=True)
+                assert list(listed) == [(FAULTY, FAULTY), (QUIET, QUIET)]
                 with suppress(CoordinatorError):
                     await coordinator.jobs.resume(FAULTY)
                 worlds[0].join()

@@ -140,8 +140,8 @@ def test_a_new_database_is_of_the_schema_that_migrations_lead_to(database: Path 
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("PRAGMA user_version = 3", "expected schema 0004 to 0007, found 0003, which is too old"),
-        ("PRAGMA user_version = 8", "found 0008, which is newer than this Perseus"),
+        ("PRAGMA user_version = 3", "expected schema 0004 to 0008, found 0003, which is too old"),
+        ("PRAGMA user_version = 9", "found 0009, which is newer than this Perseus"),
         (
             "CREATE TABLE receipts (sum)",
             "expected an empty database or one of Perseus, found tables receipts",

@@ -350,6 +350,22 @@ async def test_the_telemetry_sequence_is_kept_per_instance(open_store: Open) -> 
     await store.write([TelemetrySequence("a", 7), TelemetrySequence("b", 2)])
     await store.write([TelemetrySequence("a", 8)])
     assert (await store.telemetry_sequence("a"), await store.telemetry_sequence("b")) == (8, 2)
+    assert [await store.telemetry_principal(name) for name in ("a", "none")] == ["", ""]
+    await store.write([TelemetrySequence("a", 9, "token nodes")])
+    assert await store.telemetry_principal("a") == "token nodes"
+    assert await store.telemetry_sequence("a") == 9
+
+
+async def test_an_instances_key_is_its_own_and_lasts(open_store: Open) -> None:
+    store = await open_store()
+    keys = [store.instance_key(name) for name in ("a", "b", "")]
+    assert len(set(keys)) == 3
+    assert all(len(key) == 32 for key in keys)
+    await store.renew_epoch()
+    assert store.instance_key("a") == keys[0]
+    await store.close()
+    store = await open_store()
+    assert store.instance_key("a") == keys[0]
     await store.close()
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from statistics import median
 
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import StockIteration
@@ -36,7 +37,9 @@ class Baseline:
     def take(self, iterations: Iterable[JobIteration], wanted: tuple[int, ...]) -> None:
         """Take regular ones under the versions of stock; not the first, which may have begun otherwise."""
         self._seen.extend(
-            StockIteration(iteration.iteration_time_s, math.fsum(iteration.pipeline_energy_j))
+            StockIteration(
+                iteration.iteration_time_s, math.fsum(iteration.pipeline_energy_j), iteration.gap_time_s
+            )
             for iteration in iterations
             if iteration.is_regular and iteration.versions == wanted
         )
@@ -45,4 +48,6 @@ class Baseline:
             self.iteration = StockIteration(
                 math.fsum(each.time_s for each in measured) / len(measured),
                 math.fsum(each.energy_j for each in measured) / len(measured),
+                # The usual one: an evaluation in between must not pass for it.
+                median(each.gap_time_s or 0.0 for each in measured),
             )

@@ -40,6 +40,9 @@ class _Open:
     duration_s: list[float]
     energy_j: list[float]
     is_regular: list[bool]
+    gap_time_s: list[float]
+    gap_energy_j: list[float]
+    gap_slowed_time_s: list[float]
 
 
 class IterationLog:
@@ -157,6 +160,12 @@ class IterationLog:
             entry.duration_s[index] = rows.duration_s[row]
             entry.energy_j[index] = rows.energy_j[row]
             entry.is_regular[index] = rows.is_regular[row]
+            if rows.gap_time_s:
+                entry.gap_time_s[index] = rows.gap_time_s[row]
+            if rows.gap_energy_j:
+                entry.gap_energy_j[index] = rows.gap_energy_j[row]
+            if rows.gap_slowed_time_s:
+                entry.gap_slowed_time_s[index] = rows.gap_slowed_time_s[row]
             if not entry.missing_counts[rank.pipeline]:
                 summaries.append(
                     IterationSummary(
@@ -193,6 +202,9 @@ class IterationLog:
                 [0.0] * count,
                 [0.0] * count,
                 [False] * count,
+                [0.0] * count,
+                [0.0] * count,
+                [0.0] * count,
             )
             if len(self._open) > OPEN_LIMIT:
                 self._close_through(min(self._open))
@@ -216,6 +228,9 @@ class IterationLog:
                 np.array(entry.energy_j).reshape(self._pipeline_count, -1).sum(axis=1).tolist()
             ),
             skipped_count=iteration - 1 - before,
+            gap_time_s=max(entry.gap_time_s),
+            gap_energy_j=math.fsum(entry.gap_energy_j),
+            gap_slowed_time_s=max(entry.gap_slowed_time_s),
         )
         self.iteration_time_s = complete.iteration_time_s
         self._count(complete, wall_time_s)
@@ -267,6 +282,9 @@ class IterationLog:
                 energy_j=sum(complete.pipeline_energy_j),
                 energy_m2=0.0,
                 pipeline_energy_j=complete.pipeline_energy_j,
+                gap_time_s=complete.gap_time_s,
+                gap_energy_j=complete.gap_energy_j,
+                gap_slowed_time_s=complete.gap_slowed_time_s,
             )
         )
 

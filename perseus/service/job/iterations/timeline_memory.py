@@ -36,6 +36,15 @@ class TimelineMemory:
         while len(times_s) > 2 * _KEPT:
             del times_s[next(iter(times_s))]
 
+    def end(self) -> None:
+        """The job has ended, but stays known: forget all but each pipeline's latest complete iteration."""
+        for pipeline, stages in self._stages.items():
+            latest = self.latest(pipeline)
+            for memory in stages:
+                kept = [each for each in memory if latest is not None and each[0] == latest.iteration]
+                memory.clear()
+                memory.extend(kept[-1:])
+
     def latest(self, pipeline: int) -> Timeline | None:
         """Return the complete iteration reported last, if there is one."""
         stages = [dict(memory) for memory in self._stages[pipeline]]

@@ -8,6 +8,10 @@ stock already. The promise is broken where the median of the latest iterations e
 tolerance, no straggler explains that, and evidence has added up that jumps alone would give once in
 `FALSE_FREE_ITERATIONS`. The tolerance is no less than what the baseline, the median of a few iterations, may
 be off itself.
+
+Nothing is promised of the gaps between iterations, in which ranks are at stock as soon as they are long: an
+evaluation breaks no promise. But what a gap takes longer than at stock, and low clocks in it can explain, is
+laid to the plans' account: else it would slow training unseen.
 """
 
 import math
@@ -49,7 +53,7 @@ class GuardRules:
 
 @dataclass(frozen=True, slots=True)
 class BrokenPromise:
-    """The evidence. Times in seconds, of whole iterations of the slowest pipeline.
+    """The evidence. Times in seconds, of whole iterations of the slowest pipeline, and what gaps lost.
 
     `noise`: the standard deviation of iterations, and `tolerance` what was allowed, both as shares.
     """
@@ -99,18 +103,29 @@ class Guard:
         self._noise.settle(0, float(log_time[0]))
 
     def judge(
-        self, iteration: JobIteration, promise_s: float, baseline_time_s: float
+        self,
+        iteration: JobIteration,
+        promise_s: float,
+        baseline_time_s: float,
+        baseline_gap_time_s: float | None = None,
     ) -> BrokenPromise | None:
-        """Take an iteration under plans that promise `promise_s`; return the evidence if that is broken."""
+        """Take an iteration under plans that promise `promise_s`; return the evidence if that is broken.
+
+        `baseline_gap_time_s`: the usual gap at stock; None where it is not known, and then gaps don't count.
+        """
+        lost_s = 0.0
         if iteration.versions != self._versions:
             self.restart()
             self._versions = iteration.versions
+        elif baseline_gap_time_s is not None:  # the gap before a plan's first iteration was another's
+            lost_s = min(iteration.gap_slowed_time_s, max(0.0, iteration.gap_time_s - baseline_gap_time_s))
         if not iteration.is_regular:
             return None
-        self._times_s.append(iteration.iteration_time_s)
+        time_s = iteration.iteration_time_s + lost_s
+        self._times_s.append(time_s)
         tolerance = self.tolerance
         # What exceeds the promise by the tolerance is halfway from 0 to the least level that is told from it.
-        excess = math.log(iteration.iteration_time_s / (promise_s * (1 + tolerance))) + LEAST_LEVEL / 2
+        excess = math.log(time_s / (promise_s * (1 + tolerance))) + LEAST_LEVEL / 2
         self._test.add(np.array([excess]), self._noise)
         middle_s = median(self._times_s)
         is_shown = self._test.evidence_above()[0] >= self._test.threshold_above

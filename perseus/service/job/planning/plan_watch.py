@@ -84,11 +84,12 @@ class PlanWatch:
         frontier: Frontier,
         baseline_time_s: float,
         stragglers: Collection[int],
+        baseline_gap_time_s: float | None = None,
     ) -> Verdict:
         """Judge an iteration under these clocks. A straggler explains what is slow."""
         if not stragglers:
             promise_s = promised_time_s(clocks, frontier, baseline_time_s)
-            broken = self._guard.judge(iteration, promise_s, baseline_time_s)
+            broken = self._guard.judge(iteration, promise_s, baseline_time_s, baseline_gap_time_s)
             if broken is not None:
                 self._journal.announce(
                     EventType.PROMISE_BROKEN,

@@ -203,8 +203,14 @@ class Planner:
         if self.frontier is None or self.is_solving or iteration.versions != self._offers.versions:
             return Verdict()
         clocks = [offer.clocks for offer in self._offers if isinstance(offer.clocks, PlannedClocks)]
+        baseline = self._baseline.iteration
         return self.watch.judge(
-            iteration, clocks, self.frontier, self._baseline.time_s, self._stragglers.pipelines
+            iteration,
+            clocks,
+            self.frontier,
+            self._baseline.time_s,
+            self._stragglers.pipelines,
+            baseline.gap_time_s if baseline is not None else None,
         )
 
     def validate(self) -> None:

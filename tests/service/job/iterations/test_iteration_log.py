@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +49,24 @@ def test_a_pipelines_iteration_takes_as_long_as_its_slowest_rank_and_costs_the_s
     ((summary),) = summaries
     assert (summary.pipeline, summary.iteration) == (0, 0)
     assert (summary.iteration_time_s, summary.energy_j) == (2.0, 7.0)
+
+
+def test_gaps_are_their_ranks_longest_and_all_their_energy() -> None:
+    log = IterationLog(RANKS)
+    complete = []
+    for number, gap_s in enumerate((0.0, 1.0, 2.0, 6.0)):
+        for index, rank in enumerate(RANKS):
+            told = rows([number])._replace(
+                gap_time_s=[gap_s + index / 10], gap_energy_j=[10.0 * gap_s], gap_slowed_time_s=[gap_s / 100]
+            )
+            complete += log.add(rank, told if index else rows([number]), NOW_S)[1]
+    assert [each.gap_time_s for each in complete] == pytest.approx([0.3, 1.3, 2.3, 6.3])
+    assert [each.gap_energy_j for each in complete] == pytest.approx([0.0, 30.0, 60.0, 180.0])
+    (period,) = log.periods
+    assert period.iteration_count == 3
+    assert period.gap_time_s == pytest.approx((1.3 + 2.3 + 6.3) / 3)
+    assert period.gap_energy_j == pytest.approx(90.0)
+    assert period.gap_slowed_time_s == pytest.approx(0.03)
 
 
 def restored(log: IterationLog) -> IterationLog:

@@ -89,6 +89,35 @@ def test_a_promise_is_broken_by_the_median_of_five() -> None:
     assert broken_at([1.0, 1.5, 1.0, 1.5, 1.0] * 4) == []
 
 
+def broken_by_gaps(gaps: list[tuple[float, float]], baseline_gap_time_s: float | None = 0.2) -> list[int]:
+    """Gaps as (time, what low clocks can have added to it), between iterations that keep their promise."""
+    guard = knowing(0.0)
+    return [
+        number
+        for number, (gap_s, slowed_s) in enumerate(gaps)
+        if guard.judge(
+            replace(iteration(number, 1.0), gap_time_s=gap_s, gap_slowed_time_s=slowed_s),
+            PROMISE_S,
+            0.9,
+            baseline_gap_time_s,
+        )
+        is not None
+    ]
+
+
+def test_an_evaluation_at_stock_breaks_no_promise() -> None:
+    assert broken_by_gaps([(0.2, 0.008), (5.0, 0.008)] * 20) == []
+    assert broken_by_gaps([(5.0, 0.0)] * 20) == []
+
+
+def test_what_low_clocks_add_to_the_gaps_is_not_unseen() -> None:
+    assert broken_by_gaps([(0.23, 0.05)] * 5) == [4]
+    assert broken_by_gaps([(0.5, 0.02)] * 5) == [4]
+    assert broken_by_gaps([(0.23, 0.005)] * 20) == [], "so much of it at most"
+    assert broken_by_gaps([(0.205, 0.05)] * 20) == [], "and so much altogether"
+    assert broken_by_gaps([(0.5, 0.05)] * 20, None) == [], "what is usual at stock is not known"
+
+
 def test_the_evidence_names_the_times() -> None:
     guard = knowing(0.0)
     found = [judge(guard, n, 1.02 + n / 1000) for n in range(5)]

@@ -1,0 +1,107 @@
+"""What each principal has at once, held against its limits. Pure: the clock is given, nothing waits.
+
+One account for each principal that was ever seen since the start: there are no more than tokens and mapped
+certificates. Under `--insecure` everybody is one principal.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from perseus.service.domain.errors import LimitReachedError
+from perseus.service.domain.limits import Bucket, Limits
+from perseus.service.domain.specification import JobSpec
+
+
+@dataclass(slots=True)
+class _Account:
+    bucket: Bucket
+    stream_count: int = 0
+    solve_count: int = 0
+
+
+class Pace:
+    """How fast one stream may speak: as fast as streams may, and all those of its principal together."""
+
+    __slots__ = ("_all", "_monotonic", "_own")
+
+    def __init__(self, own: Bucket, all_: Bucket, monotonic: Callable[[], float]) -> None:
+        self._own = own
+        self._all = all_
+        self._monotonic = monotonic
+
+    def take(self, message_count: int = 1) -> float:
+        """Note messages; return how many seconds to wait before any more are read."""
+        now_s = self._monotonic()
+        own_s = self._own.take(now_s, message_count)
+        all_s = self._all.take(now_s, message_count)
+        return own_s if own_s > all_s else all_s
+
+
+class Quotas:
+    """The accounts of all principals, by their names."""
+
+    def __init__(self, limits: Limits, monotonic: Callable[[], float]) -> None:
+        self.limits = limits
+        self._monotonic = monotonic
+        self._accounts: dict[str, _Account] = {}
+
+    @contextmanager
+    def stream(self, principal: str) -> Iterator[Pace]:
+        """For the length of a block: one stream more.
+
+        Raises:
+            LimitReachedError: it would be too many.
+        """
+        account = self._account(principal)
+        _check(principal, "streams at once", account.stream_count + 1, self.limits.streams)
+        account.stream_count += 1
+        own = Bucket(self.limits.stream_messages_per_s)
+        try:
+            yield Pace(own, account.bucket, self._monotonic)
+        finally:
+            account.stream_count -= 1
+
+    @contextmanager
+    def solve(self, principal: str) -> Iterator[None]:
+        """For the length of a block: one problem, or plan, more.
+
+        Raises:
+            LimitReachedError: it would be too many.
+        """
+        account = self._account(principal)
+        _check(principal, "solves at once", account.solve_count + 1, self.limits.solves)
+        account.solve_count += 1
+        try:
+            yield
+        finally:
+            account.solve_count -= 1
+
+    def check_job(self, principal: str, spec: JobSpec, others: Iterable[JobSpec]) -> None:
+        """Refuse a job beside the others that a principal has.
+
+        Raises:
+            InvalidFieldError: it is too large by itself.
+            LimitReachedError: together they are too many, or too large.
+        """
+        limits = self.limits
+        limits.check_job(spec)
+        job_count, rank_count, computation_count = 1, spec.rank_count, spec.computation_count
+        for other in others:
+            job_count += 1
+            rank_count += other.rank_count
+            computation_count += other.computation_count
+        _check(principal, "jobs", job_count, limits.jobs)
+        _check(principal, "ranks", rank_count, limits.ranks)
+        _check(principal, "computations", computation_count, limits.computations)
+
+    def _account(self, principal: str) -> _Account:
+        account = self._accounts.get(principal)
+        if account is None:
+            account = self._accounts[principal] = _Account(Bucket(self.limits.messages_per_s))
+        return account
+
+
+def _check(principal: str, what: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise LimitReachedError(principal=principal, what=what, limit=limit, found=count)

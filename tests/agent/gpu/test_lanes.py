@@ -1,0 +1,92 @@
+"""Calls that never return take nobody with them but their own GPU."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from perseus.agent.gpu import GpuHungError, GpuLostError
+from perseus.agent.gpu.lanes import Lanes
+from tests.agent.coordinator_stub import until
+
+
+@pytest.fixture
+def hang() -> Iterator[threading.Event]:
+    """What a call waits for that hangs."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def test_answers_and_errors_come_back() -> None:
+    lanes = Lanes()
+    assert await lanes.run("GPU-a", lambda: 7) == 7
+
+    def fail() -> None:
+        raise GpuLostError("gone")
+
+    with pytest.raises(GpuLostError, match="gone"):
+        await lanes.run("GPU-a", fail)
+    assert await lanes.run("GPU-a", lambda: 8) == 8
+
+
+async def test_calls_for_one_gpu_go_one_after_the_other_and_those_for_others_beside(
+    hang: threading.Event,
+) -> None:
+    lanes = Lanes()
+    first = asyncio.create_task(lanes.run("GPU-a", hang.wait))
+    second = asyncio.create_task(lanes.run("GPU-a", hang.is_set))
+    assert await lanes.run("GPU-b", hang.is_set) is False
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    hang.set()
+    assert await first
+    assert await second
+
+
+async def test_a_call_that_hangs_is_waited_for_once_and_its_late_answer_is_not_lost(
+    hang: threading.Event,
+) -> None:
+    lanes = Lanes(patience_s=0.1)
+    late: list[bool] = []
+    with pytest.raises(GpuHungError, match=r"GPU GPU-a: expected the driver to answer within 0\.1 s"):
+        await lanes.run("GPU-a", hang.wait, late.append)
+    begun_s = asyncio.get_running_loop().time()
+    for _ in range(10):
+        with pytest.raises(GpuHungError):
+            await lanes.run("GPU-a", lambda: 1)
+    assert asyncio.get_running_loop().time() - begun_s < 0.1, "each was told at once"
+    assert await lanes.run("GPU-b", lambda: 1) == 1
+    hang.set()
+    await until(lambda: late == [True], "the late answer")
+    assert await lanes.run("GPU-a", lambda: 1) == 1
+
+
+async def test_who_is_cancelled_leaves_the_lane_in_order(hang: threading.Event) -> None:
+    lanes = Lanes()
+    late: list[bool] = []
+    waiting = asyncio.create_task(lanes.run("GPU-a", hang.wait, late.append))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    after = asyncio.create_task(lanes.run("GPU-a", hang.is_set))
+    await asyncio.sleep(0.01)
+    hang.set()
+    assert await after
+    await until(lambda: late == [True], "the late answer")
+
+
+async def test_a_late_error_is_nobody_s(hang: threading.Event) -> None:
+    lanes = Lanes(patience_s=0.05)
+
+    def fail() -> None:
+        hang.wait()
+        raise GpuLostError("gone")
+
+    with pytest.raises(GpuHungError):
+        await lanes.run("GPU-a", fail, lambda _: pytest.fail("there is no answer"))
+    hang.set()
+
+    await asyncio.sleep(0.05)
+    assert await lanes.run("GPU-a", lambda: True)

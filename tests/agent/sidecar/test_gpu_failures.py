@@ -1,0 +1,253 @@
+"""Whatever a GPU does, and whatever we do wrong: it is not left at a foreign clock, and others are served."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from perseus.agent.gpu import GpuDriverError, GpuLostError, GpuPermissionError, RecordError
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.physics import A100_SXM
+from perseus.agent.link.packets import IterationMark
+from perseus.agent.probe.client import Probe
+from perseus.agent.rank.commands import Command
+from perseus.agent.rank.events import Event
+from perseus.agent.rank.session import Session
+from perseus.agent.sidecar import served, shell
+from perseus.agent.sidecar.shell import serving
+from perseus.v1 import rank_pb2
+from tests.agent.coordinator_stub import Book, CoordinatorStub, until
+from tests.agent.sidecar.failing_gpu import FailingBackend, Faults
+from tests.agent.sidecar.test_agent_shell import (
+    HELD_MHZ,
+    ORDER,
+    STOCK_MHZ,
+    UUID,
+    Trainer,
+    hold,
+    in_force,
+    settings,
+)
+
+OTHER_UUID = "GPU-1"
+LOST = GpuLostError("gone")
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> Iterator[list[EmulatedGpu]]:
+    (tmp_path / "gpus").mkdir()
+    gpus = [EmulatedGpu.create(tmp_path / "gpus" / uuid, A100_SXM, uuid) for uuid in (UUID, OTHER_UUID)]
+    yield gpus
+    for gpu in gpus:
+        gpu.close()
+
+
+@pytest.fixture
+def gpu(gpus: list[EmulatedGpu]) -> EmulatedGpu:
+    return gpus[0]
+
+
+@pytest.fixture
+def faults(tmp_path: Path, gpus: list[EmulatedGpu], monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Those of the first GPU."""
+    backend = FailingBackend(tmp_path / "gpus")
+    monkeypatch.setattr(shell, "backend", lambda _: backend)
+    return backend.faults_of(UUID)
+
+
+@pytest.fixture
+async def coordinator() -> AsyncIterator[CoordinatorStub]:
+    coordinator = CoordinatorStub(Book(), ORDER)  # type: ignore[abstract] # it serves RegisterJob only
+    await coordinator.start(0)
+    yield coordinator
+    await coordinator.stop()
+
+
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> float:
+    """How long calls may take here before they count as hung."""
+    patience_s = 0.5
+    monkeypatch.setattr(shell, "Lanes", lambda: Lanes(patience_s))
+    monkeypatch.setattr(served, "PATIENCE_S", patience_s)
+    return patience_s
+
+
+async def trainer_under_plan(tmp_path: Path, coordinator: CoordinatorStub, gpu: EmulatedGpu) -> Trainer:
+    trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+    await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry at stock")
+    await bring_under_plan(coordinator, trainer, gpu, 1)
+    return trainer
+
+
+async def bring_under_plan(
+    coordinator: CoordinatorStub, trainer: Trainer, gpu: EmulatedGpu, version: int
+) -> None:
+    coordinator.say(hold(version, start_iteration=trainer.iteration_count + 5))
+    await coordinator.until(in_force(version), f"plan {version} in force")
+    await until(lambda: gpu.sm_clock_mhz() == HELD_MHZ, "the plan's clock")
+
+
+def joined_count(book: Book) -> int:
+    return len(book.all("rank_joined"))
+
+
+def records(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "restore").glob("*.json"))
+
+
+async def test_a_reset_that_fails_is_tried_again_while_the_trainer_stays_and_its_rank_comes_back(
+    tmp_path: Path, gpu: EmulatedGpu, faults: Faults, coordinator: CoordinatorStub
+) -> None:
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = await trainer_under_plan(tmp_path, coordinator, gpu)
+        with faults.during(total_energy_j=LOST, open=LOST):
+            with faults.during(reset_clock=LOST):
+                await coordinator.until(lambda book: len(book.all("rank_left")) == 1, "rank left")
+                (left,) = coordinator.book.all("rank_left")
+                assert left.rank_left.reason == rank_pb2.RANK_LEFT_REASON_GPU_FAILED
+                assert gpu.sm_clock_mhz() == HELD_MHZ
+                assert records(tmp_path)
+            del faults.by_method["open"]
+            await until(lambda: gpu.sm_clock_mhz() == STOCK_MHZ, "stock")
+            await until(lambda: not records(tmp_path), "restored")
+        joined = joined_count(coordinator.book)
+        await coordinator.until(lambda book: joined_count(book) > joined, "the rank's coming back")
+        await bring_under_plan(coordinator, trainer, gpu, 2)
+        await trainer.stop()
+    assert gpu.sm_clock_mhz() == STOCK_MHZ
+
+
+async def test_a_gpu_that_only_observing_is_left_of_is_reset_once_it_can_be(
+    tmp_path: Path, gpu: EmulatedGpu, faults: Faults, coordinator: CoordinatorStub
+) -> None:
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = await trainer_under_plan(tmp_path, coordinator, gpu)
+        forbidden = GpuPermissionError("no")
+        with faults.during(set_clock_mhz=forbidden, reset_clock=forbidden):
+            coordinator.say(hold(2, start_iteration=trainer.iteration_count + 2))
+            offer = hold(3, start_iteration=trainer.iteration_count + 4)
+            offer.plan_offer.hold.clock_mhz = A100_SXM.clocks_mhz[5]
+            coordinator.say(offer)
+            await coordinator.until(lambda book: len(book.all("gpu_error")) > 0, "the error's report")
+            assert gpu.sm_clock_mhz() == HELD_MHZ
+        await until(lambda: gpu.sm_clock_mhz() == STOCK_MHZ, "stock")
+        assert not coordinator.book.all("rank_left")
+        await trainer.stop()
+
+
+async def test_errors_that_pass_cost_no_rank(
+    tmp_path: Path, gpu: EmulatedGpu, faults: Faults, coordinator: CoordinatorStub
+) -> None:
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = await trainer_under_plan(tmp_path, coordinator, gpu)
+        unknown = GpuDriverError("unknown error")
+        with faults.during(set_clock_mhz=unknown, total_energy_j=unknown, reset_clock=unknown):
+            offer = hold(2, start_iteration=trainer.iteration_count + 3)
+            offer.plan_offer.hold.clock_mhz = A100_SXM.clocks_mhz[5]
+            coordinator.say(offer)
+            await coordinator.until(in_force(2), "plan 2 in force")
+            await asyncio.sleep(0.3)
+        await until(lambda: gpu.sm_clock_mhz() == A100_SXM.clocks_mhz[5], "the clock, in the end")
+        assert not coordinator.book.all("rank_left")
+        (told,) = coordinator.book.all("gpu_error")
+        assert told.gpu_error.message == "unknown error"
+        await trainer.stop()
+
+
+async def test_a_driver_that_hangs_costs_its_own_gpu_only(
+    tmp_path: Path,
+    gpus: list[EmulatedGpu],
+    faults: Faults,
+    coordinator: CoordinatorStub,
+    short_patience: float,
+) -> None:
+    hang = threading.Event()
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = await trainer_under_plan(tmp_path, coordinator, gpus[0])
+        with faults.during(set_clock_mhz=hang, total_energy_j=hang, reset_clock=hang, open=hang, look=hang):
+            await coordinator.until(lambda book: len(book.all("rank_left")) == 1, "rank left")
+            assert "hangs" in coordinator.book.all("gpu_error")[0].gpu_error.message
+            await trainer.stop()
+            other = await asyncio.to_thread(
+                Probe.connect,
+                tmp_path / "run" / "agent.sock",
+                job_id="other",
+                pipeline=0,
+                stage=0,
+                gpu_uuid=OTHER_UUID,
+                is_registered=True,
+            )
+            assert other.is_connected
+            await coordinator.until(
+                lambda book: OTHER_UUID in [each.rank_joined.gpu.uuid for each in book.all("rank_joined")],
+                "the other's rank",
+            )
+            other.close()
+            assert gpus[0].sm_clock_mhz() == HELD_MHZ
+            hang.set()
+        await until(lambda: gpus[0].sm_clock_mhz() == STOCK_MHZ, "stock, at last")
+        await until(lambda: not records(tmp_path), "restored")
+
+
+async def test_an_agent_ends_though_a_driver_hangs_and_says_that_a_gpu_is_left(
+    tmp_path: Path, gpu: EmulatedGpu, faults: Faults, coordinator: CoordinatorStub, short_patience: float
+) -> None:
+    hang = threading.Event()
+    agent = serving(settings(tmp_path, coordinator.port))
+    await agent.__aenter__()
+    trainer = await trainer_under_plan(tmp_path, coordinator, gpu)
+    with faults.during(reset_clock=hang), pytest.raises(RecordError, match="not closed yet"):
+        await agent.__aexit__(None, None, None)
+    assert records(tmp_path), "for whoever comes by"
+    hang.set()
+    await until(lambda: not records(tmp_path), "the reset")
+    await trainer.stop()
+
+
+async def test_an_unexpected_error_when_a_gpu_is_opened_leaves_it_free(
+    tmp_path: Path, gpu: EmulatedGpu, faults: Faults, coordinator: CoordinatorStub
+) -> None:
+    async with serving(settings(tmp_path, coordinator.port)):
+        with faults.during(open=RuntimeError("a mistake of ours")):
+            refused = await asyncio.to_thread(
+                Probe.connect,
+                tmp_path / "run" / "agent.sock",
+                job_id="job",
+                pipeline=0,
+                stage=0,
+                gpu_uuid=UUID,
+            )
+            assert not refused.is_connected
+        trainer = await trainer_under_plan(tmp_path, coordinator, gpu)
+        await trainer.stop()
+
+
+async def test_an_unexpected_error_in_a_session_brings_its_gpu_back_and_then_the_rank(
+    tmp_path: Path,
+    gpu: EmulatedGpu,
+    faults: Faults,
+    coordinator: CoordinatorStub,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_broken = False
+    handle = Session.handle
+
+    def handle_or_not(self: Session, event: Event, now_s: float) -> list[Command]:
+        if is_broken and isinstance(event, IterationMark):
+            raise RuntimeError("a mistake of ours")
+        return handle(self, event, now_s)
+
+    monkeypatch.setattr(Session, "handle", handle_or_not)
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = await trainer_under_plan(tmp_path, coordinator, gpu)
+        is_broken = True
+        await coordinator.until(lambda book: len(book.all("rank_left")) == 1, "rank left")
+        is_broken = False
+        assert gpu.sm_clock_mhz() == STOCK_MHZ
+        joined = joined_count(coordinator.book)
+        await coordinator.until(lambda book: joined_count(book) > joined, "the rank's coming back")
+        await bring_under_plan(coordinator, trainer, gpu, 2)
+        await trainer.stop()

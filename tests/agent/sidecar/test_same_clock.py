@@ -1,0 +1,91 @@
+"""A trainer whose monotonic clock is another is told so at its hello."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.physics import A100_SXM
+from perseus.agent.sidecar.peer import Peer
+from perseus.agent.sidecar.same_clock import ANOTHER_CLOCK, check_clock
+from perseus.agent.sidecar.shell import serving
+from tests.agent.sidecar.test_agent_shell import UUID, settings
+
+SECOND_NS = 10**9
+UNSEEN = Peer(0, 0, (), 0, None)
+TRAINER = """
+import logging, sys
+from perseus.agent import Probe
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+probe = Probe.connect(sys.argv[1], job_id="job", pipeline=0, stage=0, gpu_uuid=sys.argv[2])
+print("connected" if probe.is_connected else "refused", flush=True)
+"""
+
+
+def in_time_namespace(offset_s: int, command: list[str]) -> list[str]:
+    return ["unshare", "--time", "--monotonic", str(offset_s), "--fork", *command]
+
+
+@pytest.fixture
+def needs_time_namespaces() -> None:
+    try:
+        subprocess.run(in_time_namespace(1, ["true"]), check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no time namespaces here: {error}")
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Iterator[EmulatedGpu]:
+    (tmp_path / "gpus").mkdir()
+    gpu = EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, UUID)
+    yield gpu
+    gpu.close()
+
+
+async def said_by_trainer(tmp_path: Path, prefix: list[str]) -> str:
+    trainer = await asyncio.create_subprocess_exec(
+        *[*prefix, sys.executable, "-c", TRAINER, str(tmp_path / "run" / "agent.sock"), UUID],
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await trainer.communicate()
+    return output.decode()
+
+
+@pytest.mark.usefixtures("needs_time_namespaces", "gpu")
+async def test_a_trainer_in_another_time_namespace_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """Its clock is 5 s behind, which a hello that was slow to come might be as well."""
+    async with serving(settings(tmp_path, 1)):
+        said = await said_by_trainer(tmp_path, in_time_namespace(-5, []))
+        assert said.endswith("refused\n")
+        assert "found one that is 5 s behind it" in said
+        assert "must be in one time namespace" in said
+        assert (await said_by_trainer(tmp_path, in_time_namespace(0, []))).endswith("connected\n")
+        assert (await said_by_trainer(tmp_path, [])).endswith("connected\n")
+
+
+@pytest.mark.parametrize(
+    ("hello_ago_s", "is_fine"), [(0.0, True), (0.5, True), (29.0, True), (31.0, False), (-0.001, False)]
+)
+def test_of_a_process_that_can_not_be_seen_the_hello_tells(hello_ago_s: float, is_fine: bool) -> None:
+    now_ns = 1000 * SECOND_NS
+    refused = check_clock(UNSEEN, now_ns - int(hello_ago_s * SECOND_NS), now_ns)
+    assert (refused is None) == is_fine
+    if refused is not None:
+        assert refused.reason == ANOTHER_CLOCK
+        assert ("ahead of" if hello_ago_s < 0 else "behind") in refused.message
+
+
+def test_an_older_probe_that_does_not_tell_is_believed() -> None:
+    assert check_clock(UNSEEN, 0, 1000 * SECOND_NS) is None
+
+
+def test_what_the_kernel_says_comes_first() -> None:
+    """Ours is the same clock, however long the hello has waited."""
+    ours = Peer(os.geteuid(), os.getegid(), (), os.getpid(), None)
+    assert check_clock(ours, 1, time.monotonic_ns()) is None

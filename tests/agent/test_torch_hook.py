@@ -1,0 +1,126 @@
+"""The hook into torch's schedules, on stand-ins for its stages; tests/frameworks has the real ones."""
+
+from typing import Any
+
+import pytest
+
+from perseus.agent.link.computation import Kind
+from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.placement import Placement
+from perseus.agent.torch import identities_of, mark_schedule, stages_of
+from tests.agent.marks_stub import MarksStub
+
+
+class Stage:
+    """As torch 2.13 has it; `is_first` with its own backward of weights, if it is."""
+
+    def __init__(self, stage_index: int = 0, *, is_first: bool = False) -> None:
+        self.stage_index = stage_index
+        self.is_first = is_first
+        self.dw_builder = self.group = self.device = None
+        self.group_rank, self.group_size = 0, 1
+        self.calls: list[tuple[object, ...]] = []
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args: object, kwargs: object = None) -> str:
+        self.calls.append(("forward", fwd_chunk_id, args, kwargs))
+        return "output"
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        self.calls.append(("backward", bwd_chunk_id, loss, full_backward, last_backward))
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self.calls.append(("weight", bwd_chunk_id, last_backward))
+
+
+class NewerStage(Stage):
+    """Other positions, further arguments, and results where there were none."""
+
+    def forward_one_chunk(self, args: object, *, fwd_chunk_id: int, stream: str = "") -> str:  # type: ignore[override]
+        return f"output {fwd_chunk_id} {args} {stream}"
+
+    def backward_one_chunk(  # type: ignore[override]
+        self, loss: object, bwd_chunk_id: int, *, retain: bool = False, full_backward: bool = True
+    ) -> str:
+        return f"gradient {bwd_chunk_id} {loss} {retain} {full_backward}"
+
+
+class Schedule:
+    """Executes one microbatch, the backward split."""
+
+    def __init__(self, stage: Any) -> None:
+        self._stage = stage
+        self._has_backward = True
+
+    def step(self, *args: object, target: object = None) -> tuple[object, ...]:
+        self._stage.forward_one_chunk(7, args)
+        self._stage.backward_one_chunk(7, loss=None, full_backward=False)
+        self._stage.backward_weight_one_chunk(7, last_backward=True)
+        return args, target
+
+
+def mark(schedule: Any) -> MarksStub:
+    marks = MarksStub()
+    stages = stages_of(schedule)
+    attachment = Attachment(Placement(0, 1, 0, 1), marks, lambda order: [order])
+    mark_schedule(attachment, schedule, stages, identities_of(stages))
+    return marks
+
+
+@pytest.mark.parametrize(
+    ("is_first", "backward"),
+    [
+        (False, [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]),
+        (True, [Kind.BACKWARD]),
+    ],
+)
+def test_a_schedule_is_marked_and_does_what_it_did(is_first: bool, backward: list[Kind]) -> None:
+    alone, schedule = Schedule(Stage(is_first=is_first)), Schedule(Stage(is_first=is_first))
+    marks = mark(schedule)
+    assert schedule.step("inputs", target="target") == alone.step("inputs", target="target")
+    assert schedule._stage.calls == alone._stage.calls
+    begun = [call[1:] for call in marks.calls if call[0] == "begin"]
+    assert begun == [(kind, 7, 0) for kind in (Kind.FORWARD, *backward)]
+    schedule._has_backward = False
+    marks.calls.clear()
+    schedule.step()
+    assert marks.calls == [], "an evaluation"
+
+
+def test_signatures_of_other_versions_pass_through_whole() -> None:
+    schedule = Schedule(NewerStage())
+    marks = mark(schedule)
+    stage = schedule._stage
+    assert stage.forward_one_chunk("x", fwd_chunk_id=3, stream="side") == "output 3 x side"
+    assert stage.backward_one_chunk("loss", 4, retain=True) == "gradient 4 loss True True"
+    assert marks.calls == [], "outside of an iteration"
+
+    def step() -> None:
+        stage.forward_one_chunk("x", fwd_chunk_id=3)
+        stage.backward_one_chunk("loss", 4, full_backward=False)
+
+    vars(schedule)["step"] = step
+    again = mark(schedule)
+    schedule.step()
+    begun = {call[1:3] for call in again.calls if call[0] == "begin"}
+    assert begun == {(Kind.FORWARD, 3), (Kind.BACKWARD_INPUT, 4)}
+
+
+def test_what_is_not_as_known_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected one of torch\.distributed\.pipelining, found object"):
+        stages_of(object())
+    stage = Stage()
+    del stage.dw_builder
+    with pytest.raises(ValueError, match=r"stage Stage: expected .* found it without dw_builder"):
+        stages_of(Schedule(stage))
+    schedule = Schedule(Stage())
+    del schedule._has_backward
+    with pytest.raises(ValueError, match=r"schedule Schedule: expected .* found it without _has_backward"):
+        stages_of(schedule)
+    renamed = Stage()
+    renamed.forward_one_chunk = lambda microbatch: None  # type: ignore[method-assign, assignment, misc]
+    with pytest.raises(
+        ValueError, match="Stage: forward_one_chunk: expected a parameter 'fwd_chunk_id', found microbatch"
+    ):
+        identities_of([renamed])

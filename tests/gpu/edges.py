@@ -1,0 +1,101 @@
+"""Edges by events on the device, held against timing that synchronises it."""
+
+import time
+from collections.abc import Callable
+from statistics import mean
+from typing import Any
+
+from perseus.agent.link.computation import Kind
+from perseus.agent.probe.client import Probe
+from perseus.agent.probe.device_marks import DeviceMarks, EventSource
+from tests.gpu.report import Finding, judged
+
+LIMIT_S = 50e-6
+ITERATIONS, COMPUTATIONS = 8, 100
+_SETTLING = 2
+
+
+class NotedProbe(Probe):
+    """Notes the times of marks, and sends nothing."""
+
+    def __init__(self) -> None:
+        self.begins_ns: list[list[int]] = []
+        self.ends_ns: list[list[int]] = []
+        self.is_closed = False
+
+    @property
+    def is_connected(self) -> bool:
+        return not self.is_closed
+
+    def begin_iteration(self, time_ns: int | None = None) -> None:
+        self.begins_ns.append([])
+        self.ends_ns.append([])
+
+    def end_iteration(self, time_ns: int | None = None) -> None:
+        """Nothing."""
+
+    def begin_computation(
+        self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
+    ) -> None:
+        assert time_ns is not None
+        self.begins_ns[-1].append(time_ns)
+
+    def end_computation(
+        self, kind: Kind, microbatch: int, chunk: int = 0, time_ns: int | None = None
+    ) -> None:
+        assert time_ns is not None
+        self.ends_ns[-1].append(time_ns)
+
+    def register(self, **_arguments: Any) -> bool:
+        return True
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def edge_findings(
+    source: EventSource, launch: Callable[[int], None], synchronize: Callable[[], None]
+) -> list[Finding]:
+    """Time computations both ways at once; `launch` is told how many have been launched before.
+
+    The first iterations are left out: their anchors have had few looks, later ones many.
+    """
+    probe = NotedProbe()
+    marks = DeviceMarks(probe, source)
+    begun_ns: list[list[int]] = []
+    ended_ns: list[list[int]] = []
+    for _ in range(ITERATIONS):
+        begun_ns.append([])
+        ended_ns.append([])
+        marks.begin_iteration()
+        for each in range(COMPUTATIONS):
+            synchronize()
+            begun_ns[-1].append(time.monotonic_ns())
+            marks.begin_computation(Kind.FORWARD, each, 0)
+            launch(each)
+            marks.end_computation(Kind.FORWARD, each, 0)
+            synchronize()
+            ended_ns[-1].append(time.monotonic_ns())
+        marks.end_iteration()
+    marks.finish()
+    marks.close()
+    if [len(times) for times in probe.ends_ns] != ITERATIONS * [COMPUTATIONS]:
+        found = f"{sum(map(len, probe.ends_ns))} of {ITERATIONS * COMPUTATIONS} marks"
+        return [judged("edges by events", found, "all", False)]
+    durations_s, edges_s = [], []
+    for iteration in range(_SETTLING, ITERATIONS):
+        columns = (probe.begins_ns, probe.ends_ns, begun_ns, ended_ns)
+        for begin, end, begun, ended in zip(*(times[iteration] for times in columns), strict=True):
+            durations_s.append(((end - begin) - (ended - begun)) / 1e9)
+            edges_s += [(begin - begun) / 1e9, (end - ended) / 1e9]
+    return [_difference("durations by events", durations_s), _difference("edges by events", edges_s)]
+
+
+def _difference(name: str, differences_s: list[float]) -> Finding:
+    mean_us, least_us, most_us = (1e6 * of(differences_s) for of in (mean, min, max))
+    found = f"{mean_us:+.1f} µs on average ({least_us:+.0f} to {most_us:+.0f})"
+    expected = f"within {1e6 * LIMIT_S:.0f} µs of synchronised timing on average"
+    return judged(name, found, expected, abs(mean_us) < 1e6 * LIMIT_S)

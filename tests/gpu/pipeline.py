@@ -1,0 +1,181 @@
+"""A pipeline of several stages on one device under torch's schedules: the hook's cost, graphs beside it."""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from perseus.agent.link.computation import Kind
+from perseus.agent.probe.attachment import Attachment, Connect
+from perseus.agent.probe.device_marks import DeviceMarks
+from perseus.agent.probe.placement import Placement
+from perseus.agent.probe.torch_marks import capture_check
+from perseus.agent.torch import attach
+from tests.gpu.edges import NotedProbe
+from tests.gpu.report import Finding, judged
+
+SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 4, "LoopedBFS": 4, "InterleavedZeroBubble": 4}
+"""Stages in this process, by schedule."""
+MICROBATCHES, WIDTH, ITERATIONS = 8, 512, 30
+COST_LIMIT_S = 100e-6
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
+        )
+        try:
+            yield
+        finally:
+            distributed.destroy_process_group()
+
+
+def make_step(name: str, device: torch.device) -> tuple[Any, Callable[[], None]]:
+    """A schedule with its stages, and what trains one iteration of it."""
+    count = SCHEDULES[name]
+    chunks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()).to(device) for _ in range(count)]
+    stages = [PipelineStage(chunk, index, count, device) for index, chunk in enumerate(chunks)]
+    of_stages = stages if count > 1 else stages[0]
+    schedule = get_schedule_class(name)(of_stages, MICROBATCHES, loss_fn=nn.MSELoss())
+    inputs, target = (torch.randn(MICROBATCHES * 4, WIDTH, device=device) for _ in range(2))
+
+    def step() -> None:
+        schedule.step(inputs, target=target)
+        for chunk in chunks:
+            chunk.zero_grad()
+
+    return schedule, step
+
+
+def hook_findings(device: torch.device, connect: Connect, synchronize: Callable[[], None]) -> list[Finding]:
+    """The host's time that the hook takes of a computation, by schedule, the device running behind."""
+    findings = []
+    for name in SCHEDULES:
+        schedule, step = make_step(name, device)
+        bare_s = _host_time_s(step, synchronize)
+        marked = {"count": 0}
+        attachment = attach(schedule, job_id=f"test-{name}", connect=connect)
+        begin = attachment.begin
+
+        def counted(
+            kind: Kind,
+            microbatch: int,
+            chunk: int = 0,
+            begin: Callable[..., None] = begin,
+            marked: dict[str, int] = marked,
+        ) -> None:
+            marked["count"] += 1
+            begin(kind, microbatch, chunk)
+
+        step()  # the first one registers
+        attachment.begin = counted  # type: ignore[method-assign]
+        step()
+        del attachment.begin
+        attached_s = _host_time_s(step, synchronize)
+        attachment.detach()
+        # Before and after: whatever else slows the machine down is in both.
+        bare_s = (bare_s + _host_time_s(step, synchronize)) / 2
+        cost_s = (attached_s - bare_s) / marked["count"]
+        findings.append(
+            judged(
+                f"cost of the hook, {name}, {SCHEDULES[name]} stages",
+                f"{1e6 * cost_s:.1f} µs a computation ({marked['count']} an iteration of "
+                f"{1e3 * bare_s:.1f} ms on the host)",
+                f"at most {1e6 * COST_LIMIT_S:.0f} µs",
+                cost_s <= COST_LIMIT_S,
+            )
+        )
+    return findings
+
+
+def _host_time_s(step: Callable[[], None], synchronize: Callable[[], None]) -> float:
+    times_s = []
+    for _ in range(ITERATIONS):
+        synchronize()
+        begun_s = time.perf_counter()
+        step()
+        times_s.append(time.perf_counter() - begun_s)
+    synchronize()
+    return median(times_s[ITERATIONS // 3 :])
+
+
+def capture_findings(device: torch.device) -> list[Finding]:
+    """Graphs captured while the helper asks about events; one around a whole iteration. CUDA only."""
+    from torch import cuda
+
+    placement = Placement(0, 1, 0, 1)
+    probe = NotedProbe()
+    marks = attach_marks(probe, device)
+    attachment = Attachment(placement, marks, lambda order: [order], is_capturing=capture_check(device))
+    matrix = torch.randn(4096, 4096, device=device)
+    static = torch.randn(256, 256, device=device)
+    side = cuda.Stream(device)
+    with cuda.stream(side):
+        static @ static  # makes the stream's workspace, which can't be made in a capture
+    cuda.synchronize(device)
+    right_count, problem, count = 0, "", 10
+    for _ in range(count):
+        attachment.begin_iteration()
+        for microbatch in range(8):
+            attachment.begin(Kind.FORWARD, microbatch)
+            matrix @ matrix
+            attachment.end(Kind.FORWARD, microbatch)
+        # In the default, global mode; meanwhile the helper looks at what has not completed.
+        graph = cuda.CUDAGraph()
+        try:
+            with cuda.stream(side):
+                graph.capture_begin()
+                product = static @ static
+                time.sleep(0.02)
+                graph.capture_end()
+            graph.replay()
+            cuda.synchronize(device)
+            right_count += torch.allclose(product, static @ static, rtol=1e-2, atol=1e-2)
+        except RuntimeError as error:
+            problem = f": {str(error).splitlines()[0]}"
+        attachment.end_iteration()
+        cuda.synchronize(device)
+    time.sleep(0.05)
+    marked = sum(map(len, probe.ends_ns))
+    findings = [
+        judged(
+            "graphs captured beside the marks",
+            f"{right_count} of {count} right, {marked} of {8 * count} computations marked{problem}",
+            "all",
+            right_count == count and marked == 8 * count,
+        )
+    ]
+    graph = cuda.CUDAGraph()
+    with cuda.stream(side):
+        graph.capture_begin()
+        attachment.begin_iteration()
+        attachment.begin(Kind.FORWARD, 0)
+        static @ static
+        attachment.end(Kind.FORWARD, 0)
+        attachment.end_iteration()
+        graph.capture_end()
+    graph.replay()
+    cuda.synchronize(device)
+    found = "recognised, marking ended" if probe.is_closed else "not recognised"
+    findings.append(judged("an iteration captured whole", found, "recognised", probe.is_closed))
+    attachment.detach()
+    return findings
+
+
+def attach_marks(probe: NotedProbe, device: torch.device) -> DeviceMarks:
+    """Device marks before a probe that only notes."""
+    from perseus.agent.probe.torch_marks import connect_marks
+
+    marks = connect_marks(lambda **_: probe, "test", Placement(0, 1, 0, 1), device)
+    assert isinstance(marks, DeviceMarks)
+    return marks

@@ -1,0 +1,168 @@
+"""The checks of `make test-gpu`, as far as they run without a GPU: that they pass, and that they can fail."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.nvml import NvmlGpu
+from perseus.agent.gpu.physics import Work
+from perseus.demo import nvml_stub
+from tests.agent.counter_simulation import POWER_W, simulate
+from tests.gpu.claims import AgentError, claim_findings, observing_agent
+from tests.gpu.edges import COMPUTATIONS, edge_findings
+from tests.gpu.energy import Recording, fitting_sequence, judge, judging_sequence, regression_findings
+from tests.gpu.report import Finding, Verdict
+
+UUID = "GPU-0a"
+
+
+@dataclass
+class EmulatedLoads:
+    """Work of an emulated GPU."""
+
+    gpu: EmulatedGpu
+    kinds: tuple[str, str] = ("heavy", "light")
+
+    def run(self, kind: str) -> None:
+        self.gpu.execute(Work(0.05, 0.0, 0.95) if kind == "heavy" else Work(0.02, 0.06, 0.6))
+
+
+def verdicts(findings: list[Finding]) -> dict[str, Verdict]:
+    return {finding.name: finding.verdict for finding in findings}
+
+
+def simulated(sequence: list[str], seed: int) -> Recording:
+    """A sequence in simulated time; the loads are those of the simulation."""
+    units = {"0": ("forward", 0.05), "1": ("backward", 0.08), "wait": ("wait", 0.03)}
+    found = simulate([units[each] for each in sequence], seed=seed, iterations=1, power_noise=0.02)
+    return Recording(found.changes, found.spans, 0.0, found.end_s)
+
+
+KINDS = ("forward", "backward")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_powers_of_one_sequence_predict_the_counter_over_another(seed: int) -> None:
+    first, second = simulated(fitting_sequence(250), seed), simulated(judging_sequence(120), seed + 100)
+    findings = judge(KINDS, first, second)
+    assert verdicts(findings)["energy by regression"] is Verdict.PASSED, findings
+    assert verdicts(findings)["energy counter, period"] is Verdict.PASSED
+
+
+def test_a_load_that_draws_otherwise_than_it_did_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = simulated(fitting_sequence(250), 1)
+    monkeypatch.setitem(POWER_W, "forward", 0.93 * POWER_W["forward"])
+    findings = judge(KINDS, first, simulated(judging_sequence(120), 2))
+    assert verdicts(findings)["energy by regression"] is Verdict.FAILED, findings
+
+
+def test_too_little_to_judge_by_is_a_failure() -> None:
+    little = simulated(fitting_sequence(3), 1)
+    assert verdicts(judge(KINDS, little, little)) == {
+        "energy counter": Verdict.FAILED,
+        "clock events": Verdict.TOLD,
+        "energy by regression": Verdict.FAILED,
+    }
+
+
+def test_a_gpu_behind_nvml_is_recorded(gpu_files: list[Path], stub: Path) -> None:
+    """In real time: how well the powers are told depends on what else the machine does."""
+    seen, computes = NvmlGpu(UUID), EmulatedGpu(gpu_files[0])
+    findings = regression_findings(seen, EmulatedLoads(computes), fitted=60, judged_by=30)
+    seen.close()
+    computes.close()
+    told = {finding.name: finding.found for finding in findings}
+    assert verdicts(findings)["energy counter, period"] is Verdict.PASSED, findings
+    assert told["energy counter, resolution"] == "1 mJ"
+    assert told["clock events"].startswith("0 of ")
+    assert "energy by regression" in told
+
+
+def test_the_second_sequence_has_another_order_and_mix() -> None:
+    def share(sequence: list[str]) -> float:
+        return sequence.count("0") / (sequence.count("0") + sequence.count("1"))
+
+    fitting, judging = fitting_sequence(160), judging_sequence(120)
+    assert abs(share(fitting) - 0.5) < 0.1
+    assert share(judging) > 0.75
+    assert "wait" in fitting
+    assert "wait" in judging
+
+
+@dataclass
+class HostEvents:
+    """Events that complete as they are recorded, `late_s` of a begin or an end late."""
+
+    late_s: Callable[[int], float] = lambda _index: 0.0
+    recorded_count: int = 0
+    helpers: list[int] = field(default_factory=list)
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def make_event(self) -> "HostEvent":
+        return HostEvent()
+
+    def record(self, event: "HostEvent") -> None:
+        event.at_s = time.monotonic() + self.late_s(self.recorded_count)
+        self.recorded_count += 1
+
+    def enter_helper(self) -> None:
+        self.helpers.append(1)
+
+
+class HostEvent:
+    at_s = 0.0
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.at_s
+
+    def elapsed_time(self, end_event: "HostEvent") -> float:
+        return 1000 * (end_event.at_s - self.at_s)
+
+
+def test_edges_by_events_agree_with_synchronised_ones() -> None:
+    source = HostEvents()
+    findings = edge_findings(source, lambda _each: time.sleep(0.001), lambda: None)
+    assert verdicts(findings)["durations by events"] is Verdict.PASSED, findings
+    assert len(source.helpers) == 1
+
+
+def test_edges_that_are_late_are_found() -> None:
+    # Edges come in the order: the iteration's begin, then begin and end of each computation.
+    source = HostEvents(lambda index: 0.0003 if index % (2 + 2 * COMPUTATIONS) % 2 == 0 else 0.0)
+    findings = edge_findings(source, lambda _each: time.sleep(0.001), lambda: time.sleep(0.0005))
+    assert verdicts(findings)["durations by events"] is Verdict.FAILED, findings
+
+
+@pytest.fixture
+def environment(stub_library: Path, gpu_files: list[Path]) -> dict[str, str]:
+    return nvml_stub.environment(stub_library, gpu_files[0].parent)
+
+
+def test_a_second_process_that_claims_the_gpu_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
+    with observing_agent(tmp_path, environment) as socket:
+        (finding,) = claim_findings(socket, UUID)
+        assert finding.verdict is Verdict.PASSED, finding
+        assert "another rank runs on it" in finding.found
+    assert (tmp_path / "agent.log").exists()
+    assert nvml_stub.Locks.read(tmp_path / "gpus" / "gpu-0") == nvml_stub.NO_LOCKS
+
+
+def test_a_claim_that_is_not_refused_is_found(environment: dict[str, str], tmp_path: Path) -> None:
+    with observing_agent(tmp_path, environment) as socket:
+        (finding,) = claim_findings(socket, "GPU-nowhere")
+        assert finding.verdict is Verdict.FAILED
+
+
+def test_an_agent_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+    broken = {"PERSEUS_AGENT_GPU_BACKEND": "emulated"}
+    with (
+        pytest.raises(AgentError, match="the agent does not listen; it said: "),
+        observing_agent(tmp_path, broken),
+    ):
+        pass

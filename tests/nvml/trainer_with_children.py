@@ -1,0 +1,45 @@
+"""The emulated trainer as trainers often are: with children that live on when it dies.
+
+One was forked, as data loaders and checkpoint writers are. The other holds the connection to the agent, as
+one does that a library forked, past Python's knowledge. Both end by themselves after a while.
+
+python -m tests.nvml.trainer_with_children TASK
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from perseus.agent.probe.client import Probe
+from perseus.demo.trainer import RankTask, train
+
+CHILDREN_LIVE_S = 20
+
+
+def have_children(connection: int) -> None:
+    """Two, of which one holds the connection."""
+    if os.fork() == 0:
+        os.closerange(3, 1024)  # the emulated GPU's lock is not to outlive the trainer
+        time.sleep(CHILDREN_LIVE_S)
+        os._exit(0)
+    subprocess.Popen(["sleep", str(CHILDREN_LIVE_S)], pass_fds=[connection])
+
+
+class ProbeWithChildren(Probe):
+    """Has them once it is connected."""
+
+    def register(self, **arguments: Any) -> bool:
+        done = super().register(**arguments)
+        if self._socket is not None:
+            have_children(self._socket.fileno())
+        return done
+
+
+if __name__ == "__main__":
+    from perseus.demo import trainer
+
+    trainer.Probe = ProbeWithChildren  # type: ignore[attr-defined]
+    train(RankTask(**json.loads(sys.argv[1])))

@@ -1,0 +1,75 @@
+"""What is no protocol buffer is refused with a reason by every kind of call, and is no fault of ours."""
+
+import logging
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from perseus.service.api.decoding import serve_stream
+from perseus.service.api.rpc_scopes import RPC_SCOPES
+from perseus.v1.agent_service_pb2 import ConnectRequest, Hello
+from tests.service.grpc_fakes import TIMEOUT_S, connected, make_settings, refusal
+
+NONSENSE = b"\xff\xff\xff\xff"
+STREAMS_OF_REQUESTS = ("/ServerReflectionInfo", "/Connect")
+
+
+@pytest.mark.parametrize("rpc", RPC_SCOPES)
+async def test_bytes_that_are_none_have_their_reason(
+    tmp_path: Path, rpc: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        channel: Any = client.channel  # bytes as they are
+        with capture_logs() as logs, caplog.at_level(logging.WARNING):
+            if rpc.endswith(STREAMS_OF_REQUESTS):
+                stream = channel.stream_stream(rpc)(timeout=TIMEOUT_S)
+                await stream.write(NONSENSE)
+                call = stream.read()
+            elif rpc.endswith(("/Watch", "/WatchJob")):
+                call = channel.unary_stream(rpc)(NONSENSE, timeout=TIMEOUT_S).read()
+            else:
+                call = channel.unary_unary(rpc)(NONSENSE, timeout=TIMEOUT_S)
+            code, reason, values = await refusal(call)
+        assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+        assert "pars" in values["cause"].lower()
+        assert [line for line in logs if line["log_level"] == "error"] == []
+        assert caplog.records == [], "no traceback of gRPC's"
+
+
+async def test_a_caller_that_leaves_while_it_is_answered_ends_the_answer_and_is_no_fault() -> None:
+    left: list[str] = []
+
+    async def behaviour(request: object, context: object) -> AsyncGenerator[str, None]:
+        try:
+            for number in range(9):
+                yield f"answer {number}"
+        finally:
+            left.append("the watcher's place")
+
+    class Gone:
+        def __init__(self) -> None:
+            self.written: list[str] = []
+
+        async def write(self, answer: str) -> None:
+            if self.written:
+                raise grpc.aio.InternalError('Failed "execute_batch"')
+            self.written.append(answer)
+
+    context: Any = Gone()
+    await serve_stream(behaviour, None, context)
+    assert (context.written, left) == (["answer 0"], ["the watcher's place"])
+
+
+async def test_an_agents_stream_that_has_begun_ends_with_it_too(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        channel: Any = client.channel
+        stream = channel.stream_stream("/perseus.v1.AgentService/Connect")(timeout=TIMEOUT_S)
+        hello = ConnectRequest(hello=Hello(instance_id="a"))
+        await stream.write(hello.SerializeToString())
+        await stream.read()
+        await stream.write(NONSENSE)
+        assert (await refusal(stream.read()))[:2] == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")

@@ -1,0 +1,53 @@
+"""A message as full as it may be is refused by its sizes: nothing in it is looked at one by one."""
+
+from functools import partial
+from typing import cast
+
+import pytest
+from google.protobuf.message import Message
+
+from perseus.service.api.texts import check_texts
+from perseus.service.api.translate_agents import joined_from_proto
+from perseus.service.api.translate_jobs import spec_from_proto
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.v1 import job_service_pb2, token_service_pb2
+from perseus.v1.agent_service_pb2 import ConnectRequest
+from tests.service.shell.test_registering_large_jobs import calls_of
+from tests.torture.malformed_messages import conversation, filled, valid
+
+MOST_CALLS = 2 * 65_536
+"""Functions that are called for as many computations as a job may have; a message has room for millions."""
+
+
+def refused(message: Message) -> int:
+    """How many functions are called until it is refused."""
+
+    def translate() -> None:
+        check_texts(message)
+        if isinstance(message, job_service_pb2.RegisterJobRequest):
+            spec_from_proto(message.spec)
+        elif isinstance(message, ConnectRequest):
+            joined_from_proto(message.rank_joined, "instance", "host")
+
+    def be_refused() -> None:
+        with pytest.raises(InvalidFieldError):
+            translate()
+
+    return calls_of(be_refused)
+
+
+@pytest.mark.parametrize("kind", [job_service_pb2.RegisterJobRequest, token_service_pb2.CreateTokenRequest])
+def test_requests_with_texts_and_schedules(kind: type[Message]) -> None:
+    made = list(filled(partial(valid, kind)))
+    assert made
+    for message in made:
+        assert message.ByteSize() > 1_900_000
+        assert refused(message) < MOST_CALLS
+
+
+def test_ranks_with_clocks() -> None:
+    made = [cast(ConnectRequest, each) for each in filled(lambda: conversation()[1])]
+    joined = [each for each in made if each.rank_joined.ByteSize() > 1_900_000]
+    assert joined
+    for message in joined:
+        assert refused(message) < MOST_CALLS

@@ -1,0 +1,66 @@
+"""Timelines: what is kept of a job's latest iterations, and how little memory it takes."""
+
+import sys
+from array import array
+
+from perseus.service.domain.model import IterationSummary
+from perseus.service.domain.specification import Coordinates, Parallelism
+from perseus.service.domain.telemetry import ComputationColumns, Order
+from perseus.service.job.iterations.timeline_memory import TimelineMemory
+from perseus.solver import one_forward_one_backward
+
+ORDER = one_forward_one_backward(2, 10).orders[0]
+
+
+def columns(iteration: int) -> ComputationColumns:
+    count = len(ORDER)
+    return ComputationColumns(
+        iteration=[iteration] * count,
+        kind=[0, 1] * (count // 2),
+        microbatch=list(range(count)),
+        chunk=[0] * count,
+        begin_s=[0.1 * row for row in range(count)],
+        duration_s=[0.05] * count,
+        clock_mhz=[1200 + row for row in range(count)],
+    )
+
+
+def summary(iteration: int) -> IterationSummary:
+    return IterationSummary(0, iteration, 1, 1.0, 100.0)
+
+
+def test_the_latest_iteration_that_all_stages_have_told_of_is_found() -> None:
+    memory = TimelineMemory(Parallelism(1, 2, 1))
+    for iteration in range(6):
+        memory.add(Coordinates(0, 0, 0), columns(iteration))
+        if iteration < 5:
+            memory.add(Coordinates(0, 1, 0), columns(iteration))
+            memory.finish(summary(iteration))
+    found = memory.latest(0)
+    assert found is not None
+    assert (found.iteration, len(found.stages)) == (4, 2)
+    memory.end()
+    left = memory.latest(0)
+    assert left is not None
+    assert (left.iteration, left.stages) == (found.iteration, found.stages)
+    assert [len(stage) for stage in memory._stages[0]] == [1, 1]
+
+
+def test_a_job_that_ends_without_a_whole_iteration_keeps_none() -> None:
+    memory = TimelineMemory(Parallelism(1, 2, 1))
+    memory.add(Coordinates(0, 0, 0), columns(0))
+    memory.end()
+    assert memory.latest(0) is None
+    assert [len(stage) for stage in memory._stages[0]] == [0, 0]
+
+
+def test_a_regular_iteration_is_kept_compact_and_as_it_was() -> None:
+    order = Order(ORDER)
+    first, second = (order.compact(columns(iteration)) for iteration in (1, 2))
+    assert first.kind is second.kind
+    assert first.microbatch is second.microbatch
+    assert first.chunk is second.chunk
+    for kept, told in zip(first[4:], columns(1)[4:], strict=True):
+        assert list(kept) == told
+        assert isinstance(kept, array)
+        assert sys.getsizeof(kept) < 1.5 * kept.itemsize * len(kept) + 64

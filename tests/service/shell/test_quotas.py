@@ -1,0 +1,76 @@
+"""What each principal has at once: counted both ways, whatever order things end in, and apart from others."""
+
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.domain.errors import LimitReachedError
+from perseus.service.domain.limits import Limits
+from perseus.service.shell.quotas import Quotas
+from tests.service.service_fakes import make_spec
+
+LIMITS = Limits(streams=3, solves=2, jobs=3, ranks=10, computations=60)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(["stream", "solve"]), st.sampled_from("ab")),
+            st.tuples(st.just("end"), st.integers(0, 20)),
+        ),
+        max_size=60,
+    )
+)
+def test_counts_are_what_is_open(steps: list[tuple[str, str | int]]) -> None:
+    quotas = Quotas(LIMITS, lambda: 0.0)
+    open_: list[tuple[str, str, ExitStack]] = []
+    for kind, what in steps:
+        if isinstance(what, int):
+            if open_:
+                open_.pop(what % len(open_))[2].close()
+            continue
+        count = sum((one, name) == (kind, what) for one, name, _ in open_)
+        stack = ExitStack()
+        most = LIMITS.streams if kind == "stream" else LIMITS.solves
+        if count < most:
+            stack.enter_context(quotas.stream(what) if kind == "stream" else quotas.solve(what))
+            open_.append((kind, what, stack))
+            continue
+        with pytest.raises(LimitReachedError) as caught:
+            stack.enter_context(quotas.stream(what) if kind == "stream" else quotas.solve(what))
+        assert caught.value.metadata == {
+            "principal": what, "what": f"{kind}s at once", "limit": str(most), "found": str(most + 1)
+        }  # fmt: skip
+
+
+def test_a_principals_jobs_count_together() -> None:
+    quotas = Quotas(LIMITS, lambda: 0.0)
+    two = make_spec(pipelines=1, stages=2, microbatches=2)  # of 2 ranks and 8 computations
+    quotas.check_job("a", two, [two, two])
+    for others, what in (
+        ([two, two, two], "4 with this one"),
+        ([make_spec(pipelines=3, stages=3, microbatches=1)], "10 ranks, found 11"),
+        ([make_spec(pipelines=1, stages=2, microbatches=14)], "60 computations, found 64"),
+    ):
+        with pytest.raises(LimitReachedError, match=what):
+            quotas.check_job("a", two, others)
+
+
+def test_a_stream_is_as_fast_as_it_and_all_of_its_principal_may_be() -> None:
+    now_s = 10.0
+    quotas = Quotas(Limits(messages_per_s=100, stream_messages_per_s=20), lambda: now_s)
+    with ExitStack() as stack:
+        streams = [stack.enter_context(quotas.stream("a")) for _ in range(10)]
+        other = stack.enter_context(quotas.stream("b"))
+        # Twenty at once, and then each stream by its own pace.
+        assert [streams[0].take() for _ in range(22)][19:] == pytest.approx([0.0, 0.05, 0.1])
+        # The others of its principal have what is left of a hundred; after that all wait.
+        for stream in streams[1:5]:
+            stream.take(19)
+        assert streams[5].take(2) == pytest.approx(0.0)
+        assert streams[6].take(10) == pytest.approx(0.1)
+        assert other.take() == 0.0
+        now_s += 60.0
+        assert streams[6].take() == streams[0].take() == 0.0

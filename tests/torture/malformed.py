@@ -1,0 +1,523 @@
+"""What a coordinator makes of malformed messages: nothing, if all is well.
+
+python -m tests.torture.malformed COUNT [--seed N] [--page PAGE]
+
+They go to a real coordinator with TLS and tokens, from somebody who has an operator's: nothing is turned away
+at the door. Meanwhile an agent with a token of its own goes on with its job, health is asked for all the
+time, and the coordinator's memory is read.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import random
+import ssl
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from benchmarks.load.control import CoordinatorProcess
+from perseus.demo.security import Security
+from perseus.tls.channels import Channels
+from perseus.tls.tokens import TokenSource
+from perseus.v1 import token_service_pb2
+from perseus.v1.agent_service_pb2 import ConnectRequest
+from perseus.v1.token_service_pb2_grpc import TokenServiceStub
+from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent
+from tests.torture import malformed_messages as messages
+
+SHARES = {"bounds": 0.4, "random": 0.3, "order": 0.2, "frames": 0.1}
+"""Of all messages."""
+
+HEALTH_LIMIT_S = 1.0
+_HEALTH_PERIOD_S = 0.05
+_SETTLED_SHARE = 0.4
+"""Of the messages: from then on, for a while, the coordinator has its size."""
+_GROWTH_BYTES = 48 * 2**20
+"""That counts as none: the allocator's, and what the jobs keep of their latest iterations and events."""
+
+_TITLE = "## Malformed messages"
+
+_CONNECT = "/perseus.v1.AgentService/Connect"
+_SENDERS = 6
+_PER_STREAM = 40
+_CALL_LIMIT_S = 60.0
+_WATCH_S = 0.05
+_SOLVE_LIMIT_S = 2.0
+"""What is asked of the solver may be as large as is allowed, and would take minutes."""
+_OWN_ERROR = "Internal error from Core"
+"""The client's own, of a stream that ends while it is written to."""
+_FAULTS = ("Traceback", "unexpected error", "quarantined", "the coordinator is late")
+_SHOWN_LINES = 25
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of it.
+
+    Attributes:
+        sent: messages, by kind.
+        ends: how calls and streams ended, by status or reason.
+        health_s: what each question for health took, but for the time in which the machine ran others.
+        slowest_health_s: the longest, that included.
+        settled_bytes, end_bytes: the coordinator's memory.
+        iteration_count: that the agent with a job went through meanwhile.
+        problems: what should not be so.
+    """
+
+    sent: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    health_s: list[float] = field(default_factory=list)
+    slowest_health_s: float = 0.0
+    settled_bytes: int = 0
+    end_bytes: int = 0
+    iteration_count: int = 0
+    took_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+def torture_malformed(folder: Path, count: int, seed: int) -> Outcome:
+    """Send so many to a coordinator of its own, and hold against it what it must not do."""
+    security = Security(folder / "security")
+    flags = (
+        "--lease-s",
+        "60",
+        "--guard-tolerance-percent",
+        "1000",
+        "--request-limit-s",
+        f"{_SOLVE_LIMIT_S:g}",
+    )
+    outcome, begun_s = Outcome(), time.monotonic()
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # of connections that break it would tell each time
+    with CoordinatorProcess(
+        folder, str(folder / "jobs.db"), flags, is_pinned=False, environment=security.of_coordinator()
+    ) as coordinator:
+        coordinator.start()
+        with _asking_for_health(security, coordinator, outcome):
+            asyncio.run(_Attack(coordinator, security, outcome, count, seed).run())
+        if (status := coordinator.poll()) is not None:
+            outcome.problems.append(f"it ended, with status {status}")
+        elif (status := coordinator.terminate()) != 0:
+            outcome.problems.append(f"SIGTERM: exit status {status}")
+        outcome.problems += _faults(coordinator.log)
+    outcome.took_s = time.monotonic() - begun_s
+    return outcome
+
+
+@contextmanager
+def _asking_for_health(
+    security: Security, coordinator: CoordinatorProcess, outcome: Outcome
+) -> Iterator[None]:
+    """Ask all the time, in a thread, as a probe would."""
+    is_over = threading.Event()
+
+    def ask() -> None:
+        with security.channels(coordinator.address).open_blocking() as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while not is_over.wait(_HEALTH_PERIOD_S):
+                begun_s, waiting = time.monotonic(), _Waiting(coordinator.pid, os.getpid())
+                try:
+                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=10 * HEALTH_LIMIT_S)
+                    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                        outcome.problems.append("health: not serving")
+                except grpc.RpcError as error:
+                    outcome.problems.append(f"health: {error}")
+                took_s = time.monotonic() - begun_s
+                outcome.slowest_health_s = max(outcome.slowest_health_s, took_s)
+                outcome.health_s.append(max(0.0, took_s - waiting.most_s()))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        asking.join()
+    if (slowest_s := max(outcome.health_s)) > HEALTH_LIMIT_S:
+        outcome.problems.append(f"health: answered after {slowest_s:.2f} s")
+
+
+class _Waiting:
+    """For how long threads of some processes are ready, and the machine runs others."""
+
+    def __init__(self, *process_ids: int) -> None:
+        self._process_ids = process_ids
+        self._begun_ns = [self._threads_ns(process_id) for process_id in process_ids]
+
+    def most_s(self) -> float:
+        """Of the thread of each process that waited most, since the beginning, together; seconds."""
+        total_ns = 0
+        for process_id, begun_ns in zip(self._process_ids, self._begun_ns, strict=True):
+            now_ns = self._threads_ns(process_id)
+            total_ns += max((now_ns[name] - begun_ns[name] for name in now_ns.keys() & begun_ns), default=0)
+        return total_ns / 1e9
+
+    @staticmethod
+    def _threads_ns(process_id: int) -> dict[str, int]:
+        found = {}
+        for thread in Path(f"/proc/{process_id}/task").glob("*/schedstat"):
+            with suppress(OSError):  # it has ended meanwhile
+                found[thread.parent.name] = int(thread.read_text().split()[1])
+        return found
+
+
+def _faults(log: Path) -> list[str]:
+    """Lines that tell of a fault of the coordinator's own; each kind once."""
+    lines = log.read_text().splitlines()
+    found = [
+        "\n".join(lines[number : number + _SHOWN_LINES])
+        for number, line in enumerate(lines)
+        if any(fault in line for fault in _FAULTS)
+    ]
+    return [f"its log, {count} times: {text[:4000]}" for text, count in Counter(found).most_common(5)]
+
+
+class _Attack:
+    """All that is sent, and who watches meanwhile."""
+
+    def __init__(
+        self, coordinator: CoordinatorProcess, security: Security, outcome: Outcome, count: int, seed: int
+    ) -> None:
+        self._coordinator = coordinator
+        self._security = security
+        self._outcome = outcome
+        self._count = count
+        self._chance = random.Random(seed)
+        self._quota = {kind: round(count * share) for kind, share in SHARES.items()}
+        self._methods = messages.unary_methods()
+        self._is_over = asyncio.Event()
+
+    async def run(self) -> None:
+        address = self._coordinator.address
+        async with self._security.channels(address).open() as channel:
+            secret = await _agent_token(channel)
+            async with Channels(
+                address, self._security.client_files, TokenSource(token=secret)
+            ).open() as own:
+                await Client(own).register(job_id="witness")
+                agent = FakeAgent(Client(own), "witness", ALL_PLACES, job_id="witness")
+                await agent.join()
+                witness = asyncio.create_task(self._witness(agent))
+                watching = asyncio.create_task(self._watch_memory())
+                keeping = asyncio.create_task(self._keep_job(Client(channel)))
+                work: list[Callable[[], Awaitable[None]]] = [
+                    lambda: self._send_bounds(channel),
+                    *[lambda: self._send_random(channel)] * 2,
+                    *[lambda: self._send_streams(channel, "random")] * 2,
+                    *[lambda: self._send_streams(channel, "order")] * 2,
+                    *[self._send_frames] * 2,
+                ]
+                await asyncio.gather(*(each() for each in work))
+                self._is_over.set()
+                await asyncio.gather(witness, watching, keeping)
+
+    # ------------------------------------------------------------------ watching
+
+    async def _witness(self, agent: FakeAgent) -> None:
+        """An agent that does nothing wrong, and is not to be disturbed."""
+        while not self._is_over.is_set():
+            await agent.iterate()
+            self._outcome.iteration_count += 1
+            await asyncio.sleep(0.1)
+        refused = [*agent.refused, *agent.telemetry_refused, *agent.messages_refused]
+        self._outcome.problems += [f"the other agent was refused: {each}" for each in refused]
+        await agent.end()
+
+    async def _keep_job(self, client: Client) -> None:
+        """Register the job of all the messages whenever one of them has ended it."""
+        while not self._is_over.is_set():
+            with suppress(grpc.aio.AioRpcError):  # for now, it is another's of that name
+                await client.register(job_id=messages.JOB)
+            await asyncio.sleep(0.2)
+
+    async def _watch_memory(self) -> None:
+        outcome = self._outcome
+        settled: list[int] = []
+        while not self._is_over.is_set():
+            if _SETTLED_SHARE <= outcome.sent.total() / self._count <= _SETTLED_SHARE + 0.3 or not settled:
+                settled.append(_memory_bytes(self._coordinator.pid))
+            await asyncio.sleep(0.1)
+        outcome.settled_bytes = min(settled[1:], default=settled[0])  # large messages leave room behind
+        outcome.end_bytes = _memory_bytes(self._coordinator.pid)
+        if outcome.end_bytes > outcome.settled_bytes + _GROWTH_BYTES:
+            outcome.problems.append(f"memory: {outcome.settled_bytes} bytes, {outcome.end_bytes} in the end")
+
+    # ------------------------------------------------------------------ sending
+
+    def _may_send(self, kind: str) -> bool:
+        """Whether one more of a kind is wanted; it then counts as sent."""
+        if self._outcome.sent[kind] >= self._quota[kind]:
+            return False
+        self._outcome.sent[kind] += 1
+        return True
+
+    async def _send_bounds(self, channel: grpc.aio.Channel) -> None:
+        """Every field of every request, and then of every message of the stream, from the beginning again."""
+        todo = self._bounds()
+        senders = (self._send_bounds_of(channel, todo) for _ in range(_SENDERS))
+        await asyncio.gather(*senders)
+
+    async def _send_bounds_of(self, channel: grpc.aio.Channel, todo: "Iterator[tuple[str, bytes]]") -> None:
+        talking = _Talk(channel, self._note_end)
+        for rpc, data in todo:
+            if not self._may_send("bounds"):
+                break
+            if rpc == _CONNECT:
+                await talking.say(data)
+            else:
+                await self._call(channel, rpc, data)
+        await talking.end()
+
+    def _bounds(self) -> "Iterator[tuple[str, bytes]]":
+        for rpc, kind in self._methods.items():
+            for message in messages.filled(partial(messages.valid, kind)):
+                yield rpc, message.SerializeToString()
+        for message in messages.filled(partial(_said, 0)):
+            yield _CONNECT, message.SerializeToString()
+        while True:
+            for rpc, kind in self._methods.items():
+                for message in messages.at_bounds(partial(messages.valid, kind)):
+                    yield rpc, message.SerializeToString()
+            for index, _ in enumerate(messages.conversation()):
+                for message in messages.at_bounds(partial(_said, index)):
+                    yield _CONNECT, message.SerializeToString()
+
+    async def _send_random(self, channel: grpc.aio.Channel) -> None:
+        rpcs = list(self._methods)
+        while self._may_send("random"):
+            rpc = self._chance.choice(rpcs)
+            await self._call(channel, rpc, self._random(self._methods[rpc]))
+
+    def _random(self, kind: Any) -> bytes:
+        chance = self._chance
+        made = messages.valid(kind) if chance.random() < 0.5 else messages.random_message(kind, chance)
+        data: bytes = made.SerializeToString()
+        return messages.mangled(data, chance) if chance.random() < 0.6 else data
+
+    async def _send_streams(self, channel: grpc.aio.Channel, kind: str) -> None:
+        """Conversations of random messages, or of proper ones in any order."""
+        chance = self._chance
+        talking = _Talk(channel, self._note_end)
+        while self._may_send(kind):
+            if chance.random() < 1 / _PER_STREAM:
+                await talking.end()
+            if kind == "order":
+                data = chance.choice(messages.conversation()).SerializeToString()
+            elif chance.random() < 0.5:
+                data = messages.mangled(chance.choice(messages.conversation()).SerializeToString(), chance)
+            else:
+                data = self._random_request()
+            await talking.say(data, has_hello=chance.random() < (0.8 if kind == "order" else 1.0))
+        await talking.end()
+
+    def _random_request(self) -> bytes:
+        chance = self._chance
+        request = chance.choice(messages.conversation())
+        name = request.WhichOneof("message")
+        part = getattr(request, str(name))
+        part.CopyFrom(messages.random_message(type(part), chance))
+        data: bytes = request.SerializeToString()
+        return data
+
+    async def _send_frames(self) -> None:
+        token = self._security.token_file.read_text().strip()
+        context = ssl.create_default_context(cafile=self._security.ca)
+        context.load_cert_chain(self._security.client_certificate, self._security.client_key)
+        context.set_alpn_protocols(["h2"])
+        host, _, port = self._coordinator.address.rpartition(":")
+        rpcs = [_CONNECT, *self._methods]
+        while True:
+            rpc = self._chance.choice(rpcs)
+            body = self._random(self._methods.get(rpc, ConnectRequest)) if rpc != _CONNECT else b""
+            is_plain = self._chance.random() < 0.1  # to a port that speaks TLS
+            todo = messages.frames(self._chance, rpc, token, body)
+            try:
+                reader, writer = await asyncio.open_connection(
+                    host,
+                    int(port),
+                    ssl=None if is_plain else context,
+                    server_hostname=None if is_plain else host,
+                )
+            except (OSError, ssl.SSLError) as error:
+                self._outcome.ends[f"no connection: {type(error).__name__}"] += 1
+                continue
+            with suppress(OSError, ssl.SSLError, TimeoutError):
+                for data in todo:
+                    if writer.is_closing():
+                        break
+                    if not self._may_send("frames"):
+                        writer.transport.abort()
+                        return
+                    writer.write(data)
+                    await writer.drain()
+                if self._chance.random() < 0.5:
+                    async with asyncio.timeout(_WATCH_S):
+                        await reader.read()
+            writer.transport.abort()
+
+    async def _call(self, channel: Any, rpc: str, data: bytes) -> None:
+        try:
+            if messages.is_streaming(rpc):
+                call = channel.unary_stream(rpc)(data, timeout=_WATCH_S)
+                with suppress(asyncio.CancelledError):
+                    async for _ in call:
+                        pass
+            else:
+                await channel.unary_unary(rpc)(data, timeout=_CALL_LIMIT_S)
+            self._outcome.ends["OK"] += 1
+        except grpc.aio.AioRpcError as error:
+            self._note_end(rpc, error)
+
+    def _note_end(self, rpc: str, error: grpc.aio.AioRpcError) -> None:
+        """Count how a call ended; a fault of the coordinator's own, and no answer at all, are problems."""
+        if error.details() == _OWN_ERROR:
+            return
+        end = _reason(error) or error.code().name
+        self._outcome.ends[end] += 1
+        is_silent = end == "DEADLINE_EXCEEDED" and not messages.is_streaming(rpc)
+        if end in ("INTERNAL", "UNKNOWN", "UNAVAILABLE") or is_silent:
+            problem = f"{rpc}: {error.code().name}: {error.details()}"
+            if problem not in self._outcome.problems:
+                self._outcome.problems.append(problem)
+
+
+class _Talk:
+    """Streams to Connect, one after another: each goes on until the coordinator ends it."""
+
+    def __init__(self, channel: Any, note_end: Callable[[str, grpc.aio.AioRpcError], None]) -> None:
+        self._channel = channel
+        self._note_end = note_end
+        self._call: Any = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def say(self, data: bytes, *, has_hello: bool = True) -> None:
+        """Say something, on a new stream if there is none."""
+        if self._reading is not None and self._reading.done():
+            await self.end()
+        if self._call is None:
+            self._call = self._channel.stream_stream(_CONNECT)()
+            self._reading = asyncio.create_task(self._read(self._call))
+            if has_hello:
+                await self._write(messages.conversation()[0].SerializeToString())
+        await self._write(data)
+
+    async def end(self) -> None:
+        """End the stream, and take what it ends with."""
+        if self._call is None:
+            return
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            await self._call.done_writing()
+        assert self._reading is not None
+        await asyncio.wait([self._reading], timeout=_CALL_LIMIT_S)
+        self._call.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._call = self._reading = None
+
+    async def _write(self, data: bytes) -> None:
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it has ended: reading says why
+            await self._call.write(data)
+
+    async def _read(self, call: Any) -> None:
+        try:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        except grpc.aio.AioRpcError as error:
+            self._note_end(_CONNECT, error)
+
+
+def _said(index: int) -> ConnectRequest:
+    return messages.conversation()[index]
+
+
+async def _agent_token(channel: grpc.aio.Channel) -> str:
+    request = token_service_pb2.CreateTokenRequest(
+        name="witness", scope=token_service_pb2.SCOPE_AGENT, job_patterns=["witness"]
+    )
+    return str((await TokenServiceStub(channel).CreateToken(request)).secret)
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    """The stable reason of a status; empty if it is gRPC's own."""
+    info = ErrorInfo()
+    status = rpc_status.from_call(error)
+    is_ours = status is not None and any(detail.Unpack(info) for detail in status.details)
+    return info.reason if is_ours else ""
+
+
+def _memory_bytes(process_id: int) -> int:
+    lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def section(outcome: Outcome, seed: int) -> str:
+    """The figures as a part of a page."""
+    kinds = {
+        "bounds": "each field at its bounds and beyond, of every request and every message of the stream",
+        "random": "random protocol buffers, and bytes that are none",
+        "order": "messages of agents in any order, with and without Hello",
+        "frames": "HTTP/2 that is cut, contradicts itself or is none",
+    }
+    rows = "\n".join(f"| {what} | {outcome.sent[kind]} |" for kind, what in kinds.items())
+    slowest_ms, per_s = 1000 * max(outcome.health_s), 1 / _HEALTH_PERIOD_S
+    settled_mb, end_mb = outcome.settled_bytes / 2**20, outcome.end_bytes / 2**20
+    ends = ", ".join(f"{end} {count}" for end, count in outcome.ends.most_common(12))
+    problems = "; ".join(outcome.problems) or "nothing"
+    return f"""{_TITLE}
+
+To a coordinator with TLS and tokens, with an operator's token, so that nothing is turned away at the door.
+Meanwhile an agent goes on with its job, and health is asked for some {per_s:g} times a second. A run fails
+if the coordinator ends, answers INTERNAL, logs a traceback, puts a job aside, grows, answers for health after
+more than {HEALTH_LIMIT_S:g} s, or disturbs that agent.
+
+| messages | sent |
+|---|---|
+{rows}
+
+How calls and streams ended: {ends}.
+
+Health was asked for {len(outcome.health_s)} times, and answered after {slowest_ms:.0f} ms at most, without
+the time in which the machine ran others ({outcome.slowest_health_s:.1f} s with it).
+Memory: {settled_mb:.0f} MB after {_SETTLED_SHARE:.0%} of the messages, {end_mb:.0f} MB after all.
+The other agent went through {outcome.iteration_count} iterations. What should not be so: {problems}.
+{outcome.took_s / 60:.1f} minutes, seed {seed}.
+"""
+
+
+def in_page(page: str, section: str) -> str:
+    """A page with its section of malformed messages in place of the one before, at its end."""
+    before, _, _ = page.partition(_TITLE)
+    return f"{before.rstrip()}\n\n{section}"
+
+
+def main(count: int, seed: int, page: Path | None) -> None:
+    """Send them, say what came of it, and write it into a page."""
+    with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
+        outcome = torture_malformed(Path(folder), count, seed)
+    text = section(outcome, seed)
+    print(text)
+    if page is not None:
+        page.write_text(in_page(page.read_text(), text))
+    if outcome.problems:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("count", type=int)
+    arguments.add_argument("--seed", type=int, default=random.randrange(2**32))
+    arguments.add_argument("--page", type=Path)
+    given = arguments.parse_args()
+    main(given.count, given.seed, given.page)

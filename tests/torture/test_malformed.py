@@ -1,0 +1,52 @@
+"""Malformed messages change nothing. `make torture-coordinator` sends a hundred thousand."""
+
+import random
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+import pytest
+from google.protobuf.descriptor import Descriptor
+
+from tests.torture import malformed_messages as messages
+from tests.torture.malformed import SHARES, torture_malformed
+
+COUNT = 1500
+
+
+@pytest.mark.timeout(300)
+def test_malformed_messages_change_nothing(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # shown if it fails
+    outcome = torture_malformed(tmp_path, COUNT, seed)
+    assert outcome.problems == []
+    assert outcome.sent == {kind: round(COUNT * share) for kind, share in SHARES.items()}
+    assert outcome.iteration_count > 0
+    assert {"INVALID_FIELD", "MALFORMED_MESSAGE"} <= set(outcome.ends)
+
+
+def test_every_field_of_every_request_is_put_at_its_bounds() -> None:
+    for kind in messages.unary_methods().values():
+        made = list(messages.at_bounds(partial(messages.valid, kind)))
+        for path in messages.paths(cast(Descriptor, kind.DESCRIPTOR)):
+            field = path[-1]
+            if field.message_type is None and not any(each.is_repeated for each in path):
+                found = {repr(_value(message, path)) for message in made}
+                assert found >= {repr(value) for value in messages.extremes(field)}, field.full_name
+
+
+def _value(message: object, path: messages.Path) -> object:
+    for field in path:
+        message = getattr(message, field.name)
+    return message
+
+
+def test_what_is_sent_follows_from_the_seed() -> None:
+    def some(seed: int) -> list[bytes]:
+        chance = random.Random(seed)
+        kinds = messages.unary_methods().values()
+        made = [messages.random_message(kind, chance).SerializeToString(deterministic=True) for kind in kinds]
+        return [*made, *islice(messages.frames(chance, "/rpc", "token", b"body"), 3)]
+
+    assert some(1) == some(1) != some(2)

@@ -301,9 +301,9 @@ def draw(table: Table, path: Path) -> None:
     axes = figure.subplots()
     for name in dict.fromkeys(row[0] for row in table.rows):
         rows = [row for row in table.rows if row[0] == name]
-        axes.plot([row[1] for row in rows], [row[2] for row in rows], marker="o", label=name)
+        axes.plot(_numbers(rows, 1), _numbers(rows, 2), marker="o", label=str(name))
     ideal = [row for row in table.rows if row[4] is not None]
-    axes.plot([row[1] for row in ideal], [row[4] for row in ideal], "k--", label="independent, ideal test")
+    axes.plot(_numbers(ideal, 1), _numbers(ideal, 4), "k--", label="independent, ideal test")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("straggler, × its plan")
@@ -313,6 +313,10 @@ def draw(table: Table, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(title="jitter: slowest of 32 at 1.35 ×", frameon=False)
     figure.savefig(path, dpi=110)
+
+
+def _numbers(rows: Sequence[tuple[Cell, ...]], column: int) -> list[float]:
+    return [float(row[column] or 0) for row in rows]
 
 
 if __name__ == "__main__":

@@ -70,15 +70,20 @@ HOUSE: Mapping[str, Room] = {
     "service.job.ranks": pure("service.domain", "service.job.journal"),
     "service.job.iterations": pure("service.domain", needs=["numpy"]),
     "service.job.profiling": pure("service.domain", "service.job.journal", "service.job.ranks", "solver"),
-    "service.job.stragglers": pure("service.domain", "service.job.journal", "solver", needs=["numpy"]),
+    "service.job.statistics": pure("service.domain", needs=["numpy"]),
+    "service.job.stragglers": pure(
+        "service.domain", "service.job.journal", "service.job.statistics", "solver", needs=["numpy"]
+    ),
     "service.job.planning": pure(
         "service.domain",
         "service.job.iterations",
         "service.job.journal",
         "service.job.profiling",
         "service.job.ranks",
+        "service.job.statistics",
         "service.job.stragglers",
         "solver",
+        needs=["numpy"],
     ),
     "service.job.progress": pure(
         "service.domain",

@@ -26,8 +26,6 @@ from perseus.demo.workload import Workload
 _START_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 15.0
 _POLL_S = 0.05
-# A dozen processes on a few cores: their iterations differ by more than those of real GPUs.
-_GUARD_TOLERANCE_PERCENT = 10.0
 
 
 class ClusterError(Exception):
@@ -48,7 +46,7 @@ class Cluster:
         log_dir: Path,
         *,
         nvml_library: Path | None = None,
-        guard_tolerance_percent: float = _GUARD_TOLERANCE_PERCENT,
+        guard_tolerance_percent: float | None = None,
     ) -> None:
         self._workload = workload
         self._run_dir = run_dir
@@ -78,6 +76,9 @@ class Cluster:
             ClusterError: it ended or did not listen in time.
         """
         log = self._log_dir / "coordinator.log"
+        guard = []
+        if self._guard_tolerance_percent is not None:
+            guard = [f"--guard-tolerance-percent={self._guard_tolerance_percent}"]
         self._coordinator = self._start(
             log,
             "-m",
@@ -86,7 +87,7 @@ class Cluster:
             "--listen=127.0.0.1:0",
             f"--database={self._run_dir / 'perseus.db'}",
             "--log-format=json",
-            f"--guard-tolerance-percent={self._guard_tolerance_percent}",
+            *guard,
             environment=self.security.of_coordinator(),
         )
         address = self._await_log(self._coordinator, log, "listening", "address")

@@ -137,7 +137,9 @@ async def running(
                 settings.profile_budget_j,
             ),
         ),
-        GuardRules(settings.guard_tolerance_percent / 100, settings.guard_iterations),
+        GuardRules(
+            settings.guard_tolerance_percent / 100, settings.guard_iterations, settings.baseline_iterations
+        ),
     )
     limits = Limits(
         settings.limit_streams,

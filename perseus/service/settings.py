@@ -73,10 +73,13 @@ class CoordinatorSettings(BaseSettings):
         default=math.inf, gt=0, description="Joules that profiling may take beyond stock."
     )
     guard_tolerance_percent: float = Field(
-        default=1.0, gt=0, le=1000, description="Back to stock when iterations exceed the plan by this much."
+        default=1.0,
+        gt=0,
+        le=1000,
+        description="Back to stock when iterations surely exceed the plan by this much.",
     )
     guard_iterations: int = Field(
-        default=5, ge=1, le=1000, description="Iterations that the guard takes the median of."
+        default=5, ge=1, le=1000, description="Iterations of which the median has to exceed it, at least."
     )
     solver_processes: int = Field(default=1, ge=1, le=64, description="Jobs' problems solved at a time.")
     solver_limit_s: float = Field(

@@ -1034,24 +1034,27 @@ class StragglerFinding(google.protobuf.message.Message):
     STAGE_RATIO_FIELD_NUMBER: builtins.int
     CLOCK_EVENT_REASONS_FIELD_NUMBER: builtins.int
     IS_OVERRIDDEN_FIELD_NUMBER: builtins.int
+    WAITED_FACTOR_FIELD_NUMBER: builtins.int
     pipeline: builtins.int
     """Pipeline, from 0."""
     slowdown_factor: builtins.float
-    """Its span of computation over the one of its plan (without a plan: of its peers); 1 where it is none."""
+    """Its span of computation over the one of its plan (without a plan: of its peers), measured since it has
+    changed; 1 where it is none.
+    """
     iteration: builtins.int
     """The iteration that decided."""
     iteration_count: builtins.int
-    """Iterations in a row that say so."""
+    """Iterations that the factor was measured in, or that show that it is none."""
     span_s: builtins.float
     """Span of computation, seconds."""
     planned_span_s: builtins.float
     """The span that its plan promises, seconds; 0 without a plan."""
     excess: builtins.float
-    """Its excess over its peers."""
+    """The excess over its plan, and its peers, that the deciding iteration alone shows."""
     noise: builtins.float
     """Standard deviation of the excess from iteration to iteration."""
     limit: builtins.float
-    """The limit that the mean excess was held against."""
+    """The least excess of a straggler."""
     slowest_stage: builtins.int
     """The stage that fell behind the most, from 0."""
     stage_ratio: builtins.float
@@ -1060,6 +1063,10 @@ class StragglerFinding(google.protobuf.message.Message):
     """Why its GPUs were held below their clocks, as NVML's bits; 0 if they were not."""
     is_overridden: builtins.bool
     """Whether somebody's report overrides it."""
+    waited_factor: builtins.float
+    """The factor by which other pipelines surely wait for it, and may be slowed: lower than its own, by the
+    noise, and 1 where nothing is sure or it is none.
+    """
     def __init__(
         self,
         *,
@@ -1076,8 +1083,9 @@ class StragglerFinding(google.protobuf.message.Message):
         stage_ratio: builtins.float = ...,
         clock_event_reasons: builtins.int = ...,
         is_overridden: builtins.bool = ...,
+        waited_factor: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock_event_reasons", b"clock_event_reasons", "excess", b"excess", "is_overridden", b"is_overridden", "iteration", b"iteration", "iteration_count", b"iteration_count", "limit", b"limit", "noise", b"noise", "pipeline", b"pipeline", "planned_span_s", b"planned_span_s", "slowdown_factor", b"slowdown_factor", "slowest_stage", b"slowest_stage", "span_s", b"span_s", "stage_ratio", b"stage_ratio"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_event_reasons", b"clock_event_reasons", "excess", b"excess", "is_overridden", b"is_overridden", "iteration", b"iteration", "iteration_count", b"iteration_count", "limit", b"limit", "noise", b"noise", "pipeline", b"pipeline", "planned_span_s", b"planned_span_s", "slowdown_factor", b"slowdown_factor", "slowest_stage", b"slowest_stage", "span_s", b"span_s", "stage_ratio", b"stage_ratio", "waited_factor", b"waited_factor"]) -> None: ...
 
 Global___StragglerFinding: typing_extensions.TypeAlias = StragglerFinding
 

@@ -271,6 +271,7 @@ def _straggler_finding(evidence: domain.StragglerFinding) -> event_pb2.Straggler
     return event_pb2.StragglerFinding(
         pipeline=evidence.pipeline,
         slowdown_factor=evidence.slowdown_factor,
+        waited_factor=evidence.waited_factor,
         iteration=evidence.iteration,
         iteration_count=evidence.iteration_count,
         span_s=evidence.span_s,

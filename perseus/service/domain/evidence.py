@@ -197,6 +197,7 @@ class StragglerFinding:
 
     pipeline: int
     slowdown_factor: float
+    waited_factor: float
     iteration: int
     iteration_count: int
     span_s: float

@@ -233,6 +233,7 @@ class Course:
         for iteration in complete:
             gap_s = self.progress.silence_s(self.now_s)
             self.progress.take_iteration(iteration, self.now_s)
+            self.planner.watch.learn(iteration)
             judgement = self.stragglers.judge(iteration)
             if judgement.has_changed:
                 self.after_straggler_change()

@@ -78,6 +78,10 @@ class PlanWatch:
         """Take an iteration that ran at stock."""
         self._irregular.take_stock(iteration)
 
+    def learn(self, iteration: JobIteration) -> None:
+        """Take any iteration of the job, whatever it ran under: how much iterations jump."""
+        self._guard.learn(iteration)
+
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank measured under the plan that it has now."""
         self._drift.take_estimate(rank, estimate)
@@ -98,7 +102,8 @@ class PlanWatch:
             if broken is not None:
                 self._journal.announce(
                     EventType.PROMISE_BROKEN,
-                    f"iterations take {broken.median_time_s:.6f} s, not {broken.promised_time_s:.6f} s",
+                    f"iterations take {broken.median_time_s:.6f} s, not {broken.promised_time_s:.6f} s "
+                    f"and at most {broken.tolerance:.1%} more, where they jump by {broken.noise:.1%}",
                     evidence.PromiseBroken(
                         promised_time_s=broken.promised_time_s,
                         median_time_s=broken.median_time_s,

@@ -1,71 +1,69 @@
-"""Which pipelines are slow: a robust statistic with hysteresis on the spans of computation. Pure.
+"""Which pipelines are slow: sequential evidence on the spans of computation. Pure.
 
 Theory of operation
 ===================
 
-Each iteration gives every pipeline two figures:
+Each iteration gives every pipeline a figure, its *slowness*: the log of its span over the one that its own
+plan promises. The plan comes first: with two pipelines, peers can not say who is slow. What most of its peers
+have in common, a profile that is off or a shift of the whole job (drift), is taken off, unless it is in their
+favour. Without a plan (at stock, while clocks are held) a pipeline is compared with its peers alone.
 
-- its *pace*: its span over the one that its own plan promises. This comes first: with two pipelines, peers
-  can not say who is slow. Without a plan (at stock, while clocks are held) the pace is the span itself.
-- its *excess*: its pace over the median pace of its peers, less 1. What all have in common, a profile that
-  is off or a shift of the whole job (drift), cancels out.
+Spans jump. How much is learned from all pipelines together (`noise`), and before that is known it is taken to
+be much. Against it, evidence that a pipeline has another *level* of slowness adds up (`sequential_test`),
+until it reaches a threshold that jumps alone would reach once in `FALSE_FREE_ITERATIONS` of the job, or less
+often:
 
-A pipeline is *slow* in an iteration if its excess is above `LEAVE` and its own plan is broken by as much.
-What comes of it depends on how long that lasts:
+    jitter      adds up to nothing, however wild: it is what the noise was learned from.
+    transient   a single iteration never decides, unless a GPU of the pipeline says that it is being slowed
+                (heat, power brake).
+    lasting     a straggler. Its level is what it had since the change, as far as that can be told.
+    another     evidence for a higher or lower level moves a straggler there; below `LEAVE`, it is none any
+                more. To slow others less takes less evidence: giving slack back is never delayed.
+    flapping    each withdrawal makes the next detection take four times as much (as a log), until the
+                pipeline has been itself for `CALM` iterations.
 
-    jitter      `enter` is at least twice `LEAVE`, and rises with the noise: nothing.
-    transient   slow once, and all is well: nothing.
-    lasting     slow for `PATIENCE` iterations, on average by more than `enter`: a straggler. If they differ
-                much, it may have begun within the first, and one more decides. A single one is enough if a
-                GPU of the pipeline says that it is being slowed (heat, power brake).
-    over        not slow for `PATIENCE` iterations: none any more.
-    whole job   all paces rise together: no excess.
-
-The noise is that of the differences from one iteration to the next, so that a step is no noise, but what goes
-up and down all the time is. What flaps more slowly than that finds less and less patience to exploit it: it
-doubles with each withdrawal, until the pipeline has been itself for `CALM` iterations. Giving slack back is
-never delayed.
-
-A straggler's factor is the least of the iterations that confirmed it: peers that are slower than it would
-slow the job. The factor follows the straggler in the same way: down within `PATIENCE` iterations, up after
-one more than it took to find it.
+The factor that others may take (`answers`) is lower than the straggler's own, and may be 1: a straggler that
+nobody surely waits for. A slow change that stays below `ENTER` is no straggler.
 
 The first iteration under other clocks, and the first of all, say nothing.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
-from statistics import fmean
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perseus.service.domain.telemetry import FloatColumn, IntColumn
+from perseus.service.job.statistics.noise import Noise
+from perseus.service.job.statistics.sequential_test import GAP, LEAST_LEVEL, SequentialTest
+from perseus.service.job.stragglers.answers import LEAST_CHANGE, AnswerCost, Measured
 from perseus.service.job.stragglers.spans import IterationSpans
 
-ENTER = 0.02
-"""Least excess of a straggler. Healthy pipelines of real jobs differ by 0.4 % (one standard deviation)."""
+ENTER = 0.015
+"""Least slowness of a straggler. Healthy pipelines of real jobs differ by 0.4 % (one standard deviation)."""
 
-LEAVE = ENTER / 2
-"""Least excess of a slow iteration."""
+LEAVE = ENTER / 3
+"""Slowness that a straggler has to keep, by a standard error, to remain one."""
 
-NOISE_FACTOR = 3.0
-"""The excess of a straggler in standard deviations of the noise, where that is more."""
+FALSE_FREE_ITERATIONS = 1000
+"""Iterations of a job without a straggler in which at most one is found, on average."""
 
-PATIENCE = 2
+_CLEARING_THRESHOLD = 100.0
+"""The same, by pipeline, for slowing down less: it costs energy only."""
+
 MOST_PATIENCE = 32
 CALM = 20
 
 SLOWING_REASONS = 0x8 | 0x20 | 0x40 | 0x80
 """NVML's clock events that slow one GPU: hardware slowdown, software and hardware thermal, power brake."""
 
-_UNEQUAL = 0.25
-"""Two slow iterations differ much if their excesses do by more than this share, and by more than noise."""
+_SLOWED_SHARE = 0.25
+"""Of the root of the threshold: what a GPU's own word leaves to be shown."""
 
-_NOISE_ITERATIONS = 16
-_LEAST_NOISE_ITERATIONS = 4
-_DEVIATION_PER_CHANGE = 1.05
-"""Standard deviation of normal noise over the median absolute difference of two of its values."""
+_REMEMBERED = 64
+"""Iterations of which a new level may be the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +73,21 @@ class Finding:
     Attributes:
         slowdown_factor: its span over the one of its plan (without a plan: of its peers), as long as its
             peers keep theirs.
+        waited_factor: the factor by which others surely wait for it, so that they may be slowed.
         iteration: the one that decided.
-        iteration_count: how many in a row say so.
+        iteration_count: how many the factor was measured in, or show that it is none.
         span_s, planned_span_s: measured and promised; the latter is 0 without a plan.
-        excess: over its peers.
+        excess: the factor that this iteration alone shows, less 1.
         noise: standard deviation of the excess from iteration to iteration.
-        enter: the limit for the mean excess of the iterations that found it.
+        enter: the least excess of a straggler.
         slowest_stage, stage_ratio: the stage that fell behind the most, and how much.
         clock_event_reasons: NVML's bits.
+        has_cost_time: whether it is the answer that changes, because it cost time.
     """
 
     pipeline: int
     slowdown_factor: float
+    waited_factor: float
     iteration: int
     iteration_count: int
     span_s: float
@@ -97,6 +98,7 @@ class Finding:
     slowest_stage: int
     stage_ratio: float
     clock_event_reasons: int
+    has_cost_time: bool = False
 
     @property
     def is_straggler(self) -> bool:
@@ -105,189 +107,213 @@ class Finding:
 
 
 @dataclass(slots=True)
-class _Suspect:
-    """A pipeline that was slow lately. `factor` is 1 unless it is a straggler."""
+class _Known:
+    """A straggler: what was measured of it, and the log ratio that others wait for."""
 
-    factor: float = 1.0
-    patience: int = PATIENCE
-    calm_count: int = 0
-    rising: list[tuple[float, float]] = field(default_factory=list)
-    """(excess, factor) of the latest iterations in a row that speak for a straggler, or a slower one."""
-    falling: list[float] = field(default_factory=list)
-    """Factors of those that speak against it, or for a faster one."""
-
-    @property
-    def is_cleared(self) -> bool:
-        """Whether there is nothing left to know about it."""
-        is_quiet = self.factor == 1 and not self.rising
-        return is_quiet and (self.patience == PATIENCE or self.calm_count >= CALM)
-
-    def take(self, excess: float, factor: float, *, is_slow: bool, is_slowed: bool, enter: float) -> int:
-        """Take an iteration; return how many have led to another factor, 0 if it stays."""
-        if self.factor == 1:
-            return self._take_as_suspect(excess, factor, is_slow, is_slowed, enter)
-        return self._take_as_straggler(excess, factor, is_slow, enter)
-
-    def _take_as_suspect(
-        self, excess: float, factor: float, is_slow: bool, is_slowed: bool, enter: float
-    ) -> int:
-        if not is_slow:
-            self.rising.clear()
-            self.calm_count += 1
-            return 0
-        self.calm_count = 0
-        self.rising.append((excess, factor))
-        needed = 1 if is_slowed else self.patience
-        recent = self.rising[-needed:]
-        if len(recent) < needed or fmean(each for each, _ in recent) < enter:
-            return 0
-        before = self.rising[-2][0] if needed > 1 else excess
-        is_unequal = abs(excess - before) > max(2 * enter, _UNEQUAL * max(excess, before))
-        if is_unequal and len(self.rising) == needed:
-            return 0
-        return self._settle(min(each for _, each in recent), needed)
-
-    def _take_as_straggler(self, excess: float, factor: float, is_slow: bool, enter: float) -> int:
-        if not is_slow or factor < self.factor * (1 - enter / 2):
-            self.rising.clear()
-            self.falling.append(factor if is_slow else 1.0)
-            if len(self.falling) < PATIENCE:
-                return 0
-            self.patience = min(MOST_PATIENCE, 2 * self.patience)
-            return self._settle(min(self.falling), PATIENCE)
-        self.falling.clear()
-        if factor <= self.factor * (1 + enter):
-            self.rising.clear()
-            return 0
-        self.rising.append((excess, factor))
-        needed = self.patience + 1
-        if len(self.rising) < needed:
-            return 0
-        return self._settle(min(each for _, each in self.rising[-needed:]), needed)
-
-    def _settle(self, factor: float, iteration_count: int) -> int:
-        self.factor = factor
-        self.calm_count = 0
-        self.rising.clear()
-        self.falling.clear()
-        return iteration_count
+    measured: Measured
+    waited: float
 
 
 class StragglerDetector:
     """Follows the pipelines of one job, iteration by iteration."""
 
     def __init__(self, pipeline_count: int) -> None:
+        self._count = pipeline_count
         self._versions: IntColumn = np.full(pipeline_count, -1)
-        self._excess: FloatColumn = np.full(pipeline_count, np.nan)
-        self._changes: deque[FloatColumn] = deque(maxlen=_NOISE_ITERATIONS)
-        self._suspects: dict[int, _Suspect] = {}
+        self._noise = Noise(pipeline_count)
+        self._test = SequentialTest(
+            pipeline_count, FALSE_FREE_ITERATIONS * pipeline_count, _CLEARING_THRESHOLD
+        )
+        self._cost = AnswerCost()
+        self._known: dict[int, _Known] = {}
+        self._patience: IntColumn = np.ones(pipeline_count, np.int64)
+        self._calm_counts: IntColumn = np.zeros(pipeline_count, np.int64)
+        self._recent: FloatColumn = np.full((_REMEMBERED, pipeline_count), np.nan)
+        self._row = 0
 
-    def factor(self, pipeline: int) -> float:
-        """Return the slowdown factor of a pipeline, 1 if it is no straggler."""
-        suspect = self._suspects.get(pipeline)
-        return suspect.factor if suspect else 1.0
+    def factor(self, pipeline: int) -> float | None:
+        """Return the factor by which others wait for a straggler; None if it is none."""
+        known = self._known.get(pipeline)
+        return math.exp(known.waited) if known else None
 
-    def restore(self, pipeline: int, slowdown_factor: float) -> None:
+    def restore(self, pipeline: int, waited_factor: float) -> None:
         """Take a straggler that was found before a restart."""
-        self._suspects[pipeline] = _Suspect(slowdown_factor)
+        waited = math.log(waited_factor)
+        level = max(waited, LEAST_LEVEL)
+        self._settle(pipeline, level)
+        self._known[pipeline] = _Known(Measured(1, level, 0.0), waited)
 
     def forget(self, pipeline: int) -> None:
         """Take somebody's word that a pipeline is no straggler; it may be found to be one again."""
-        self._suspects.pop(pipeline, None)
+        self._known.pop(pipeline, None)
+        self._settle(pipeline, 0.0)
 
     def restart(self) -> None:
         """What is under way counts for nothing: the job may go on with an iteration that it had before."""
         self._versions = np.full_like(self._versions, -1)
-        self._excess = np.full_like(self._excess, np.nan)
-        for suspect in self._suspects.values():
-            suspect.rising.clear()
-            suspect.falling.clear()
+        self._noise.restart()
+        self._test.restart()
+        self._cost.restart()
+        self._recent[:] = np.nan
 
-    def judge(self, spans: IterationSpans) -> list[Finding]:
-        """Take the next iteration; return what has changed."""
+    def judge(self, spans: IterationSpans, *, is_overridden: bool = False) -> list[Finding]:
+        """Take the next iteration; return what has changed.
+
+        `is_overridden`: what the others take is somebody else's answer, and its cost theirs.
+        """
         is_fresh = spans.versions != self._versions
         self._versions = spans.versions
         spans_s = np.where(is_fresh, np.nan, spans.spans_s)
-        pace, excess, factor = _compare(spans_s, spans.planned_s, spans.versions)
-        noise = self._note_noise(excess)
-        enter = np.maximum(ENTER, NOISE_FACTOR * noise)
-        keeps_plan = ~np.isnan(spans.planned_s) & (pace < 1 + LEAVE)
-        is_slow = (excess > LEAVE) & ~keeps_plan
+        slowness = _slowness(spans_s, spans.planned_s, spans.versions, self._test.levels)
+        self._test.add(slowness, self._noise)
+        self._noise.add(slowness)
+        self._row = (self._row + 1) % _REMEMBERED
+        self._recent[self._row] = slowness
+        changed = dict(self._find_changes(spans, slowness))
+        for pipeline, known in self._known.items():
+            if pipeline not in changed and not math.isnan(slowness[pipeline]):
+                known.measured.add(float(slowness[pipeline]))
+        has_cost_time = self._cost.judge(spans, spans_s, () if is_overridden else self._known)
+        answers = self._withdraw_answers() if has_cost_time else self._better_answers()
+        changed |= {pipeline: self._known[pipeline].measured.count for pipeline in answers}
+        return [
+            self._finding(pipeline, spans, slowness, iteration_count, has_cost_time)
+            for pipeline, iteration_count in sorted(changed.items())
+        ]
+
+    def _find_changes(self, spans: IterationSpans, slowness: FloatColumn) -> Iterator[tuple[int, int]]:
+        """Yield the pipelines that have another level now, and the number of iterations that show it."""
+        above, below = self._test.evidence_above(), self._test.evidence_below()
         is_slowed = (spans.clock_event_reasons & SLOWING_REASONS) != 0
-        found = []
-        for pipeline in sorted({*self._suspects, *np.flatnonzero(is_slow).tolist()}):
-            if np.isnan(excess[pipeline]):
+        needed = self._test.threshold_above ** self._patience.astype(np.float64)
+        is_slowed &= above >= _SLOWED_SHARE * np.sqrt(needed)
+        is_above, is_below = (above >= needed) | is_slowed, below >= self._test.threshold_below
+        self._count_calm(above)
+        for pipeline in np.flatnonzero((is_above | is_below) & ~np.isnan(slowness)).tolist():
+            level = float(self._test.levels[pipeline])
+            recent = self._since_change(pipeline, level, is_upwards=bool(is_above[pipeline]))
+            if is_slowed[pipeline] and above[pipeline] < needed[pipeline]:
+                recent = recent[:1]  # its GPU speaks of this one
+            measured = Measured.of(recent)
+            known = self._known.get(pipeline)
+            if self._is_slow(measured, is_known=known is not None):
+                if known is None or abs(measured.mean - known.measured.mean) >= GAP:
+                    self._settle(pipeline, max(LEAST_LEVEL, measured.mean))
+                    self._known[pipeline] = _Known(measured, self._sure(measured))
+                    yield pipeline, measured.count
+                else:
+                    self._test.settle(pipeline, level)
+            elif known is not None:
+                self.forget(pipeline)
+                self._patience[pipeline] = min(MOST_PATIENCE, 4 * self._patience[pipeline])
+                yield pipeline, measured.count
+            else:
+                self._test.settle(pipeline, level)
+
+    def _is_slow(self, measured: Measured, *, is_known: bool) -> bool:
+        if not is_known:
+            return measured.mean >= math.log1p(ENTER)
+        return measured.mean - self._noise.scale / math.sqrt(measured.count) >= math.log1p(LEAVE)
+
+    def _count_calm(self, above: FloatColumn) -> None:
+        """Count for how long there was no sign of slowness; what flapped is forgotten after a while."""
+        is_calm = (above < math.sqrt(self._test.threshold_above)) & (self._test.levels == 0)
+        self._calm_counts = np.where(is_calm, self._calm_counts + 1, 0)
+        self._patience[self._calm_counts >= CALM] = 1
+
+    def _since_change(self, pipeline: int, level: float, *, is_upwards: bool) -> FloatColumn:
+        """Return what is likeliest to have come after the change: the latest, where they differ the most."""
+        own = np.roll(self._recent[:, pipeline], -1 - self._row)[::-1]
+        own = own[~np.isnan(own)]
+        sums = np.cumsum(own - level) * (1 if is_upwards else -1)
+        return own[: 1 + int(np.argmax(sums / np.sqrt(np.arange(1, len(own) + 1))))]
+
+    def _sure(self, measured: Measured) -> float:
+        if self._cost.is_paused:
+            return 0.0
+        return measured.sure(self._noise.scale, self._count - len(self._known))
+
+    def _withdraw_answers(self) -> Iterator[int]:
+        for pipeline, known in self._known.items():
+            if known.waited:
+                known.waited = 0.0
+                yield pipeline
+
+    def _better_answers(self) -> Iterator[int]:
+        """Yield the stragglers of which so much more is known that others may take more of their slowness."""
+        for pipeline, known in self._known.items():
+            if known.measured.count.bit_count() > 1:  # each time that twice as much is known
                 continue
-            suspect = self._suspects.setdefault(pipeline, _Suspect())
-            iteration_count = suspect.take(
-                float(excess[pipeline]),
-                float(factor[pipeline]),
-                is_slow=bool(is_slow[pipeline]),
-                is_slowed=bool(is_slowed[pipeline]),
-                enter=float(enter[pipeline]),
-            )
-            if suspect.is_cleared:
-                del self._suspects[pipeline]
-            if iteration_count:
-                found.append(
-                    Finding(
-                        pipeline=pipeline,
-                        slowdown_factor=suspect.factor,
-                        iteration=spans.iteration,
-                        iteration_count=iteration_count,
-                        span_s=float(spans_s[pipeline]),
-                        planned_span_s=float(np.nan_to_num(spans.planned_s[pipeline])),
-                        excess=float(excess[pipeline]),
-                        noise=float(noise[pipeline]),
-                        enter=float(enter[pipeline]),
-                        slowest_stage=int(spans.slowest_stages[pipeline]),
-                        stage_ratio=float(spans.stage_ratios[pipeline]),
-                        clock_event_reasons=int(spans.clock_event_reasons[pipeline]),
-                    )
-                )
-        return found
+            if (sure := self._sure(known.measured)) > known.waited + LEAST_CHANGE:
+                known.waited = sure
+                yield pipeline
 
-    def _note_noise(self, excess: FloatColumn) -> FloatColumn:
-        """Return each pipeline's noise, 0 before enough of it was seen."""
-        self._changes.append(np.abs(excess - self._excess))
-        self._excess = excess
-        changes = np.array(self._changes)
-        noise = np.zeros(len(excess))
-        is_seen = (~np.isnan(changes)).sum(axis=0) >= _LEAST_NOISE_ITERATIONS
-        noise[is_seen] = _DEVIATION_PER_CHANGE * np.nanmedian(changes[:, is_seen], axis=0)
-        return noise
+    def _settle(self, pipeline: int, level: float) -> None:
+        self._test.settle(pipeline, level)
+        self._noise.settle(pipeline, level)
+        self._recent[:, pipeline] = np.nan
+
+    def _finding(
+        self,
+        pipeline: int,
+        spans: IterationSpans,
+        slowness: FloatColumn,
+        iteration_count: int,
+        has_cost_time: bool,
+    ) -> Finding:
+        known = self._known.get(pipeline)
+        return Finding(
+            pipeline=pipeline,
+            slowdown_factor=math.exp(known.measured.mean) if known else 1.0,
+            waited_factor=math.exp(known.waited) if known else 1.0,
+            iteration=spans.iteration,
+            iteration_count=iteration_count,
+            span_s=float(spans.spans_s[pipeline]),
+            planned_span_s=float(np.nan_to_num(spans.planned_s[pipeline])),
+            excess=math.expm1(float(np.nan_to_num(slowness[pipeline]))),
+            noise=self._noise.scale,
+            enter=ENTER,
+            slowest_stage=int(spans.slowest_stages[pipeline]),
+            stage_ratio=float(spans.stage_ratios[pipeline]),
+            clock_event_reasons=int(spans.clock_event_reasons[pipeline]),
+            has_cost_time=has_cost_time and known is not None,
+        )
 
 
-def _compare(
-    spans_s: FloatColumn, planned_s: FloatColumn, versions: IntColumn
-) -> tuple[FloatColumn, FloatColumn, FloatColumn]:
-    """Return pace, excess and slowdown factor; excess and factor are NaN where there are no peers.
+def _slowness(
+    spans_s: FloatColumn, planned_s: FloatColumn, versions: IntColumn, levels: FloatColumn
+) -> FloatColumn:
+    """Return the log ratio of each span to what it should be; NaN where there are no peers.
 
-    Pipelines with a plan are peers whatever it is, the others those that run under the same version. For the
-    factor the peers' lower median counts, and only if it is above 1: it must not be too high.
+    Pipelines with a plan are peers whatever it is, the others those that run under the same version. What
+    peers do faster than planned is no measure for one that keeps its plan, and what is known of them, their
+    `levels`, has its reason.
     """
     is_planned = ~np.isnan(planned_s)
-    pace = spans_s / np.where(is_planned, planned_s, 1.0)
-    excess, factor = np.full_like(pace, np.nan), np.full_like(pace, np.nan)
-    is_known = ~np.isnan(pace)
+    paces = np.log(spans_s / np.where(is_planned, planned_s, 1.0))
+    found = np.full_like(paces, np.nan)
+    is_known = ~np.isnan(paces)
     groups = np.where(is_planned, -1, versions)
     for group in np.unique(groups[is_known]).tolist():
         members = np.flatnonzero(is_known & (groups == group))
         if len(members) < 2:
             continue
-        own = pace[members]
-        lower, upper = _medians_of_others(own)
-        excess[members] = own / ((lower + upper) / 2) - 1
-        factor[members] = own / (np.maximum(1.0, lower) if group == -1 else lower)
-    return pace, excess, factor
+        own = paces[members]
+        if group == -1:
+            unexplained = np.maximum(own - levels[members], np.minimum(own, 0.0))
+            found[members] = own - np.maximum(0.0, _medians_of_others(unexplained))
+        else:
+            found[members] = own - _medians_of_others(own)
+    return found
 
 
-def _medians_of_others(values: FloatColumn) -> tuple[FloatColumn, FloatColumn]:
-    """Return, for each of at least two values, the lower and the upper median of all others."""
+def _medians_of_others(values: FloatColumn) -> FloatColumn:
+    """Return, for each of at least two values, the median of all others."""
     order = np.argsort(values, kind="stable")
     place: NDArray[np.int64] = np.empty(len(values), np.int64)
     place[order] = np.arange(len(values))
     ascending = values[order]
     lower, upper = (len(values) - 2) // 2, (len(values) - 1) // 2
     # Without the value at `place`, those above it move down by one.
-    return ascending[lower + (place <= lower)], ascending[upper + (place <= upper)]
+    found: FloatColumn = (ascending[lower + (place <= lower)] + ascending[upper + (place <= upper)]) / 2
+    return found

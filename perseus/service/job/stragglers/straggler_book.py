@@ -76,8 +76,8 @@ class StragglerBook:
         self._journal.announce(
             EventType.STRAGGLER_CLEARED,
             f"pipeline {pipeline} is no longer reported as slow"
-            + (f"; it was detected to be {factor:.3f} × slower" if factor > 1 else ""),
-            StragglerCleared(pipeline, factor if factor > 1 else None),
+            + ("; it was detected to be slow" if factor is not None else ""),
+            StragglerCleared(pipeline, factor),
         )
         self._note_detected(pipeline, factor)
         return True
@@ -99,12 +99,13 @@ class StragglerBook:
         if spans is None:
             return Judgement(False, ())
         has_changed = False
-        for finding in self._detector.judge(spans):
+        is_overridden = any(not straggler.is_detected for straggler in self._stragglers.values())
+        for finding in self._detector.judge(spans, is_overridden=is_overridden):
             known = self._stragglers.get(finding.pipeline)
             is_overridden = known is not None and not known.is_detected
             self._announce_finding(finding, is_overridden)
             if not is_overridden:
-                self._note_detected(finding.pipeline, finding.slowdown_factor)
+                self._note_detected(finding.pipeline, finding.waited_factor if finding.is_straggler else None)
                 has_changed = True
         slowed = np.flatnonzero(spans.clock_event_reasons & SLOWING_REASONS)
         return Judgement(has_changed, slowed.tolist())
@@ -116,23 +117,21 @@ class StragglerBook:
             if straggler.is_detected:
                 assert straggler.slowdown_factor == self._detector.factor(pipeline)
 
-    def _note_detected(self, pipeline: int, factor: float) -> None:
-        if factor > 1:
-            self._stragglers[pipeline] = Straggler(pipeline, slowdown_factor=factor, is_detected=True)
+    def _note_detected(self, pipeline: int, waited_factor: float | None) -> None:
+        """Note a straggler with the factor by which others wait for it, or (None) that it is none."""
+        if waited_factor is not None:
+            self._stragglers[pipeline] = Straggler(pipeline, slowdown_factor=waited_factor, is_detected=True)
         else:
             self._stragglers.pop(pipeline, None)
 
     def _announce_finding(self, finding: Finding, is_overridden: bool) -> None:
-        measure = "its plan" if finding.planned_span_s else "its peers"
         self._journal.announce(
             EventType.STRAGGLER_DETECTED if finding.is_straggler else EventType.STRAGGLER_WITHDRAWN,
-            f"pipeline {finding.pipeline} is slow: {finding.slowdown_factor:.3f} × {measure}, "
-            f"stage {finding.slowest_stage} the most"
-            if finding.is_straggler
-            else f"pipeline {finding.pipeline} is itself again",
+            _told(finding),
             StragglerFinding(
                 pipeline=finding.pipeline,
                 slowdown_factor=finding.slowdown_factor,
+                waited_factor=finding.waited_factor,
                 iteration=finding.iteration,
                 iteration_count=finding.iteration_count,
                 span_s=finding.span_s,
@@ -146,3 +145,16 @@ class StragglerBook:
                 is_overridden=is_overridden,
             ),
         )
+
+
+def _told(finding: Finding) -> str:
+    if not finding.is_straggler:
+        return f"pipeline {finding.pipeline} is itself again"
+    measure = "its plan" if finding.planned_span_s else "its peers"
+    slow = f"pipeline {finding.pipeline} is slow: {finding.slowdown_factor:.3f} × {measure}"
+    if finding.has_cost_time:
+        return f"{slow}; others no longer wait for it, as that cost time"
+    waited = (
+        f"{finding.waited_factor:.3f} × surely waited for" if finding.waited_factor > 1 else "not waited for"
+    )
+    return f"{slow}, stage {finding.slowest_stage} the most; {waited}"

@@ -1,11 +1,16 @@
 """The guard and the watch for drift, alone."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from statistics import median
+
+import numpy as np
+import pytest
 
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.job.planning.drift import BLOCK, Drift, DriftWatch
-from perseus.service.job.planning.guard import Guard, GuardRules
+from perseus.service.job.planning.guard import BrokenPromise, Guard, GuardRules
 from perseus.solver import Kind, Measurement, Pipeline, one_forward_one_backward
 from tests.service.service_fakes import CLOCKS_MHZ, energy_j, estimate, time_s
 
@@ -31,9 +36,49 @@ def iteration(number: int, seconds: float, version: int = 1, is_regular: bool = 
     return JobIteration(number, (version, version), is_regular, seconds, (50.0, 50.0))
 
 
-def broken_at(times_s: list[float]) -> list[int]:
+def knowing(noise: float, seed: int = 0) -> Guard:
+    """A guard that has learned from iterations at stock how much they jump."""
     guard = Guard(GuardRules())
-    return [n for n, s in enumerate(times_s) if guard.judge(iteration(n, s), PROMISE_S, 0.9) is not None]
+    for jump in noise * np.random.default_rng(seed).standard_normal(60):
+        guard.learn(iteration(0, 0.9 * float(np.exp(jump)), version=0))
+    return guard
+
+
+def judge(guard: Guard, number: int, seconds: float) -> BrokenPromise | None:
+    guard.learn(iteration(number, seconds))
+    return guard.judge(iteration(number, seconds), PROMISE_S, 0.9)
+
+
+def broken_at(times_s: Iterable[float], guard: Guard | None = None) -> list[int]:
+    guard = guard or knowing(0.0)
+    return [n for n, s in enumerate(times_s) if judge(guard, n, s) is not None]
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.03, 0.145])
+def test_jumps_alone_break_no_promise(noise: float) -> None:
+    """Each median of five exceeds 1 % often, where iterations jump by 3 %."""
+    rng = np.random.default_rng(1)
+    times_s = np.exp(noise * rng.standard_normal(3000)).tolist()
+    exceeding = sum(median(times_s[at : at + 5]) > 1.01 for at in range(len(times_s) - 5))
+    assert exceeding > 100 or noise < 0.01
+    assert broken_at(times_s, knowing(noise)) == []
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.02])
+def test_amid_jumps_a_promise_is_broken_once_it_is_sure(noise: float) -> None:
+    rng = np.random.default_rng(2)
+    found = broken_at((1.08 * np.exp(noise * rng.standard_normal(60))).tolist(), knowing(noise))
+    assert found[0] < 20
+
+
+def test_before_it_is_known_how_iterations_jump_a_promise_is_not_broken_by_a_few() -> None:
+    assert broken_at([1.02] * 5, Guard(GuardRules())) == []
+    assert broken_at([1.02] * 20, Guard(GuardRules()))[0] < 15
+
+
+def test_the_baseline_is_no_more_exact_than_its_iterations() -> None:
+    assert knowing(0.0).tolerance == 0.01
+    assert 0.03 < knowing(0.05).tolerance < 0.09
 
 
 def test_a_promise_is_broken_by_the_median_of_five() -> None:
@@ -46,7 +91,7 @@ def test_a_promise_is_broken_by_the_median_of_five() -> None:
 
 def broken_by_gaps(gaps: list[tuple[float, float]], baseline_gap_time_s: float | None = 0.2) -> list[int]:
     """Gaps as (time, what low clocks can have added to it), between iterations that keep their promise."""
-    guard = Guard(GuardRules())
+    guard = knowing(0.0)
     return [
         number
         for number, (gap_s, slowed_s) in enumerate(gaps)
@@ -74,8 +119,8 @@ def test_what_low_clocks_add_to_the_gaps_is_not_unseen() -> None:
 
 
 def test_the_evidence_names_the_times() -> None:
-    guard = Guard(GuardRules())
-    found = [guard.judge(iteration(n, 1.02 + n / 1000), PROMISE_S, 0.9) for n in range(5)]
+    guard = knowing(0.0)
+    found = [judge(guard, n, 1.02 + n / 1000) for n in range(5)]
     assert found[-1] is not None
     assert found[-1].iteration_times_s == (1.02, 1.021, 1.022, 1.023, 1.024)
     assert (found[-1].median_time_s, found[-1].promised_time_s, found[-1].baseline_time_s) == (
@@ -86,7 +131,7 @@ def test_the_evidence_names_the_times() -> None:
 
 
 def test_other_plans_and_irregular_iterations_do_not_count() -> None:
-    guard = Guard(GuardRules())
+    guard = knowing(0.0)
     for number in range(40):
         mixed = iteration(number, 1.1, version=number // 4)
         assert guard.judge(mixed, PROMISE_S, 0.9) is None

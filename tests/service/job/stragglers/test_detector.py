@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from perseus.service.job.statistics.noise import LEAST_SCALE
+from perseus.service.job.stragglers.answers import FIRST_PAUSE
 from perseus.service.job.stragglers.detector import CALM, ENTER, SLOWING_REASONS, Finding, StragglerDetector
 from perseus.service.job.stragglers.spans import IterationSpans
 
@@ -17,14 +19,18 @@ VERSION = 5
 
 
 class Series:
-    """A detector, and the paces that it is fed: spans over 10 s, which are also planned or not."""
+    """A detector, and the paces that it is fed: spans over 10 s, which are also planned or not.
 
-    def __init__(self, pipeline_count: int, *, is_planned: bool = True) -> None:
+    It has learned in so many iterations that there is hardly any noise.
+    """
+
+    def __init__(self, pipeline_count: int, *, is_planned: bool = True, learned: int = 40) -> None:
         self.detector = StragglerDetector(pipeline_count)
         self.count = pipeline_count
         self.is_planned = is_planned
         self.iteration = -1
-        self.feed([1.0] * pipeline_count)
+        for _ in range(1 + learned):
+            self.feed([1.0] * pipeline_count)
 
     def feed(
         self,
@@ -72,16 +78,19 @@ def test_a_lasting_slowdown_is_found_and_its_end_too(series: Series) -> None:
 
 
 def test_a_slowdown_that_began_within_an_iteration_is_found_with_its_full_factor(series: Series) -> None:
-    assert series.feed_first([1.1, 1.2, 1.2, 1.2]) == [(3, 0, pytest.approx(1.2))]
-    assert series.feed_first([1.1, 1.0, 1.0]) == [(2, 0, 1.0)]
+    found = series.feed_first([1.1] + [1.2] * 8)
+    assert (found[0][0], found[-1][2]) == (2, pytest.approx(1.2)), "at once, and its factor follows"
+    assert series.feed_first([1.1] + [1.0] * 4)[-1][2] == 1.0
 
 
 def test_a_single_slow_iteration_is_nothing(series: Series) -> None:
     assert series.feed_first([1.0, 1.5, *[1.0] * 5, 3.0, *[1.0] * 5]) == []
 
 
-def test_alternating_jitter_is_nothing(series: Series) -> None:
-    assert series.feed_first([1.2, 1.0] * 20) == []
+def test_nobody_waits_for_alternating_jitter(series: Series) -> None:
+    """That its mean is 1.1 may be found."""
+    assert len(series.feed_first([1.2, 1.0] * 20)) <= 1
+    assert series.detector.factor(0) in (None, 1.0)
 
 
 def test_a_straggler_below_the_limit_is_none(series: Series) -> None:
@@ -95,7 +104,7 @@ def test_flapping_that_is_slower_than_the_patience_is_given_up(series: Series) -
 
 def test_patience_comes_back_with_calm(series: Series) -> None:
     series.feed_first([1.2, 1.2, 1.0, 1.0])
-    assert series.feed_first([1.2] * 3 + [1.0] * CALM) == []
+    assert series.feed_first([1.2] * 3 + [1.0] * (3 + CALM)) == [], "three to outweigh three"
     assert series.feed_first([1.2, 1.2]) == [(2, 0, pytest.approx(1.2))]
 
 
@@ -154,13 +163,18 @@ def test_iterations_that_are_not_known_neither_count_nor_interrupt(series: Serie
 
 def test_the_factor_follows_the_straggler(series: Series) -> None:
     series.feed_first([1.2] * 2)
-    assert series.feed_first([1.3] * 3) == [(3, 0, pytest.approx(1.3))], "up with patience"
+    ((count, _, factor),) = series.feed_first([1.3] * 3)
+    assert (2 <= count <= 3, factor) == (True, pytest.approx(1.3)), "up"
     assert series.feed_first([1.1] * 2) == [(2, 0, pytest.approx(1.1))], "down at once"
     assert series.feed_first([1.1 * (1 + ENTER / 2), 1.1] * 5) == [], "within the limits it stays"
 
 
-def test_a_jumpy_straggler_has_the_factor_of_its_fast_iterations(series: Series) -> None:
-    assert series.feed_first([1.3, 1.15] * 10) == [(3, 0, pytest.approx(1.15))]
+def test_others_wait_for_no_more_than_the_fast_iterations_of_a_jumpy_straggler(series: Series) -> None:
+    found = series.feed_first([1.3, 1.15] * 10)
+    assert len(found) <= 3
+    factor = series.detector.factor(0)
+    assert factor is not None
+    assert 1 < factor <= 1.15
 
 
 def test_evidence_is_complete() -> None:
@@ -169,25 +183,29 @@ def test_evidence_is_complete() -> None:
     (finding,) = series.feed([1.0, 1.25, 1.0])
     assert finding == Finding(
         pipeline=1,
-        slowdown_factor=1.25,
-        iteration=2,
+        slowdown_factor=finding.slowdown_factor,
+        waited_factor=finding.waited_factor,
+        iteration=42,
         iteration_count=2,
         span_s=12.5,
         planned_span_s=10.0,
-        excess=0.25,
-        noise=0.0,
+        excess=finding.excess,
+        noise=LEAST_SCALE,
         enter=ENTER,
         slowest_stage=0,
         stage_ratio=1.25,
         clock_event_reasons=0,
     )
     assert finding.is_straggler
+    assert finding.slowdown_factor == pytest.approx(1.25)
+    assert finding.excess == pytest.approx(0.25)
+    assert 1.24 < finding.waited_factor < 1.25
 
 
 def test_somebody_may_know_better(series: Series) -> None:
     series.feed_first([1.2] * 2)
     series.detector.forget(0)
-    assert series.detector.factor(0) == 1
+    assert series.detector.factor(0) is None
     assert series.feed_first([1.2] * 2) == [(2, 0, pytest.approx(1.2))]
 
 
@@ -238,7 +256,7 @@ def test_no_rhythm_flaps(slow: int, fast: int, high: float, count: int) -> None:
     """After some attempts it is left alone: in the long run hardly anything changes."""
     series = Series(count)
     found = series.feed_first(([high] * slow + [1.0] * fast) * 12)
-    assert len(found) <= 6
+    assert sum(factor == 1 for _, _, factor in found) <= 3
 
 
 @series_settings
@@ -255,9 +273,10 @@ def test_findings_make_sense(paces: list[list[float]], shift: float, planned: bo
         found = series.feed(row)
         for finding in found:
             assert finding.slowdown_factor != factors[finding.pipeline], "a finding is a change"
-            assert finding.slowdown_factor >= 1
+            assert 1 <= finding.waited_factor <= finding.slowdown_factor
             factors[finding.pipeline] = finding.slowdown_factor
-        assert [series.detector.factor(pipeline) for pipeline in range(3)] == factors
+            told = series.detector.factor(finding.pipeline)
+            assert told == (pytest.approx(finding.waited_factor) if finding.is_straggler else None)
         if not planned:
             again = shifted.feed([shift * pace for pace in row])
             assert [finding.pipeline for finding in again] == [finding.pipeline for finding in found]
@@ -277,3 +296,75 @@ def test_pipelines_are_judged_alike(paces: list[list[float]], order: list[int]) 
             for finding in there.feed([row[pipeline] for pipeline in order])
         }
         assert moved == found
+
+
+def jumps(seed: int, count: int, pipelines: int = 32) -> NDArray[np.float64]:
+    """Paces that jump from iteration to iteration: the slowest of 32 typically takes 1.35 × the median."""
+    paces: NDArray[np.float64] = np.exp(
+        0.145 * np.random.default_rng(seed).standard_normal((count, pipelines))
+    )
+    return paces
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_wild_jitter_from_the_first_iteration_on_is_no_straggler(is_planned: bool) -> None:
+    found = 0
+    for seed in range(5):
+        series = Series(32, is_planned=is_planned, learned=0)
+        found += sum(len(series.feed(paces)) for paces in jumps(seed, 200))
+    assert found <= 1, "stated: one in 1,000 iterations"
+
+
+def test_in_wild_jitter_a_straggler_is_found_and_waited_for_as_far_as_is_sure() -> None:
+    series = Series(32, learned=0)
+    for paces in jumps(0, 100):
+        series.feed(paces)
+    slow = np.array([2.0] + [1.0] * 31)
+    counts = [index for index, paces in enumerate(jumps(1, 40)) if series.feed(slow * paces)]
+    assert counts[0] < 6
+    factor = series.detector.factor(0)
+    assert factor is not None
+    assert factor < 1.3, "the slowest of 31 others often takes more than half of it"
+
+
+def test_before_the_noise_is_known_a_few_iterations_are_no_evidence() -> None:
+    series = Series(2, learned=0)
+    assert series.feed_first([1.1] * 4) == []
+
+
+def test_an_answer_that_costs_time_is_withdrawn_and_not_repeated_soon() -> None:
+    """The straggler jumps: others that wait for it are often slower than it."""
+    series = Series(4)
+    detector, count = series.detector, 4
+    detector.restore(0, 1.2)
+
+    def feed(pace: float, others_planned: float) -> list[Finding]:
+        series.iteration += 1
+        planned_s = PLANNED_S * np.array([1.0] + [others_planned] * (count - 1))
+        spans_s = planned_s * np.array([pace] + [1.0] * (count - 1))
+        zeros = np.zeros(count, np.int64)
+        return detector.judge(
+            IterationSpans(series.iteration, zeros + VERSION, spans_s, planned_s, zeros, spans_s, zeros)
+        )
+
+    paces = [1.15, 1.25, 1.17, 1.23] * 20
+    found = [finding for pace in paces for finding in feed(pace, 1.25)]
+    assert found[0].has_cost_time
+    assert (found[0].waited_factor, found[0].is_straggler) == (1.0, True)
+    assert found[0].iteration - 40 <= 6
+    later = [finding.iteration for finding in found[1:] if finding.waited_factor > 1]
+    assert all(iteration - found[0].iteration > FIRST_PAUSE for iteration in later)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_amid_jitter_a_straggler_that_recovers_is_itself_again_within_a_few_iterations(seed: int) -> None:
+    series, rng = Series(2), np.random.default_rng(seed)
+    jitter = np.exp(0.01 * rng.standard_normal((100, 2)))
+    for paces in jitter[:40]:
+        series.feed(paces)
+    for paces in jitter[40:60]:
+        series.feed(paces * [1.0, 1.2])
+    assert series.detector.factor(1) is not None
+    for paces in jitter[60:72]:
+        series.feed(paces)
+    assert series.detector.factor(1) is None

@@ -33,6 +33,12 @@ def detected(cluster: TimedCluster) -> dict[int, float]:
     return {pipeline: time_s / t_min_s for pipeline, time_s in details.straggler_times_s.items()}
 
 
+def found_factor(cluster: TimedCluster) -> float:
+    """The factor of the latest finding."""
+    findings = [c.happening.evidence for c in cluster.history if isinstance(c, Announce)]
+    return [finding for finding in findings if isinstance(finding, StragglerFinding)][-1].slowdown_factor
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("pipelines", "slow"), [(2, 0), (2, 1), (4, 2)])
 def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
@@ -45,8 +51,9 @@ def test_a_straggler_is_answered_and_withdrawn_within_three_iterations(
     cluster.slowdowns[slow] = 1.2
     count, offered = cluster.run_until_offered(limit=3)
     assert (count <= 3, offered) == (True, others)
-    assert detected(cluster) == {slow: pytest.approx(1.2, abs=0.02)}
-    assert cluster.run(10) == []
+    assert found_factor(cluster) == pytest.approx(1.2, abs=0.02)
+    assert detected(cluster) == {slow: pytest.approx(1.18, abs=0.02)}, "and no more than is surely waited for"
+    assert all(evidence_of(change).pipeline == slow for change in cluster.run(10))
     for pipeline, time_s in enumerate(cluster.planned_times_s()):
         assert time_s == t_min_s if pipeline == slow else t_min_s < time_s <= 1.22 * t_min_s
 
@@ -111,7 +118,9 @@ def test_the_evidence_is_in_the_event() -> None:
     cluster = planned(noise=0.0)
     (found,) = cluster.run(3, {1: 1.2})
     assert found.type is EventType.STRAGGLER_DETECTED
-    assert found.message == "pipeline 1 is slow: 1.200 × its plan, stage 0 the most"
+    assert found.message == (
+        "pipeline 1 is slow: 1.200 × its plan, stage 0 the most; 1.195 × surely waited for"
+    )
     finding = evidence_of(found)
     assert finding.span_s == pytest.approx(1.2 * finding.planned_span_s)
     assert finding.excess == pytest.approx(0.2)
@@ -134,8 +143,8 @@ def test_a_gpu_that_says_it_is_hot_is_believed_at_once() -> None:
 def test_without_a_plan_peers_are_the_measure() -> None:
     cluster = TimedCluster(make_spec(pipelines=3, stages=3, microbatches=6))
     cluster.join_all()
-    cluster.run(1)
-    found = cluster.run(3, {2: 1.2})
+    cluster.run(5)
+    found = cluster.run(4, {2: 1.2})
     assert cluster.machine.state in (JobState.BASELINE, JobState.PROFILING)
     assert [evidence_of(change).pipeline for change in found] == [2]
     assert "its peers" in found[0].message
@@ -147,12 +156,12 @@ def test_a_report_overrides_what_is_found_until_it_is_cleared() -> None:
     t_min_s = cluster.machine.summary().t_min_s
     cluster.send(StragglerReported(Straggler(1, slowdown_factor=1.3)))
     found = cluster.run(6, {1: 1.2})
-    assert [evidence_of(change).is_overridden for change in found] == [True]
+    assert {evidence_of(change).is_overridden for change in found} == {True}
     details = cluster.machine.details()
     assert (details.straggler_times_s, details.detected_stragglers) == ({1: 1.3 * t_min_s}, frozenset())
 
     cluster.send(StragglerCleared(1))
-    assert detected(cluster) == {1: pytest.approx(1.2, abs=0.02)}, "what was found meanwhile counts"
+    assert detected(cluster) == {1: pytest.approx(1.18, abs=0.02)}, "what was found meanwhile counts"
     assert [change.type for change in cluster.run(3, {1: 1.0})] == [EventType.STRAGGLER_WITHDRAWN]
     assert detected(cluster) == {}
 
@@ -162,7 +171,7 @@ def test_what_was_found_can_be_cleared_and_is_found_again() -> None:
     cluster.run(3, {1: 1.2})
     cluster.send(StragglerCleared(1))
     assert detected(cluster) == {}
-    assert [evidence_of(change).pipeline for change in cluster.run(3)] == [1]
+    assert {evidence_of(change).pipeline for change in cluster.run(3)} == {1}
 
 
 def test_a_straggler_scales_with_the_plan_that_it_has() -> None:
@@ -171,10 +180,10 @@ def test_a_straggler_scales_with_the_plan_that_it_has() -> None:
     cluster.run(6, {1: 1.1})
     own_s = cluster.planned_times_s()[1]
     details = cluster.machine.details()
-    assert details.straggler_times_s == {1: pytest.approx(1.1 * own_s)}
+    assert details.straggler_times_s == {1: pytest.approx(1.1 * own_s, rel=0.01)}
     cluster.send(PolicySet(OperatingPolicy(0.0)))
     cluster.run(6)
-    assert detected(cluster) == {1: pytest.approx(1.1)}
+    assert detected(cluster) == {1: pytest.approx(1.1, rel=0.01)}
 
 
 def test_a_restarted_coordinator_keeps_what_it_found() -> None:
@@ -184,7 +193,7 @@ def test_a_restarted_coordinator_keeps_what_it_found() -> None:
     cluster.restart()
     cluster.join_all()
     assert cluster.run(6) == []
-    assert detected(cluster) == {1: pytest.approx(1.2)}
+    assert detected(cluster) == {1: pytest.approx(1.2, rel=0.01)}
     assert cluster.planned_times_s() == before
     assert [change.type for change in cluster.run(3, {1: 1.0})] == [EventType.STRAGGLER_WITHDRAWN]
 

@@ -184,7 +184,7 @@ HOUSE: Mapping[str, Room] = {
     "agent.probe": room("agent.link", needs=["torch"]),
     "agent.torch": room("agent.link", "agent.probe", needs=["torch"]),
     "agent.megatron": room("agent.link", "agent.probe", needs=["megatron", "torch"]),
-    "agent.deepspeed": room("agent.link", "agent.probe", needs=["deepspeed"]),
+    "agent.deepspeed": room("agent.link", "agent.probe", needs=["deepspeed", "torch"]),
     # The agent's process.
     "agent.gpu.interface": pure(),
     "agent.gpu.physics": pure("agent.gpu.interface"),

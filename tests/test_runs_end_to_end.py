@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,9 +26,10 @@ TIMEOUT_S = 60.0
 class Training:
     """One trainer per stage, each on a thread: so many microbatches per iteration, until told to stop."""
 
-    def __init__(self, node: "Node", microbatch_count: int) -> None:
+    def __init__(self, node: "Node", microbatch_count: int, stage_work: Sequence[str] = ()) -> None:
         self._node = node
         self._microbatch_count = microbatch_count
+        self._stage_work = stage_work
         self._stop = threading.Event()
         self.is_registered: bool | None = None
         self.foreign_clocks_mhz: set[int] = set()
@@ -48,7 +49,10 @@ class Training:
         gpu = self._node.gpus[stage]
         probe = Probe.connect(self._node.socket, job_id="job", pipeline=0, stage=stage, gpu_uuid=gpu.uuid)
         is_registered = probe.register(
-            pipeline_count=1, stage_count=STAGE_COUNT, schedule=NamedSchedule("gpipe", self._microbatch_count)
+            pipeline_count=1,
+            stage_count=STAGE_COUNT,
+            schedule=NamedSchedule("gpipe", self._microbatch_count),
+            stage_work=self._stage_work,
         )
         if stage == 0:
             self.is_registered = is_registered
@@ -97,6 +101,37 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, what
         await asyncio.sleep(0.05)
+
+
+@pytest.mark.timeout(240)
+async def test_another_split_of_the_same_order_is_another_run_and_has_no_plan_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    first_node, second_node = Node(tmp_path, "a"), Node(tmp_path, "b")
+    async with (
+        running(make_settings(tmp_path)) as (address, _),
+        connected_to(address) as client,
+        first_node.serving(address),
+        second_node.serving(address),
+    ):
+        first = Training(first_node, 1, ["12 layers", "12 layers"])
+        await until(lambda: bool(first.foreign_clocks_mhz), "the first training is profiled")
+
+        second = Training(second_node, 1, ["16 layers", "8 layers"])
+        await until(lambda: second.is_registered is not None, "an answer")
+        assert second.is_registered is False
+        await asyncio.sleep(2.5)  # the second one's ranks are announced every second
+        assert (await client.job()).run_number == 1
+        assert not second.foreign_clocks_mhz
+
+        await first.crash()
+        await until_run(client, 2)
+        abandoned = await client.job(run_number=1)
+        assert abandoned.state_reason.endswith("its stage_work differs")
+        second_job = await client.job()
+        assert second_job.profiled_clock_count == 0
+        assert [work.fingerprint for work in second_job.spec.stage_work] == ["16 layers", "8 layers"]
+        await second.crash()
 
 
 @pytest.mark.timeout(240)

@@ -20,8 +20,10 @@ from typing import Any
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import Attachment, Connect, Identify, table_if_any
 from perseus.agent.probe.client import Probe
+from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
+from perseus.agent.probe.stage_work import work_text
 from perseus.agent.probe.torch_marks import capture_check, connect_marks
 
 # DeepSpeed's instructions that are computations, by the names of their classes.
@@ -67,8 +69,10 @@ def attach(
         connect_marks(connect, job_id, placement, engine.device),
         gather_over(engine.grid.get_pipe_parallel_group()),
         table=table_if_any(lambda: _table(engine)),
+        work=lambda: work_of(engine),
         max_slowdown_percent=max_slowdown_percent,
         is_capturing=capture_check(engine.device),
+        exchange=StoreExchange(),
     )
     mark_engine(attachment, engine)
     return attachment
@@ -84,6 +88,19 @@ def _placement(engine: Any) -> Placement:
         tensor=grid.get_slice_parallel_rank(),
         tensor_count=grid.get_slice_parallel_world_size(),
         gpu_uuid=gpu_uuid(engine.device),
+    )
+
+
+def work_of(engine: Any) -> str:
+    """What the engine's stage computes (`probe.stage_work`); the configuration has microbatches' size."""
+    import deepspeed
+    import torch
+
+    return work_text(
+        [engine.module],
+        torch=str(torch.__version__),
+        deepspeed=str(deepspeed.__version__),
+        microbatch_size=engine.train_micro_batch_size_per_gpu(),
     )
 
 

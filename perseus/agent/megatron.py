@@ -32,8 +32,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment, Connect
 from perseus.agent.probe.client import Probe
+from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
 from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
+from perseus.agent.probe.stage_work import work_text
 from perseus.agent.probe.torch_marks import capture_check, connect_marks
 
 if TYPE_CHECKING:
@@ -48,6 +50,24 @@ _ITERATIONS = (
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
 )
+# Of a configuration, what the time of a stage's computations depends on beside its parameters; and its size,
+# as there is no model at hand where timers are the seam.
+_OF_WORK = (
+    "num_layers",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_moe_experts",
+    "moe_router_topk",
+    "pipeline_dtype",
+    "fp8",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+)
+_OF_MICROBATCHES = ("seq_length", "micro_batch_size")
 _OF_PARALLEL_STATE = (
     "model_parallel_is_initialized",
     "get_virtual_pipeline_model_parallel_rank",
@@ -107,8 +127,10 @@ def attach(
         placement,
         connect_marks(connect, job_id, placement, device),
         gather_over(parallel_state.get_pipeline_model_parallel_group()),
+        work=lambda: work_of(config, marked_schedules),
         max_slowdown_percent=max_slowdown_percent,
         is_capturing=capture_check(device),
+        exchange=StoreExchange(),
     )
     if marked_schedules is not None:
         marked_schedules.mark(attachment)
@@ -131,10 +153,28 @@ def _placement(parallel_state: Any, device: "torch.device") -> Placement:
     )
 
 
+def work_of(config: Any, schedules: "MarkedSchedules | None") -> str:
+    """What this rank's stage computes (`probe.stage_work`), as an iteration's calls have shown it."""
+    import torch
+    from megatron.core import __version__
+
+    has_one_length = not getattr(config, "variable_seq_lengths", False)
+    return work_text(
+        schedules.models if schedules is not None else [],
+        torch=str(torch.__version__),
+        megatron=str(__version__),
+        config={name: str(getattr(config, name, None)) for name in _OF_WORK},
+        microbatch=schedules.microbatch if schedules is not None and has_one_length else {},
+    )
+
+
 class MarkedSchedules:
     """Marks around the functions of `megatron.core.pipeline_parallel.schedules`, whatever their version.
 
     `virtual_stage` says which virtual stage is executed, where `forward_step` is not told (0.12).
+
+    Attributes:
+        microbatch: what the latest call to train said of a microbatch's size.
     """
 
     def __init__(self, schedules: Any, virtual_stage: Callable[[], int | None]) -> None:
@@ -147,6 +187,9 @@ class MarkedSchedules:
         self._microbatch_of = find_argument(
             self._forward_step, "current_microbatch", f"{where}: forward_step"
         )
+        self._model_of: Argument = lambda _args, _kwargs: None
+        if "model" in inspect.signature(self._forward_step).parameters:
+            self._model_of = find_argument(self._forward_step, "model", f"{where}: forward_step")
         self._output_of = find_argument(self._backward_step, "output_tensor", f"{where}: backward_step")
         self._chunk_of: Argument = lambda _args, _kwargs: virtual_stage()
         if "vp_stage" in inspect.signature(self._forward_step).parameters:
@@ -154,9 +197,18 @@ class MarkedSchedules:
         # The microbatch and chunk of each forward whose backward is to come, by the id of its output, which
         # Megatron keeps until then.
         self._awaited: dict[int, tuple[int, int]] = {}
+        # By chunk, the module that computes it.
+        self._models: dict[int, Any] = {}
+        self.microbatch: dict[str, int] = {}
         self._is_in_iteration = False
         self._is_training = False
         self._has_warned = False
+
+    @property
+    def models(self) -> list[Any]:
+        """The chunks' modules, as far as they have computed."""
+        found = [self._models[chunk] for chunk in sorted(self._models)]
+        return [model for model in found if model is not None]
 
     def mark(self, attachment: Attachment) -> None:
         """Replace the functions until the attachment is detached."""
@@ -184,6 +236,7 @@ class MarkedSchedules:
                 if not self._is_training:
                     return run(*args, **kwargs)
                 self._awaited.clear()
+                self.microbatch = {name: kwargs[name] for name in _OF_MICROBATCHES if name in kwargs}
                 attachment.begin_iteration()
                 result = run(*args, **kwargs)
                 attachment.end_iteration()
@@ -197,7 +250,9 @@ class MarkedSchedules:
         if not self._is_training:
             self._warn_outside()
             return None
-        return Kind.FORWARD, self._microbatch_of(args, kwargs), self._chunk_of(args, kwargs) or 0
+        chunk = self._chunk_of(args, kwargs) or 0
+        self._models[chunk] = self._model_of(args, kwargs)
+        return Kind.FORWARD, self._microbatch_of(args, kwargs), chunk
 
     def _note_output(self, forward: tuple[Kind, int, int], result: Any) -> None:
         _, microbatch, chunk = forward

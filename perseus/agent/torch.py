@@ -25,7 +25,9 @@ from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe import placement as places
 from perseus.agent.probe.attachment import Attachment, Connect, Identify, table_if_any
 from perseus.agent.probe.client import Probe
+from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
+from perseus.agent.probe.stage_work import shapes_of, work_text
 from perseus.agent.probe.torch_marks import capture_check, connect_marks
 
 if TYPE_CHECKING:
@@ -92,8 +94,10 @@ def attach(
         places.gather_over(first.group),
         chunk_positions=[stage.stage_index for stage in stages],
         table=table_if_any(lambda: _table(schedule, stages)),
+        work=lambda: work_of(stages),
         max_slowdown_percent=max_slowdown_percent,
         is_capturing=capture_check(first.device),
+        exchange=StoreExchange(),
     )
     mark_schedule(attachment, schedule, stages, identities)
     return attachment
@@ -110,6 +114,23 @@ def stages_of(schedule: Any) -> list[Any]:
     for stage in stages:
         check_attributes(stage, f"stage {type(stage).__name__}", *_OF_STAGES)
     return sorted(stages, key=lambda stage: stage.stage_index)
+
+
+def work_of(stages: Sequence[Any]) -> str:
+    """What these stages compute, once an iteration has shown the shape of a microbatch (`probe.stage_work`).
+
+    Shapes do not change from then on: torch's stages receive into buffers of these.
+    """
+    from torch import __version__
+
+    shapes = [shapes_of(_inputs_of(stage)) for stage in stages]
+    return work_text([stage.submod for stage in stages], torch=str(__version__), shapes=shapes)
+
+
+def _inputs_of(stage: Any) -> Any:
+    """What stands for a microbatch's inputs: `inputs_meta` in older torch, `_stage_meta` in 2.13."""
+    before = getattr(stage, "inputs_meta", None)
+    return before if before is not None else getattr(getattr(stage, "_stage_meta", None), "inputs", None)
 
 
 def mark_schedule(

@@ -190,8 +190,12 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
     for column in ("iteration, s", "energy, J", "slowdown, %", "saving, %"):
         table.add_column(column, justify="right", no_wrap=True)
     gaps = ""
+    irregular: list[str] = []
     for period in periods:
         gaps = _gaps(period)
+        if period.irregular_count:
+            mean = f"{period.irregular_time_s:.3f} s in the mean"
+            irregular.append(f"{period.irregular_count} in period {period.number}, {mean}")
         state = _state_name(period.state) + (" with straggler" if period.has_straggler else "")
         first, last = period.first_iteration, period.last_iteration
         has_error = period.iteration_count > 1
@@ -205,6 +209,8 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
             _figure(period.energy_j, period.energy_se_j if has_error else None, ".0f"),
             *_saving(period),
         )
+    if irregular:
+        table.caption = f"{table.caption}\nirregular iterations, not counted above: {'; '.join(irregular)}"
     if gaps:
         table.caption = f"{table.caption}\n{gaps}"
     return table

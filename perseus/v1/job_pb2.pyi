@@ -614,6 +614,8 @@ class ReportPeriod(google.protobuf.message.Message):
     GAP_TIME_S_FIELD_NUMBER: builtins.int
     GAP_ENERGY_J_FIELD_NUMBER: builtins.int
     GAP_SLOWED_TIME_S_FIELD_NUMBER: builtins.int
+    IRREGULAR_COUNT_FIELD_NUMBER: builtins.int
+    IRREGULAR_TIME_S_FIELD_NUMBER: builtins.int
     number: builtins.int
     """Number of the period within its run, from 0."""
     state: Global___JobState.ValueType
@@ -642,6 +644,12 @@ class ReportPeriod(google.protobuf.message.Message):
     """Mean energy of such a gap, joules, over all GPUs of the job."""
     gap_slowed_time_s: builtins.float
     """By how much at most clocks below the highest can have made it longer, seconds, in the mean."""
+    irregular_count: builtins.int
+    """Irregular iterations in the period: their computations were not those of the registered order, or they were not
+    measured without a gap. They are no part of iteration_count and the means above.
+    """
+    irregular_time_s: builtins.float
+    """Mean time of these, seconds, of the slowest pipeline; 0 where there were none."""
     @property
     def plan_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Version of each pipeline's plan, pipeline 0 first; a single one where all have the same."""
@@ -683,9 +691,11 @@ class ReportPeriod(google.protobuf.message.Message):
         gap_time_s: builtins.float = ...,
         gap_energy_j: builtins.float = ...,
         gap_slowed_time_s: builtins.float = ...,
+        irregular_count: builtins.int = ...,
+        irregular_time_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["end_time", b"end_time", "saving", b"saving", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "energy_j", b"energy_j", "energy_se_j", b"energy_se_j", "first_iteration", b"first_iteration", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "has_straggler", b"has_straggler", "iteration_count", b"iteration_count", "iteration_time_s", b"iteration_time_s", "iteration_time_se_s", b"iteration_time_se_s", "last_iteration", b"last_iteration", "number", b"number", "pipeline_energy_j", b"pipeline_energy_j", "plan_versions", b"plan_versions", "saving", b"saving", "start_time", b"start_time", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "energy_j", b"energy_j", "energy_se_j", b"energy_se_j", "first_iteration", b"first_iteration", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "has_straggler", b"has_straggler", "irregular_count", b"irregular_count", "irregular_time_s", b"irregular_time_s", "iteration_count", b"iteration_count", "iteration_time_s", b"iteration_time_s", "iteration_time_se_s", b"iteration_time_se_s", "last_iteration", b"last_iteration", "number", b"number", "pipeline_energy_j", b"pipeline_energy_j", "plan_versions", b"plan_versions", "saving", b"saving", "start_time", b"start_time", "state", b"state"]) -> None: ...
 
 Global___ReportPeriod: typing_extensions.TypeAlias = ReportPeriod
 

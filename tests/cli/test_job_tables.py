@@ -122,6 +122,17 @@ def test_what_lies_between_iterations_is_one_line() -> None:
     assert not any("between" in each for each in lines(report_table([period, job_pb2.ReportPeriod()])))
 
 
+def test_irregular_iterations_are_said_below_the_table() -> None:
+    periods = [
+        job_pb2.ReportPeriod(number=number, irregular_count=count, irregular_time_s=1.5)
+        for number, count in enumerate((0, 7, 2))
+    ]
+    assert (
+        "irregular iterations, not counted above: 7 in period 1, 1.500 s in the mean; 2 in period 2, "
+        "1.500 s in the mean"
+    ) in " ".join(lines(report_table(periods)))
+
+
 def test_an_event_is_one_line_even_of_a_type_that_is_not_known() -> None:
     solved = event_pb2.JobEvent(sequence=7, type=event_pb2.JOB_EVENT_TYPE_SOLVED, message="from [1] to [/2]")
     solved.create_time.FromSeconds(1_767_225_600)

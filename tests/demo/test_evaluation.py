@@ -119,11 +119,13 @@ async def test_an_evaluation_between_iterations_runs_at_stock_and_costs_no_time(
     gpu.close()
     evaluations = dict(json.loads(evaluations_file(tmp_path, 0, 0).read_text()))
     assert {first - 1, first + INTERVAL - 1} <= evaluations.keys()
-    at_planned_clock_s = EVALUATION_S * 0.8 * A100_SXM.max_clock_mhz / PLANNED_MHZ
-    assert at_planned_clock_s > EVALUATION_S * 1.05, "the test would see it"
-    assert all(time_s < EVALUATION_S * 1.02 for time_s in evaluations.values())
+    # A busy host adds to what is measured, but nothing like a clock that would be kept.
+    stretch = A100_SXM.max_clock_mhz / PLANNED_MHZ
+    at_planned_clock_s = EVALUATION_S * (0.8 * stretch + 0.2)
+    assert at_planned_clock_s > 1.3 * EVALUATION_S
+    assert max(evaluations.values()) < EVALUATION_S + 0.25 * (at_planned_clock_s - EVALUATION_S), evaluations
     for iteration, gap_s, gap_j, slowed_s in gaps():
         if iteration in (first, first + INTERVAL):
-            assert gap_s == pytest.approx(EVALUATION_S, abs=0.2)
+            assert gap_s == pytest.approx(evaluations[iteration - 1], abs=0.2)
             assert gap_j == pytest.approx(A100_SXM.power_w(0.85, A100_SXM.max_clock_mhz) * gap_s, rel=0.1)
             assert slowed_s < 0.05

@@ -19,6 +19,7 @@ class Notebook:
         self.registration = {
             "orders": [[(int(c.kind), c.microbatch, c.chunk) for c in order] for order in orders],
             "paths": arguments["paths"],
+            "stage_work": arguments["stage_work"],
         }
         return True
 

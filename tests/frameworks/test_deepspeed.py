@@ -29,6 +29,10 @@ async def test_pipeline_engine(tmp_path: Path) -> None:
         await run.until_planned()
         await check_plan(run, await run.watch(WATCHED))
         check_identities(run, identities(solver.one_forward_one_backward(4, MICROBATCHES)))
+        assert run.observer.job is not None
+        works = [work.fingerprint for work in run.observer.job.spec.stage_work]
+        assert len(works) == 4
+        assert all("parameters, " in work for work in works)
     check_losses(FOUR_STAGES, tmp_path)
     log = (tmp_path / "logs" / "trainers.log").read_text()
     assert "the framework's table has" not in log, "DeepSpeed's own table says what was executed"

@@ -48,3 +48,6 @@ def test_every_version_is_registered_as_it_executes_and_left_as_it_was(version: 
             assert executed == [expected[stage]] * 3, name
             alone, attached = rank[name]["losses"]
             assert attached == alone, name
+    works = {name: ranks[0][name]["registration"]["stage_work"] for name in ("1f1b", "interleaved")}
+    assert all("parameters, " in work for some in works.values() for work in some), works
+    assert works["1f1b"] != works["interleaved"], "other chunks"

@@ -1,6 +1,7 @@
 """`torch.distributed.pipelining`, really training on CPUs under a real coordinator and real agents."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -141,3 +142,8 @@ def test_every_schedule_is_registered_as_it_is_executed_and_left_as_it_was(tmp_p
             alone, attached = rank[name]["losses"]
             assert attached == alone, name
         assert any(rank[name]["losses"][0][0] for rank in ranks)
+        works = registration["stage_work"]
+        assert all(re.fullmatch(r"\d+ parameters, [0-9a-f]{32}", work) for work in works), works
+        assert len({*works}) == 2, "one has the embedding, the other one the head"
+    one_chunk = {tuple(ranks[0][name]["registration"]["stage_work"]) for name in ("GPipe", "1F1B")}
+    assert len(one_chunk) == 1, "the same work in whatever order"

@@ -35,6 +35,7 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.records import (
     ForgetIterations,
+    ForgetProfile,
     IterationRows,
     JobRecord,
     OfferRecord,
@@ -273,7 +274,7 @@ class FakeRank:
                 return PlanInForce(self.place, self.instance_id, EPOCH, self.in_force.version, self.iteration)
         return None
 
-    def end(self, duration_s: float) -> TelemetryArrived:
+    def end(self, duration_s: float, *, is_regular: bool = True) -> TelemetryArrived:
         """End the iteration and report it."""
         self.sequence += 1
         held_mhz = stage_clocks(self.in_force.clocks, self.place.stage)
@@ -291,7 +292,8 @@ class FakeRank:
             self.in_force.version,
             duration_s,
             energy=energy,
-            order=self.order,
+            order=self.order if is_regular else (),
+            is_regular=is_regular,
         )
         return TelemetryArrived(self.place, self.instance_id, telemetry)
 
@@ -351,7 +353,7 @@ class Cluster:
         for rank in self.ranks.values():
             self.send(rank.joined())
 
-    def iterate(self, count: int = 1, duration_s: float = 0.8) -> None:
+    def iterate(self, count: int = 1, duration_s: float = 0.8, *, is_regular: bool = True) -> None:
         """Let all ranks go through iterations in step."""
         for _ in range(count):
             for rank in self.ranks.values():
@@ -361,7 +363,7 @@ class Cluster:
             self.now_s += duration_s
             for rank in self.ranks.values():
                 with suppress(RankNotServedError):  # its agent is told, and goes on
-                    self.send(rank.end(duration_s))
+                    self.send(rank.end(duration_s, is_regular=is_regular))
 
     def iterate_until(self, state: JobState, limit: int = 100) -> None:
         for _ in range(limit):
@@ -426,6 +428,8 @@ class Cluster:
                     rows = [old for old in [*rows, some] if old.rows.iteration[0] > some.closed_through]
                 case ForgetIterations():
                     rows = []
+                case ForgetProfile():
+                    profiles = {}
         return StoredJob(
             self.spec, 1, START_S, registrations, record, tuple(ranks.values()), tuple(offers.values()),
             tuple(profiles[place] for place in sorted(profiles)), tuple(periods.values()),

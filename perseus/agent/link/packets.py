@@ -121,11 +121,15 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer to a Hello or a Registration. A refusal has a stable reason; the message is for people."""
+    """Answer to a Hello or a Registration. A refusal has a stable reason; the message is for people.
+
+    `is_notice`: it answers nothing, but says what became of the rank since.
+    """
 
     ok: bool
     reason: str = ""
     message: str = ""
+    is_notice: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +197,9 @@ def encode(message: Message) -> bytes:
             )
         case Membership(spec_fingerprint):
             return _encode_json({"type": "membership", "spec_fingerprint": spec_fingerprint})
-        case Reply(ok, reason, text):
-            return _encode_json({"type": "reply", "ok": ok, "reason": reason, "message": text})
+        case Reply(ok, reason, text, is_notice):
+            told = {"type": "reply", "ok": ok, "reason": reason, "message": text}
+            return _encode_json({**told, "is_notice": True} if is_notice else told)
         case IterationMark(edge, iteration, time_ns):
             mark_type = MarkType.ITERATION_BEGIN if edge is Edge.BEGIN else MarkType.ITERATION_END
             return mark_packer(mark_type)(0, 0, 0, 0, iteration, time_ns)
@@ -344,7 +349,10 @@ def _decode_json(packet: bytes) -> Message:
             return Membership(_text(fields, "spec_fingerprint", most=_MAX_IDENTIFIER_LENGTH))
         case "reply":
             return Reply(
-                _field(fields, "ok", bool), _field(fields, "reason", str), _field(fields, "message", str)
+                _field(fields, "ok", bool),
+                _field(fields, "reason", str),
+                _field(fields, "message", str),
+                _field(fields, "is_notice", bool) if "is_notice" in fields else False,
             )
         case _:
             raise MalformedPacket(

@@ -15,6 +15,9 @@ belongs to a job that computes so; the first one registers it. A rank without an
 can't know of the others'. Where the framework has a table of its own, a difference from what was executed is
 logged; the executed order wins.
 
+An order that changes later (a ramp of the batch size, say) is said at once. Once it has settled the stages
+post it for each other (`probe.exchange`), and when all of them have, it is registered in place of the first.
+
 Before training, mistakes are refused (ValueError). After that nothing here raises into training: whatever
 goes wrong is logged once, the rank leaves its agent, and training goes on at stock. A stage that could not be
 followed says so to the others of its pipeline when orders are gathered: none of them is marked then.
@@ -23,15 +26,18 @@ Standard library only.
 """
 
 import logging
+import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from itertools import zip_longest
 from typing import Any, Protocol, Self, TypeVar
 
 from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.probe.changing_order import ChangingOrder, describe_change
 from perseus.agent.probe.client import Path
+from perseus.agent.probe.exchange import Exchange, ExecutedOrder
 from perseus.agent.probe.placement import Placement
+from perseus.agent.probe.stage_work import work_if_known
 
 _log = logging.getLogger("perseus.attachment")
 
@@ -52,6 +58,8 @@ class Marks(Protocol):
         schedule: Sequence[Sequence[Computation]],
         paths: Sequence[Path],
         max_slowdown_percent: float,
+        stage_work: Sequence[str],
+        waits: bool = True,
     ) -> bool:
         """See `Probe.register`."""
 
@@ -78,19 +86,6 @@ Connect = Callable[..., Marks]
 """How marks are sent: `Probe.connect`, or what takes its keyword arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutedOrder:
-    """What one stage executed in an iteration; no computations: it could not be followed.
-
-    `chunk_positions[c]`: where its chunk c stands in the model, counted over the chunks of all stages; empty
-    where activations flow through all stages of chunk 0, then of chunk 1 and so on.
-    """
-
-    stage: int
-    computations: tuple[Computation, ...]
-    chunk_positions: tuple[int, ...] = ()
-
-
 Gather = Callable[[ExecutedOrder], Sequence[ExecutedOrder]]
 """Gathers the orders of all stages of this rank's pipeline; called by all of them."""
 
@@ -98,15 +93,19 @@ Gather = Callable[[ExecutedOrder], Sequence[ExecutedOrder]]
 Identify = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Kind, int, int] | None]
 """Which computation a call with such arguments is: kind, microbatch and chunk; None: none that is marked."""
 
+# How long a stage that has posted an order waits for those of the others, which change in the same iteration.
+_MEETING_ITERATIONS = 20
+
 _T = TypeVar("_T")
 
 
 class Attachment:
     """One rank of a framework, attached. Its methods are for the thread that trains.
 
-    `table` is the order that the framework itself says it will execute, if it says. `is_capturing` says
-    whether launches go into a graph now instead of running: an iteration that begins so is captured whole,
-    and registers nothing, as that takes a collective.
+    `table` is the order that the framework itself says it will execute, if it says. `work` tells, after an
+    iteration, what the stage computes (`probe.stage_work`). `is_capturing` says whether launches go into a
+    graph now instead of running: an iteration that begins so is captured whole, and registers nothing, as
+    that takes a collective. `exchange`: where stages post orders that change; None: they are not followed.
     """
 
     def __init__(
@@ -117,14 +116,17 @@ class Attachment:
         *,
         chunk_positions: Sequence[int] = (),
         table: Sequence[Computation] | None = None,
+        work: Callable[[], str] = lambda: "",
         max_slowdown_percent: float = 0.0,
         is_capturing: Callable[[], bool] = lambda: False,
+        exchange: Exchange | None = None,
     ) -> None:
         self._placement = placement
         self._marks: Marks | None = marks
         self._gather = gather
         self._chunk_positions = tuple(chunk_positions)
         self._table = table
+        self._work = work
         self._max_slowdown_percent = max_slowdown_percent
         self._is_capturing = is_capturing
         self._has_given_up = False
@@ -134,6 +136,13 @@ class Attachment:
         # The first iteration, until it has been executed whole; whether it was followed.
         self._executed: list[Computation] | None = []
         self._is_followed = True
+        # From then on: what it executes against what is registered; where orders are posted, and under what
+        # name the latest was, in which iteration.
+        self._order: ChangingOrder | None = None
+        self._exchange = exchange
+        self._meeting = uuid.uuid4().hex
+        self._iteration = 0
+        self._posted: tuple[str, int] | None = None
 
     def replace(self, owner: Any, name: str, value: object) -> None:
         """Set an attribute of an object or a module until `detach`."""
@@ -204,6 +213,8 @@ class Attachment:
             if self._executed is not None:
                 self._executed = []
                 self._is_in_iteration = not self._is_capturing()
+            if self._order is not None:
+                self._order.begin_iteration()
             if self._marks is not None:
                 self._marks.begin_iteration()
         except Exception as error:  # of ours, whatever it is: training goes on
@@ -222,9 +233,14 @@ class Attachment:
         if self._executed is not None:
             executed, self._executed = tuple(self._executed), None
             try:
-                self._register(executed)
+                self._register_first(executed)
             except Exception as error:  # as above
                 self._give_up(error)
+        elif self._order is not None and self._marks is not None:
+            try:
+                self._follow_order(self._order)
+            except Exception as error:  # as above
+                self._stop_following(error)
 
     def begin(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
         """A computation begins."""
@@ -232,6 +248,8 @@ class Attachment:
             return
         if self._executed is not None:
             self._executed.append(Computation(kind, microbatch, chunk))
+        elif self._order is not None:
+            self._order.begin(kind, microbatch, chunk)
         if self._marks is not None:
             try:
                 self._marks.begin_computation(kind, microbatch, chunk)
@@ -276,7 +294,7 @@ class Attachment:
         self._restores.clear()
         self._is_in_iteration = False
 
-    def _register(self, executed: tuple[Computation, ...]) -> None:
+    def _register_first(self, executed: tuple[Computation, ...]) -> None:
         placement = self._placement
         if self._table is not None and (difference := _difference(self._table, executed)):
             _log.warning(
@@ -285,22 +303,71 @@ class Attachment:
                 placement.stage,
                 difference,
             )
-        if not self._is_followed:
-            executed = ()
-        gathered = self._gather(ExecutedOrder(placement.stage, executed, self._chunk_positions))
+        own = self._own_order(executed if self._is_followed else ())
+        orders = sorted(self._gather(own), key=lambda order: order.stage)
         if self._marks is None:
             return
-        orders = sorted(gathered, key=lambda order: order.stage)
         if lost := [str(order.stage) for order in orders if not order.computations]:
             raise UnmarkableError(f"what stage {', '.join(lost)} computes could not be followed, see its log")
-        self._marks.register(
+        self._meeting = orders[0].meeting
+        self._register(self._marks, orders, waits=True)
+        self._order = ChangingOrder(executed)
+
+    def _own_order(self, executed: tuple[Computation, ...]) -> ExecutedOrder:
+        work = work_if_known(self._work)
+        return ExecutedOrder(self._placement.stage, executed, self._chunk_positions, work, self._meeting)
+
+    def _register(self, marks: Marks, orders: Sequence[ExecutedOrder], *, waits: bool) -> None:
+        """Register what the stages execute, stage 0 first."""
+        placement = self._placement
+        marks.register(
             pipeline_count=placement.pipeline_count,
             stage_count=placement.stage_count,
             tensor_count=placement.tensor_count,
             schedule=[order.computations for order in orders],
             paths=paths_through(orders),
             max_slowdown_percent=self._max_slowdown_percent,
+            stage_work=[order.work for order in orders] if any(order.work for order in orders) else [],
+            waits=waits,
         )
+
+    def _follow_order(self, order: ChangingOrder) -> None:
+        """An iteration has ended: say that it differs, post what has settled, register what all posted."""
+        self._iteration += 1
+        change = order.end_iteration()
+        if change is not None and change.is_news:
+            first = (self._placement.pipeline, self._placement.stage, self._placement.tensor) == (0, 0, 0)
+            _log.log(
+                logging.WARNING if first else logging.INFO,
+                "stage %d executes %s: such iterations run at stock clocks%s",
+                self._placement.stage,
+                describe_change(order.registered, change.executed),
+                "" if self._exchange is None else " until it has settled and is registered anew",
+            )
+        if self._exchange is None or self._marks is None:
+            return
+        if change is not None and change.has_settled:
+            self._posted = f"{self._meeting}/{self._iteration}", self._iteration
+            self._exchange.post(self._posted[0], self._own_order(change.executed))
+        if self._posted is None:
+            return
+        name, since = self._posted
+        if (orders := self._exchange.look(name, self._placement.stage_count)) is not None:
+            self._posted = None
+            order.register(orders[self._placement.stage].computations)
+            self._register(self._marks, orders, waits=False)
+        elif self._iteration - since >= _MEETING_ITERATIONS:
+            self._posted = None
+            _log.warning(
+                "stage %d executes another order and other stages of its pipeline do not: not registered "
+                "anew, it runs at stock clocks",
+                self._placement.stage,
+            )
+
+    def _stop_following(self, error: Exception) -> None:
+        """Orders can't be exchanged, or something of ours fails: what differs runs at stock, and no more."""
+        self._order = self._posted = None
+        _log.warning("orders that change are not followed any more: %s", error)
 
     def _give_up(self, error: Exception) -> None:
         """Nothing is marked any more: the agent finds the line closed, and the GPU goes back to stock."""

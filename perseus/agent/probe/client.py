@@ -58,6 +58,11 @@ _log = logging.getLogger("perseus.probe")
 
 # The names that operators use, and the numbers of perseus.v1.ScheduleName.
 _SCHEDULE_NAMES = {"gpipe": 1, "1f1b": 2}
+# Ranks that train otherwise than before are live for a moment: the registration is made again then.
+_JOB_EXISTS = "JOB_ALREADY_EXISTS"
+# How often a look is taken at what the agent says of itself: one costs the trainer a microsecond or two.
+_NOTICE_PERIOD_NS = 10**9
+_MOST_NOTICE_BYTES = 16 * 1024
 # Training is over when finish() is called, so it may wait a moment for a full socket.
 _FINISH_TIMEOUT_S = 1.0
 
@@ -99,9 +104,12 @@ class Probe:
         self._rejoin = Rejoin(path, hello, monotonic_ns()) if line is None else None
         # What the rank belongs to, once it has said so: its registration, or that of the first rank.
         self._membership: bytes | None = None
+        self._fingerprint = ""
         self._request_id = uuid.uuid4().hex
-        # Whether an agent that was joined while training has yet to say what became of the registration.
+        # While training: what it belongs to is to be sent; what became of the registration is yet to be said.
+        self._is_unsent = False
         self._is_registering = False
+        self._notice_at_ns = 0
         # What marks are sent by; bound once, as marks must cost little.
         self._send: Callable[[bytes], object] = line.send if line is not None else _discard
         self._has_begun = False
@@ -188,6 +196,7 @@ class Probe:
         max_slowdown_percent: float = 0.0,
         stage_work: Sequence[str] = (),
         timeout_s: float = 15.0,
+        waits: bool = True,
     ) -> bool:
         """Say what the job computes; called by all of its ranks, with the same arguments.
 
@@ -198,7 +207,9 @@ class Probe:
         chunk by chunk. `max_slowdown_percent` is how much slower than T_min plans may be. `stage_work`: for
         each stage a text that is the same wherever its computations are (model, microbatch shape, versions),
         by which its profile is found again. Registering the same job again, after a restart say, changes
-        nothing while it has not finished. Returns whether the job is registered, or will be as soon as the
+        nothing while it has not finished. Where another order is to go by from now on, in the midst of
+        training, say so between two iterations with `waits` off: the trainer is not kept waiting, and what
+        becomes of it is logged. Returns whether the job is registered, or will be as soon as the
         agent reaches the coordinator, as far as this rank knows; a refusal and its reason are logged. An
         agent that is joined later is told then. ValueError for counts that can not be, for a schedule that
         does not have `stage_count` stages and for paths of a named schedule.
@@ -214,16 +225,23 @@ class Probe:
             stage_work=stage_work,
         )
         fingerprint = spec_fingerprint(spec)
+        if self._fingerprint not in ("", fingerprint):
+            self._request_id = uuid.uuid4().hex
+        self._fingerprint = fingerprint
         if self._registers:
             self._membership = encode(Registration(spec, self._request_id, fingerprint))
         else:
             self._membership = encode(Membership(fingerprint))
         if self._socket is None:
             return False
+        if not waits:
+            self._is_unsent = True
+            self._look_after_agent()
+            return True
         try:
             self._socket.settimeout(timeout_s)
             self._socket.send(self._membership)
-            reply = _receive_reply(self._socket) if self._registers else Reply(True)
+            reply = self._receive_answer(self._socket) if self._registers else Reply(True)
             self._socket.setblocking(False)
         except (OSError, MalformedPacket) as error:
             self._lose(error)
@@ -240,8 +258,10 @@ class Probe:
         self._iteration += self._has_begun
         self._has_begun = True
         self._ordinal = -1
-        if self._rejoin is not None or self._is_registering:
+        if self._rejoin is not None or self._is_unsent or self._is_registering:
             self._look_after_agent()
+        elif monotonic_ns() >= self._notice_at_ns:
+            self._hear_notices()
         try:
             self._send(_pack_iteration_begin(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
         except (OSError, struct.error) as error:
@@ -354,29 +374,58 @@ class Probe:
         if self._socket is not None:
             self._socket.close()
             self._socket, self._send = None, _discard
-        self._is_registering = False
+        self._is_unsent = self._is_registering = False
         self._rejoin = Rejoin(self._path, self._hello, monotonic_ns())
 
     def _look_after_agent(self) -> None:
-        """Between two iterations: join an agent if there is one, hear what it says of the registration."""
+        """Between two iterations: join an agent if there is one, say what the rank belongs to, hear of it."""
         try:
             if self._rejoin is not None and (line := self._rejoin.look(monotonic_ns())) is not None:
                 _log.info("%s: joined the agent at %s", self._rank, self._path)
                 self._rejoin, self._socket, self._send = None, line, line.send
-                if self._membership is not None:
-                    line.send(self._membership)
-                    self._is_registering = self._registers
-            elif self._is_registering and self._socket is not None:
-                reply = _receive_reply(self._socket)
+                self._is_unsent = self._membership is not None
+            if self._socket is None:
+                return
+            if self._is_unsent and self._membership is not None:
+                self._socket.send(self._membership)
+                self._is_unsent, self._is_registering = False, self._registers
+            elif self._is_registering:
+                reply = self._receive_answer(self._socket)
                 self._is_registering = False
-                self._log_registration(reply)
+                self._log_registration(reply, is_known=True)
         except BlockingIOError:
-            pass  # no reply yet
+            pass  # no room for it yet, or no reply
         except (OSError, MalformedPacket) as error:
             self._lose(error)
 
-    def _log_registration(self, reply: Reply) -> None:
-        if not reply.ok:
+    def _hear_notices(self) -> None:
+        """Between two iterations, now and then: hear what became of the rank, if the agent says something."""
+        self._notice_at_ns = monotonic_ns() + _NOTICE_PERIOD_NS
+        if self._socket is None:
+            return
+        try:
+            self._log_notice(_receive_reply(self._socket, _MOST_NOTICE_BYTES, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            pass  # nothing, as nearly always
+        except (OSError, MalformedPacket) as error:
+            self._lose(error)
+
+    def _receive_answer(self, line: socket.socket) -> Reply:
+        """The answer to a registration; notices that came before it are logged."""
+        while (reply := _receive_reply(line)).is_notice:
+            self._log_notice(reply)
+        return reply
+
+    def _log_notice(self, notice: Reply) -> None:
+        _log.log(logging.INFO if notice.ok else logging.WARNING, "%s: %s", self._rank, notice.message)
+
+    def _log_registration(self, reply: Reply, *, is_known: bool = False) -> None:
+        """`is_known`: the job was registered before, and its ranks may be live as they were until now."""
+        if not reply.ok and is_known and reply.reason == _JOB_EXISTS:
+            _log.info(
+                "%s: the job is registered anew once all of its ranks are: %s", self._rank, reply.message
+            )
+        elif not reply.ok:
             _log.error("%s: job not registered: %s", self._rank, reply.message)
         elif reply.message:
             _log.info("%s: %s", self._rank, reply.message)
@@ -505,8 +554,8 @@ def _last_words(line: socket.socket) -> Reply | None:
     return None
 
 
-def _receive_reply(line: socket.socket) -> Reply:
-    packet = line.recv(MAX_PACKET_BYTES)
+def _receive_reply(line: socket.socket, most_bytes: int = MAX_PACKET_BYTES, flags: int = 0) -> Reply:
+    packet = line.recv(most_bytes, flags)
     if not packet:
         raise ConnectionResetError("the agent closed the connection")
     reply = decode(packet)

@@ -127,6 +127,8 @@ class DeviceMarks:
         schedule: Sequence[Sequence[Computation]],
         paths: Sequence[Path],
         max_slowdown_percent: float,
+        stage_work: Sequence[str],
+        waits: bool = True,
     ) -> bool:
         """See `Probe.register`. Marks wait meanwhile."""
         with self._lock:
@@ -137,6 +139,8 @@ class DeviceMarks:
                 schedule=schedule,
                 paths=paths,
                 max_slowdown_percent=max_slowdown_percent,
+                stage_work=stage_work,
+                waits=waits,
             )
 
     def begin_iteration(self) -> None:

@@ -71,6 +71,8 @@ class Iteration:
     position: int = -1
     """Of the latest computation seen, in the order."""
     has_deviated: bool = False
+    is_at_stock: bool = False
+    """Whether it runs at stock whatever the plan is: those before it were not to order."""
 
     @property
     def needed_s(self) -> float | None:
@@ -172,11 +174,13 @@ class Recorder:
         computations: list[ComputationRow],
     ) -> None:
         assert iteration.begin_s is not None  # others are not finished
-        complete = [self._measure_run(iteration.plan, run) for run in iteration.runs if run.end_s is not None]
+        plan = None if iteration.is_at_stock else iteration.plan
+        complete = [self._measure_run(plan, run) for run in iteration.runs if run.end_s is not None]
         begin_j = energy_at_j(self._changes, iteration.begin_s)
         end_j = energy_at_j(self._changes, iteration.end_s)
         is_regular = (
             not iteration.has_deviated
+            and not iteration.is_at_stock
             and tuple(each.computation for each in complete) == order
             and begin_j is not None  # the counter was not yet watched: of no use for energy
         )
@@ -238,11 +242,11 @@ class Recorder:
         ends_s = [*(since_s for _, since_s in clocks[1:]), end_s]
         return [(mhz, since_s, until_s) for (mhz, since_s), until_s in zip(clocks, ends_s, strict=True)]
 
-    def _measure_run(self, plan: PlanRecord, run: Run) -> FinishedComputation:
+    def _measure_run(self, plan: PlanRecord | None, run: Run) -> FinishedComputation:
         assert run.end_s is not None  # the caller has looked
         # (clock, from when): the one that it began at, then those that came into force while it ran.
         clocks = [(mhz, since_s) for mhz, since_s, _ in self._clocks_between(run.begin_s, run.end_s)]
-        if run.computation.kind != Kind.FIXED:
+        if plan is not None and run.computation.kind != Kind.FIXED:
             plan.tally.add(plan.clocks_mhz[run.position], clocks, run.end_s)
         return FinishedComputation(
             run.computation, run.begin_s, run.end_s, clocks[0][0], is_pure=len(clocks) == 1

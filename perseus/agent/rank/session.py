@@ -15,7 +15,8 @@ of any other, and comes into force whole at the begin of its start iteration. Wi
 coordinator for the lease, once refused, or without the right to set clocks, no plan is in force.
 
 *Clocks.* What is wanted follows from the marks; `clocks.keeper` decides it, and when. Computations are
-known by identity; an iteration that deviates from the registered order runs at stock to its end. So does
+known by identity; an iteration that deviates from the registered order runs at stock to its end. After
+`MOST_IRREGULAR` in a row iterations run at stock from their begin on, until one is to order again. So does
 what lies between iterations, if it takes long, and a trainer of which nothing is heard for long. Lost marks
 only lose samples. Marks never come from the future and never go back in time here, whatever the trainer
 says.
@@ -89,6 +90,8 @@ from perseus.agent.rank.recorder import Iteration, PlanRecord, Recorder, Run
 JOIN_RETRY_S = 1.0
 """How long after the first refusal a rank is announced again."""
 LONGEST_JOIN_RETRY_S = 8.0
+MOST_IRREGULAR = 2
+"""After so many iterations in a row that are not to order, the next ones begin at stock."""
 
 
 # --- State --------------------------------------------------------------------------------------------------
@@ -147,6 +150,7 @@ class Session:
         self._keeper = ClockKeeper()
         self._iteration: Iteration | None = None
         self._begun_iteration = -1
+        self._irregular_count = 0
         self._marked_at_s = 0.0
         # Measurement.
         self._recorder = Recorder(gpu.supported_clocks_mhz[0])
@@ -283,6 +287,7 @@ class Session:
         if order != self._order:
             self._drop_plans()  # they were made for another order
             self._deviate()
+            self._irregular_count = 0
             self._order = order
             self._positions = {computation: position for position, computation in enumerate(order)}
             like_first = [
@@ -438,7 +443,10 @@ class Session:
             self._come_into_force(self._pending, number)
         # One whose end mark was lost is forgotten here.
         self._iteration = self._recorder.iteration(number, begin_s)
-        if self._order is not None and self._forbidden is None:
+        if self._irregular_count >= MOST_IRREGULAR:
+            self._iteration.is_at_stock = True
+            self._fall_back()
+        elif self._order is not None and self._forbidden is None:
             self._commands += self._keeper.begin_iteration(now_s)
 
     def _on_iteration_end(self, mark: IterationMark, now_s: float) -> None:
@@ -448,7 +456,10 @@ class Session:
         if iteration is None or iteration.number != mark.iteration:
             return
         self._iteration = None
-        if self._order is not None and self._forbidden is None:
+        if self._order is not None:
+            is_to_order = not iteration.has_deviated and iteration.position == len(self._order) - 1
+            self._irregular_count = 0 if is_to_order else self._irregular_count + 1
+        if self._order is not None and self._forbidden is None and not iteration.is_at_stock:
             following = self._following_clocks(mark.iteration)
             self._commands += self._keeper.end_iteration(end_s, now_s, following)
         # One of no length (marks whose times were the same) is no iteration.
@@ -467,7 +478,7 @@ class Session:
             return
         iteration.position = position
         iteration.runs.append(Run(mark.computation, position, begin_s))
-        if self._forbidden is None:
+        if self._forbidden is None and not iteration.is_at_stock:
             following = self._following_clocks(iteration.number)
             self._commands += self._keeper.begin(position, begin_s, now_s, following)
 
@@ -482,7 +493,7 @@ class Session:
         iteration.position = position
         if iteration.runs and iteration.runs[-1].computation == mark.computation:
             iteration.runs[-1].end_s = end_s
-        if self._forbidden is None:
+        if self._forbidden is None and not iteration.is_at_stock:
             following = self._following_clocks(iteration.number)
             self._commands += self._keeper.end(position, end_s, now_s, following)
 

@@ -101,6 +101,8 @@ _WATCH_UNPROVEN_S = 1.0
 _WATCH_S = 5.0
 # How long a trainer waits for another one's GPU, which gives way to it.
 _GIVE_WAY_S = 10.0
+# How long a process that says hello again is given to have left before.
+_LEAVE_S = 2.0
 _CLAIM_LOST = "CLAIM_LOST"
 
 
@@ -326,6 +328,11 @@ class Agent:
         if isinstance(verdict, Refused):
             return verdict
         claim = Claim(hello.rank, hello.gpu_uuid, user, verdict)
+        if (before := self._trainers.get(hello.rank)) is not None and before.line.peer.pid == line.peer.pid:
+            # It has left, and is back at once: its last words, and its GPU's way to stock, take a moment.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await before.gone.wait()
         try:
             async with asyncio.timeout(_GIVE_WAY_S):
                 while conflicting := self._book.conflicts(claim):
@@ -567,14 +574,19 @@ class Agent:
             self._coordinator.say(PlanAnswer(rank, offer.plan, unknown, -1))
 
     def _on_rank_accepted(self, accepted: RankAccepted) -> None:
-        self._registrar.rank_accepted(accepted.rank)
+        self._notify(accepted.rank, self._registrar.rank_accepted(accepted.rank))
         self._book.answered(accepted.rank, is_accepted=True)
         if accepted.rank in self._ranks:
             self._ranks[accepted.rank].handle(accepted)
 
+    def _notify(self, rank: Rank, notice: Reply | None) -> None:
+        """Let a trainer's own log know what became of its rank."""
+        if notice is not None and (trainer := self._trainers.get(rank)) is not None:
+            trainer.line.reply(notice)
+
     def _on_rank_refused(self, refused: RankRefused) -> None:
         rank = refused.rank
-        self._registrar.rank_refused(refused)
+        self._notify(rank, self._registrar.rank_refused(refused))
         self._book.answered(rank, is_accepted=False)
         if refused.reason == JOB_NOT_FOUND and self._reports.get(rank):
             asyncio.get_running_loop().call_later(_REPORT_RETRY_S, self._report_again, rank)

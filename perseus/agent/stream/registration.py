@@ -3,10 +3,15 @@
 A registration is kept for as long as the job has trainers here. A coordinator that was absent when it was
 made, or that has lost its state, refuses the job's ranks, as it does not know the job: it is told of it then.
 So it is, and with the same request, where ranks of another specification stood in the way: they may be gone.
+
+A request whose run has ended at once, before any rank here was accepted under it, has come to nothing: the
+ranks of the training before it were still on their way out (a trainer that detached and attached, say). The
+job is registered by another request then. Otherwise somebody has ended the run, and it stays so.
 """
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +19,7 @@ import grpc
 import structlog
 
 from perseus.agent.link.computation import Rank
-from perseus.agent.link.packets import Registration
+from perseus.agent.link.packets import Registration, Reply
 from perseus.agent.rank.messages import (
     JOB_ALREADY_EXISTS,
     JOB_FINISHED,
@@ -33,6 +38,10 @@ _log = structlog.get_logger(__name__)
 
 _DEADLINE_S = 5.0
 _INVALID = "INVALID_REGISTRATION"
+# So many for the same reason, in three seconds, are no matter of moments: who is about to leave has left.
+_LASTING_REFUSALS = 3
+# By then, whoever was about to leave when a job was registered has left.
+_AT_ONCE_S = 10.0
 # What says nothing about the job: the coordinator is absent, busy or restarting.
 _TRANSIENT = {
     grpc.StatusCode.UNAVAILABLE,
@@ -75,11 +84,14 @@ class Registrar:
         self._monotonic = monotonic
         # To be made again whenever the coordinator does not know the job.
         self._requests: dict[str, RegisterJobRequest] = {}
-        # The jobs among them that the coordinator has taken, as far as known.
-        self._taken: set[str] = set()
+        # The jobs among them that the coordinator has taken, as far as known, and when.
+        self._taken: dict[str, float] = {}
+        # The jobs whose ranks here were accepted since they were registered last.
+        self._served: set[str] = set()
         self._under_way: dict[str, asyncio.Task[None]] = {}
-        # Why the coordinator refused a rank last.
-        self._refusals: dict[Rank, str] = {}
+        # Why the coordinator refused a rank last, and how often in a row; those whose trainers were told.
+        self._refusals: dict[Rank, tuple[str, int]] = {}
+        self._told: set[Rank] = set()
         # When the coordinator may be asked again, where it said so.
         self._not_before_s: dict[str, float] = {}
 
@@ -97,14 +109,24 @@ class Registrar:
             )
         return await self._register(request)
 
-    def rank_accepted(self, rank: Rank) -> None:
-        """The coordinator takes a rank."""
+    def rank_accepted(self, rank: Rank) -> Reply | None:
+        """The coordinator takes a rank. Returns what its trainer is to be told, if it was told otherwise."""
+        self._served.add(rank.job_id)
         self._refusals.pop(rank, None)
+        if rank not in self._told:
+            return None
+        self._told.discard(rank)
+        return Reply(True, "", "the coordinator takes the rank now", is_notice=True)
 
-    def rank_refused(self, refused: RankRefused) -> None:
-        """The coordinator does not take a rank (yet): register its job again if that is why."""
+    def rank_refused(self, refused: RankRefused) -> Reply | None:
+        """The coordinator does not take a rank (yet): register its job again if that is why.
+
+        Returns what the rank's trainer is to be told, once, if that is not over soon.
+        """
         rank, reason = refused.rank, refused.reason
-        if self._refusals.get(rank) != reason:  # it is announced again every second
+        before, count = self._refusals.get(rank, ("", 0))
+        if before != reason:  # it is announced again every second
+            count = 0
             log = _log.info if reason == JOB_NOT_FOUND else _log.warning
             log(
                 "coordinator does not take the rank yet",
@@ -112,19 +134,35 @@ class Registrar:
                 reason=reason,
                 message=refused.message,
             )
-        self._refusals[rank] = reason
+        self._refusals[rank] = reason, count + 1
         is_taken = rank.job_id in self._taken
-        if reason == JOB_NOT_FOUND or (reason in (JOB_FINISHED, SPEC_MISMATCH) and not is_taken):
+        is_spent = reason == JOB_FINISHED and self._has_come_to_nothing(rank.job_id)
+        if is_spent and (request := self._requests.get(rank.job_id)) is not None:
+            request.request_id = uuid.uuid4().hex
+        if reason == JOB_NOT_FOUND or is_spent or (reason in (JOB_FINISHED, SPEC_MISMATCH) and not is_taken):
             self._register_again(rank.job_id)
+        if count + 1 != _LASTING_REFUSALS or reason == JOB_NOT_FOUND:
+            return None
+        self._told.add(rank)
+        message = f"the coordinator does not take the rank: {refused.message}"
+        return Reply(False, reason, f"{message}: training goes on at stock clocks", is_notice=True)
+
+    def _has_come_to_nothing(self, job_id: str) -> bool:
+        taken_s = self._taken.get(job_id)
+        if taken_s is None or job_id in self._served:
+            return False
+        return self._monotonic() < taken_s + _AT_ONCE_S
 
     def forget_rank(self, rank: Rank) -> None:
         """Its trainer is gone."""
         self._refusals.pop(rank, None)
+        self._told.discard(rank)
 
     def forget_job(self, job_id: str) -> None:
         """Its last trainer here is gone: whoever else has trainers of it sees to its registration."""
         self._requests.pop(job_id, None)
-        self._taken.discard(job_id)
+        self._taken.pop(job_id, None)
+        self._served.discard(job_id)
         self._not_before_s.pop(job_id, None)
 
     def close(self) -> None:
@@ -135,7 +173,8 @@ class Registrar:
     async def _register(self, request: RegisterJobRequest) -> Outcome:
         outcome = await register_job(self._channels, request)
         job_id = request.spec.job_id
-        self._taken.discard(job_id)
+        self._taken.pop(job_id, None)
+        self._served.discard(job_id)
         self._not_before_s.pop(job_id, None)
         if isinstance(outcome, Unreachable) and outcome.retry_delay_s:
             self._not_before_s[job_id] = self._monotonic() + outcome.retry_delay_s
@@ -144,7 +183,7 @@ class Registrar:
             return outcome
         self._requests[job_id] = request
         if isinstance(outcome, Registered):
-            self._taken.add(job_id)
+            self._taken[job_id] = self._monotonic()
         return outcome
 
     def _register_again(self, job_id: str) -> None:

@@ -271,6 +271,8 @@ def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeri
         gap_time_s=period.gap_time_s,
         gap_energy_j=period.gap_energy_j,
         gap_slowed_time_s=period.gap_slowed_time_s,
+        irregular_count=period.irregular_count,
+        irregular_time_s=period.irregular_time_s,
     )
 
 

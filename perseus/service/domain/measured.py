@@ -61,7 +61,8 @@ class Period:
     """Consecutive iterations under the same plans: counts, means and sums of squared deviations.
 
     What was reported first and last came at its start and end, on the wall clock. The gaps before them are no
-    part of iteration time and energy.
+    part of iteration time and energy. Neither are irregular iterations, which have a count and a mean time
+    of their own.
     """
 
     number: int
@@ -81,6 +82,8 @@ class Period:
     gap_time_s: float = 0.0
     gap_energy_j: float = 0.0
     gap_slowed_time_s: float = 0.0
+    irregular_count: int = 0
+    irregular_time_s: float = 0.0
 
     @property
     def iteration_time_se_s(self) -> float:
@@ -91,6 +94,16 @@ class Period:
     def energy_se_j(self) -> float:
         """Standard error of the mean energy; 0 for a single iteration."""
         return _standard_error(self.energy_m2, self.iteration_count)
+
+    def with_irregular(self, time_s: float, iteration: int) -> "Period":
+        """Return the period with one more irregular iteration."""
+        count = self.irregular_count + 1
+        return replace(
+            self,
+            last_iteration=max(self.last_iteration, iteration),
+            irregular_count=count,
+            irregular_time_s=self.irregular_time_s + (time_s - self.irregular_time_s) / count,
+        )
 
     def extended(self, iteration: JobIteration, wall_time_s: float) -> "Period":
         """Return the period with one more iteration (Welford's update), reported at this time."""

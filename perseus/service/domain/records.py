@@ -97,6 +97,11 @@ class ForgetIterations:
     """The stored rows of incomplete iterations are no longer needed."""
 
 
+@dataclass(frozen=True, slots=True)
+class ForgetProfile:
+    """What was profiled is of other work, or of other GPUs: nobody knows it any more."""
+
+
 Record = (
     JobRecord
     | Registrations
@@ -107,6 +112,7 @@ Record = (
     | Period
     | IterationRows
     | ForgetIterations
+    | ForgetProfile
 )
 
 
@@ -121,6 +127,8 @@ def record_key(record: Record) -> Hashable:
             return (Registrations,)
         case ForgetIterations():
             return (ForgetIterations,)
+        case ForgetProfile():
+            return (ForgetProfile,)
         case Rank():
             return record.coordinates
         case OfferRecord():

@@ -29,6 +29,7 @@ from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
 from perseus.service.job.journal import Journal
+from perseus.service.job.planning.drift import changed_work
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.planner import Planner
 from perseus.service.job.profiling.profiler import Profiler
@@ -113,6 +114,8 @@ class Course:
             created_s,
             create_time_s,
         )
+        # What is measured is of this work on these GPUs; empty while nothing is.
+        self._measured_work: tuple[str, ...] = ()
         # The state and the frontier for which the report and the detection know the offers.
         self._labelled: tuple[JobState, Frontier | None] | None = None
 
@@ -138,6 +141,8 @@ class Course:
         self.log.mark_straggler(-1, bool(self.stragglers))
         if self.state not in (JobState.PROFILING, JobState.PLANNED):
             self.offers.wish(range(len(self.offers)), STOCK)  # a run that was put aside had other clocks
+        if self.baseline.time_s:
+            self._measured_work = self._work_keys()
         self._label_versions()
         for rows in stored.open_rows:
             # They complete nothing, or it would have been stored as complete: the time is of no matter.
@@ -190,6 +195,14 @@ class Course:
         if self.state in (JobState.PROFILING, JobState.SOLVING, JobState.PLANNED):
             self.enter(JobState.PROFILING, why)
 
+    def _forget_measured(self) -> None:
+        """What was measured is of other work, or on other GPUs."""
+        self.planner.drop_frontier()
+        self.planner.lag_s = 0.0
+        self.is_profile_complete = False
+        self.profiler.forget()
+        self.baseline.forget()
+
     def check_running(self) -> None:
         """Refuse what makes no sense once the job has ended.
 
@@ -228,6 +241,8 @@ class Course:
                 self._note_profiled(iteration, judgement.slowed, gap_s)
             elif self.state is JobState.PLANNED:
                 self._watch_plans(iteration)
+            elif iteration.versions == self.offers.versions:
+                self.planner.watch.take_stock(iteration)
         if self.state is JobState.BASELINE:
             self.baseline.take(complete, self.offers.versions)
 
@@ -277,7 +292,12 @@ class Course:
         if self.state is not JobState.FINISHED and self.ranks.are_all(RankState.FINISHED):
             self.enter(JobState.FINISHED, "all ranks are done")
         if self.state is JobState.WAITING and self.ranks.are_all(RankState.CONNECTED):
-            self.enter(self._state_with_all_ranks(), "all ranks are there")
+            why = "all ranks are there"
+            work, self._measured_work = self._measured_work, self._work_keys()
+            if work not in ((), self._measured_work) and (self.baseline.time_s or self.profiler.profiles):
+                self._forget_measured()
+                why = f"{why}, on GPUs of another model or power limit: they are measured anew"
+            self.enter(self._state_with_all_ranks(), why)
         if self.state is JobState.BASELINE and self.baseline.time_s:
             why = f"the stock iteration takes {self.baseline.time_s:.6f} s"
             self.enter(self._state_with_all_ranks(), why)
@@ -316,6 +336,10 @@ class Course:
             case JobState.PROFILING:
                 self._find_profile()
                 self._profile(held=None)
+            case JobState.BASELINE:
+                if self._spec.stage_work and all(self._spec.stage_work):
+                    self._find_profile()  # the very same work: the baseline is enough to hold it against
+                self.offers.wish(range(len(self.offers)), STOCK)
             case JobState.PLANNED:
                 self.retarget()
             case JobState.SOLVING:
@@ -348,7 +372,7 @@ class Course:
 
     def _find_profile(self) -> None:
         """Ask for what is known from before, as long as it can be held against the first measurements."""
-        if self.profiler.clock_count < LEAST_CLOCKS:
+        if self.profiler.clock_count < LEAST_CLOCKS and not self.profiler.known:
             self.journal.do(FindProfile(self._work_keys()))
 
     def _work_keys(self) -> tuple[str, ...]:
@@ -397,8 +421,21 @@ class Course:
     # ------------------------------------------------------------------ plans
 
     def _watch_plans(self, iteration: JobIteration) -> None:
+        frontier = self.planner.frontier
         verdict = self.planner.judge(iteration)
-        if verdict.withdraw is None:
+        if verdict.withdraw is not None and verdict.solve_again and frontier is not None:
+            latest = map(self.timelines.latest, range(len(self.offers)))
+            changed = changed_work(frontier.pipeline, filter(None, latest))
+            if changed is not None:
+                stage, ratio = changed
+                self._forget_measured()
+                why = f"stage {stage} takes {ratio:.2f} × the time planned: it is profiled again"
+                self.enter(JobState.BASELINE, why)
+                return
+        if verdict.is_irregular and verdict.withdraw is not None:
+            self.baseline.forget()
+            self.enter(JobState.BASELINE, verdict.withdraw)
+        elif verdict.withdraw is None:
             if verdict.solve_again:
                 self._solve()
         elif verdict.solve_again:

@@ -5,11 +5,11 @@ deletes divides a group, and what comes after it is written after it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from sqlalchemy import Connection, delete, func, literal, select, update
+from sqlalchemy import Connection, Table, delete, func, literal, select, update
 from sqlalchemy.engine.interfaces import DBAPICursor
 
 from perseus.service.domain.events import JobEvent
@@ -17,6 +17,7 @@ from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import Clocks, Rank
 from perseus.service.domain.records import (
     ForgetIterations,
+    ForgetProfile,
     IterationRows,
     JobRecord,
     OfferRecord,
@@ -91,12 +92,20 @@ class _Group:
                 yield name, found
 
 
+_FORGOTTEN: Mapping[type[Record], tuple[Table, ...]] = {
+    ForgetIterations: (schema.open_iterations,),
+    ForgetProfile: (schema.profiles, schema.profiled_work),
+}
+"""What a record takes back, of its run: all rows of these tables."""
+
+
 @dataclass(frozen=True, slots=True)
-class _ForgetIterations:
+class _Forget:
     run: _RunKey
+    tables: tuple[Table, ...]
 
 
-_Step = _Group | JobDeleted | _ForgetIterations
+_Step = _Group | JobDeleted | _Forget
 
 
 class GroupWriter:
@@ -141,11 +150,10 @@ class GroupWriter:
                         self._plans[run] = {digest for (digest,) in found}
                 case JobDeleted():
                     self._delete(step)
-                case _ForgetIterations(run):
-                    table = schema.open_iterations
-                    self._connection.execute(
-                        delete(table).where(table.c.job_id == run[0], table.c.run_number == run[1])
-                    )
+                case _Forget((job_id, run_number), tables):
+                    for table in tables:
+                        of_run = table.c.job_id == job_id, table.c.run_number == run_number
+                        self._connection.execute(delete(table).where(*of_run))
 
     def forget_plans(self) -> None:
         """What is stored of plans may have changed otherwise."""
@@ -176,8 +184,8 @@ class GroupWriter:
                         # A job may go on at an iteration that it had before.
                         if record.closed_through < group.closed_through.get(run, -1):
                             steps.append(group := _Group())
-                    elif isinstance(record, ForgetIterations):
-                        steps += [_ForgetIterations(run), group := _Group()]
+                    elif (tables := _FORGOTTEN.get(type(record))) is not None:
+                        steps += [_Forget(run, tables), group := _Group()]
                         continue
                     try:
                         self._take_record(group, run, record)

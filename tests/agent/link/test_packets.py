@@ -45,7 +45,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         identifiers,
     ),
     st.builds(Membership, identifiers),
-    st.builds(Reply, st.booleans(), texts, texts),
+    st.builds(Reply, st.booleans(), texts, texts, st.booleans()),
     st.builds(IterationMark, edges, iterations, int64),
     st.builds(ComputationMark, edges, iterations, int32, computations, int64),
     st.builds(Finish, int64),

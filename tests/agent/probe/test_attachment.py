@@ -11,11 +11,12 @@ import pytest
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import (
     Attachment,
-    ExecutedOrder,
     UnmarkableError,
     paths_through,
     table_if_any,
 )
+from perseus.agent.probe.changing_order import SETTLED
+from perseus.agent.probe.exchange import ExecutedOrder, decode_order, encode_order
 from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import MarksStub
 
@@ -58,6 +59,8 @@ def test_the_first_iteration_registers_the_job_as_it_was_executed(marks: MarksSt
             "schedule": [ORDER, OTHER.computations],
             "paths": [],
             "max_slowdown_percent": 1.5,
+            "stage_work": [],
+            "waits": True,
         }
     ]
     iteration = [
@@ -132,7 +135,7 @@ def test_nothing_of_ours_raises_into_training(
     attachment.detach()
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
     assert marks.calls[-1] == ("close",), "the agent takes the rank for gone"
-    assert gathered == [ExecutedOrder(0, ORDER)], "the other stages wait for it"
+    assert [each.computations for each in gathered] == [ORDER], "the other stages wait for it"
 
 
 def test_what_is_marked_is_called_as_it_was_and_returns_and_raises_what_it_did(marks: MarksStub) -> None:
@@ -187,7 +190,25 @@ def test_a_question_that_fails_is_told_of_once_and_ends_marking(
     assert f"not marked any more, training goes on at stock clocks: no {failing}" in record.getMessage()
     assert marks.calls[-1] == ("close",), "the agent brings the GPU back to stock"
     if failing != "is_training":
-        assert gathered == [ExecutedOrder(0, ())], "the others learn of it"
+        assert [each.computations for each in gathered] == [()], "the others learn of it"
+
+
+def test_what_every_stage_computes_is_registered(marks: MarksStub) -> None:
+    other = ExecutedOrder(1, ORDER, work="9 layers")
+    train(Attachment(ALONE, marks, beside(other), work=lambda: "12 layers"))
+    assert [each["stage_work"] for each in marks.registered] == [["12 layers", "9 layers"]]
+
+
+def test_work_that_can_not_be_told_is_no_reason_to_stop(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> str:
+        raise AttributeError("no parameters")
+
+    with caplog.at_level(logging.INFO):
+        train(Attachment(ALONE, marks, beside(ExecutedOrder(1, ORDER, work="9 layers")), work=work))
+    assert [each["stage_work"] for each in marks.registered] == [["", "9 layers"]]
+    assert caplog.messages == ["what the stage computes is not told: no parameters"]
 
 
 def test_a_stage_that_could_not_be_followed_is_registered_by_nobody(
@@ -270,7 +291,7 @@ def test_no_collective_goes_into_a_graph(marks: MarksStub, has_agent: bool) -> N
     assert not gathered
     is_captured = False
     train(attachment)
-    assert gathered == [ExecutedOrder(0, ORDER)], "the other stages wait for it"
+    assert [each.computations for each in gathered] == [ORDER], "the other stages wait for it"
 
 
 def test_detaching_restores_what_was_replaced(marks: MarksStub) -> None:
@@ -321,3 +342,115 @@ def test_it_needs_the_standard_library_only() -> None:
     # `-I` still runs site's .pth hooks, whose names are not ours.
     imported = {name for name in result.stdout.split() if "editable" not in name and name != "__main__"}
     assert imported - {"perseus", "sitecustomize", "_distutils_hack"} <= set(), imported
+
+
+# ---------------------------------------------------------------------- orders that change
+
+
+class Meeting:
+    """A store in memory (implements `Exchange`)."""
+
+    def __init__(self) -> None:
+        self.posted: dict[tuple[str, int], str] = {}
+        self.failure: Exception | None = None
+
+    def post(self, name: str, order: ExecutedOrder) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.posted[name, order.stage] = encode_order(order)
+
+    def look(self, name: str, stage_count: int) -> list[ExecutedOrder] | None:
+        found = [self.posted.get((name, stage)) for stage in range(stage_count)]
+        return [decode_order(some) for some in found if some is not None] if all(found) else None
+
+
+LONGER = (*ORDER, Computation(Kind.FORWARD, 1), Computation(Kind.BACKWARD, 1))
+
+
+def two_stages(meeting: Meeting) -> list[tuple[Attachment, MarksStub]]:
+    """Both stages of a pipeline; the first iteration has registered them."""
+    stages = []
+    gathered = [ExecutedOrder(stage, ORDER, (), "12 layers", "name") for stage in (0, 1)]
+    for stage in (0, 1):
+        marks = MarksStub()
+        attachment = Attachment(
+            Placement(0, 1, stage, 2), marks, lambda _: gathered, work=lambda: "12 layers", exchange=meeting
+        )
+        train(attachment)
+        assert [each["schedule"] for each in marks.registered] == [[ORDER, ORDER]]
+        stages.append((attachment, marks))
+    return stages
+
+
+def test_an_order_that_has_changed_is_said_at_once_and_registered_when_it_has_settled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stages = two_stages(Meeting())
+    for iteration in range(SETTLED):
+        assert all(len(marks.registered) == 1 for _, marks in stages), iteration
+        for attachment, _ in stages:
+            train(attachment, LONGER)
+        assert caplog.messages == [
+            "stage 0 executes 2 microbatches (4 computations) instead of 1 (2): "
+            "such iterations run at stock clocks until it has settled and is registered anew"
+        ]
+    for attachment, _ in stages:
+        train(attachment, LONGER)  # the first one finds what the other has posted since
+    for _, marks in stages:
+        first, second = marks.registered
+        assert second == {**first, "schedule": [LONGER, LONGER], "waits": False}
+    for attachment, marks in stages:
+        train(attachment, LONGER)
+        assert len(marks.registered) == 2, "it is as registered"
+
+
+def test_single_iterations_that_differ_are_not_registered() -> None:
+    stages = two_stages(Meeting())
+    for _ in range(3):
+        for order in [LONGER] * (SETTLED - 1) + [ORDER]:
+            for attachment, _ in stages:
+                train(attachment, order)
+    assert all(len(marks.registered) == 1 for _, marks in stages)
+
+
+def test_a_job_that_alternates_is_registered_ever_more_rarely() -> None:
+    stages = two_stages(Meeting())
+    for _ in range(32):
+        for order in (LONGER, ORDER):
+            for _ in range(SETTLED):
+                for attachment, _ in stages:
+                    train(attachment, order)
+    assert len(stages[0][1].registered) == 2, "to begin with, and once"
+
+
+def test_a_stage_alone_with_another_order_says_so_and_nobody_waits(caplog: pytest.LogCaptureFixture) -> None:
+    stages = two_stages(Meeting())
+    for _ in range(60):
+        for (attachment, _), order in zip(stages, (LONGER, ORDER), strict=True):
+            train(attachment, order)
+    assert all(len(marks.registered) == 1 for _, marks in stages)
+    assert caplog.messages[1:] == [
+        "stage 0 executes another order and other stages of its pipeline do not: not registered anew, "
+        "it runs at stock clocks"
+    ]
+
+
+def test_a_store_that_fails_ends_the_following_and_not_the_marks(caplog: pytest.LogCaptureFixture) -> None:
+    meeting = Meeting()
+    stages = two_stages(meeting)
+    meeting.failure = ConnectionError("the store is gone")
+    for _ in range(2 * SETTLED):
+        for attachment, _ in stages:
+            train(attachment, LONGER)
+    assert caplog.messages[1:] == 2 * ["orders that change are not followed any more: the store is gone"]
+    for _, marks in stages:
+        assert marks.calls[-1] == ("end_iteration",)
+        assert ("close",) not in marks.calls
+
+
+def test_shorter_iterations_are_other_orders_too() -> None:
+    stages = two_stages(Meeting())
+    for _ in range(SETTLED + 1):
+        for attachment, _ in stages:
+            train(attachment, ORDER[:1])
+    assert [each["schedule"] for each in stages[0][1].registered] == [[ORDER] * 2, [ORDER[:1]] * 2]

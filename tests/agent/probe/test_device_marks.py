@@ -86,6 +86,7 @@ class ProbeStub(Probe):
         self.marks: list[tuple[Any, ...]] = []
         self.has_agent = is_connected
         self.begun_count = 0
+        self.stage_work: list[str] = []
 
     @property
     def is_connected(self) -> bool:
@@ -111,6 +112,7 @@ class ProbeStub(Probe):
 
     def register(self, **arguments: Any) -> bool:
         self.marks.append(("register", arguments["stage_count"]))
+        self.stage_work = arguments["stage_work"]
         return True
 
     def finish(self) -> None:
@@ -183,7 +185,13 @@ def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
     marks = DeviceMarks(probe, device, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
     marks.register(
-        pipeline_count=1, stage_count=7, tensor_count=1, schedule=[], paths=[], max_slowdown_percent=0
+        pipeline_count=1,
+        stage_count=7,
+        tensor_count=1,
+        schedule=[],
+        paths=[],
+        max_slowdown_percent=0,
+        stage_work=["12 layers"],
     )
     deadline_s = time.monotonic() + 5
     while len(probe.marks) < 2 and time.monotonic() < deadline_s:
@@ -193,6 +201,7 @@ def test_the_helper_sends_marks_and_finishing_waits_for_the_device() -> None:
     marks.close()
     names = [mark[0] for mark in probe.marks]
     assert sorted(names[:2]) == ["begin iteration", "register"]
+    assert probe.stage_work == ["12 layers"]
     assert names[2:] == ["begin", "end", "end iteration", "finish", "close"]
 
 

@@ -403,6 +403,79 @@ def test_the_other_ranks_say_that_they_belong_to_what_the_first_one_registers(tm
         agent.close()
 
 
+def test_another_order_is_registered_without_keeping_the_trainer_waiting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "perseus.probe")
+    agent = AgentStub(tmp_path / "agent.sock", [Reply(True), Reply(True)])
+    probe = connect(agent.path)
+    counts = {"pipeline_count": 1, "stage_count": 2}
+    probe.register(**counts, schedule=NamedSchedule("1f1b", 4))  # type: ignore[arg-type]
+    agent.answered()
+    probe.register(**counts, schedule=NamedSchedule("1f1b", 6), waits=False)  # type: ignore[arg-type]
+    with probe.iteration():
+        pass  # the agent has said nothing yet
+    first = agent.asked[1]
+    (second, *marks) = agent.marks()
+    assert isinstance(first, Registration)
+    assert isinstance(second, Registration)
+    assert [type(mark) for mark in marks] == [IterationMark, IterationMark]
+    assert second.spec["schedule"]["named"]["microbatchCount"] == 6
+    assert second.spec_fingerprint != first.spec_fingerprint
+    assert second.request_id != first.request_id
+    assert caplog.messages == []
+    agent.connection.send(encode(Reply(False, "JOB_ALREADY_EXISTS", "its schedule differs")))
+    with probe.iteration():
+        pass
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "the job is registered anew once all of its ranks are: its schedule differs" in record.getMessage()
+    assert probe.is_connected
+    probe.close()
+    agent.close()
+
+
+def test_another_order_that_finds_the_socket_full_is_registered_when_there_is_room(tmp_path: Path) -> None:
+    agent = AgentStub(tmp_path / "agent.sock", [Reply(True)])
+    probe = connect(agent.path, stage=1)
+    agent.answered()
+    probe.register(pipeline_count=1, stage_count=2, schedule=NamedSchedule("1f1b", 4))
+    while not probe.dropped_mark_count:
+        probe.begin_computation(Kind.FORWARD, 0)
+    probe.register(pipeline_count=1, stage_count=2, schedule=NamedSchedule("1f1b", 6), waits=False)
+    assert [type(some) for some in agent.marks()].count(Membership) == 1, "the first one"
+    probe.begin_iteration()
+    assert [type(some) for some in agent.marks()] == [Membership, IterationMark]
+    probe.close()
+    agent.close()
+
+
+def test_notices_are_logged_whenever_they_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "perseus.probe")
+    refused = Reply(False, "JOB_FINISHED", "run 1 has ended", is_notice=True)
+    served = Reply(True, "", "the rank is taken now", is_notice=True)
+    # The first comes before the answer to the registration, and is none.
+    agent = AgentStub(tmp_path / "agent.sock", [Reply(True), refused])
+    probe = connect(agent.path)
+    thread = threading.Thread(
+        target=lambda: probe.register(pipeline_count=1, stage_count=1, schedule=NamedSchedule("1f1b", 4))
+    )
+    thread.start()
+    agent.answered()
+    agent.connection.send(encode(Reply(False, "INVALID_FIELD", "no")))
+    thread.join(5)
+    assert caplog.messages == [
+        "job[pipeline 0, stage 0, tensor 0]: run 1 has ended",
+        "job[pipeline 0, stage 0, tensor 0]: job not registered: no",
+    ]
+    agent.connection.send(encode(served))
+    probe.begin_iteration()
+    assert caplog.messages[2:] == ["job[pipeline 0, stage 0, tensor 0]: the rank is taken now"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR", "INFO"]
+    probe.close()
+    agent.close()
+
+
 def test_other_work_has_another_fingerprint() -> None:
     def spec(microbatch_count: int, *stage_work: str) -> dict[str, object]:
         return job_spec(

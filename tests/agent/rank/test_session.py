@@ -443,6 +443,49 @@ def test_a_deviating_iteration_runs_at_stock_until_the_next(bench: Bench) -> Non
     assert bench.iteration(Edge.BEGIN, 2) == [SetClock(1000)]
 
 
+def other_iteration(bench: Bench, number: int) -> list[Command]:
+    """One with half the computations."""
+    commands = bench.iteration(Edge.BEGIN, number)
+    for ordinal, computation in enumerate((F0, B0)):
+        for edge in (Edge.BEGIN, Edge.END):
+            bench.now_s += 0.1
+            commands += bench.mark(edge, number, computation, ordinal=ordinal)
+    bench.now_s += 0.1
+    return commands + bench.iteration(Edge.END, number)
+
+
+def clocks_of(commands: list[Command]) -> list[Command]:
+    return [command for command in commands if isinstance(command, SetClock | ResetClock)]
+
+
+def test_after_two_iterations_that_differ_they_run_at_stock_until_one_is_to_order(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.offer(1, 0, stage(1000, 1000, 800, 800))
+    bench.run(0)
+    for number in (1, 2):
+        assert SetClock(1000) in other_iteration(bench, number), "it begins as planned"
+    assert clocks_of(other_iteration(bench, 3)) == []
+    assert clocks_of(bench.run(4)) == [], "nobody knew that it would be to order"
+    assert clocks_of(bench.iteration(Edge.BEGIN, 5)) == [SetClock(1000)]
+    bench.now_s += 0.1
+    (*_, message) = telemetry(counted(bench, 60.0))
+    told = {row.iteration: row.is_regular for row in message.iterations}
+    assert told == {0: True, 1: False, 2: False, 3: False, 4: False}
+    assert {row.plan_version for row in message.iterations} == {1}
+
+
+def test_shorter_iterations_differ_too(bench: Bench) -> None:
+    bench.offer(1, 0, Hold(1000))
+    for number in range(3):
+        begun = bench.iteration(Edge.BEGIN, number)
+        bench.now_s += 0.1
+        bench.mark(Edge.BEGIN, number, F0)
+        bench.now_s += 0.1
+        bench.mark(Edge.END, number, F0)
+        bench.iteration(Edge.END, number)
+    assert ResetClock() in begun
+
+
 @pytest.mark.parametrize("computation", [Computation(Kind.FORWARD, 7), Computation(Kind.FORWARD, 0, 1)])
 def test_an_unknown_computation_is_a_deviation(bench: Bench, computation: Computation) -> None:
     bench.offer(1, 0, Hold(1000))

@@ -224,8 +224,9 @@ async def test_a_stage_plan_sets_a_clock_per_computation(
         await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry at stock")
         plan = frontier_pb2.StagePlan(
             computations=[
-                frontier_pb2.PlannedComputation(kind=ORDER[0].kind, clock_mhz=HELD_MHZ),
-                frontier_pb2.PlannedComputation(kind=ORDER[1].kind, clock_mhz=STOCK_MHZ),
+                # Not the first one: after a gap that a busy host makes long it begins at stock.
+                frontier_pb2.PlannedComputation(kind=ORDER[0].kind, clock_mhz=STOCK_MHZ),
+                frontier_pb2.PlannedComputation(kind=ORDER[1].kind, clock_mhz=HELD_MHZ),
             ]
         )
         offer = hold(version=5, start_iteration=trainer.iteration_count + 3)
@@ -381,3 +382,57 @@ async def test_sigterm_ends_the_agent_with_its_gpus_at_stock(
     assert gpu.sm_clock_mhz() == STOCK_MHZ
     assert coordinator.book.heard[-1].WhichOneof("message") == "goodbye"
     await trainer.stop()
+
+
+async def test_a_trainer_that_leaves_and_is_back_at_once_is_served(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    coordinator = await start(Book())
+
+    def leave_and_return(marks: int) -> list[bool]:
+        found = []
+        for _ in range(5):
+            probe = Probe.connect(
+                tmp_path / "run" / "agent.sock", job_id="job", pipeline=0, stage=0, gpu_uuid=UUID
+            )
+            found.append(probe.is_connected)
+            for _ in range(marks):
+                with probe.iteration(), probe.computation(Kind.FORWARD, 0):
+                    pass
+            probe.finish()
+            probe.close()
+        return found
+
+    async with serving(settings(tmp_path, coordinator.port)):
+        assert await asyncio.to_thread(leave_and_return, 0) == [True] * 5
+        assert await asyncio.to_thread(leave_and_return, 50) == [True] * 5, (
+            "the agent still has marks to read"
+        )
+
+
+async def test_a_rank_that_is_not_taken_is_said_in_the_trainers_own_log_once_and_when_that_is_over(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "perseus.probe")
+    coordinator = await start(Book())
+
+    def notices() -> list[str]:
+        return [text for text in caplog.messages if "the coordinator" in text]
+
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry")
+        refused = wire.RankRefused(job_id="job", rank=RANK, reason="JOB_FINISHED", message="run 1 has ended")
+        for _ in range(5):
+            coordinator.say(wire.ConnectResponse(rank_refused=refused))
+        await until(lambda: bool(notices()), "a word in the trainer's log")
+        await coordinator.until(
+            lambda book: len(book.all("rank_joined")) > 1, "announced again, and accepted"
+        )
+        await until(lambda: len(notices()) == 2, "another word")
+        await trainer.stop()
+    assert notices() == [
+        "job[pipeline 0, stage 0, tensor 0]: the coordinator does not take the rank: run 1 has ended: "
+        "training goes on at stock clocks",
+        "job[pipeline 0, stage 0, tensor 0]: the coordinator takes the rank now",
+    ]

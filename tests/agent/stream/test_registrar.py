@@ -104,6 +104,39 @@ async def test_a_job_that_is_refused_or_forgotten_is_not_registered_again(
     assert set(coordinator.book.jobs) == {"last"}
 
 
+FINISHED = RankRefused(RANK, JOB_FINISHED, "job 'job' has finished")
+
+
+async def test_a_request_whose_run_has_ended_before_it_came_to_anything_is_made_anew(
+    coordinator: CoordinatorStub, registrar: Registrar
+) -> None:
+    assert await registrar.register("job", REGISTRATION) == Registered()
+    coordinator.book.jobs.clear()
+    assert registrar.rank_refused(FINISHED) is None
+    await registered(coordinator)
+    assert coordinator.book.jobs["job"].request_id not in ("", KNOWN.request_id)
+    assert coordinator.book.jobs["job"].spec == KNOWN.spec
+
+
+async def test_a_run_that_somebody_has_ended_stays_ended_and_its_trainer_is_told_once(
+    coordinator: CoordinatorStub, registrar: Registrar
+) -> None:
+    assert await registrar.register("job", REGISTRATION) == Registered()
+    assert registrar.rank_accepted(RANK) is None
+    coordinator.book.jobs.clear()
+    told = [notice for notice in [registrar.rank_refused(FINISHED) for _ in range(9)] if notice is not None]
+    (notice,) = told
+    assert (notice.ok, notice.reason, notice.is_notice) == (False, JOB_FINISHED, True)
+    assert notice.message == (
+        "the coordinator does not take the rank: job 'job' has finished: training goes on at stock clocks"
+    )
+    assert not coordinator.book.jobs
+    accepted = registrar.rank_accepted(RANK)
+    assert accepted is not None
+    assert accepted.ok
+    assert registrar.rank_accepted(RANK) is None
+
+
 async def test_a_refusal_is_said_once_for_each_reason(registrar: Registrar) -> None:
     leased = RankRefused(RANK, "RANK_SERVED", "another agent's lease runs")
     with capture_logs() as logs:
@@ -130,7 +163,8 @@ async def test_a_job_that_others_run_is_registered_by_the_same_request_when_they
     registrar.rank_refused(RankRefused(RANK, reason, ""))
     await registered(coordinator)
     assert coordinator.book.jobs == {"job": KNOWN}
-    # It is taken now, and has ended since: it is not for this agent to begin another run.
+    # Its ranks are served now, and it has ended since: it is not for this agent to begin another run.
+    registrar.rank_accepted(RANK)
     coordinator.book.jobs.clear()
     await registered_no_more(registrar, reason)
     assert coordinator.book.jobs.keys() == {"last"}

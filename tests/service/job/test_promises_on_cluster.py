@@ -1,15 +1,22 @@
 """Promises, drift, baselines and profiles from before, on an emulated cluster whose plans may be wrong."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from perseus.service.domain import evidence
 from perseus.service.domain.commands import Announce, FindProfile
 from perseus.service.domain.errors import JobNotSolvedError
-from perseus.service.domain.inputs import BaselineRequested, PolicySet, ProfileFound, StragglerReported
+from perseus.service.domain.inputs import (
+    BaselineRequested,
+    PolicySet,
+    ProfileFound,
+    RankLeft,
+    StragglerReported,
+)
 from perseus.service.domain.measured import KnownProfile, StageProfile
-from perseus.service.domain.model import JobState, Straggler
+from perseus.service.domain.model import EventType, JobState, RankLeftReason, Straggler
 from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingBudget
 from perseus.service.domain.specification import Coordinates, Deadline, OperatingPolicy
 from perseus.service.job.planning.drift import BLOCK
@@ -59,6 +66,49 @@ def test_a_promise_that_is_broken_for_no_reason_that_computations_show_ends_at_s
     assert cluster.announced(evidence.ProfileCorrected) == []
     (failed,) = cluster.announced(evidence.SolveFailed)
     assert failed.cause.startswith("no lag between stages explains iterations of 5.000000 s")
+
+
+def test_work_that_has_doubled_is_profiled_again_though_estimates_over_all_iterations_agree() -> None:
+    cluster = TruthfulCluster(tells_timelines=True).plan()
+    cluster.run(BLOCK - 8)
+    first_s = cluster.machine.summary().t_min_s
+    cluster.work = lambda stage: 2.0 if stage == 1 else 1.0
+    while not cluster.announced(evidence.PromiseBroken):
+        cluster.run(1)
+    assert cluster.announced(evidence.ProfileCorrected) == [], "the estimates are over all iterations"
+    cluster.expect(JobState.BASELINE)
+    assert cluster.machine.summary().state_reason == (
+        "stage 1 takes 2.00 × the time planned: it is profiled again"
+    )
+    assert cluster.machine.profiler.profiles == ()
+    cluster.restart()
+    assert cluster.machine.profiler.profiles == (), "what was forgotten is not stored, either"
+    cluster.join_all()
+    cluster.run_until(JobState.PLANNED)
+    assert cluster.machine.summary().t_min_s > 1.2 * first_s
+    cluster.run(3 * BLOCK)
+    cluster.expect(JobState.PLANNED)
+    assert len(cluster.announced(evidence.PromiseBroken)) == 1
+
+
+@pytest.mark.parametrize("state", [JobState.PROFILING, JobState.PLANNED])
+def test_other_gpus_are_measured_anew(state: JobState) -> None:
+    cluster = Cluster(make_spec())
+    cluster.join_all()
+    cluster.iterate_until(state)
+    everybody = [*cluster.ranks.values()]
+    for is_other in (False, True):
+        iteration = max(rank.iteration for rank in everybody)
+        for rank in everybody:
+            cluster.send(RankLeft(rank.place, rank.instance_id, RankLeftReason.TRAINER_GONE))
+            rank.start_trainer(iteration)
+        for rank in everybody:
+            joined = rank.joined()
+            cluster.send(replace(joined, gpu=replace(joined.gpu, model="Other")) if is_other else joined)
+        cluster.expect(JobState.BASELINE if is_other else state)
+        assert (cluster.machine.profiler.profiles == ()) is (is_other or state is JobState.PROFILING)
+    assert "on GPUs of another model" in cluster.machine.summary().state_reason
+    cluster.iterate_until(JobState.PLANNED)
 
 
 def test_a_straggler_explains_slow_iterations() -> None:
@@ -130,6 +180,42 @@ def test_a_profile_from_before_is_verified_and_used() -> None:
     (adopted,) = cluster.announced(evidence.ProfileAdopted)
     assert adopted == evidence.ProfileAdopted((0, 1), len(CLOCKS_MHZ), "before", 3)
     assert cluster.machine.profiler.profiles == before
+
+
+def test_a_profile_of_the_very_same_work_is_held_against_the_baseline_and_no_clock_is_profiled() -> None:
+    before = TruthfulCluster().plan().machine.profiler.profiles
+    # Another order: 12 microbatches instead of 8.
+    cluster = Cluster(replace(make_spec(microbatches=12), stage_work=("12 layers", "9 layers")))
+    cluster.join_all()
+    cluster.expect(JobState.BASELINE)
+    (asked,) = [command for command in cluster.history if isinstance(command, FindProfile)]
+    cluster.send(ProfileFound(known(before, 0, 1)))
+    cluster.iterate_until(JobState.PLANNED, limit=6)
+    assert [command for command in cluster.history if isinstance(command, FindProfile)] == [asked]
+    assert cluster.machine.profiler.profiles == before
+    told = [command.happening for command in cluster.history if isinstance(command, Announce)]
+    assert EventType.PROFILE_ADOPTED in {each.type for each in told}
+    assert EventType.CLOCK_PROFILED not in {each.type for each in told}
+
+
+def test_one_that_differs_from_the_baseline_is_not_adopted() -> None:
+    before = TruthfulCluster().plan().machine.profiler.profiles
+    slower = corrected(
+        before,
+        {
+            (1, profile.clock_mhz, key): 1.1 * m.time_s
+            for profile in before
+            if profile.stage == 1
+            for key, m in profile.measurements.items()
+        },
+    )
+    cluster = Cluster(replace(make_spec(), stage_work=("12 layers", "9 layers")))
+    cluster.join_all()
+    cluster.send(ProfileFound(known(slower, 0, 1)))
+    cluster.iterate_until(JobState.PLANNED)
+    told = (command.happening.evidence for command in cluster.history if isinstance(command, Announce))
+    (adopted,) = [each for each in told if isinstance(each, evidence.ProfileAdopted)]
+    assert adopted.stages == (0,)
 
 
 def test_a_profile_is_adopted_only_for_the_stages_where_it_agrees() -> None:

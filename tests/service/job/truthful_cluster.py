@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 from typing import TypeVar
 
 from perseus.service.domain.commands import Announce
 from perseus.service.domain.model import HoldClocks, JobState, PlannedClocks
-from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
+from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.telemetry import ComputationColumns, EnergyEstimate, EnergySample
 from perseus.service.job.rules import Rules
 from perseus.solver import Computation, Kind, Measurement, Pipeline, replay, with_lag
 from tests.service.service_fakes import CLOCKS_MHZ, Cluster, FakeRank, energy_j, make_spec, time_s
@@ -24,12 +26,26 @@ def never(_stage: int, _clock_mhz: int) -> float:
 
 
 class TruthfulCluster(Cluster):
-    """Iterations last as long as their computations and transfers; agents go on estimating under plans."""
+    """Iterations last as long as their computations and transfers; agents go on estimating under plans.
 
-    def __init__(self, slowness: Slowness = never, rules: Rules | None = None, lag_s: float = 0.0) -> None:
+    `work`: by stage, how much more there is to compute than in the beginning, at every clock.
+    """
+
+    def __init__(
+        self,
+        slowness: Slowness = never,
+        rules: Rules | None = None,
+        lag_s: float = 0.0,
+        *,
+        tells_timelines: bool = False,
+    ) -> None:
         super().__init__(make_spec(microbatches=8), rules)
         self.slowness = slowness
         self.lag_s = lag_s
+        self.work: Callable[[int], float] = lambda _stage: 1.0
+        self._tells_timelines = tells_timelines
+        # By rank: the version of its clocks, and how much work there was in each iteration since.
+        self._worked: dict[Coordinates, tuple[int, list[float]]] = {}
 
     def run(self, count: int) -> None:
         for _ in range(count):
@@ -42,10 +58,19 @@ class TruthfulCluster(Cluster):
             for rank in self.ranks.values():
                 event = rank.end(duration_s)
                 clocks = rank.in_force.clocks
+                version, worked = self._worked.get(rank.place, (-1, []))
+                if version != rank.in_force.version:
+                    worked = []
+                worked.append(self.work(rank.place.stage))
+                self._worked[rank.place] = rank.in_force.version, worked
+                batch = event.batch
                 if isinstance(clocks, PlannedClocks):
-                    told = self._estimate(rank, clocks)
-                    event = replace(event, batch=event.batch._replace(energy=told))
-                self.send(event)
+                    batch = batch._replace(energy=self._estimate(rank, clocks))
+                if batch.energy is not None:
+                    batch = batch._replace(energy=_scaled(batch.energy, median(worked)))
+                if self._tells_timelines:
+                    batch = batch._replace(computations=self._timeline(rank, batch.computations))
+                self.send(replace(event, batch=batch))
 
     def run_until(self, state: JobState, limit: int = 100) -> int:
         for count in range(limit):
@@ -76,11 +101,16 @@ class TruthfulCluster(Cluster):
             return clocks.clocks_mhz[c.stage] if isinstance(clocks, HoldClocks) else CLOCKS_MHZ[0]
 
         is_planned = isinstance(clocks, PlannedClocks)
+
+        def time_now_s(stage: int, kind: Kind, mhz: int) -> float:
+            slowness = self.slowness(stage, mhz) if is_planned else 1.0
+            return time_s(stage, kind, mhz) * slowness * self.work(stage)
+
         profiles = {
             (stage, 0, kind): tuple(
                 Measurement(
                     mhz,
-                    time_s(stage, kind, mhz) * (self.slowness(stage, mhz) if is_planned else 1.0),
+                    time_now_s(stage, kind, mhz),
                     energy_j(stage, kind, mhz),
                 )
                 for mhz in CLOCKS_MHZ
@@ -90,6 +120,19 @@ class TruthfulCluster(Cluster):
         }
         pipeline = with_lag(Pipeline(self.schedule, profiles, (60.0, 60.0)), self.lag_s)
         return replay(pipeline, {c: clock_mhz(c) for c in self.schedule.computations}).iteration_time_s
+
+    def _timeline(self, rank: FakeRank, rows: ComputationColumns) -> ComputationColumns:
+        """What each computation took, and at which clock, under plans."""
+        if not isinstance(rank.in_force.clocks, PlannedClocks):
+            return rows
+        stage = rank.place.stage
+        own = rank.in_force.clocks.plan.stages[stage]
+        return rows._replace(
+            duration_s=[
+                time_s(stage, each.computation.kind, each.clock_mhz) * self.work(stage) for each in own
+            ],
+            clock_mhz=[each.clock_mhz for each in own],
+        )
 
     def _estimate(self, rank: FakeRank, clocks: PlannedClocks) -> EnergyEstimate:
         iterations = rank.iteration - rank.in_force_since + 1
@@ -114,3 +157,10 @@ class TruthfulCluster(Cluster):
             60.0,
             0.5,
         )
+
+
+def _scaled(told: EnergyEstimate, factor: float) -> EnergyEstimate:
+    samples = (
+        replace(some, time_s=some.time_s * factor, energy_j=some.energy_j * factor) for some in told.samples
+    )
+    return replace(told, samples=tuple(samples))

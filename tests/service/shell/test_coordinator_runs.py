@@ -474,6 +474,25 @@ async def test_a_new_run_adopts_the_profile_of_the_one_before(service: Service, 
     await agent.end()
 
 
+async def test_a_new_run_of_the_very_same_work_is_planned_without_profiling(
+    service: Service,
+) -> None:
+    client, work = service.client, ["12 layers", "11 layers"]
+    await client.register("first", "work", stage_work=work)
+    agent = await planned(client, "work")
+    await client.finish()
+    await agent.end()
+    assert (await client.register("second", "more", stage_work=work, **OTHER)).run_number == 2
+    agent = FakeAgent(client, "next", ALL_PLACES, spec_fingerprint="more")
+    await agent.join()
+    await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+    await client.finish()
+    types = {event.type for event in await client.events()}
+    assert event_pb2.JOB_EVENT_TYPE_PROFILE_ADOPTED in types
+    assert event_pb2.JOB_EVENT_TYPE_CLOCK_PROFILED not in types
+    await agent.end()
+
+
 async def test_a_stage_is_known_by_its_work_in_another_job(service: Service) -> None:
     client = service.client
     await client.register("first", job_id="before", stage_work=["12 layers", "11 layers"])

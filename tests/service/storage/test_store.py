@@ -26,6 +26,7 @@ from perseus.service.domain.model import (
 from perseus.service.domain.profiling import ClockGivenUpReason, GivenUpClock, ProfilingCost
 from perseus.service.domain.records import (
     ForgetIterations,
+    ForgetProfile,
     IterationRows,
     JobRecord,
     OfferRecord,
@@ -310,6 +311,32 @@ async def test_nothing_of_a_deleted_job_stays_but_the_versions_that_it_used(open
     assert again is not None
     assert (again.ranks, again.offers, again.profiles, again.periods, again.open_rows) == ((),) * 5
     assert (again.record, again.last_sequence) == (None, 0)
+    await store.close()
+
+
+async def test_a_profile_that_is_forgotten_is_found_by_nobody_and_another_may_follow(
+    open_store: Open,
+) -> None:
+    store = await open_store()
+    old, new = (
+        StageProfile(0, mhz, {(0, Kind.FORWARD): Measurement(mhz, 0.1, 10.0)}, 60.0, 0.5)
+        for mhz in (1200, 1300)
+    )
+    await store.write(
+        [
+            *(NewRun(make_spec(job_id), 1, 1.0) for job_id in ("job", "other")),
+            *(JobEntry(job_id, 1, old) for job_id in ("job", "other")),
+            JobEntry("job", 1, ProfiledWork(0, "own")),
+            JobEntry("other", 1, ProfiledWork(0, "others")),
+        ]
+    )
+    await store.write([JobEntry("job", 1, ForgetProfile()), JobEntry("job", 1, new)])
+    assert await store.known_profiles(["own"]) == []
+    assert {some.spec.job_id: some.profiles for some in await stored_jobs(store)} == {
+        "job": (new,),
+        "other": (old,),
+    }
+    assert len(await store.known_profiles(["others"])) == 1
     await store.close()
 
 

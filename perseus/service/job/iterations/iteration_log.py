@@ -70,6 +70,8 @@ class IterationLog:
         self._latest: _Open | None = None
         self._latest_iteration: int | None = None
         self._key: tuple[tuple[int, ...], bool] | None = None
+        # Irregular iterations for which there is no period yet: under what, how many, their mean time.
+        self._irregular: tuple[tuple[tuple[int, ...], bool], int, float] | None = None
         self._restored_through: int | None = None
         self._labels: dict[int, JobState] = {NO_VERSION: JobState.BASELINE}
         self._straggler_since: list[tuple[int, bool]] = []
@@ -110,7 +112,7 @@ class IterationLog:
         self.closed_through = -1
         self._open.clear()
         self._latest_iteration = None
-        self._key = self._restored_through = None
+        self._key = self._restored_through = self._irregular = None
         has_straggler = self._has_straggler_at(2**63)
         self._straggler_since = [(-1, True)] if has_straggler else []
 
@@ -252,10 +254,16 @@ class IterationLog:
         return tuple(known) if len(known) == len(versions) else None
 
     def _count(self, complete: JobIteration, wall_time_s: float) -> None:
-        """Add an iteration to the report, unless it is irregular or the first one under its plans."""
-        if complete.versions is None or not complete.is_regular:
+        """Add an iteration to the report, unless it is the first one under its plans.
+
+        Irregular ones only count, with their time, among the regular ones before or after them.
+        """
+        if complete.versions is None:
             return
         key = (complete.versions, self._has_straggler_at(complete.iteration))
+        if not complete.is_regular:
+            self._count_irregular(complete, key)
+            return
         previous, self._key = self._key, key
         through, self._restored_through = self._restored_through, None
         if through is not None and complete.iteration != through + 1:
@@ -266,6 +274,8 @@ class IterationLog:
         if last is not None and (last.versions, last.has_straggler) == key:
             self.periods[-1] = last.extended(complete, wall_time_s)
             return
+        irregular, self._irregular = self._irregular, None
+        is_of_period = irregular is not None and irregular[0] == key
         self.periods.append(
             Period(
                 number=len(self.periods),
@@ -285,8 +295,20 @@ class IterationLog:
                 gap_time_s=complete.gap_time_s,
                 gap_energy_j=complete.gap_energy_j,
                 gap_slowed_time_s=complete.gap_slowed_time_s,
+                irregular_count=irregular[1] if irregular is not None and is_of_period else 0,
+                irregular_time_s=irregular[2] if irregular is not None and is_of_period else 0.0,
             )
         )
+
+    def _count_irregular(self, complete: JobIteration, key: tuple[tuple[int, ...], bool]) -> None:
+        last = self.periods[-1] if self.periods else None
+        if last is not None and (last.versions, last.has_straggler) == key:
+            self.periods[-1] = last.with_irregular(complete.iteration_time_s, complete.iteration)
+            return
+        found = self._irregular
+        of, count, time_s = found if found is not None and found[0] == key else (key, 0, 0.0)
+        mean_s = time_s + (complete.iteration_time_s - time_s) / (count + 1)
+        self._irregular = (of, count + 1, mean_s)
 
     def _has_straggler_at(self, iteration: int) -> bool:
         known = False

@@ -3,15 +3,18 @@
 Agents go on estimating while plans are in force. Every `BLOCK` iterations their times, of computations that
 ran at one clock from begin to end, are held against those that the plan was made with. What all pipelines
 show is drift (a pipeline of its own is a straggler). The first block verifies clocks that nobody measured.
+
+Those estimates are over all iterations under a plan, and follow slowly where the work itself changes. So when
+iterations break their promise the latest one is looked at by itself.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from perseus.service.domain.measured import StageKey
+from perseus.service.domain.measured import StageKey, Timeline
 from perseus.service.domain.specification import Coordinates, Parallelism
-from perseus.service.domain.telemetry import EnergyEstimate
+from perseus.service.domain.telemetry import KINDS, EnergyEstimate
 from perseus.solver import Pipeline
 
 BLOCK = 20
@@ -28,6 +31,9 @@ _LEAST_COUNT = 5
 
 _ERRORS = 3.0
 """Standard errors that are noise."""
+
+CHANGED_RATIO = 1.1
+"""How much longer than planned computations have to take for the work itself to be another one."""
 
 Place = tuple[int, int, StageKey]
 """Stage, clock and (chunk, kind)."""
@@ -122,3 +128,30 @@ class DriftWatch:
             for place, own_s in slowest_s.items()
             if len(own_s) >= needed
         }
+
+
+def changed_work(problem: Pipeline, timelines: Iterable[Timeline]) -> tuple[int, float] | None:
+    """Tell whether a stage takes far longer than planned in the latest iterations, one of each pipeline.
+
+    Returns the stage that does so the most, and its ratio: the median over the pipelines, of the median over
+    the microbatches of one kind of computation, those that began at a clock of the profile.
+    """
+    planned_s = {
+        (stage, m.clock_mhz, (chunk, kind)): m.time_s
+        for (stage, chunk, kind), some in problem.profiles.items()
+        for m in some
+    }
+    ratios: dict[tuple[int, StageKey], list[float]] = {}
+    for timeline in timelines:
+        for stage, rows in enumerate(timeline.stages):
+            own: dict[StageKey, list[float]] = {}
+            for kind, chunk, time_s, mhz in zip(
+                rows.kind, rows.chunk, rows.duration_s, rows.clock_mhz, strict=True
+            ):
+                key = chunk, KINDS[kind]
+                if (expected_s := planned_s.get((stage, mhz, key))) is not None:
+                    own.setdefault(key, []).append(time_s / expected_s)
+            for key, some in own.items():
+                ratios.setdefault((stage, key), []).append(median(some))
+    worst = max(((median(some), stage) for (stage, _), some in ratios.items()), default=(0.0, 0))
+    return (worst[1], worst[0]) if worst[0] >= CHANGED_RATIO else None

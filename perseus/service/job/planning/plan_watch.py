@@ -17,6 +17,7 @@ from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.drift import Drift, DriftWatch
 from perseus.service.job.planning.guard import BrokenPromise, Guard, GuardRules, promised_time_s
+from perseus.service.job.planning.irregular import IrregularWatch
 from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.profiling.stage_profiles import corrected
 from perseus.solver import Frontier
@@ -36,11 +37,13 @@ class Verdict:
         withdraw: why they have to go, if they have to.
         solve_again: there may be better ones: the profile was corrected, or transfers are to be planned for.
         slow: the plan that transfers between stages may have made slower than promised.
+        is_irregular: iterations are not as registered; the plans are good again when they are.
     """
 
     withdraw: str | None = None
     solve_again: bool = False
     slow: SlowPlan | None = None
+    is_irregular: bool = False
 
 
 class PlanWatch:
@@ -54,6 +57,7 @@ class PlanWatch:
         self, parallelism: Parallelism, rules: GuardRules, profiler: Profiler, journal: Journal
     ) -> None:
         self._guard = Guard(rules)
+        self._irregular = IrregularWatch(rules)
         self._drift = DriftWatch(parallelism)
         self._profiler = profiler
         self._journal = journal
@@ -63,6 +67,7 @@ class PlanWatch:
     def restart(self) -> None:
         """What is under way counts for nothing."""
         self._guard.restart()
+        self._irregular.restart()
         self._drift.restart()
 
     def forgive(self) -> None:
@@ -72,6 +77,10 @@ class PlanWatch:
     def learn(self, iteration: JobIteration) -> None:
         """Take any iteration of the job, whatever it ran under: how much iterations jump."""
         self._guard.learn(iteration)
+
+    def take_stock(self, iteration: JobIteration) -> None:
+        """Take an iteration that ran at stock."""
+        self._irregular.take_stock(iteration)
 
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank measured under the plan that it has now."""
@@ -105,6 +114,12 @@ class PlanWatch:
                     ),
                 )
                 return self._answer_broken_promise(broken, clocks, frontier)
+            slow_s = self._irregular.judge(iteration, promise_s)
+            if slow_s is not None:
+                return Verdict(
+                    f"iterations are not as registered, and take {slow_s:.6f} s: stock until they are",
+                    is_irregular=True,
+                )
             self._keep_promise(iteration)
         if self._drift.is_due(iteration.versions) and self._correct_profile(frontier, stragglers):
             return Verdict(solve_again=True)

@@ -15,7 +15,7 @@ A round that is dear (it has taken its share of the extra time, that of one cloc
 with the first iteration that is measured whole.
 
 A profile of the same work on the same GPUs may be known from before, stage by stage. It is adopted where it
-agrees with what the first rounds measured of the stage.
+agrees with what the stock baseline, as the highest clock, or the first rounds measured of the stage.
 """
 
 import math
@@ -39,6 +39,7 @@ from perseus.service.domain.profiling import (
     ProfilingCost,
     ProfilingLimit,
 )
+from perseus.service.domain.records import ForgetProfile
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
@@ -145,6 +146,13 @@ class Profiler:
         self.given_up = ()
         self._silent_s = self._silent_extra_s = 0.0
 
+    def forget(self) -> None:
+        """What is measured is of no use any more."""
+        self.profiles = self.known = ()
+        self._estimates.clear()
+        self.renew()
+        self._journal.store(ForgetProfile())
+
     def take_estimate(self, rank: Coordinates, estimate: EnergyEstimate) -> None:
         """Take what a rank's counter says of the clock that it holds."""
         self._estimates[rank] = estimate
@@ -215,6 +223,8 @@ class Profiler:
         limit = self._limit
         if held is not None and not self._end_round(held, clocks_mhz, is_last=limit is not None):
             return held
+        if held is None:
+            self._adopt_at_stock(clocks_mhz)
         self._adopt_known()
         barred = {(clock.stage, clock.clock_mhz) for clock in self.given_up}
         choice = choose_clocks(self.profiles, self._schedule, clocks_mhz, barred)
@@ -418,18 +428,42 @@ class Profiler:
             ProfilingEnded(end.is_enough, end.limit, self.cost),
         )
 
+    def _adopt_at_stock(self, clocks_mhz: UsableClocks) -> None:
+        """Hold what is known from before against the baseline, and adopt it where it agrees."""
+        shape = self._parallelism
+        pipelines = range(shape.pipeline_count)
+        agreeing: list[KnownProfile] = []
+        others: list[KnownProfile] = []
+        for known in self.known:
+            stage = known.stage
+            ranks = [Coordinates(p, stage, t) for p in pipelines for t in range(shape.tensor_count)]
+            if any(self._why_not_measured(rank, STOCK_MHZ) is not None for rank in ranks):
+                others.append(known)
+                continue
+            at_stock = merge(stage, clocks_mhz[stage][0], self._estimates, shape, pipelines, STOCK_MHZ)
+            is_same = agree([at_stock], known.profiles, _SAME_TIME_SHARE, _SAME_ENERGY_SHARE)
+            (agreeing if is_same else others).append(known)
+        self.known = tuple(others)
+        self._adopt(agreeing)
+
     def _adopt_known(self) -> None:
         """Hold what is known from before against the first clocks, and adopt it where it agrees."""
         if not self.known or self.clock_count < LEAST_CLOCKS:
             return
         known, self.known = self.known, ()
-        by_source: dict[tuple[str, int], list[int]] = {}
-        measured = self._measured_places()
+        agreeing = []
         for stage in known:
             own = [profile for profile in self.profiles if profile.stage == stage.stage]
             if agree(own, stage.profiles, _SAME_TIME_SHARE, _SAME_ENERGY_SHARE):
-                self.replace(p for p in stage.profiles if (p.stage, p.clock_mhz) not in measured)
-                by_source.setdefault((stage.source_job_id, stage.source_run_number), []).append(stage.stage)
+                agreeing.append(stage)
+        self._adopt(agreeing)
+
+    def _adopt(self, agreeing: Iterable[KnownProfile]) -> None:
+        by_source: dict[tuple[str, int], list[int]] = {}
+        measured = self._measured_places()
+        for stage in agreeing:
+            self.replace(p for p in stage.profiles if (p.stage, p.clock_mhz) not in measured)
+            by_source.setdefault((stage.source_job_id, stage.source_run_number), []).append(stage.stage)
         for (job_id, run_number), stages in by_source.items():
             self._journal.announce(
                 EventType.PROFILE_ADOPTED,

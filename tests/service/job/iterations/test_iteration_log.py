@@ -146,6 +146,24 @@ def test_a_straggler_begins_a_period_of_its_own() -> None:
     ]
 
 
+def test_irregular_iterations_count_with_their_time_and_change_no_mean() -> None:
+    log = IterationLog(RANKS)
+    for iteration, (time_s, is_regular) in enumerate(
+        [(9.0, False), (1.0, True), (1.0, True), (3.0, False), (5.0, False), (1.0, True)]
+    ):
+        add_all(log, iteration, time_s=time_s, is_regular=is_regular)
+    (period,) = log.periods
+    assert (period.iteration_count, period.iteration_time_s) == (2, 1.0)
+    assert period.irregular_count == 3
+    assert period.irregular_time_s == pytest.approx(17 / 3)
+    assert (period.first_iteration, period.last_iteration) == (2, 5)
+    log.label(0, PipelineOffer((1,), 6, STOCK), JobState.PLANNED)
+    log.label(1, PipelineOffer((1,), 6, STOCK), JobState.PLANNED)
+    for iteration in (6, 7, 8):
+        add_all(log, iteration, version=1, is_regular=iteration != 6)
+    assert [each.irregular_count for each in log.periods] == [3, 1], "it counts where it was"
+
+
 def test_iterations_that_never_become_complete_do_not_pile_up() -> None:
     log = IterationLog(RANKS)
     for iteration in range(3 * OPEN_LIMIT):

@@ -1,0 +1,92 @@
+"""Follows what a stage executes against what was registered, and says when another order has settled. Pure.
+
+    as registered       nothing is to be done; what was different before is forgotten
+    otherwise           said once for each order; the same again and again settles after `SETTLED` iterations
+
+An order that was registered before needs twice as many each time: a job that alternates is not registered
+for ever.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perseus.agent.link.computation import Computation, Kind
+
+SETTLED = 5
+"""Iterations in a row that make another order the one to go by."""
+
+_MOST_TOLD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An iteration that differs. `is_news`: it was not told before. `has_settled`: it is to be registered."""
+
+    executed: tuple[Computation, ...]
+    is_news: bool
+    has_settled: bool
+
+
+class ChangingOrder:
+    """What one stage executes, computation by computation. `registered`: the order to begin with."""
+
+    def __init__(self, registered: Sequence[Computation]) -> None:
+        self.registered = tuple(registered)
+        self._expected = _keys(self.registered)
+        self._position = 0
+        # What was executed, from the first difference on.
+        self._others: list[tuple[Kind, int, int]] = []
+        self._latest: tuple[Computation, ...] | None = None
+        self._repeat_count = 0
+        self._told: list[tuple[Computation, ...]] = []
+        self._registered_counts = {self.registered: 1}
+
+    def begin_iteration(self) -> None:
+        """The next iteration begins."""
+        self._position = 0
+        self._others.clear()
+
+    def begin(self, kind: Kind, microbatch: int, chunk: int) -> None:
+        """A computation begins."""
+        computation = kind, microbatch, chunk
+        position = self._position
+        if not self._others and position < len(self._expected) and self._expected[position] == computation:
+            self._position = position + 1
+        else:
+            self._others.append(computation)
+
+    def end_iteration(self) -> Change | None:
+        """The iteration ends; None if it was as registered."""
+        if not self._others and self._position == len(self._expected):
+            self._latest = None
+            return None
+        others = (Computation(*each) for each in self._others)
+        executed = (*self.registered[: self._position], *others)
+        self._repeat_count = self._repeat_count + 1 if executed == self._latest else 1
+        self._latest = executed
+        is_news = executed not in self._told and len(self._told) < _MOST_TOLD
+        if is_news:
+            self._told.append(executed)
+        needed_count = SETTLED * 2 ** self._registered_counts.get(executed, 0)
+        return Change(executed, is_news, self._repeat_count == needed_count)
+
+    def register(self, executed: tuple[Computation, ...]) -> None:
+        """From now on this is what is registered."""
+        self.registered = executed
+        self._expected = _keys(executed)
+        self._latest = None
+        self._registered_counts[executed] = self._registered_counts.get(executed, 0) + 1
+
+
+def describe_change(registered: Sequence[Computation], executed: Sequence[Computation]) -> str:
+    """What has changed, in a sentence's part."""
+    counts = [(len({each.microbatch for each in order}), len(order)) for order in (executed, registered)]
+    (microbatches, computations), (microbatches_before, before) = counts
+    return (
+        f"{microbatches} microbatches ({computations} computations) instead of "
+        f"{microbatches_before} ({before})"
+    )
+
+
+def _keys(order: Sequence[Computation]) -> tuple[tuple[Kind, int, int], ...]:
+    return tuple((c.kind, c.microbatch, c.chunk) for c in order)

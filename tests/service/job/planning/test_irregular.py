@@ -1,0 +1,90 @@
+"""Iterations that are not as registered: when plans have to go because of them."""
+
+from perseus.service.domain import evidence
+from perseus.service.domain.measured import JobIteration
+from perseus.service.domain.model import JobState
+from perseus.service.job.planning.guard import GuardRules
+from perseus.service.job.planning.irregular import IrregularWatch
+from tests.service.job.truthful_cluster import TruthfulCluster
+
+PROMISE_S = 1.0
+
+
+def iteration(number: int, time_s: float, version: int = 1, *, is_regular: bool = False) -> JobIteration:
+    return JobIteration(number, (version, version), is_regular, time_s, (50.0, 50.0))
+
+
+def judged(watch: IrregularWatch, times_s: list[float], regular_every: int = 0) -> list[int]:
+    """The iterations at which the plans have to go."""
+    return [
+        number
+        for number, time_s in enumerate(times_s)
+        if watch.judge(
+            iteration(number, time_s, is_regular=bool(regular_every) and number % regular_every == 0),
+            PROMISE_S,
+        )
+        is not None
+    ]
+
+
+def test_plans_go_where_most_of_the_latest_iterations_are_irregular_and_slow() -> None:
+    assert judged(IrregularWatch(GuardRules()), [1.02] * 5) == [4]
+    assert judged(IrregularWatch(GuardRules()), [1.005] * 20) == []
+    assert judged(IrregularWatch(GuardRules()), [0.5] * 20) == [], "shorter ones harm nobody"
+    assert judged(IrregularWatch(GuardRules()), [5.0] * 20, regular_every=2)[:1] == [5]
+    watch = IrregularWatch(GuardRules())
+    assert [watch.judge(iteration(n, 5.0, is_regular=n % 3 > 0), PROMISE_S) for n in range(20)] == [None] * 20
+
+
+def test_what_takes_as_long_at_stock_is_not_the_plans_doing() -> None:
+    watch = IrregularWatch(GuardRules())
+    for number in range(6):
+        watch.take_stock(iteration(number, 1.5, version=0))
+        watch.take_stock(iteration(number, 0.9, version=0, is_regular=True))
+    watch.restart()
+    assert judged(watch, [1.5] * 20) == []
+    assert judged(watch, [1.6] * 5) != []
+
+
+def test_iterations_under_other_plans_do_not_count() -> None:
+    watch = IrregularWatch(GuardRules())
+    assert all(watch.judge(iteration(n, 5.0, version=n // 4), PROMISE_S) is None for n in range(40))
+
+
+class OtherCluster(TruthfulCluster):
+    """Every rank's iterations are irregular while `differs`, and take longer."""
+
+    differs = False
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            if self.differs:
+                self.iterate(1, duration_s=3.0, is_regular=False)
+            else:
+                super().run(1)
+
+
+def test_a_job_whose_iterations_differ_is_at_stock_until_they_fit_and_has_its_plans_back_then() -> None:
+    cluster = OtherCluster()
+    cluster.plan()
+    t_min_s = cluster.machine.summary().t_min_s
+    cluster.differs = True
+    cluster.run(5)
+    cluster.expect(JobState.BASELINE)
+    assert cluster.machine.summary().state_reason == (
+        "iterations are not as registered, and take 3.000000 s: stock until they are"
+    )
+    cluster.run(20)
+    cluster.expect(JobState.BASELINE)
+    cluster.differs = False
+    cluster.run_until(JobState.PLANNED)
+    assert cluster.machine.summary().t_min_s == t_min_s, "nothing was measured or solved anew"
+    assert cluster.announced(evidence.PromiseBroken) == []
+    cluster.run(3)
+    cluster.differs = True
+    cluster.run(20)
+    cluster.expect(JobState.PLANNED)  # it is known by now that they take as long at stock
+    (*_, baseline, last) = [period for period, _ in cluster.machine.report(0)]
+    assert (baseline.state, last.state) == (JobState.BASELINE, JobState.PLANNED)
+    assert last.irregular_count == 20
+    assert last.irregular_time_s == 3.0

@@ -1,0 +1,144 @@
+"""A job whose number of microbatches changes, with a real agent and a real coordinator: it is followed."""
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+
+from perseus.agent.gpu.physics import Work
+from perseus.agent.link.computation import Kind
+from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.client import Probe
+from perseus.agent.probe.exchange import ExecutedOrder
+from perseus.agent.probe.placement import Placement
+from perseus.service.server import running
+from perseus.v1 import job_pb2
+from tests.service.grpc_fakes import Client, connected_to, make_settings
+from tests.test_runs_end_to_end import STAGE_COUNT, Node, until
+
+TIMEOUT_S = 100.0
+_WORKS = {Kind.FORWARD: Work(0.024, 0.006, 1.0), Kind.BACKWARD: Work(0.044, 0.016, 0.8)}
+
+
+class Stages:
+    """What the stages of one pipeline have in common: how they meet, and what they are to compute.
+
+    All take the same number of microbatches in each iteration (implements `Exchange` for them).
+    """
+
+    def __init__(self) -> None:
+        self.microbatch_count = 2
+        self.is_over = False
+        self._posted: dict[tuple[str, int], ExecutedOrder] = {}
+        self._barrier = threading.Barrier(STAGE_COUNT)
+        self._gathered: dict[int, ExecutedOrder] = {}
+        self._next = (self.microbatch_count, self.is_over)
+
+    def next_iteration(self) -> tuple[int, bool]:
+        """How many microbatches it has, and whether it is none any more; the same for all stages."""
+        if self._barrier.wait(60) == 0:
+            self._next = (self.microbatch_count, self.is_over)
+        self._barrier.wait(60)
+        return self._next
+
+    def gather(self, order: ExecutedOrder) -> list[ExecutedOrder]:
+        self._gathered[order.stage] = order
+        self._barrier.wait(60)
+        return [self._gathered[stage] for stage in range(STAGE_COUNT)]
+
+    def post(self, name: str, order: ExecutedOrder) -> None:
+        self._posted[name, order.stage] = order
+
+    def look(self, name: str, stage_count: int) -> Sequence[ExecutedOrder] | None:
+        found = [self._posted.get((name, stage)) for stage in range(stage_count)]
+        return [order for order in found if order is not None] if None not in found else None
+
+
+class Training:
+    """One trainer per stage, each on a thread; `again` detaches them all, and attaches them at once."""
+
+    def __init__(self, node: Node) -> None:
+        self.stages = Stages()
+        self.has_detached = threading.Event()
+        self._attached_count = 2
+        self._node = node
+        self._threads = [
+            threading.Thread(target=self._train, args=(stage,), daemon=True) for stage in range(STAGE_COUNT)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    async def end(self) -> None:
+        self.stages.is_over = True
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+    def _train(self, stage: int) -> None:
+        gpu, jitter = self._node.gpus[stage], random.Random(stage)
+        for _ in range(self._attached_count):
+            probe = Probe.connect(self._node.socket, job_id="job", pipeline=0, stage=stage, gpu_uuid=gpu.uuid)
+            placement = Placement(0, 1, stage, STAGE_COUNT, gpu_uuid=gpu.uuid)
+            attachment = Attachment(
+                placement,
+                probe,
+                self.stages.gather,
+                work=lambda: f"stage {stage} of the model",
+                exchange=self.stages,
+            )
+            with attachment:
+                while not (next_iteration := self.stages.next_iteration())[1]:
+                    attachment.begin_iteration()
+                    for kind in (Kind.FORWARD, Kind.BACKWARD):
+                        for microbatch in range(next_iteration[0]):
+                            attachment.begin(kind, microbatch)
+                            gpu.execute(_WORKS[kind])
+                            attachment.end(kind, microbatch)
+                    # Not in step with the counters, so that these tell the kinds apart.
+                    time.sleep((0.03 + 0.04 * jitter.random()) * (1 + stage))
+                    attachment.end_iteration()
+            if stage == 0:
+                self.stages.is_over = False
+                self.has_detached.set()
+
+
+async def until_planned(client: Client, run_number: int) -> job_pb2.Job:
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):  # it is not registered yet
+                job = await client.job()
+                if (job.run_number, job.state) == (run_number, job_pb2.JOB_STATE_PLANNED):
+                    return job
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.timeout(300)
+async def test_a_ramp_is_followed_and_who_detaches_may_attach_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(tmp_path, "a")
+    async with (
+        running(make_settings(tmp_path, guard_tolerance_percent=30, baseline_iterations=8)) as (address, _),
+        connected_to(address) as client,
+        node.serving(address),
+    ):
+        training = Training(node)
+        await until_planned(client, 1)
+        training.stages.microbatch_count = 3
+        second = await until_planned(client, 2)
+        assert "stage 0 executes 3 microbatches (6 computations) instead of 2 (4)" in caplog.text
+        orders = second.spec.schedule.explicit.stages
+        assert [len(stage.computations) for stage in orders] == [6, 6]
+        assert (await client.job(run_number=1)).state_reason.endswith("its schedule differs")
+
+        training.stages.is_over = True
+        await until(training.has_detached.is_set, "the end of the first attachment")
+        third = await until_planned(client, 3)
+        assert third.spec.schedule == second.spec.schedule
+        assert "refuses" not in caplog.text, "the agent takes the ranks that are back at once"
+        await training.end()

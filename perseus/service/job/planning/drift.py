@@ -133,8 +133,9 @@ class DriftWatch:
 def changed_work(problem: Pipeline, timelines: Iterable[Timeline]) -> tuple[int, float] | None:
     """Tell whether a stage takes far longer than planned in the latest iterations, one of each pipeline.
 
-    Returns the stage that does so the most, and its ratio: the median over the pipelines, of the median over
-    the microbatches of one kind of computation, those that began at a clock of the profile.
+    Returns the stage that does so the most, and its ratio: what every pipeline shows (one of its own is a
+    straggler), of each the median over the microbatches of one kind of computation, those that began at a
+    clock of the profile.
     """
     planned_s = {
         (stage, m.clock_mhz, (chunk, kind)): m.time_s
@@ -153,5 +154,5 @@ def changed_work(problem: Pipeline, timelines: Iterable[Timeline]) -> tuple[int,
                     own.setdefault(key, []).append(time_s / expected_s)
             for key, some in own.items():
                 ratios.setdefault((stage, key), []).append(median(some))
-    worst = max(((median(some), stage) for (stage, _), some in ratios.items()), default=(0.0, 0))
+    worst = max(((min(some), stage) for (stage, _), some in ratios.items()), default=(0.0, 0))
     return (worst[1], worst[0]) if worst[0] >= CHANGED_RATIO else None

@@ -96,7 +96,7 @@ async def test_an_agent_that_never_reads_is_ended_with_a_reason(
         unknown = agent_service_pb2.RankJoined(job_id="X" * 256, rank=rank_pb2.RankCoordinates())
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
             for _ in range(2000):
-                async with asyncio.timeout(1):
+                async with asyncio.timeout(5):  # it is read no faster than an agent may speak
                     await call.write(ConnectRequest(rank_joined=unknown))
         # What was on its way comes before the status.
         with pytest.raises(grpc.aio.AioRpcError) as caught:

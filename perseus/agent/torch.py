@@ -1,4 +1,4 @@
-"""Attach to `torch.distributed.pipelining`: one line, for every schedule that it has.
+"""Attach to `torch.distributed.pipelining`, in one line for every schedule that it has, and to whole models.
 
     from perseus.agent.torch import attach
 
@@ -16,6 +16,8 @@ activations flow from one `stage_index` to the next.
 Where the backward is split, the model's first stage is different: no gradient of its input is needed, so
 its input step does nothing and its weight step computes the whole backward. It is marked as what it is: one
 BACKWARD, when the weight step runs.
+
+Models that are trained in data parallel alone have no schedule: `attach_model(model, optimizer, job_id=…)`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,12 +27,14 @@ from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe import placement as places
 from perseus.agent.probe.attachment import Attachment, Connect, Identify, table_if_any
 from perseus.agent.probe.client import Probe
-from perseus.agent.probe.exchange import StoreExchange
+from perseus.agent.probe.exchange import OwnExchange, StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
 from perseus.agent.probe.stage_work import shapes_of, work_text
 from perseus.agent.probe.torch_marks import capture_check, connect_marks
+from perseus.agent.probe.whole_model import MarkedModel, TorchParts
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 # What the hook needs of torch's objects; all of it there since torch 2.6.
@@ -100,6 +104,51 @@ def attach(
         exchange=StoreExchange(),
     )
     mark_schedule(attachment, schedule, stages, identities)
+    return attachment
+
+
+def attach_model(
+    model: Any,
+    optimizer: Any,
+    *,
+    job_id: str,
+    process_group: "ProcessGroup | None" = None,
+    connect: Connect = Probe.connect,
+    max_slowdown_percent: float = 0.0,
+) -> Attachment:
+    """Attach this rank's replica of a model that is trained without a pipeline, in data parallel.
+
+    Called by all ranks of the job, before training, with the model that is called in the training loop (the
+    `DistributedDataParallel`, say) and the optimizer whose step ends an iteration (the last one, of several).
+    `process_group`: the replicas; that of a `DistributedDataParallel` by default, or else all processes.
+    `max_slowdown_percent`, `connect`: as in `attach`.
+
+    ValueError for what is no module or no optimizer of torch. Without an agent that is said once, and
+    training goes on as before.
+    """
+    import torch
+    from torch import distributed
+    from torch.utils import _pytree
+
+    check_attributes(model, f"model {type(model).__name__}", "forward", "training", "parameters", "modules")
+    check_attributes(optimizer, f"optimizer {type(optimizer).__name__}", "register_step_post_hook")
+    group = process_group if process_group is not None else getattr(model, "process_group", None)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    placement = places.Placement(
+        distributed.get_rank(group), distributed.get_world_size(group), 0, 1, gpu_uuid=places.gpu_uuid(device)
+    )
+    attachment = Attachment(
+        placement,
+        connect_marks(connect, job_id, placement, device),
+        lambda order: [order],
+        work=lambda: work_text([model], torch=str(torch.__version__)),
+        max_slowdown_percent=max_slowdown_percent,
+        is_capturing=capture_check(device),
+        exchange=OwnExchange(),
+    )
+    engine = torch.autograd.Variable._execution_engine
+    parts = TorchParts(torch.is_grad_enabled, _pytree.tree_leaves, engine.queue_callback)
+    MarkedModel(attachment, model, parts).mark(optimizer)
     return attachment
 
 

@@ -32,6 +32,7 @@ HALF_LIGHT = (0.6, 1.0)
 INTERLEAVED = Case("torch_trainer", "Interleaved1F1B", HALF_LIGHT, 2, 0.03, 0.06)
 V_SHAPED = Case("torch_trainer", "ZBVZeroBubble", HALF_LIGHT, 2, 0.03, 0.06)
 REPLICATED = Case("torch_trainer", "1F1B", HALF_LIGHT, 1, 0.04, 0.08, pipeline_count=2)
+DATA_PARALLEL = Case("ddp_trainer", "ddp", (1.0,), 1, 0.02, 0.05, pipeline_count=4)
 STRAGGLER, SLOWDOWN = 1, 1.3
 
 
@@ -107,6 +108,39 @@ async def test_a_straggling_replica_is_found_and_answered(tmp_path: Path) -> Non
         assert slowed_s > 1.15 * fast_s, "the other replica takes the time that there is"
         assert answered.time_s <= 1.02 * SLOWDOWN * plan.time_s
     check_losses(REPLICATED, tmp_path)
+
+
+@pytest.mark.timeout(300)
+async def test_a_straggler_among_replicas_without_pipelines_is_found_and_answered(tmp_path: Path) -> None:
+    """`DistributedDataParallel`: what the fast ones wait is in none of their computations."""
+    async with real_run(DATA_PARALLEL.workload, tmp_path / "logs", start(DATA_PARALLEL, tmp_path)) as run:
+        await run.until_planned()
+        order = [(int(kind), microbatch, 0) for microbatch in range(MICROBATCHES) for kind in (1, 2)]
+        assert run.registered() == [order]
+        observer = run.observer
+        plan = await run.watch(WATCHED)
+        run.cluster.degrade(STRAGGLER, SLOWDOWN)
+        first = observer.next_whole_iteration
+        await observer.until(
+            "the straggler found, and its answer in force",
+            lambda: (
+                observer.stragglers == {STRAGGLER}
+                and observer.is_in_force()
+                and observer.in_force_since() > first
+            ),
+            STEP_TIMEOUT_S,
+        )
+        answered_after = observer.in_force_since() - first
+        unanswered = await run.when_known(range(first, observer.in_force_since()))
+        answered = await run.watch(WATCHED)
+        print(
+            f"\nDDP straggler: iteration {plan.time_s:.4f} s → {unanswered.time_s:.4f} s, answered after "
+            f"{answered_after} iterations: {answered.time_s:.4f} s; energy {unanswered.energy_j:.1f} J → "
+            f"{answered.energy_j:.1f} J"
+        )
+        assert answered.time_s <= 1.02 * unanswered.time_s
+        assert answered.energy_j < 0.97 * unanswered.energy_j
+    check_losses(DATA_PARALLEL, tmp_path)
 
 
 def test_every_schedule_is_registered_as_it_is_executed_and_left_as_it_was(tmp_path: Path) -> None:

@@ -159,6 +159,10 @@ class Attachment:
 
         self._restores.append(restore)
 
+    def when_detached(self, undo: Callable[[], None]) -> None:
+        """Call this in `detach`, too."""
+        self._restores.append(undo)
+
     def marked(
         self,
         function: Callable[..., Any],

@@ -36,7 +36,7 @@ class Engine:
     def backward(self, *outputs: Tensor) -> None:
         for output in outputs:
             for hook in output.hooks:
-                assert hook("gradient") is None  # type: ignore[func-returns-value]
+                assert hook("gradient") is None
         callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             callback()

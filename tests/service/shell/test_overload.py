@@ -86,7 +86,7 @@ async def read_to_the_end(call: Any) -> None:
 async def test_an_agent_that_never_reads_is_ended_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "BYTES_LIMIT", 2**17)
+    monkeypatch.setattr(outbox, "BYTES_LIMIT", 2**13)
     async with (
         running(make_settings(tmp_path)) as (address, _),
         grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
@@ -95,7 +95,7 @@ async def test_an_agent_that_never_reads_is_ended_with_a_reason(
         await call.write(hello("agent"))
         unknown = agent_service_pb2.RankJoined(job_id="X" * 256, rank=rank_pb2.RankCoordinates())
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
-            for _ in range(2000):
+            for _ in range(3000):
                 async with asyncio.timeout(5):  # it is read no faster than an agent may speak
                     await call.write(ConnectRequest(rank_joined=unknown))
         # What was on its way comes before the status.

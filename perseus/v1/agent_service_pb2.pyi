@@ -658,6 +658,7 @@ class IterationColumns(google.protobuf.message.Message):
     GAP_TIME_S_FIELD_NUMBER: builtins.int
     GAP_ENERGY_J_FIELD_NUMBER: builtins.int
     GAP_SLOWED_TIME_S_FIELD_NUMBER: builtins.int
+    RELATIVE_WORK_FIELD_NUMBER: builtins.int
     @property
     def iteration(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Iteration, from 0."""
@@ -703,6 +704,12 @@ class IterationColumns(google.protobuf.message.Message):
         them, times what it lacks to the highest as a share of that.
         """
 
+    @property
+    def relative_work(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """The iteration's work, relative to that of a typical one, as the trainer says it: 1e-3 to 1e3; 0 where it does
+        not. It is that of the rank's pipeline. The column may be empty.
+        """
+
     def __init__(
         self,
         *,
@@ -715,8 +722,9 @@ class IterationColumns(google.protobuf.message.Message):
         gap_time_s: collections.abc.Iterable[builtins.float] | None = ...,
         gap_energy_j: collections.abc.Iterable[builtins.float] | None = ...,
         gap_slowed_time_s: collections.abc.Iterable[builtins.float] | None = ...,
+        relative_work: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version", "relative_work", b"relative_work"]) -> None: ...
 
 Global___IterationColumns: typing_extensions.TypeAlias = IterationColumns
 

@@ -145,7 +145,8 @@ class IterationRow:
     """A finished iteration: from its begin to its end. `clock_event_reasons`: those that throttled it.
 
     The gap is what lies between the end of the one before and its begin, all 0 where that end is not known;
-    `gap_slowed_time_s` is what clocks below the highest can have added to it at most.
+    `gap_slowed_time_s` is what clocks below the highest can have added to it at most. `relative_work`: as the
+    trainer said it, 0 if it did not.
     """
 
     iteration: int
@@ -157,6 +158,7 @@ class IterationRow:
     gap_time_s: float = 0.0
     gap_energy_j: float = 0.0
     gap_slowed_time_s: float = 0.0
+    relative_work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,6 +264,7 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
             gap_time_s=iterations.gap_time_s[:],
             gap_energy_j=iterations.gap_energy_j[:],
             gap_slowed_time_s=iterations.gap_slowed_time_s[:],
+            relative_work=iterations.relative_work[:],
         ),
         computations=ComputationColumns(
             iteration=computations.iteration[:],

@@ -94,7 +94,7 @@ def attach(
 ) -> Attachment:
     """Attach this rank to the agent of its node. Called by all ranks of the job, before training.
 
-    `config`: the model's `ModelParallelConfig`. `max_slowdown_percent`: how much slower than T_min plans may
+    `config`: the model's `ModelParallelConfig`. `max_slowdown_percent`: how much slower than stock plans may
     be. `connect` stands for `Probe.connect` in tests and demonstrations.
 
     ValueError where the parallel state is not initialised, for a configuration that marks can't

@@ -219,6 +219,9 @@ def _solved(evidence: domain.Solved) -> event_pb2.Solved:
         baseline_energy_j=evidence.baseline_energy_j,
         t_min_energy_j=evidence.t_min_energy_j,
         point_count=evidence.point_count,
+        confidence=evidence.confidence,
+        margin_time_percent=evidence.margin_time_percent,
+        margin_energy_percent=evidence.margin_energy_percent,
         transfer_lag_s=evidence.transfer_lag_s,
     )
 

@@ -107,7 +107,11 @@ class ProfilingEnded:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The frontier was solved. Energies are of one pipeline's iteration, points are realised plans."""
+    """The frontier was solved. Energies are of one pipeline's iteration, points are realised plans.
+
+    `confidence`: the probability with which plans keep their iteration times; 0 where no errors are known.
+    For that, times have a margin, which has a price.
+    """
 
     t_min_s: float
     t_star_s: float
@@ -116,6 +120,9 @@ class Solved:
     t_min_energy_j: float
     point_count: int
     transfer_lag_s: float
+    confidence: float = 0.0
+    margin_time_percent: float = 0.0
+    margin_energy_percent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Cell, Column, Table, main
+from benchmarks.harness import Cell, Column, Table, main, print_upright
 from benchmarks.load.control import (
     Agents,
     CoordinatorProcess,
@@ -120,7 +120,7 @@ def _load(
     job_ids = _add(wanted, agents, is_echo=False)
     for job_id in job_ids:
         agents.ask("planned", job_id=job_id, limit_s=_PLAN_LIMIT_S)
-    outcome.behind_s = _catch_up(agents, job_ids)
+    outcome.behind_s = catch_up(agents, job_ids)
     time.sleep(_SETTLE_S)
     begun_s = time.monotonic()
     outcome.figures = agents.ask("measure", seconds=wanted.measured_s, server_pid=coordinator.pid)
@@ -140,7 +140,7 @@ def _load(
     outcome.problems += problems(agents, dict.fromkeys(job_ids, 0))
 
 
-def _catch_up(agents: Agents, job_ids: list[str]) -> float | None:
+def catch_up(agents: Agents, job_ids: list[str]) -> float | None:
     """Wait until batches are acknowledged as they come; return how long that took, if it happened."""
     begun_s = time.monotonic()
     while (took_s := time.monotonic() - begun_s) < _CATCH_UP_LIMIT_S:
@@ -293,15 +293,6 @@ def _row(wanted: Configuration, outcome: Outcome) -> tuple[Cell, ...]:
     )
 
 
-def _print(tables: list[Table]) -> None:
-    for table in tables:
-        print(table.title)
-        for row in table.rows:
-            for column, cell in zip(table.columns, row, strict=True):
-                shown = cell if cell is None or isinstance(cell, str) else format(cell, column.form)
-                print(f"  {column.name:40} {'–' if shown is None else shown}")
-
-
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     arguments.add_argument("--pipelines", type=int)
@@ -313,11 +304,11 @@ if __name__ == "__main__":
     given = arguments.parse_args()
     if given.search:
         raise_file_limit()
-        _print([search()])
+        print_upright([search()])
     elif given.pipelines:
         one = Configuration(
             given.pipelines, given.ranks_per_agent, given.jobs, given.stragglers, given.seconds
         )
-        _print(run((one,)))
+        print_upright(run((one,)))
     else:
         main("coordinator_load", run)

@@ -16,6 +16,9 @@ what the clocks have of their own, be it jitter or a cliff, u explains it and th
 are; where they are large, the line and the smooth deviation count. Errors that are smaller than all that is
 seen shrink nothing.
 
+Computations that were measured at the same clocks of the same GPUs have much of their curves in common, kinks
+too. That is found from all of them together, and each is shrunk towards it.
+
 See G. Wahba, Spline models for observational data, ch. 1 and 4, and B. Efron, Tweedie's formula and selection
 bias (2011), for why expectations are not cursed.
 """
@@ -27,6 +30,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus.solver.computation import Kind
 from perseus.solver.pipeline import ProfileKey
 from perseus.solver.profile import Measurement
 
@@ -52,34 +56,68 @@ def shrink(measurements: Sequence[Measurement]) -> tuple[Measurement, ...]:
     either stays as it is where a clock's standard error is not known (0), is more than half of the figure, or
     where there are fewer than LEAST_CLOCKS.
     """
-    measured = sorted(measurements, key=lambda m: m.clock_mhz)
-    clocks_mhz = np.array([m.clock_mhz for m in measured], dtype=np.float64)
-    times = _shrink(clocks_mhz, [m.time_s for m in measured], [m.time_se_s for m in measured])
-    energies = _shrink(clocks_mhz, [m.energy_j for m in measured], [m.energy_se_j for m in measured])
-    return tuple(
-        replace(m, time_s=time_s, time_se_s=time_se_s, energy_j=energy_j, energy_se_j=energy_se_j)
-        for m, (time_s, time_se_s), (energy_j, energy_se_j) in zip(measured, times, energies, strict=True)
-    )
+    (found,) = _shrink_alike([measurements])
+    return found
 
 
 def shrink_profiles(
     profiles: Mapping[ProfileKey, tuple[Measurement, ...]],
 ) -> dict[ProfileKey, tuple[Measurement, ...]]:
-    """Return the profiles with each computation's measurements shrunk."""
-    return {key: shrink(measured) for key, measured in profiles.items()}
+    """Return the profiles with all measurements shrunk, as `shrink` does.
+
+    Computations that were measured at the same clocks tell of each other: what their curves have in common, a
+    GPU that no longer gets faster at its highest clocks, say, is found from all of them first, and each is
+    shrunk towards that. FIXED computations are each by itself, as clocks are nothing to them.
+    """
+    alike: dict[object, list[ProfileKey]] = {}
+    for key, measured in profiles.items():
+        clocks_mhz = tuple(sorted(m.clock_mhz for m in measured))
+        alike.setdefault(key if key[2] is Kind.FIXED else clocks_mhz, []).append(key)
+    return {
+        key: found
+        for keys in alike.values()
+        for key, found in zip(keys, _shrink_alike([profiles[key] for key in keys]), strict=True)
+    }
+
+
+def _shrink_alike(curves: Sequence[Sequence[Measurement]]) -> list[tuple[Measurement, ...]]:
+    """Return the measurements of computations that were measured at the same clocks, shrunk."""
+    measured = [sorted(curve, key=lambda m: m.clock_mhz) for curve in curves]
+    x = np.log([m.clock_mhz for m in measured[0]])
+    times = _shrink(x, [[(m.time_s, m.time_se_s) for m in curve] for curve in measured])
+    energies = _shrink(x, [[(m.energy_j, m.energy_se_j) for m in curve] for curve in measured])
+    return [
+        tuple(
+            replace(m, time_s=time_s, time_se_s=time_se_s, energy_j=energy_j, energy_se_j=energy_se_j)
+            for m, (time_s, time_se_s), (energy_j, energy_se_j) in zip(curve, *figures, strict=True)
+        )
+        for curve, *figures in zip(measured, times, energies, strict=True)
+    ]
 
 
 def _shrink(
-    clocks_mhz: FloatArray, values: Sequence[float], errors: Sequence[float]
-) -> list[tuple[float, float]]:
-    """Return (value, standard error) of each clock."""
-    shares = np.array(errors) / np.array(values)
-    if len(values) < LEAST_CLOCKS or not np.all((shares > 0) & (shares <= _MOST_SHARE)):
-        return list(zip(values, errors, strict=True))
-    means, deviations = _expect(np.log(clocks_mhz), np.log(values), shares)
-    # No expectation is less certain than the measurement itself.
-    found = np.exp(means)
-    return list(zip(found.tolist(), (found * np.minimum(deviations, shares)).tolist(), strict=True))
+    x: FloatArray, curves: Sequence[Sequence[tuple[float, float]]]
+) -> list[list[tuple[float, float]]]:
+    """Return (value, standard error) of each clock of each curve."""
+    found = [list(curve) for curve in curves]
+    values = np.array([[value for value, _ in curve] for curve in curves])
+    shares = np.array([[error for _, error in curve] for curve in curves]) / values
+    known = np.flatnonzero(((shares > 0) & (shares <= _MOST_SHARE)).all(axis=1))
+    if len(x) < LEAST_CLOCKS or not len(known):
+        return found
+    y = np.log(values[known])
+    common, common_deviations = np.zeros(len(x)), np.zeros(len(x))
+    if len(known) > 1:
+        weights = shares[known] ** -2.0
+        weighed = (weights * (y - y.mean(axis=1)[:, None])).sum(axis=0) / weights.sum(axis=0)
+        common, common_deviations = _expect(x, weighed, weights.sum(axis=0) ** -0.5)
+    for row, own in zip(known.tolist(), y, strict=True):
+        means, deviations = _expect(x, own - common, shares[row])
+        expected = np.exp(means + common)
+        # No expectation is less certain than the measurement itself.
+        errors = expected * np.minimum(np.hypot(deviations, common_deviations), shares[row])
+        found[row] = list(zip(expected.tolist(), errors.tolist(), strict=True))
+    return found
 
 
 def _expect(x: FloatArray, y: FloatArray, errors: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.solver import Measurement, shrink
+from perseus.solver import Kind, Measurement, shrink, shrink_profiles
 from perseus.solver.shrinkage import LEAST_CLOCKS
 from tests.solver.pipelines import published_pipeline
 
@@ -102,3 +102,36 @@ def test_whatever_was_measured_makes_measurements(rows: list[tuple[float, float,
     for before, after in zip(measured, found, strict=True):
         assert after.time_se_s / after.time_s <= before.time_se_s / before.time_s * (1 + 1e-9)
         assert min(m.time_s for m in measured) / 100 < after.time_s < 100 * max(m.time_s for m in measured)
+
+
+def test_computations_of_the_same_clocks_tell_of_each_other() -> None:
+    """A GPU that gets no faster at its highest clocks: a smooth curve alone would make too much of them."""
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+
+    def true_s(mhz: int, weight: float) -> float:
+        return weight * smooth(min(mhz, 1350))[0]
+
+    errors = []
+    for seed in range(10):
+        random = np.random.default_rng(seed)
+        profiles = {
+            (stage, 0, kind): tuple(
+                Measurement(mhz, time_s * (1 + 0.01 * random.standard_normal()), 1.0, 0.01 * time_s)
+                for mhz in CLOCKS_MHZ
+                for time_s in [true_s(mhz, 1 + 0.1 * stage)]
+            )
+            for stage in range(4)
+            for kind in kinds
+        }
+        together = shrink_profiles(profiles)
+        for key, measured in profiles.items():
+            highest = [true_s(m.clock_mhz, 1 + 0.1 * key[0]) for m in together[key]][-1]
+            errors.append((shrink(measured)[-1].time_s / highest - 1, together[key][-1].time_s / highest - 1))
+    alone, pooled = np.mean(errors, axis=0)
+    assert abs(pooled) < 0.0025 < abs(alone)
+
+
+def test_fixed_computations_are_each_by_themselves() -> None:
+    measured = tuple(noisy(0.01, 0))
+    profiles = {(0, 0, Kind.FIXED): measured, (0, 0, Kind.FORWARD): tuple(noisy(0.01, 1))}
+    assert shrink_profiles(profiles)[0, 0, Kind.FIXED] == shrink(measured)

@@ -17,7 +17,15 @@ from perseus.service.domain.profiling import ClockGivenUpReason
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.ranks.usable_clocks import UsableClocks, stages_at_stock
-from perseus.solver import Kind, Measurement, Pipeline, ProfileKey, Schedule, interpolate_clocks, shrink
+from perseus.solver import (
+    Kind,
+    Measurement,
+    Pipeline,
+    ProfileKey,
+    Schedule,
+    interpolate_clocks,
+    shrink_profiles,
+)
 
 ASSUMED_BLOCKING_SHARE = 0.25
 """What a waiting GPU is assumed to draw where nobody measured it, as a share of the least power that its
@@ -181,19 +189,24 @@ def build_problem(profiles: Sequence[StageProfile], schedule: Schedule, clocks_m
     by_key: dict[ProfileKey, tuple[Measurement, ...]] = {}
     fixed_s: dict[ProfileKey, float] = {}
     at_stock = stages_at_stock(clocks_mhz)
-    for stage in range(schedule.stage_count):
-        for (chunk, kind), found in curves(profiles, stage).items():
-            measured = shrink(found)
-            if kind is Kind.FIXED:
-                fixed_s[stage, chunk, kind] = math.fsum(m.time_s for m in measured) / len(measured)
-            elif stage in at_stock:
-                by_key[stage, chunk, kind] = (measured[-1],)
-            else:
-                lowest_mhz, highest_mhz = measured[0].clock_mhz, measured[-1].clock_mhz
-                between_mhz = [mhz for mhz in clocks_mhz[stage] if lowest_mhz < mhz < highest_mhz]
-                by_key[stage, chunk, kind] = tuple(
-                    m for m in interpolate_clocks(measured, between_mhz) if m.clock_mhz in clocks_mhz[stage]
-                )
+    shrunk = shrink_profiles(
+        {
+            (stage, *key): tuple(found)
+            for stage in range(schedule.stage_count)
+            for key, found in curves(profiles, stage).items()
+        }
+    )
+    for (stage, chunk, kind), measured in shrunk.items():
+        if kind is Kind.FIXED:
+            fixed_s[stage, chunk, kind] = math.fsum(m.time_s for m in measured) / len(measured)
+        elif stage in at_stock:
+            by_key[stage, chunk, kind] = (measured[-1],)
+        else:
+            lowest_mhz, highest_mhz = measured[0].clock_mhz, measured[-1].clock_mhz
+            between_mhz = [mhz for mhz in clocks_mhz[stage] if lowest_mhz < mhz < highest_mhz]
+            by_key[stage, chunk, kind] = tuple(
+                m for m in interpolate_clocks(measured, between_mhz) if m.clock_mhz in clocks_mhz[stage]
+            )
     return Pipeline(
         schedule=schedule,
         profiles=by_key,

@@ -45,6 +45,9 @@ _SMOOTH_SCALES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _OWN_SCALES = (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.04)
 """Standard deviations of what a clock has of its own, as shares."""
 
+_FARTHEST = 4.0
+"""Standard errors: what is further from its measurement is no expectation, but a model that does not fit."""
+
 _MOST_SHARE = 0.5
 """A larger standard error than this share says nothing of the logarithm."""
 
@@ -113,7 +116,8 @@ def _shrink(
         common, common_deviations = _expect(x, weighed, weights.sum(axis=0) ** -0.5)
     for row, own in zip(known.tolist(), y, strict=True):
         means, deviations = _expect(x, own - common, shares[row])
-        expected = np.exp(means + common)
+        farthest = _FARTHEST * shares[row]
+        expected = np.exp(np.clip(means + common, own - farthest, own + farthest))
         # No expectation is less certain than the measurement itself.
         errors = expected * np.minimum(np.hypot(deviations, common_deviations), shares[row])
         found[row] = list(zip(expected.tolist(), errors.tolist(), strict=True))

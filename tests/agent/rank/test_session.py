@@ -43,7 +43,8 @@ from perseus.agent.rank.messages import (
 )
 from perseus.agent.rank.recorder import COUNTER_WAIT_S
 from perseus.agent.rank.sampling import estimate
-from perseus.agent.rank.session import JOIN_RETRY_S, LONGEST_JOIN_RETRY_S, Session
+from perseus.agent.rank.session import Session
+from perseus.agent.rank.standing import JOIN_RETRY_S, LONGEST_JOIN_RETRY_S
 
 RANK = Rank("job", 0, 1, 0)
 GPU = GpuDescription("GPU-1", "A100", (1400, 1200, 1000, 800))

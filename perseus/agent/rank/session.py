@@ -30,6 +30,7 @@ of a plan takes milliseconds to work out, so it is asked for (`EstimateEnergy`) 
     IterationMark, ComputationMark                 as above
     CounterChange, ClockSet  measurement
     Estimated                telemetry
+    LimitsRead               said with all telemetry to come
     SetNotPermitted          stock from now on; offers of clocks are refused
     GpuFailed                reset, RankLeft(GPU_FAILED); the session has ended
     Finish, TrainerGone      reset, RankLeft(FINISHED, TRAINER_GONE); the session has ended
@@ -37,7 +38,7 @@ of a plan takes milliseconds to work out, so it is asked for (`EstimateEnergy`) 
     Tick                     lease, announcing again, telemetry that waits for the counter, trainers that hang
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from perseus.agent.clocks.keeper import ClockKeeper, Clocks
@@ -54,6 +55,7 @@ from perseus.agent.rank.events import (
     Event,
     GpuFailed,
     Heard,
+    LimitsRead,
     SetNotPermitted,
     Tick,
     TrainerGone,
@@ -173,6 +175,8 @@ class Session:
                 self._on_clock_set(event)
             case Estimated():
                 self._on_estimated(event)
+            case LimitsRead():
+                self._gpu = replace(self._gpu, limits=event.limits)
             case Tick():
                 self._on_tick(now_s)
             case Heard():
@@ -507,7 +511,11 @@ class Session:
         for report in self._recorder.report(self._order, now_s, needed_s=needed_s, waits=waits):
             clocks = None if self._forbidden is not None else self._clock_statistics(report.plan)
             self._commands.append(
-                Send(Telemetry(self.rank, report.iterations, report.computations, None, clocks))
+                Send(
+                    Telemetry(
+                        self.rank, report.iterations, report.computations, None, clocks, self._gpu.limits
+                    )
+                )
             )
             if report.request is not None and waits:
                 self._commands.append(EstimateEnergy(report.request))
@@ -525,6 +533,7 @@ class Session:
             set_latency_s=self._keeper.lead.latency_s,
             margin_s=self._keeper.lead.margin_s,
             prediction_error_s=self._keeper.prediction_error_s,
+            set_latency_count=self._keeper.lead.set_count,
         )
 
     def validate(self) -> None:

@@ -338,8 +338,8 @@ def _gpu_limits_changed(evidence: domain.GpuLimitsChanged) -> event_pb2.GpuLimit
         rank=coordinates_to_proto(evidence.rank),
         before_power_limit_w=evidence.before_power_limit_w,
         power_limit_w=evidence.power_limit_w,
-        before_workload_power_profiles=evidence.before_power_profiles,
-        workload_power_profiles=evidence.power_profiles,
+        before_workload_power_profiles=evidence.before_workload_power_profiles,
+        workload_power_profiles=evidence.workload_power_profiles,
     )
 
 

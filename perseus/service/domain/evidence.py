@@ -311,8 +311,8 @@ class GpuLimitsChanged:
     rank: Coordinates
     before_power_limit_w: float
     power_limit_w: float
-    before_power_profiles: tuple[int, ...]
-    power_profiles: tuple[int, ...]
+    before_workload_power_profiles: tuple[int, ...]
+    workload_power_profiles: tuple[int, ...]
 
 
 Evidence = (

@@ -47,7 +47,7 @@ def test_another_limit_or_profile_is_measured_anew_and_breaks_no_promise(limits:
     assert {(each.before_power_limit_w, each.power_limit_w) for each in changed} == {
         (300.0, limits.power_limit_w)
     }
-    assert {each.power_profiles for each in changed} == {limits.power_profiles}
+    assert {each.workload_power_profiles for each in changed} == {limits.power_profiles}
     cluster.run_until(JobState.PLANNED)
     assert asked_keys(cluster)[-1] != keys, "it is not taken for the same work on the same GPUs"
     cluster.run(20)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from perseus.solver.assignment import Choice
 from perseus.solver.errors import DeadlineError, SolverError
 from perseus.solver.graph import EventGraph, build_event_graph
-from perseus.solver.kept_clocks import DWELLED_COUNT, KeptClocks, KeptPoint, kept_plan
+from perseus.solver.kept_clocks import KeptClocks, KeptPoint, dwelled_count, kept_plan
 from perseus.solver.latency import check_latency
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
@@ -218,11 +218,12 @@ def solve(
     baseline = fastest_clock_plan(pipeline)
     kept = KeptClocks(pipeline, baseline, set_latency_s)
     choice_times_ps: list[int] = []
+    step = max(1, len(choices) // dwelled_count(len(graph.computations)))
     for index, (deadline_ps, choice) in enumerate(zip(deadlines_ps, choices, strict=True)):
         plan = _assemble(pipeline, graph, choice)
         choice_times_ps.append(to_ps(plan.iteration_time_s))
         is_mark = deadline_ps in (deadlines_ps[0], t_star_ps, deadlines_ps[-1])
-        is_needed = is_mark or index % max(1, len(choices) // DWELLED_COUNT) == 0
+        is_needed = is_mark or index % step == 0
         kept.take(deadline_ps / PS_PER_S, plan, is_needed=is_needed)
     found, plans = kept.finish()
     return Frontier(

@@ -16,8 +16,11 @@ from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, PlannedComputation
 from perseus.solver.plan_table import PlanTable, PlanTableRecorder
 
-DWELLED_COUNT = 20
-"""About how many plans of a frontier are realised, where they need a dwell."""
+_DWELLED_COUNT = 20
+"""About how many plans of a frontier are realised at most, where they need a dwell."""
+
+_DWELLED_COMPUTATIONS = 30_000
+"""About how many computations they may have together, so that large pipelines take no hour."""
 
 
 class KeptPoint(NamedTuple):
@@ -104,6 +107,11 @@ class KeptClocks:
         )
         # Both until the same time: the blocking power is that of both.
         return KeptPoint(deadline_s, row, self._rows[row][2].effective_energy_j - instant_effective_j)
+
+
+def dwelled_count(computation_count: int) -> int:
+    """Return how many plans of a pipeline with so many computations may be realised with a dwell."""
+    return max(1, min(_DWELLED_COUNT, _DWELLED_COMPUTATIONS // computation_count))
 
 
 def kept_plan(pipeline: Pipeline, plan: Plan, latency_s: float) -> Plan | None:

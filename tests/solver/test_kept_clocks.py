@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus.solver import Frontier, Pipeline, Plan, SolverError, replay, replay_with_latency, solve
+from perseus.solver.kept_clocks import dwelled_count
 from tests.solver.pipelines import pipelines, published_pipeline, small_pipeline
 
 MOST_SLOWDOWN = 1.002 + 1e-9
@@ -87,6 +88,10 @@ def test_latency_that_is_large_against_computations_makes_them_share_clocks() ->
     point = kept.points[0]
     assert point.latency_cost_j >= plan.energy_until_j(point.deadline_s) - instant.points[0].energy_j
     assert kept.point_within(kept.t_min_s) == point
+
+
+def test_large_pipelines_have_fewer_plans_with_a_dwell() -> None:
+    assert [dwelled_count(size) for size in (4, 768, 3_000, 65_536)] == [20, 20, 10, 1]
 
 
 def test_a_latency_that_can_not_be_is_refused() -> None:

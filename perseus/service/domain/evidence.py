@@ -109,6 +109,7 @@ class ProfilingEnded:
 class Solved:
     """The frontier was solved. Energies are of one pipeline's iteration, points are realised plans.
 
+    `latency_cost_percent`: what the GPUs' set latency adds to the energy at T_min, by prediction.
     `confidence`: the probability with which plans keep their iteration times; 0 where no errors are known.
     For that, times have a margin, which has a price.
     """
@@ -120,6 +121,8 @@ class Solved:
     t_min_energy_j: float
     point_count: int
     transfer_lag_s: float
+    set_latency_s: float = 0.0
+    latency_cost_percent: float = 0.0
     confidence: float = 0.0
     margin_time_percent: float = 0.0
     margin_energy_percent: float = 0.0
@@ -292,6 +295,31 @@ class EventsDropped:
     is_over: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ClockCapped:
+    """A rank's GPU reached `clock_mhz`, where its stage was planned with more; `clock_event_reasons`: why.
+
+    Its stage is planned without higher ones for `hold_s`.
+    """
+
+    rank: Coordinates
+    clock_mhz: int
+    planned_clock_mhz: int
+    clock_event_reasons: int
+    hold_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLimitsChanged:
+    """Somebody has changed a GPU's power limit (0: unknown) or workload power profiles."""
+
+    rank: Coordinates
+    before_power_limit_w: float
+    power_limit_w: float
+    before_workload_power_profiles: tuple[int, ...]
+    workload_power_profiles: tuple[int, ...]
+
+
 Evidence = (
     Registered
     | StateChanged
@@ -315,6 +343,8 @@ Evidence = (
     | BaselineRequested
     | Quarantined
     | EventsDropped
+    | ClockCapped
+    | GpuLimitsChanged
     | Stall
 )
 
@@ -343,6 +373,8 @@ EVIDENCE: Mapping[EventType, type[Evidence]] = {
     EventType.BASELINE_REQUESTED: BaselineRequested,
     EventType.QUARANTINED: Quarantined,
     EventType.EVENTS_DROPPED: EventsDropped,
+    EventType.CLOCK_CAPPED: ClockCapped,
+    EventType.GPU_LIMITS_CHANGED: GpuLimitsChanged,
     EventType.STALLED: Stall,
     EventType.STALL_ENDED: Stall,
 }

@@ -30,7 +30,6 @@ from perseus.service.domain.commands import (
     RefuseRank,
     ReportIteration,
     SendOffer,
-    SlowPlan,
     Solve,
     Store,
 )
@@ -65,7 +64,7 @@ from perseus.service.shell.watching import Watcher
 from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.storage.store import Entry, JobEntry, JobStore
-from perseus.solver import Pipeline, Refinement, SolverError
+from perseus.solver import Refinement, SolverError
 
 Result = TypeVar("Result")
 Made = TypeVar("Made")
@@ -473,8 +472,8 @@ class LiveRuns:
                     watcher.tell(summary)
             case FindProfile(keys):
                 self._begin(self._find_profile(run, machine, keys))
-            case Solve(problem, slow):
-                self._solve(run, machine, problem, slow)
+            case Solve():
+                self._solve(run, machine, command)
             case Refine(refinement):
                 self._refine(run, machine, refinement)
             case DropSolve():
@@ -509,10 +508,12 @@ class LiveRuns:
         if found and self._is_awaiting(run, machine):
             self.handle(run, ProfileFound(found))
 
-    def _solve(self, run: LiveRun, machine: Machine, problem: Pipeline, slow: SlowPlan | None) -> None:
+    def _solve(self, run: LiveRun, machine: Machine, wanted: Solve) -> None:
         """Ask for the frontier that a run wants; a run has at most one problem at a time."""
         tell_retry = partial(self._tell_retry, run, machine)
-        run.solving = self._begin(self._solver.solve(run.job_id, problem, slow, tell_retry))
+        run.solving = self._begin(
+            self._solver.solve(run.job_id, wanted.problem, wanted.slow, tell_retry, wanted.set_latency_s)
+        )
         run.solving.add_done_callback(partial(self._take_answer, run, machine, Solved, SolveFailed))
 
     def _refine(self, run: LiveRun, machine: Machine, refinement: Refinement) -> None:

@@ -107,7 +107,12 @@ class JobLane:
         }
 
     async def solve(
-        self, job_id: str, problem: Pipeline, slow: SlowPlan | None, on_retry: OnRetry
+        self,
+        job_id: str,
+        problem: Pipeline,
+        slow: SlowPlan | None,
+        on_retry: OnRetry,
+        set_latency_s: float = 0.0,
     ) -> Frontier:
         """Solve a job's problem (`work.solve_explaining`). If cancelled, nothing of it is left.
 
@@ -119,7 +124,7 @@ class JobLane:
             SolverTimeoutError: it takes longer than the limit.
             InternalError: the solver has a fault.
         """
-        return await self._do(job_id, on_retry, solve_explaining, problem, POINT_COUNT, slow)
+        return await self._do(job_id, on_retry, solve_explaining, problem, POINT_COUNT, slow, set_latency_s)
 
     async def refine(self, job_id: str, refinement: Refinement, on_retry: OnRetry) -> Plan:
         """Make a plan of a job's frontier with all means. In everything else as `solve`."""

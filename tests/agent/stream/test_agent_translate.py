@@ -111,7 +111,7 @@ def test_rows_become_columns() -> None:
         RANK,
         (
             IterationRow(7, 3, 0.8, 240.0, True, 0),
-            IterationRow(8, 3, 0.9, 250.0, False, 0x40, 5.0, 600.0, 0.01, 1.25),
+            IterationRow(8, 3, 0.9, 250.0, False, 0x40, 5.0, 600.0, 0.01, relative_work=1.25),
         ),
         (
             ComputationRow(7, F0, 0.1, 0.05, 1410),

@@ -71,19 +71,22 @@ def no_slowdown(frontier: Frontier, baseline_time_s: float) -> NoSlowdown:
     return NoSlowdown(planned_s, NoSlowdownBasis.ALL_MAX)
 
 
-def planned_clocks(plan: Plan, pipeline: Pipeline, at_stock: Collection[int]) -> PlannedClocks:
-    """Return a plan of the frontier as it is offered.
+def planned_clocks(
+    plan: Plan, frontier: Frontier, target_s: float, at_stock: Collection[int]
+) -> PlannedClocks:
+    """Return a plan for a target time as it is offered. What set latency costs is taken from the point there.
 
     Stages `at_stock` have no clock in it: the frontier knows of one only, which stands for stock.
     """
-    plan = with_fixed(plan, pipeline)
+    plan = with_fixed(plan, frontier.pipeline)
     stages = tuple(
         tuple(planned._replace(clock_mhz=STOCK_MHZ) for planned in computations)
         if stage in at_stock
         else computations
         for stage, computations in enumerate(plan.stages)
     )
-    return PlannedClocks(replace(plan, stages=stages))
+    cost_percent = frontier.point_within(target_s).latency_cost_percent
+    return PlannedClocks(replace(plan, stages=stages), cost_percent)
 
 
 def with_fixed(plan: Plan, pipeline: Pipeline) -> Plan:

@@ -6,6 +6,7 @@ that is being solved is solved in vain: it is to be dropped, and should there be
 
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 
 from perseus.service.domain import evidence
 from perseus.service.domain.commands import DropSolve, SlowPlan, Solve
@@ -14,6 +15,7 @@ from perseus.service.domain.model import Clocks, EventType, NoSlowdown, PlannedC
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.journal import Journal
+from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.exact_plans import ExactPlans
 from perseus.service.job.planning.guard import GuardRules
 from perseus.service.job.planning.offers import OfferBoard
@@ -24,6 +26,7 @@ from perseus.service.job.planning.operating_point import (
     target_times_s,
 )
 from perseus.service.job.planning.plan_watch import PlanWatch, Verdict
+from perseus.service.job.planning.set_latency import SetLatency
 from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.profiling.stage_profiles import build_problem, is_power_known
 from perseus.service.job.ranks.rank_table import RankTable
@@ -50,6 +53,7 @@ class Planner:
         is_solving: whether an answer is to come.
         is_in_vain: whether it is of no use any more.
         lag_s: how long a transfer between stages takes, as far as plans have shown; problems have it.
+        latency: how long the GPUs take to set a clock.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Planner:
         self.is_solving = False
         self.is_in_vain = False
         self.lag_s = 0.0
+        self.latency = SetLatency(len(ranks))
         self.watch = PlanWatch(parallelism, rules, profiler, journal)
         self._schedule = schedule
         self._ranks = ranks
@@ -79,6 +84,8 @@ class Planner:
         self._stragglers = stragglers
         self._journal = journal
         self._exact = ExactPlans(journal)
+        # The set latency that plans now offered were made with; None if they are from before a restart.
+        self._made_for_s: float | None = None
         # What the next frontier has to explain.
         self._slow: SlowPlan | None = None
         # By version of the plans in use, what iterations are judged by.
@@ -95,8 +102,17 @@ class Planner:
             problem = build_problem(self._profiler.profiles, self._schedule, clocks_mhz)
             self._exact.drop()
             self.is_solving = True
-            self._journal.do(Solve(with_lag(problem, self.lag_s), self._slow))
+            self.latency.settle()
+            self._journal.do(Solve(with_lag(problem, self.lag_s), self._slow, self.latency.planned_s))
             self._slow = None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the frontier is for GPUs with another set latency, and no newer one is to come."""
+        frontier = self.frontier
+        return (
+            frontier is not None and not self.is_solving and frontier.set_latency_s != self.latency.planned_s
+        )
 
     def end_solving(self) -> bool:
         """Take note that there is an answer; tell whether it is of use."""
@@ -114,6 +130,7 @@ class Planner:
         self._journal.announce(
             EventType.SOLVED,
             f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s"
+            + (f", for a set latency of {frontier.set_latency_s:.3f} s" if frontier.set_latency_s else "")
             + (f", with a margin of {margin.time_share:.2%} for noisy measurements" if margin else ""),
             evidence.Solved(
                 t_min_s=frontier.t_min_s,
@@ -126,11 +143,19 @@ class Planner:
                 confidence=margin.confidence if margin else 0.0,
                 margin_time_percent=100 * margin.time_share if margin else 0.0,
                 margin_energy_percent=100 * frontier.margin_energy_share,
+                set_latency_s=frontier.set_latency_s,
+                latency_cost_percent=frontier.points[0].latency_cost_percent,
             ),
         )
 
     def _remember_plans(self, frontier: Frontier) -> None:
-        """Let plans in force be among those known: after a restart, nothing is offered anew for nothing."""
+        """Let plans in force be among those known: after a restart, nothing is offered anew for nothing.
+
+        They keep their clocks for the set latency that they were made with, and for no other.
+        """
+        before_s, self._made_for_s = self._made_for_s, frontier.set_latency_s
+        if before_s is not None and before_s != frontier.set_latency_s:
+            return
         for clocks in {id(offer.clocks): offer.clocks for offer in self._offers}.values():
             if isinstance(clocks, PlannedClocks):
                 with suppress(ProfileError):  # it has clocks that are not to be had any more, or stock
@@ -213,7 +238,7 @@ class Planner:
         for target_s in sorted(set(targets_s)):
             same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
             plan = self._exact.plan_within(self.frontier, target_s)
-            self._offers.wish(same, planned_clocks(plan, self.frontier.pipeline, at_stock))
+            self._offers.wish(same, planned_clocks(plan, self.frontier, target_s, at_stock))
         if not self.is_solving:
             self._exact.want(self.frontier, dict.fromkeys(sorted(targets_s, reverse=True)))
 
@@ -255,7 +280,7 @@ class Planner:
         in_use = self._offers.versions_in_use
         self._expected = {version: some for version, some in self._expected.items() if version in in_use}
 
-    def judge(self, iteration: JobIteration) -> Verdict:
+    def judge(self, iteration: JobIteration, caps: CapWatch) -> Verdict:
         """Judge an iteration under the plans in force, where there is nothing better to come."""
         if self.frontier is None or self.is_solving or iteration.versions != self._offers.versions:
             return Verdict()
@@ -268,6 +293,7 @@ class Planner:
             self._baseline.time_s,
             self._stragglers.pipelines,
             baseline.gap_time_s if baseline is not None else None,
+            partial(caps.explain, clocks, self._ranks.usable_clocks_mhz(), self._stragglers.pipelines),
         )
 
     def validate(self) -> None:

@@ -19,7 +19,8 @@ from tests.service.frontiers import FRONTIER
 
 
 def test_a_plan_has_the_fixed_computations_in_their_places_without_a_clock() -> None:
-    plan = planned_clocks(FRONTIER.plan_within(1.1 * FRONTIER.t_min_s), FRONTIER.pipeline, at_stock=()).plan
+    target_s = 1.1 * FRONTIER.t_min_s
+    plan = planned_clocks(FRONTIER.plan_within(target_s), FRONTIER, target_s, at_stock=()).plan
     for order, stage in zip(FRONTIER.pipeline.schedule.orders, plan.stages, strict=True):
         assert tuple(planned.computation for planned in stage) == order
         for planned in stage:

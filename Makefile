@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS_VENV ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
+FRAMEWORKS_RESULTS := $(CURDIR)/tests/frameworks/results
 # Tested beside the version in tests/frameworks/requirements.txt.
 MEGATRON_CORES := 0.12.3 0.13.1 0.14.0 0.15.3
 PROTOS := $(wildcard protos/perseus/v1/*.proto)
@@ -20,7 +21,7 @@ NVML ?=
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-gpu gpu-wheels test-frameworks test-languages test-postgresql torture torture-coordinator check bench protos \
+.PHONY: demo test test-gpu gpu-wheels test-frameworks test-frameworks-long test-languages test-postgresql torture torture-coordinator check bench protos \
   contract clean
 
 demo: $(STAMP)
@@ -30,9 +31,16 @@ demo: $(STAMP)
 test: check
 	$(BIN)/pytest --hypothesis-seed=0
 
-# Real training through every framework's hook, on CPUs, with the frameworks in an environment of their own.
+# Real training through every framework's hook, on CPUs, with the frameworks in an environment of their own; leaves
+# its figures in docs/frameworks.md.
 test-frameworks: $(FRAMEWORKS_STAMP)
-	$(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu
+	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu
+	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
+
+# What takes longer than that: half an hour and more.
+test-frameworks-long: $(FRAMEWORKS_STAMP)
+	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks_long
+	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
 
 # All that can be checked on a real NVIDIA GPU without changing its settings; the table goes to docs/gpus.md. PYTHON
 # is one that has PyTorch with CUDA, numpy and grpcio. What else is needed comes from gpu-wheels, if that is there.

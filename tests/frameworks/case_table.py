@@ -71,7 +71,7 @@ class CaseResult:
 
 def _version(package: str) -> str | None:
     try:
-        return version(package)
+        return version(package).partition("+")[0]  # without what the build was for
     except PackageNotFoundError:
         return None
 

@@ -17,6 +17,7 @@ def test_every_launch_spreads_all_layers_over_ranks_that_there_are(seed: int) ->
         assert sum(layout.layers) == LAYERS
         assert min(layout.layers) >= 1
         assert layout.pipeline_count * layout.stage_count <= MOST_RANKS
+        assert layout.microbatch_count >= layout.stage_count
 
 
 @given(seeds)

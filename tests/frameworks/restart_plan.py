@@ -19,7 +19,10 @@ _CHANGES = ("nothing", "microbatches", "split", "stages", "replicas")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What is trained, and how it is spread: the layers of every stage, in so many replicas."""
+    """What is trained, and how it is spread: the layers of every stage, in so many replicas.
+
+    As torch's 1F1B wants it, there are no fewer microbatches than stages.
+    """
 
     pipeline_count: int
     layers: tuple[int, ...]
@@ -80,7 +83,7 @@ def _changed(chance: random.Random, before: Layout, change: str) -> Layout:
                 after = replace(before, pipeline_count=chance.choice(_REPLICAS))
         if after.pipeline_count * after.stage_count > MOST_RANKS:
             after = replace(after, layers=_split(chance, MOST_RANKS // after.pipeline_count))
-        if after != before:
+        if after != before and after.microbatch_count >= after.stage_count:
             return after
 
 

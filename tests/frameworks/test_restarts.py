@@ -16,4 +16,4 @@ async def test_launches_with_random_changes_are_no_slower_than_stock(tmp_path: P
 
 @pytest.mark.timeout(600)
 async def test_a_ramp_of_microbatches_is_followed(tmp_path: Path) -> None:
-    keep_ramp(await check_ramp((2, 4), tmp_path), "ramp", 42)
+    keep_ramp(await check_ramp((3, 6), tmp_path), "ramp", 42)

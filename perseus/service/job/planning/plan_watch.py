@@ -28,6 +28,9 @@ MOST_BROKEN_PROMISES = 2
 FORGIVING_ITERATIONS = 1000
 """Iterations that kept their promise and make up for a broken one: twice a year is not twice in a row."""
 
+MOST_SUSPECTED = 20
+"""Iterations in a row that somebody of whom nothing is proven explains: it takes 15 to find whom there is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -63,9 +66,11 @@ class PlanWatch:
         self._journal = journal
         self.broken_count = 0
         self._kept_count = 0
+        self._suspected_count = 0
 
     def restart(self) -> None:
         """What is under way counts for nothing."""
+        self._suspected_count = 0
         self._guard.restart()
         self._irregular.restart()
         self._drift.restart()
@@ -93,10 +98,16 @@ class PlanWatch:
         frontier: Frontier,
         baseline_time_s: float,
         stragglers: Collection[int],
+        suspects: Collection[int],
         baseline_gap_time_s: float | None = None,
     ) -> Verdict:
-        """Judge an iteration under these clocks. A straggler explains what is slow."""
-        if not stragglers:
+        """Judge an iteration under these clocks. A straggler explains what is slow.
+
+        So does, for a while, who may turn out to be one: it can take more iterations to say who is slow than
+        that something is.
+        """
+        self._suspected_count = self._suspected_count + 1 if suspects else 0
+        if not stragglers and not 0 < self._suspected_count <= MOST_SUSPECTED:
             promise_s = promised_time_s(clocks, frontier, baseline_time_s)
             broken = self._guard.judge(iteration, promise_s, baseline_time_s, baseline_gap_time_s)
             if broken is not None:

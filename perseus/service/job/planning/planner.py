@@ -210,6 +210,7 @@ class Planner:
             self.frontier,
             self._baseline.time_s,
             self._stragglers.pipelines,
+            self._stragglers.suspects,
             baseline.gap_time_s if baseline is not None else None,
         )
 

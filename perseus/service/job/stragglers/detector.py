@@ -136,6 +136,11 @@ class StragglerDetector:
         known = self._known.get(pipeline)
         return math.exp(known.waited) if known else None
 
+    @property
+    def suspects(self) -> list[int]:
+        """The pipelines of whose slowness there is a sign, but no proof yet."""
+        return np.flatnonzero(self._has_sign(self._test.evidence_above())).tolist()
+
     def restore(self, pipeline: int, waited_factor: float) -> None:
         """Take a straggler that was found before a restart."""
         waited = math.log(waited_factor)
@@ -217,9 +222,14 @@ class StragglerDetector:
 
     def _count_calm(self, above: FloatColumn) -> None:
         """Count for how long there was no sign of slowness; what flapped is forgotten after a while."""
-        is_calm = (above < math.sqrt(self._test.threshold_above)) & (self._test.levels == 0)
+        is_calm = ~self._has_sign(above) & (self._test.levels == 0)
         self._calm_counts = np.where(is_calm, self._calm_counts + 1, 0)
         self._patience[self._calm_counts >= CALM] = 1
+
+    def _has_sign(self, above: FloatColumn) -> NDArray[np.bool_]:
+        """Return where half of the evidence that it takes is there, as a log."""
+        found: NDArray[np.bool_] = above >= math.sqrt(self._test.threshold_above)
+        return found
 
     def _since_change(self, pipeline: int, level: float, *, is_upwards: bool) -> FloatColumn:
         """Return what is likeliest to have come after the change: the latest, where they differ the most."""

@@ -39,7 +39,7 @@ DATA_PARALLEL = Case("ddp_trainer", "ddp", (1.0,), 1, 0.02, 0.05, pipeline_count
 # FSDP2 waits between parts: three of each forward, four or five of each backward take these times.
 FULLY_SHARDED = Case("fsdp_trainer", "fsdp2", (1.0,), 1, 0.006, 0.012, pipeline_count=4)
 STRAGGLER, SLOWDOWN = 1, 1.3
-BUDGET_PERCENT = 10
+BUDGET_PERCENT = 20
 
 
 @pytest.mark.timeout(300)

@@ -67,7 +67,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Iterations that count together: how many, their median time, their mean energy of all GPUs together."""
+    """Iterations that count together: how many, and medians of their time and of all GPUs' energy."""
 
     iteration_count: int
     time_s: float
@@ -313,7 +313,7 @@ def stretch(told: Sequence[Sequence[Told]], indices: Sequence[int]) -> Stretch |
         return None
     times_s = [told[0][index].end_s - told[0][index].begin_s for index in indices]
     energies_j = [sum(rank[i].energy_j - rank[i - 1].energy_j for rank in told) for i in indices]
-    return Stretch(len(indices), median(times_s), sum(energies_j) / len(energies_j))
+    return Stretch(len(indices), median(times_s), median(energies_j))
 
 
 def read_told(file: Path) -> list[Told]:

@@ -93,6 +93,16 @@ def test_nobody_waits_for_alternating_jitter(series: Series) -> None:
     assert series.detector.factor(0) in (None, 1.0)
 
 
+def test_who_may_turn_out_to_be_slow_is_suspected_until_it_is_known() -> None:
+    series = Series(4, learned=3)
+    suspected = []
+    while not series.feed_first([1.2]):
+        suspected.append(series.detector.suspects)
+    assert suspected[0] == [], "one iteration is no sign"
+    assert suspected[-1] == [0]
+    assert series.detector.suspects == [], "it is known"
+
+
 def test_a_straggler_below_the_limit_is_none(series: Series) -> None:
     assert series.feed_first([1 + 0.9 * ENTER] * 20) == []
 

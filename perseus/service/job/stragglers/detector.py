@@ -62,6 +62,9 @@ SLOWING_REASONS = 0x8 | 0x20 | 0x40 | 0x80
 _SLOWED_SHARE = 0.25
 """Of the root of the threshold: what a GPU's own word leaves to be shown."""
 
+_SUSPECTED_SHARE = 0.25
+"""Of the threshold, as a log, makes a suspect. Of 32 healthy pipelines one is so in 7 % of all iterations."""
+
 _REMEMBERED = 64
 """Iterations of which a new level may be the mean."""
 
@@ -139,7 +142,8 @@ class StragglerDetector:
     @property
     def suspects(self) -> list[int]:
         """The pipelines of whose slowness there is a sign, but no proof yet."""
-        return np.flatnonzero(self._has_sign(self._test.evidence_above())).tolist()
+        sign = self._test.threshold_above**_SUSPECTED_SHARE
+        return np.flatnonzero(self._test.evidence_above() >= sign).tolist()
 
     def restore(self, pipeline: int, waited_factor: float) -> None:
         """Take a straggler that was found before a restart."""
@@ -222,14 +226,9 @@ class StragglerDetector:
 
     def _count_calm(self, above: FloatColumn) -> None:
         """Count for how long there was no sign of slowness; what flapped is forgotten after a while."""
-        is_calm = ~self._has_sign(above) & (self._test.levels == 0)
+        is_calm = (above < math.sqrt(self._test.threshold_above)) & (self._test.levels == 0)
         self._calm_counts = np.where(is_calm, self._calm_counts + 1, 0)
         self._patience[self._calm_counts >= CALM] = 1
-
-    def _has_sign(self, above: FloatColumn) -> NDArray[np.bool_]:
-        """Return where half of the evidence that it takes is there, as a log."""
-        found: NDArray[np.bool_] = above >= math.sqrt(self._test.threshold_above)
-        return found
 
     def _since_change(self, pipeline: int, level: float, *, is_upwards: bool) -> FloatColumn:
         """Return what is likeliest to have come after the change: the latest, where they differ the most."""

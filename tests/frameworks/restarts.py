@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import BinaryIO
 
 import grpc.aio
@@ -51,6 +51,7 @@ _RPC_TIMEOUT_S = 10.0
 _WARMING_UP = 3
 # A clock that is held for profiling is let go of at the begin of an iteration a little later.
 _LETTING_GO = 3
+_STANDSTILL = 1.5  # times the median
 _MEASURING = (job_pb2.JOB_STATE_BASELINE, job_pb2.JOB_STATE_PROFILING)
 
 
@@ -67,7 +68,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Iterations that count together: how many, and medians of their time and of all GPUs' energy."""
+    """Iterations that count together: how many, their median time, and all GPUs' mean energy."""
 
     iteration_count: int
     time_s: float
@@ -312,8 +313,12 @@ def stretch(told: Sequence[Sequence[Told]], indices: Sequence[int]) -> Stretch |
     if len(indices) < 3:
         return None
     times_s = [told[0][index].end_s - told[0][index].begin_s for index in indices]
-    energies_j = [sum(rank[i].energy_j - rank[i - 1].energy_j for rank in told) for i in indices]
-    return Stretch(len(indices), median(times_s), median(energies_j))
+    time_s = median(times_s)
+    # Counters move every 100 ms and say little of single iterations, so means count. One in which the machine
+    # stood still for seconds is no matter of clocks.
+    usual = [i for i, each_s in zip(indices, times_s, strict=True) if each_s <= _STANDSTILL * time_s]
+    energies_j = [sum(rank[i].energy_j - rank[i - 1].energy_j for rank in told) for i in usual]
+    return Stretch(len(indices), time_s, fmean(energies_j))
 
 
 def read_told(file: Path) -> list[Told]:

@@ -13,10 +13,12 @@ pytest.importorskip("megatron", reason="Megatron-Core is not installed; `make te
 from perseus import solver
 from perseus.agent.probe.tested_versions import public
 from tests.frameworks.cases import MICROBATCHES, Case, identities
-from tests.frameworks.versions import NEWEST_TORCH, skip_unless_there
+from tests.frameworks.versions import NEWEST_TORCH, beside, skip_unless_there
 
+NEWEST = "megatron-core-0.19.2"
 VERSIONS = [
-    *(f"megatron-core-{version}" for version in ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.19.2")),
+    *(f"megatron-core-{version}" for version in ("0.12.3", "0.13.1", "0.14.0", "0.15.3")),
+    NEWEST,
     NEWEST_TORCH,
     "",
 ]
@@ -59,3 +61,11 @@ def test_every_version_is_registered_as_it_executes_and_left_as_it_was(folder: s
     works = {name: ranks[0][name]["registration"]["stage_work"] for name in ("1f1b", "interleaved")}
     assert all("parameters, " in work for some in works.values() for work in some), works
     assert works["1f1b"] != works["interleaved"], "other chunks"
+
+
+def test_the_loop_of_a_release_is_wrapped() -> None:
+    """Releases have it since after 0.16; it trains on GPUs only."""
+    skip_unless_there(NEWEST)
+    command = [sys.executable, *beside(NEWEST), "tests.frameworks.megatron_loop"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.stdout.endswith("wrapped\n"), done.stderr

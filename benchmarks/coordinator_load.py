@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Cell, Column, Table, main
+from benchmarks.harness import Cell, Column, Table, main, print_upright
 from benchmarks.load.control import (
     Agents,
     CoordinatorProcess,
@@ -32,6 +32,9 @@ MEASURED_S = 20.0
 STAGES = 4
 
 _SETTLE_S = 3.0
+_CATCH_UP_LIMIT_S = 90.0
+_CAUGHT_UP_SHARE = 0.25
+"""Of a second's batches: no more than these wait for an acknowledgement."""
 _QUIET_S = 3.0
 _PLAN_LIMIT_S = 120.0
 _REST_LIMIT_S = 120.0
@@ -61,12 +64,17 @@ CONFIGURATIONS = (
 
 @dataclass(slots=True)
 class Outcome:
-    """What a configuration came to. `figures` is None if its jobs were never planned."""
+    """What a configuration came to. `figures` is None if its jobs were never planned.
+
+    `behind_s`: how long after the plans were made there were acknowledgements to catch up with; None if that
+    did not end.
+    """
 
     figures: dict[str, Any] | None = None
     bare: dict[str, Any] | None = None
     lag_s: list[float] = field(default_factory=list)
     offer_s: list[float] = field(default_factory=list)
+    behind_s: float | None = None
     unoffered_count: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -112,6 +120,7 @@ def _load(
     job_ids = _add(wanted, agents, is_echo=False)
     for job_id in job_ids:
         agents.ask("planned", job_id=job_id, limit_s=_PLAN_LIMIT_S)
+    outcome.behind_s = catch_up(agents, job_ids)
     time.sleep(_SETTLE_S)
     begun_s = time.monotonic()
     outcome.figures = agents.ask("measure", seconds=wanted.measured_s, server_pid=coordinator.pid)
@@ -129,6 +138,19 @@ def _load(
         time.sleep(_SETTLE_S)
     agents.ask("rest", limit_s=_REST_LIMIT_S)
     outcome.problems += problems(agents, dict.fromkeys(job_ids, 0))
+
+
+def catch_up(agents: Agents, job_ids: list[str]) -> float | None:
+    """Wait until batches are acknowledged as they come; return how long that took, if it happened."""
+    begun_s = time.monotonic()
+    while (took_s := time.monotonic() - begun_s) < _CATCH_UP_LIMIT_S:
+        counts = [agents.ask("counts", job_id=job_id) for job_id in job_ids]
+        if sum(each["waiting"] for each in counts) <= _CAUGHT_UP_SHARE * sum(
+            each["ranks"] for each in counts
+        ):
+            return took_s
+        time.sleep(0.5)
+    return None
 
 
 def problems(agents: Agents, restart_counts: Mapping[str, int]) -> list[str]:
@@ -222,6 +244,7 @@ def run(configurations: tuple[Configuration, ...] = CONFIGURATIONS) -> list[Tabl
                 Column("jobs"),
                 Column("ranks"),
                 Column("agents"),
+                Column("behind after planning [s]", ".0f"),
                 Column("batches/s", ".0f"),
                 Column("acknowledged p50 [ms]", ".1f"),
                 Column("p99 [ms]", ".1f"),
@@ -248,11 +271,12 @@ def _row(wanted: Configuration, outcome: Outcome) -> tuple[Cell, ...]:
     first: tuple[Cell, ...] = (wanted.job_count, ranks, ranks // wanted.ranks_per_agent)
     figures, bare = outcome.figures, outcome.bare
     if figures is None:
-        return (*first, *(None,) * 12, "; ".join(outcome.problems))
+        return (*first, *(None,) * 13, "; ".join(outcome.problems))
     cost = 1e6 * figures["server_cpu_s"] / max(1, figures["batch_count"])
     bare_cost = 1e6 * bare["server_cpu_s"] / max(1, bare["batch_count"]) if bare else None
     return (
         *first,
+        outcome.behind_s,
         figures["acknowledged_count"] / figures["wall_s"],
         1e3 * figures["latency_p50_s"],
         1e3 * figures["latency_p99_s"],
@@ -269,15 +293,6 @@ def _row(wanted: Configuration, outcome: Outcome) -> tuple[Cell, ...]:
     )
 
 
-def _print(tables: list[Table]) -> None:
-    for table in tables:
-        print(table.title)
-        for row in table.rows:
-            for column, cell in zip(table.columns, row, strict=True):
-                shown = cell if cell is None or isinstance(cell, str) else format(cell, column.form)
-                print(f"  {column.name:40} {'–' if shown is None else shown}")
-
-
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     arguments.add_argument("--pipelines", type=int)
@@ -289,11 +304,11 @@ if __name__ == "__main__":
     given = arguments.parse_args()
     if given.search:
         raise_file_limit()
-        _print([search()])
+        print_upright([search()])
     elif given.pipelines:
         one = Configuration(
             given.pipelines, given.ranks_per_agent, given.jobs, given.stragglers, given.seconds
         )
-        _print(run((one,)))
+        print_upright(run((one,)))
     else:
         main("coordinator_load", run)

@@ -78,6 +78,16 @@ def main(name: str, run: Callable[[], Sequence[Table]]) -> None:
     print(f"\nwrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
 
 
+def print_upright(tables: Sequence[Table]) -> None:
+    """Print wide tables of few rows: a line per cell."""
+    for table in tables:
+        print(table.title)
+        for row in table.rows:
+            for column, cell in zip(table.columns, row, strict=True):
+                shown = cell if cell is None or isinstance(cell, str) else format(cell, column.form)
+                print(f"  {column.name:40} {'–' if shown is None else shown}")
+
+
 def published_pipeline(gpu: str, microbatch_count: int) -> Pipeline:
     """GPT-3 175B as published: 8 stages of 8 GPUs, 1F1B; ``gpu`` is a key of ``GPUS``."""
     profiles = read_profile_csv(DATA / "profiles" / f"gpt3-175b-{gpu}.csv", GPUS_PER_STAGE)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.coordinator_load import STAGES
-from benchmarks.harness import Cell, Column, Table, main
+from benchmarks.harness import Cell, Column, Table, main, print_upright
 from benchmarks.load.control import LOAD_FLAGS, Agents, CoordinatorProcess, raise_file_limit
 
 MINUTES = 20.0
@@ -83,6 +83,7 @@ def soak(minutes: float, rank_count: int) -> tuple[list[Sample], int, list[str]]
                     agents.ask("add", job_id=live[-1], pipeline_count=_SMALL_PIPELINES)
                     if time.monotonic() >= next_sample_s:
                         samples.append(sample(coordinator.pid, database))
+                        print(samples[-1], flush=True)
                         next_sample_s = time.monotonic() + _SAMPLE_S
                     time.sleep(0.5)
                 found = agents.ask("findings")["messages"]
@@ -145,13 +146,6 @@ if __name__ == "__main__":
     arguments.add_argument("--ranks", type=int, default=RANKS)
     given = arguments.parse_args()
     if given.minutes:
-        for table in run(given.minutes, given.ranks):
-            print(table.title)
-            for row in table.rows:
-                print(
-                    "  ",
-                    *(cell if isinstance(cell, str) else f"{cell:.2f}" for cell in row if cell is not None),
-                )
-            print(table.note)
+        print_upright(run(given.minutes, given.ranks))
     else:
         main("soak", run)

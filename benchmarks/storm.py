@@ -9,9 +9,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.coordinator_load import STAGES, problems
-from benchmarks.harness import Cell, Column, Table, main
-from benchmarks.load.control import Agents, CoordinatorProcess, LagProbe, quantile, raise_file_limit
+from benchmarks.coordinator_load import STAGES, catch_up, problems
+from benchmarks.harness import Cell, Column, Table, main, print_upright
+from benchmarks.load.control import (
+    Agents,
+    CoordinatorProcess,
+    GeneratorError,
+    LagProbe,
+    quantile,
+    raise_file_limit,
+)
 
 PIPELINES = (256, 1024)
 
@@ -25,6 +32,13 @@ _WATCHED_S = 10.0
 
 def storm(pipeline_count: int) -> tuple[Cell, ...]:
     """One kill and restart with so many pipelines of 4 stages; a row of the table."""
+    try:
+        return _storm(pipeline_count)
+    except GeneratorError as error:
+        return (pipeline_count * STAGES, *(None,) * 7, str(error))
+
+
+def _storm(pipeline_count: int) -> tuple[Cell, ...]:
     with tempfile.TemporaryDirectory(prefix="perseus-storm-") as name:
         folder = Path(name)
         with CoordinatorProcess(folder, str(folder / "jobs.db")) as coordinator:
@@ -32,6 +46,8 @@ def storm(pipeline_count: int) -> tuple[Cell, ...]:
             with Agents(coordinator.address) as agents, LagProbe(coordinator.address) as lag:
                 agents.ask("add", job_id="storm", pipeline_count=pipeline_count, stage_count=STAGES)
                 agents.ask("planned", job_id="storm", limit_s=_PLAN_LIMIT_S)
+                if catch_up(agents, ["storm"]) is None:
+                    raise GeneratorError("batches are not acknowledged as fast as they come")
                 killed_s = coordinator.kill()
                 coordinator.start()
                 listening_s = time.monotonic()
@@ -84,8 +100,6 @@ if __name__ == "__main__":
     arguments.add_argument("--pipelines", type=int)
     given = arguments.parse_args()
     if given.pipelines:
-        (table,) = run((given.pipelines,))
-        for column, cell in zip(table.columns, table.rows[0], strict=True):
-            print(f"{column.name:45} {cell if isinstance(cell, str) else format(cell or 0, column.form)}")
+        print_upright(run((given.pipelines,)))
     else:
         main("storm", run)

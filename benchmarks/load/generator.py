@@ -167,6 +167,7 @@ class Generator:
             "acknowledged": acknowledged,
             "waiting": waiting,
             "connections": connections,
+            "ranks": len(job.ranks),
             "versions": sum(rank.version_count for rank in job.ranks),
         }
 

@@ -224,24 +224,28 @@ class _Stream:
     async def read(self, requests: AsyncIterator[ConnectRequest]) -> None:
         """Take what the agent says, until it ends the stream or says goodbye.
 
-        Every so many messages it waits until all of them are stored: no agent fills the writer's queue, and
-        while all agents together do, each waits with every message.
+        Every so many messages it waits until all of them are stored: no agent fills the writer's queue. While
+        all agents together do, each waits for its turn with every message.
         """
         unstored = 0
         async for request in requests:
-            count = 1 + len(request.telemetry.computations.iteration) // ROWS_LIKE_A_MESSAGE
+            kind, count = request.WhichOneof("message"), 1
+            if kind == "telemetry":
+                count += len(request.telemetry.computations.iteration) // ROWS_LIKE_A_MESSAGE
             unstored += count
-            if unstored >= _UNSTORED_LIMIT or self._agents.is_crowded:
+            if unstored >= _UNSTORED_LIMIT:
                 await self._agents.flush()
                 unstored = 0
+            if self._agents.is_crowded:
+                await self._agents.admission()
             if not self.instance_id:
                 await self._greet(request)
-            elif request.WhichOneof("message") == "goodbye":
+            elif kind == "goodbye":
                 log.info("agent left", instance_id=self.instance_id, reason=cut(request.goodbye.reason))
                 self._is_goodbye = True
                 return
             else:
-                self._take(request)
+                self._take(kind, request)
             pause_s = self._pace.take(count)
             if pause_s > _LEAST_PAUSE_S:
                 self._log_once("agent sends faster than it may: it is slowed down", ("pace", "", ""))
@@ -284,16 +288,16 @@ class _Stream:
         )
         self._outbox.answer(ConnectResponse(welcome=welcome))
 
-    def _take(self, request: ConnectRequest) -> None:
-        match request.WhichOneof("message"):
+    def _take(self, kind: str | None, request: ConnectRequest) -> None:
+        match kind:
+            case "telemetry":
+                self._take_telemetry(request.telemetry)
             case "hello":
                 raise HelloRepeatedError(instance_id=self.instance_id)
             case "heartbeat":
                 self._agents.hear(self.instance_id)
                 answer_beat = ConnectResponse(heartbeat=agent_service_pb2.Heartbeat())
                 self._outbox.replace("heartbeat", answer_beat)
-            case "telemetry":
-                self._take_telemetry(request.telemetry)
             case "message_refused":
                 self._note_refusal(request.message_refused)
             case "rank_joined":

@@ -233,8 +233,12 @@ class Agents:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether agents say more than is stored in time: then streams are to flush before each message."""
+        """Whether agents say more than is stored in time: then streams await admission before a message."""
         return self._writer.is_crowded
+
+    async def admission(self) -> None:
+        """Wait, after the streams that wait already, until there is room for what agents say."""
+        await self._writer.admission()
 
     async def flush(self) -> None:
         """Wait until what agents said so far is stored, and carried out."""

@@ -93,7 +93,7 @@ class Coordinator:
 
     async def _tick(self) -> None:
         while True:
-            self._late_s = self._clock.tick()
+            self._late_s = self._clock.tick(self._writer.kept_s())
             if self._late_s > TICK_S:
                 log.warning(
                     "event loop stood still: leases are credited with it", late_s=round(self._late_s, 3)

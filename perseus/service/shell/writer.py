@@ -7,6 +7,7 @@ callers are told, it is put aside, and the others' is stored without it.
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Protocol
 
@@ -25,9 +26,10 @@ from perseus.service.storage.store import (
 GATHERING_S = 0.02
 """How long work gathers before it is stored together: a commit of a hundred batches costs as one of one."""
 
-CROWD = 512
-"""Work that waits; when there is more, whoever reads what makes more is to wait for it first. Readers
-outnumber the one writer by thousands: without this, more than can be done leaves it no turn at all."""
+CROWD = 1024
+"""Work that waits; when there is more, whoever reads what makes more is to await admission first. Readers
+outnumber the one writer by thousands: without this, more than can be done leaves it no turn at all. It is two
+full groups: one gathers while the other is stored."""
 
 TURN_S = 0.005
 """How long actions keep the event loop at a time."""
@@ -120,6 +122,8 @@ class Writer:
         self._work: list[Work] = []
         self._has_work = asyncio.Event()
         self._waiting_count = 0
+        # Readers that are kept waiting, in order, and since when each is.
+        self._kept: deque[tuple[asyncio.Future[None], float]] = deque()
         # Since when the oldest work waits that is not stored and carried out, if there is any.
         self._waiting_since_s: float | None = None
 
@@ -149,6 +153,21 @@ class Writer:
                     await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
                     turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
             self._waiting_since_s = taken_s if self._work else None
+            await self._admit()
+
+    async def _admit(self) -> None:
+        """Let the next few readers go on, as many as there is room for."""
+        room_count = CROWD - self._waiting_count
+        admitted_count = 0
+        while self._kept and admitted_count < room_count:
+            reader, _ = self._kept.popleft()
+            if not reader.done():  # else its stream has ended meanwhile
+                reader.set_result(None)
+                admitted_count += 1
+                if admitted_count % WOKEN_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        if self._kept:  # what the admitted say need not be work: somebody has to see to the others
+            self._has_work.set()
 
     def _spoil(self, work: Sequence[Work], error: UnstorableEntryError) -> None:
         """Take out what the run wants that an error is about; what it wants once it is aside comes later."""
@@ -166,8 +185,19 @@ class Writer:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether so much waits that whoever reads what makes more is to flush first."""
-        return self._waiting_count > CROWD
+        """Whether so much waits that whoever reads what makes more is to await admission first."""
+        return self._waiting_count > CROWD or bool(self._kept)
+
+    async def admission(self) -> None:
+        """Wait, after those who wait already, until there is room for more work."""
+        reader: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._kept.append((reader, time.monotonic()))
+        self._has_work.set()
+        await reader
+
+    def kept_s(self) -> float:
+        """For how long the reader that is next has been kept waiting, seconds."""
+        return time.monotonic() - self._kept[0][1] if self._kept else 0.0
 
     def later(
         self,

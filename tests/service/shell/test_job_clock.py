@@ -74,3 +74,43 @@ def test_it_never_goes_back_and_never_runs_ahead(steps: list[tuple[str, float]])
         assert last_s <= now_s <= source.now_s
         last_s = now_s
     assert last_s - first_s <= source.now_s - 1000.0
+
+
+def test_it_stands_while_what_agents_say_is_kept_waiting_longer_and_longer() -> None:
+    jobs, source = clock()
+    jobs.tick()
+    before_s = jobs.now_s()
+    for kept_s in (1.0, 2.0, 3.0, 4.0):  # nobody is heard for four seconds
+        source.now_s += PERIOD_S
+        assert jobs.tick(kept_s) == 0.0
+        assert jobs.now_s() == before_s
+
+
+def test_it_goes_on_while_the_wait_stays_and_does_not_leap_when_it_ends() -> None:
+    jobs, source = clock()
+    jobs.tick()
+    source.now_s += PERIOD_S
+    jobs.tick(5.0)
+    start_s = jobs.now_s()
+    for kept_s in (5.0, 5.1, 4.9, 5.0, 5.2):
+        source.now_s += PERIOD_S
+        jobs.tick(kept_s)
+    while source.now_s - jobs.now_s() > 5.0:  # what was told before that tick can't be taken back
+        source.now_s += PERIOD_S
+        jobs.tick(5.0)
+    passed_s, before_s = source.now_s, jobs.now_s()
+    assert before_s > start_s
+    for _ in range(5):
+        source.now_s += PERIOD_S
+        jobs.tick(0.0)
+    assert jobs.now_s() - before_s == pytest.approx(source.now_s - passed_s)
+
+
+def test_a_stop_in_which_the_wait_grew_is_credited_once() -> None:
+    jobs, source = clock()
+    jobs.tick()
+    before_s = jobs.now_s()
+    source.now_s += 10.0
+    jobs.tick(9.0)
+    source.now_s += 0.5
+    assert jobs.now_s() - before_s == pytest.approx(1.5)

@@ -28,6 +28,7 @@ from perseus.agent.link.packets import (
     Message,
     Registration,
     Reply,
+    WaitMark,
     decode,
     encode,
 )
@@ -111,10 +112,13 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
                 with probe.computation(Kind.FORWARD, 5):
                     pass
                 probe.begin_computation(Kind.BACKWARD, 5, 1)
+                probe.begin_wait()
+                probe.end_wait()
                 probe.end_computation(Kind.BACKWARD, 5, 1)
     after_ns = time.monotonic_ns()
     marks = agent.marks()
-    times_ns = [mark.time_ns for mark in marks if isinstance(mark, IterationMark | ComputationMark | Finish)]
+    timed = IterationMark | ComputationMark | WaitMark | Finish
+    times_ns = [mark.time_ns for mark in marks if isinstance(mark, timed)]
     assert len(times_ns) == len(marks)
     assert times_ns == sorted(times_ns)
     assert before_ns <= times_ns[0] <= times_ns[-1] <= after_ns
@@ -126,6 +130,8 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
             (Edge.BEGIN, iteration, 0, forward),
             (Edge.END, iteration, 0, forward),
             (Edge.BEGIN, iteration, 1, backward),
+            (Edge.BEGIN, iteration, "wait"),
+            (Edge.END, iteration, "wait"),
             (Edge.END, iteration, 1, backward),
             (Edge.END, iteration),
         ]
@@ -136,6 +142,8 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
                 found.append((edge, iteration))
             case ComputationMark(edge, iteration, ordinal, computation):
                 found.append((edge, iteration, ordinal, computation))
+            case WaitMark(edge, iteration):
+                found.append((edge, iteration, "wait"))
     assert found == expected
     assert isinstance(marks[-1], Finish)
 

@@ -292,6 +292,7 @@ class Planner:
             self.frontier,
             self._baseline.time_s,
             self._stragglers.pipelines,
+            self._stragglers.suspects,
             baseline.gap_time_s if baseline is not None else None,
             partial(caps.explain, clocks, self._ranks.usable_clocks_mhz(), self._stragglers.pipelines),
         )

@@ -24,6 +24,7 @@ from tests.frameworks.cases import (
     start,
 )
 from tests.frameworks.real_run import STEP_TIMEOUT_S, real_run
+from tests.frameworks.versions import NEWEST_TORCH, skip_unless_there
 
 ONE_CHUNK = Case("torch_trainer", "1F1B", UNEVEN, 1, 0.03, 0.06)
 # Two stages wait for each other at every step. The light one is light enough to keep some slack under any
@@ -143,9 +144,13 @@ async def test_a_straggler_among_replicas_without_pipelines_is_found_and_answere
     check_losses(DATA_PARALLEL, tmp_path)
 
 
-def test_every_schedule_is_registered_as_it_is_executed_and_left_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folders", [[], [NEWEST_TORCH]])
+def test_every_schedule_is_registered_as_it_is_executed_and_left_as_it_was(
+    folders: list[str], tmp_path: Path
+) -> None:
     """All that torch has, without agents: the solver takes orders and paths, and marks follow the orders."""
-    case = Case("torch_orders", "all", (1.0, 1.0), 1, 0.0, 0.0)
+    skip_unless_there(*folders)
+    case = Case("torch_orders", "all", (1.0, 1.0), 1, 0.0, 0.0, beside=folders)
     done = subprocess.run(
         [sys.executable, *case.command(case.alone(tmp_path / "run", 0))],
         capture_output=True, text=True, check=False, timeout=100,

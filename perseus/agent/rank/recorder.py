@@ -19,7 +19,7 @@ from perseus.agent.rank.sampling import (
     FinishedIteration,
     Sampler,
     energy_at_j,
-    throttling_reasons,
+    throttling,
 )
 from perseus.agent.rank.tally import ClockTally
 
@@ -189,6 +189,7 @@ class Recorder:
         )
         gap_time_s, gap_energy_j, gap_slowed_time_s = self._measure_gap(iteration, begin_j)
         self._measured_end = (iteration.end_s, end_j)
+        reasons, capped_mhz = throttling(self._changes, iteration.begin_s, iteration.end_s)
         iterations.append(
             IterationRow(
                 iteration=iteration.number,
@@ -196,10 +197,11 @@ class Recorder:
                 duration_s=iteration.end_s - iteration.begin_s,
                 energy_j=end_j - begin_j if begin_j is not None and end_j is not None else 0.0,
                 is_regular=is_regular,
-                clock_event_reasons=throttling_reasons(self._changes, iteration.begin_s, iteration.end_s),
+                clock_event_reasons=reasons,
                 gap_time_s=gap_time_s,
                 gap_energy_j=gap_energy_j,
                 gap_slowed_time_s=gap_slowed_time_s,
+                capped_clock_mhz=capped_mhz,
             )
         )
         computations += [

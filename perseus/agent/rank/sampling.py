@@ -186,13 +186,16 @@ def energy_at_j(changes: Sequence[CounterChange], time_s: float) -> float | None
     return last.energy_j + power_w * (time_s - last.time_s)
 
 
-def throttling_reasons(changes: Sequence[CounterChange], begin_s: float, end_s: float) -> int:
+def throttling(changes: Sequence[CounterChange], begin_s: float, end_s: float) -> tuple[int, int]:
     """The reasons (`ClockEventReason`) for which the GPU was throttled at some time between two moments.
+
+    With them comes the highest clock that it reached meanwhile, MHz; 0 where it was not throttled.
 
     Known from the counter's windows, so what happened up to one window before or after counts, too.
     """
-    reasons = 0
+    reasons = clock_mhz = 0
     for before, change in pairwise(changes):
         if before.time_s < end_s and change.time_s > begin_s:
             reasons |= change.clock_event_reasons
-    return reasons & ClockEventReason.THROTTLED
+            clock_mhz = max(clock_mhz, change.capped_clock_mhz)
+    return reasons & ClockEventReason.THROTTLED, clock_mhz

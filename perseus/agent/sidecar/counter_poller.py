@@ -1,4 +1,7 @@
-"""Watching a GPU's energy counter on a thread of its own; `energy.counter` says what is made of the polls."""
+"""Watching a GPU's energy counter on a thread of its own; `energy.counter` says what is made of the polls.
+
+The same thread looks at the GPU's limits now and then.
+"""
 
 import threading
 import time
@@ -6,7 +9,8 @@ from collections.abc import Callable
 
 from perseus.agent.clocks.patience import Patience
 from perseus.agent.energy.counter import ChangeDetector, CounterChange
-from perseus.agent.gpu import Gpu, is_transient
+from perseus.agent.gpu import ClockEventReason, Gpu, is_transient
+from perseus.agent.sidecar.limits_watch import LimitsWatch
 
 
 class CounterPoller:
@@ -21,6 +25,7 @@ class CounterPoller:
         gpu: Gpu,
         on_change: Callable[[CounterChange], None],
         on_error: Callable[[Exception], None],
+        limits: LimitsWatch | None = None,
         *,
         interval_s: float = 0.005,
         monotonic: Callable[[], float] = time.monotonic,
@@ -28,6 +33,7 @@ class CounterPoller:
         self._gpu = gpu
         self._on_change = on_change
         self._on_error = on_error
+        self._limits = limits
         self._interval_s = interval_s
         self._monotonic = monotonic
         self._patience = Patience()
@@ -71,4 +77,8 @@ class CounterPoller:
         self._begun_at_s = before_s = self._monotonic()
         energy_j = self._gpu.total_energy_j()
         after_s = self._monotonic()
-        return detector.poll(before_s, after_s, energy_j, self._gpu.clock_event_reasons())
+        reasons = self._gpu.clock_event_reasons()
+        capped_mhz = self._gpu.sm_clock_mhz() if reasons & ClockEventReason.THROTTLED else 0
+        if self._limits is not None:
+            self._limits.look(after_s)
+        return detector.poll(before_s, after_s, energy_j, reasons, capped_mhz)

@@ -15,6 +15,7 @@ from perseus.agent.rank.events import (
     Event,
     GpuFailed,
     Heard,
+    LimitsRead,
     SetNotPermitted,
     Tick,
     TrainerGone,
@@ -25,6 +26,7 @@ from perseus.agent.rank.messages import (
     NO_PLAN,
     ComputationRow,
     GpuDescription,
+    GpuLimits,
     Hold,
     IterationRow,
     PlanAnswer,
@@ -43,7 +45,8 @@ from perseus.agent.rank.messages import (
 )
 from perseus.agent.rank.recorder import COUNTER_WAIT_S
 from perseus.agent.rank.sampling import estimate
-from perseus.agent.rank.session import JOIN_RETRY_S, LONGEST_JOIN_RETRY_S, Session
+from perseus.agent.rank.session import Session
+from perseus.agent.rank.standing import JOIN_RETRY_S, LONGEST_JOIN_RETRY_S
 
 RANK = Rank("job", 0, 1, 0)
 GPU = GpuDescription("GPU-1", "A100", (1400, 1200, 1000, 800))
@@ -672,9 +675,11 @@ def test_what_throttled_the_gpu_is_told_with_the_iteration_that_it_touched(bench
         bench.run(iteration)
         bench.now_s += 0.05
         reasons = 0x1 | (0x40 | 0x80 if iteration == 1 else 0)  # an idle GPU (0x1) is not throttled
-        change = CounterChange(bench.now_s, 90.0 * iteration + 85.0, 0.002, reasons)
+        capped_mhz = 1100 if iteration == 1 else 0
+        change = CounterChange(bench.now_s, 90.0 * iteration + 85.0, 0.002, reasons, capped_mhz)
         (message,) = telemetry(bench.do(change))
         assert message.iterations[0].clock_event_reasons == (0xC0 if iteration == 1 else 0)
+        assert message.iterations[0].capped_clock_mhz == capped_mhz
         bench.now_s += 0.05
         counted(bench, 90.0 * (iteration + 1))
 
@@ -694,6 +699,25 @@ def test_clock_statistics_count_under_their_plan(bench: Bench) -> None:
     assert message.clocks.computation_time_s == pytest.approx(0.8)
     assert message.clocks.on_clock_time_s == pytest.approx(0.4)
     assert message.clocks.set_latency_s == pytest.approx(0.010)
+    assert message.clocks.set_latency_count == 2
+
+
+def test_the_limits_that_were_read_last_are_told_with_telemetry_and_when_the_rank_is_announced(
+    bench: Bench,
+) -> None:
+    counted(bench, 0.0)
+    limits = GpuLimits(250.0, (7,))
+    bench.do(LimitsRead(limits))
+    bench.run(0)
+    (message,) = telemetry(counted(bench, 85.0))
+    assert message.gpu_limits == limits
+    bench.do(Disconnected())
+    (joined,) = [
+        command.message
+        for command in bench.do(Connected(LEASE_S))
+        if isinstance(command, Send) and isinstance(command.message, RankJoined)
+    ]
+    assert joined.gpu.limits == limits
 
 
 def test_a_counter_that_stands_still_is_not_waited_for_long(bench: Bench) -> None:

@@ -4,6 +4,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 
 from perseus.cli.connection import Connection, connected, connecting
 from perseus.cli.rows import Format, FormatOption, show_message, show_messages
-from perseus.cli.terminal import console, error_console, fail
+from perseus.cli.terminal import error_console, fail
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -28,6 +29,14 @@ MAX_INT64 = 2**63 - 1
 
 _AGO = re.compile(r"(?P<count>[0-9]+)(?P<unit>[smhd])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+class WatchFormat(StrEnum):
+    """How what comes is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
 
 app = typer.Typer(help="Look at jobs, and steer them.", no_args_is_help=True)
 
@@ -121,32 +130,26 @@ def ranks(
 
 @app.command()
 @connecting
-def watch(connection: Connection, job_id: JobId, run_number: RunNumber = 0) -> None:
-    """Print a job's events and iterations as they come, until it has ended or you press Ctrl-C."""
-    from perseus.cli.job_tables import gap_text
+def watch(
+    connection: Connection,
+    job_id: JobId,
+    run_number: RunNumber = 0,
+    form: Annotated[
+        WatchFormat,
+        typer.Option("--format", help="Lines for people; or json: an object a line."),
+    ] = WatchFormat.TEXT,
+) -> None:
+    """Print a job's events and iterations as they come, until it has ended or you press Ctrl-C.
+
+    While it is profiled, how far that is and when it will be done.
+    """
+    from perseus.cli.watching import Watching
     from perseus.v1 import job_service_pb2
 
-    with _jobs(connection) as jobs:
-        try:
-            request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)
-            for update in jobs.WatchJob(request):
-                if update.HasField("event"):
-                    at = update.event.create_time.ToDatetime().strftime("%H:%M:%S")
-                    console.print(f"{at}  {update.event.message}", highlight=False)
-                elif update.HasField("iteration"):
-                    found = update.iteration
-                    console.print(
-                        f"          pipeline {found.pipeline} iteration {found.iteration}: "
-                        f"{found.iteration_time_s:.3f} s, {found.energy_j:.0f} J, plan {found.plan_version}",
-                        highlight=False,
-                        style="dim",
-                    )
-                elif update.HasField("caught_up"):
-                    console.print("          so far; what follows is new", style="dim")
-                elif update.HasField("gap"):
-                    console.print(f"          {gap_text(update.gap)}", highlight=False, style="yellow")
-        except KeyboardInterrupt:
-            raise typer.Exit from None
+    request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)
+    with _jobs(connection) as jobs, Watching(as_json=form is WatchFormat.JSON) as watching:
+        for update in jobs.WatchJob(request):
+            watching.show(update)
 
 
 @app.command()

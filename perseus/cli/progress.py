@@ -1,5 +1,6 @@
 """How far a command is, on standard error, and only on a terminal: a bar, or a sign of life."""
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,11 @@ class Report(Protocol):
         """It is that far."""
 
 
+def has_terminal() -> bool:
+    """Whether standard error is a terminal; not merely said to be one, so that it is coloured."""
+    return sys.stderr.isatty()
+
+
 @contextmanager
 def working(description: str, *, is_measured: bool = False) -> Iterator[Report]:
     """Show for as long as the block takes that something goes on; how far it is, if that is reported.
@@ -34,7 +40,7 @@ def working(description: str, *, is_measured: bool = False) -> Iterator[Report]:
         TimeElapsedColumn(),
         console=error_console,
         transient=True,
-        disable=not error_console.is_terminal,
+        disable=not has_terminal(),
     ) as progress:
         task = progress.add_task(description, total=1.0 if is_measured else None)
 

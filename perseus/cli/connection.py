@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from perseus.cli.progress import working
 from perseus.cli.terminal import BAD_INPUT, FAILURE, fail, warn
 from perseus.printable import printable
 from perseus.tls.address import check_address, is_local
@@ -153,33 +154,42 @@ def connected(connection: Connection) -> Iterator["grpc.Channel"]:
     channels = connection.channels()
     with channels.open_blocking() as plain:
         try:
-            yield cast("grpc.Channel", EscapingChannel(plain))
+            yield cast("grpc.Channel", EscapingChannel(plain, f"Asking {connection.coordinator}"))
         except grpc.RpcError as error:
-            where = connection.coordinator
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
+            where, code = connection.coordinator, error.code()
+            if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                with working("Looking for the reason"):
+                    reason = channels.diagnosis_blocking()
+                if code is grpc.StatusCode.UNAVAILABLE:
+                    fail(f"no coordinator at {where}: {reason or error.details()}", FAILURE)
                 fail(
-                    f"no coordinator at {where}: {channels.diagnosis_blocking() or error.details()}", FAILURE
+                    f"no answer in time from the coordinator at {where}: {reason or 'it is silent'}", FAILURE
                 )
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                reason = channels.diagnosis_blocking() or "it is silent"
-                fail(f"no answer in time from the coordinator at {where}: {reason}", FAILURE)
             fail(error.details() or error.code().name, BAD_INPUT if error.code() in their_fault else FAILURE)
 
 
 class EscapingChannel:
     """A channel whose answers hold printable text only: it is what others have written.
 
-    Of a channel it has what the stubs of the contract use.
+    Of a channel it has what the stubs of the contract use. While an answer is waited for, that is shown.
     """
 
-    def __init__(self, channel: "grpc.Channel") -> None:
+    def __init__(self, channel: "grpc.Channel", description: str = "Asking") -> None:
         self._channel = channel
+        self._description = description
 
     def unary_unary(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
         """See `grpc.Channel.unary_unary`."""
-        return self._channel.unary_unary(
+        call = self._channel.unary_unary(
             method, response_deserializer=_escaping(response_deserializer), **options
         )
+
+        def ask(*arguments: Any, **more: Any) -> "Message":
+            with working(self._description):
+                answer: Message = call(*arguments, **more)
+            return answer
+
+        return ask
 
     def unary_stream(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
         """See `grpc.Channel.unary_stream`."""

@@ -25,6 +25,32 @@ PIPE_CLOSED = 128 + signal.SIGPIPE
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class OutputError(OSError):
+    """Standard output can't be written."""
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output that tells its own errors from those of other files."""
+
+    def write(self, text: str, /) -> int:
+        """See `io.TextIOWrapper.write`."""
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from None
+
+    def flush(self) -> None:
+        """See `io.TextIOWrapper.flush`."""
+        try:
+            super().flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from None
+
+
 def main() -> None:
     """The console script."""
     _open_streams()
@@ -53,9 +79,7 @@ def run(command: Callable[[], object]) -> int:
     except BrokenPipeError:
         _drop_output()
         return PIPE_CLOSED
-    except OSError as error:
-        if not _is_output_broken():
-            raise
+    except OutputError as error:
         _drop_output()
         sys.stderr.write(f"error: standard output can't be written: {error.strerror}\n")
         return OUTPUT_FAILED
@@ -77,18 +101,11 @@ def _open_streams() -> None:
     # Written to, a missing one fails as it would for any other program.
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _is_output_broken() -> bool:
-    """Whether it is standard output that fails: what could not be written is still waiting."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
+    if isinstance(plain := sys.stdout, io.TextIOWrapper):
+        encoding, is_line_buffered = plain.encoding, plain.line_buffering
+        sys.stdout = _Output(
+            plain.detach(), encoding, errors="backslashreplace", line_buffering=is_line_buffered
+        )
 
 
 def _drop_output() -> None:

@@ -15,9 +15,18 @@ FAILURE = 1
 STORE_FAILED = 3
 """Exit code of a coordinator whose database failed while it ran: a full disk, a lost connection."""
 
+
+class _Console(Console):
+    """A console that leaves a closed pipe to `entry`, as other outputs do."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """See `Console.on_broken_pipe`."""
+        raise BrokenPipeError
+
+
 # No markup and no emoji codes: what is shown is seldom ours alone, and a name is not to be read as a style.
 # Lines are as long as they are: whoever reads them, a terminal or a script, knows how to go on.
-console = Console(soft_wrap=True, markup=False, emoji=False)
+console = _Console(soft_wrap=True, markup=False, emoji=False)
 error_console = Console(stderr=True, soft_wrap=True, markup=False, emoji=False)
 
 
@@ -33,7 +42,7 @@ def print_whole(*tables: RenderableType, to: Console = console) -> None:
     for table in tables:
         measured = Measurement.get(to, to.options.update(width=_ANY_WIDTH), table)
         width = max(to.width, measured.minimum) if to.is_terminal else measured.maximum
-        Console(file=to.file, width=width, markup=False, emoji=False).print(table, crop=False)
+        _Console(file=to.file, width=width, markup=False, emoji=False).print(table, crop=False)
 
 
 def said(error: OSError) -> str:

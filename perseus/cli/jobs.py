@@ -380,9 +380,9 @@ def _time(text: str) -> "datetime":
         if ago := _AGO.fullmatch(text):
             return datetime.now(UTC) - timedelta(**{_UNITS[ago["unit"]]: int(ago["count"])})
         given = datetime.fromisoformat(text)
+        return given.astimezone(UTC) if given.tzinfo is not None else given.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
         fail(f"--since: expected a time such as 2026-01-31T12:00, or 90s, 15m, 2h or 7d, found {text!r}")
-    return given if given.tzinfo is not None else given.replace(tzinfo=UTC)
 
 
 def _show(job: "Job", form: Format) -> None:

@@ -67,7 +67,8 @@ def main(command: list[str]) -> int:
     if status is None:
         agent.kill()
         print(f"perseus: the agent did not end within {_AGENT_STOP_S:g} s, and was killed", file=sys.stderr)
-        status = _wait(agent, lambda: _PAUSE_S)  # no signal reaches who hangs in the driver
+        end_s = time.monotonic() + _PAUSE_S
+        status = _wait(agent, lambda: end_s - time.monotonic())  # no signal reaches who hangs in the driver
     if status != 0 and not _restore([*command, "--restore"], stop):
         print("perseus: GPUs not restored: see above, and try perseus agent --restore", file=sys.stderr)
     os.close(held)

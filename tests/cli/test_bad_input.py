@@ -235,6 +235,23 @@ def test_a_plan_is_not_expanded_beyond_the_limit(tmp_path: Path) -> None:
     assert "expected at most 3 computations, found 4" in result.stderr
 
 
+@pytest.mark.parametrize("output", ["ca/ca", "link"])
+def test_an_authority_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("certificates", "authority", "--folder", "ca").exit_code == 0
+    (tmp_path / "link.key").symlink_to("ca/ca.key")
+    before = (tmp_path / "ca" / "ca.key").read_bytes()
+    result = run("certificates", "client", "me", "--folder", "ca", "--output", output)
+    assert result.exit_code == 2
+    assert f"{output}: expected another place than the authority's own files" in result.stderr
+    assert (tmp_path / "ca" / "ca.key").read_bytes() == before
+    (tmp_path / "other.pem").symlink_to("elsewhere.pem")
+    assert run("certificates", "client", "me", "--folder", "ca", "--output", "other").exit_code == 0
+    assert (tmp_path / "elsewhere.pem").read_bytes().startswith(b"-----BEGIN")
+
+
 def test_what_takes_too_long_is_given_up(tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text(PROFILE)
     ended = call(

@@ -7,6 +7,7 @@ import pytest
 import typer
 from structlog.testing import capture_logs
 
+from perseus import configuration
 from perseus.agent.gpu import Gpu, GpuError, GpuNotFoundError, GpuUse
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.lanes import Lanes
@@ -82,13 +83,14 @@ async def test_an_agent_answers_whether_it_has_gpus(
 ) -> None:
     gpus = tmp_path / "gpus"
     gpus.mkdir()
-    settings = AgentSettings(
-        coordinator="127.0.0.1:1",
-        socket=tmp_path / "agent.sock",
-        gpu_backend="emulated",
-        emulated_gpus=gpus,
-        restore_folder=tmp_path / "restore",
-    )
+    given = {
+        "coordinator": "127.0.0.1:1",
+        "socket": tmp_path / "agent.sock",
+        "gpu_backend": "emulated",
+        "emulated_gpus": gpus,
+        "restore_folder": tmp_path / "restore",
+    }
+    settings = configuration.load(AgentSettings, None, given)
     async with serving(settings):
         answer = await asyncio.to_thread(ask_health, settings.socket, 10.0)
         assert (answer.ok, answer.reason) == (False, "NO_GPU")

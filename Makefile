@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS_VENV ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
+FRAMEWORKS_RESULTS := $(CURDIR)/tests/frameworks/results
 # Tested beside the versions in tests/frameworks/requirements.txt. The last one is released for Python 3.12 and later
 # only; what of it is tested runs under 3.11, too.
 MEGATRON_CORES := 0.12.3 0.13.1 0.14.0 0.15.3
@@ -24,8 +25,8 @@ NVML ?=
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-gpu gpu-wheels test-frameworks framework-versions test-languages test-postgresql torture \
-  torture-coordinator check bench protos contract clean
+.PHONY: demo test test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-languages \
+  test-postgresql torture torture-coordinator check bench protos contract clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -34,9 +35,16 @@ demo: $(STAMP)
 test: check
 	$(BIN)/pytest --hypothesis-seed=0
 
-# Real training through every framework's hook, on CPUs, with the frameworks in an environment of their own.
+# Real training through every framework's hook, on CPUs, with the frameworks in an environment of their own; leaves
+# its figures in docs/frameworks.md.
 test-frameworks: $(FRAMEWORKS_STAMP)
-	$(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu
+	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu
+	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
+
+# What takes longer than that: half an hour and more.
+test-frameworks-long: $(FRAMEWORKS_STAMP)
+	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks_long
+	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
 
 # The table of versions, in the hooks and in docs/frameworks.md, as this run of the tests finds them.
 framework-versions: $(FRAMEWORKS_STAMP)

@@ -58,8 +58,8 @@ def _figures(instant: Frontier, kept: Frontier) -> tuple[Cell, ...]:
         until_s = max(late.iteration_time_s, t_min_s)
         energy_j = late.effective_energy_j + late.blocking_power_w * until_s
         cells += [
-            100 * (late.iteration_time_s / t_min_s - 1),
-            100 * (energy_j / ideal.energy_until_j(until_s) - 1),
+            _more_percent(late.iteration_time_s, t_min_s),
+            _more_percent(energy_j, ideal.energy_until_j(until_s)),
         ]
     return (
         *cells,
@@ -68,6 +68,11 @@ def _figures(instant: Frontier, kept: Frontier) -> tuple[Cell, ...]:
         kept.point_within(1.1 * t_min_s).latency_cost_percent,
         kept.points[kept.t_star_index].latency_cost_percent,
     )
+
+
+def _more_percent(figure: float, reference: float) -> float:
+    """Return how much more a figure is, percent; without the last digits of sums, which may be below 0."""
+    return round(100 * (figure / reference - 1), 9) + 0.0
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Put a file in place at once, where links lead; nobody else could read it before, and the umask holds."""
+    """Put a file in place at once, where links lead; nobody could read it before. The umask holds."""
     place = Path(os.path.realpath(path))
     draft = place.with_name(f".perseus-{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -171,5 +171,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
         draft.replace(place)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         draft.unlink(missing_ok=True)

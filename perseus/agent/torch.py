@@ -29,6 +29,7 @@ from perseus.agent.probe.attachment import Attachment, Connect, Identify, table_
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import OwnExchange, StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
+from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups
 from perseus.agent.probe.stage_work import shapes_of, work_text
 from perseus.agent.probe.tested_versions import say_if_untested
 from perseus.agent.probe.torch_marks import capture_check, connect_marks
@@ -74,7 +75,7 @@ def attach(
 
     `device_mesh`: the mesh of the whole job, its dimensions named "pp", "cp" and "tp", all others being data
     parallel. Without one, all parallelism is pipeline and data. `max_slowdown_percent`: how much slower than
-    T_min plans may be. `connect` stands for `Probe.connect` in tests and demonstrations.
+    stock plans may be. `connect` stands for `Probe.connect` in tests and demonstrations.
 
     ValueError if `schedule` is none of `torch.distributed.pipelining` or lacks what the hook needs, as it may
     in other versions of torch, or stands elsewhere in the mesh. Without an agent that is said once, and
@@ -138,12 +139,13 @@ def attach_model(
     """Attach this rank's replica of a model that is trained without a pipeline, in data parallel.
 
     Called by all ranks of the job, before training, with the model that is called in the training loop (the
-    `DistributedDataParallel`, say) and the optimizer whose step ends an iteration (the last one, of several).
+    `DistributedDataParallel`, say, or what `fully_shard` has sharded) and the optimizer whose step ends an
+    iteration (the last one, of several).
     `process_group`: the replicas; that of a `DistributedDataParallel` by default, or else all processes.
     `max_slowdown_percent`, `connect`: as in `attach`.
 
-    ValueError for what is no module or no optimizer of torch. Without an agent that is said once, and
-    training goes on as before.
+    ValueError for what is no module or no optimizer of torch, or sharded as no known version does it. Without
+    an agent that is said once, and training goes on as before.
     """
     import torch
     from torch import distributed
@@ -152,6 +154,7 @@ def attach_model(
     say_if_untested("torch", str(torch.__version__), str(torch.__version__))
     check_attributes(model, f"model {type(model).__name__}", "forward", "training", "parameters", "modules")
     check_attributes(optimizer, f"optimizer {type(optimizer).__name__}", "register_step_post_hook")
+    sharded = list(parameter_groups(model))
     group = process_group if process_group is not None else getattr(model, "process_group", None)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     placement = places.Placement(
@@ -169,6 +172,7 @@ def attach_model(
     engine = torch.autograd.Variable._execution_engine
     parts = TorchParts(torch.is_grad_enabled, _pytree.tree_leaves, engine.queue_callback)
     MarkedModel(attachment, model, parts).mark(optimizer)
+    mark_waits(attachment, sharded)
     return attachment
 
 

@@ -172,7 +172,9 @@ def events(
             show_default=False,
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many events, the earliest first.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, max=MAX_INT32, help="At most so many events, the earliest first.")
+    ] = 100,
     run_number: RunNumber = 0,
     form: FormatOption = Format.TABLE,
 ) -> None:
@@ -240,7 +242,7 @@ def report(
     """Show what was measured: time and energy, period by period, against the stock baseline."""
     from rich.text import Text
 
-    from perseus.cli.job_tables import profiling_cost, report_table
+    from perseus.cli.job_tables import no_slowdown, profiling_cost, report_table
     from perseus.v1 import job_pb2, job_service_pb2
 
     request = job_service_pb2.GetReportRequest(job_id=job_id, run_number=run_number, page_size=_PAGE_SIZE)
@@ -253,8 +255,11 @@ def report(
     whole = job_service_pb2.GetReportResponse(
         periods=periods, profiling_cost=last.profiling_cost, profiling_budget=last.profiling_budget
     )
-    cost = f"profiling took {profiling_cost(last.profiling_cost, last.profiling_budget)}"
-    show_message(form, whole, lambda: (report_table(periods), Text(cost)))
+    facts = [f"profiling took {profiling_cost(last.profiling_cost, last.profiling_budget)}"]
+    if last.HasField("no_slowdown_time"):
+        whole.no_slowdown_time.CopyFrom(last.no_slowdown_time)
+        facts.append(f"no slowdown: {no_slowdown(last.no_slowdown_time)}")
+    show_message(form, whole, lambda: (report_table(periods), *map(Text, facts)))
 
 
 @app.command()
@@ -273,9 +278,9 @@ def rebaseline(connection: Connection, job_id: JobId, form: FormatOption = Forma
 def policy(
     connection: Connection,
     job_id: JobId,
-    no_slowdown: Annotated[bool, typer.Option("--no-slowdown", help="Never slower than T_min.")] = False,
+    no_slowdown: Annotated[bool, typer.Option("--no-slowdown", help="Never slower than stock.")] = False,
     max_slowdown_percent: Annotated[
-        float | None, typer.Option(help="Slower than T_min by at most this.", show_default=False)
+        float | None, typer.Option(help="Slower than stock by at most this.", show_default=False)
     ] = None,
     deadline_s: Annotated[
         float | None, typer.Option(help="Time for the remaining iterations, seconds.", show_default=False)

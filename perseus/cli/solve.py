@@ -14,7 +14,7 @@ from rich.table import Table
 from perseus.cli.destination import Destination
 from perseus.cli.progress import working
 from perseus.cli.rows import Format, FormatOption, show_rows
-from perseus.cli.terminal import FAILURE, fail
+from perseus.cli.terminal import FAILURE, console, error_console, fail
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -48,7 +48,8 @@ def solve(
         Path,
         typer.Argument(
             help="CSV with the columns stage,instruction,frequency,time,energy "
-            "(forward or backward, MHz, seconds, joules per GPU).",
+            "(forward or backward, MHz, seconds, joules per GPU), and time_se,energy_se where "
+            "standard errors are known.",
             show_default=False,
         ),
     ],
@@ -60,6 +61,14 @@ def solve(
     blocking_power_w: Annotated[
         float, typer.Option(min=0.0, help="What one GPU draws while it waits on communication, watts.")
     ] = 0.0,
+    confidence_percent: Annotated[
+        float,
+        typer.Option(
+            min=50.0,
+            max=99.9,
+            help="How often a plan keeps its iteration time at least, as far as standard errors tell.",
+        ),
+    ] = 95.0,
     points: Annotated[int, typer.Option(min=3, max=10_000, help="Plans to realise on the frontier.")] = 100,
     output: Annotated[Path | None, typer.Option(help="Write the frontier here, as JSON.")] = None,
     plot: Annotated[
@@ -81,9 +90,9 @@ def solve(
             picture.check_other_than(destination)
     try:
         with working("Reading"):
-            profiles = solver.read_profile_csv(profile, gpus_per_stage)
+            profiles = solver.shrink_profiles(solver.read_profile_csv(profile, gpus_per_stage))
         stage_count = 1 + max(stage for stage, _, _ in profiles)
-        _check_size("--microbatches", 2 * stage_count * microbatches, limit_computations)
+        _check_size(2 * stage_count * microbatches, points, limit_computations)
         make = {
             ScheduleChoice.ONE_FORWARD_ONE_BACKWARD: solver.one_forward_one_backward,
             ScheduleChoice.GPIPE: solver.gpipe,
@@ -94,12 +103,25 @@ def solve(
             blocking_power_w=(blocking_power_w * gpus_per_stage,) * stage_count,
         )
         with _at_most(limit_s), working("Solving", is_measured=True) as report:
-            frontier = solver.solve(pipeline, point_count=points, on_progress=report)
+            frontier = solver.solve(
+                pipeline,
+                point_count=points,
+                confidence=confidence_percent / 100,
+                on_progress=report,
+            )
     except solver.SolverError as error:
         fail(str(error))
-    if destination is None or not destination.is_standard_output:
+    is_data = any(each.is_standard_output for each in (destination, picture) if each is not None)
+    if not is_data:
         rows = _frontier_rows(frontier)
         show_rows(form, rows, list(rows[0]), lambda: _frontier_table(rows))
+    if frontier.margin is not None:
+        (console if form is Format.TABLE and not is_data else error_console).print(
+            f"Measurements are noisy: times have a margin of {100 * frontier.margin.time_share:.2f} %, so "
+            f"that plans keep theirs {confidence_percent:g} times in 100. It costs "
+            f"{100 * frontier.margin_energy_share:.2f} % of the energy.",
+            highlight=False,
+        )
     if destination is not None:
         from perseus.service.api.translate_problems import frontier_to_proto
 
@@ -192,11 +214,18 @@ def _check_picture(picture: Destination) -> None:
         fail(f"{picture.flag}: {error}")
 
 
-def _check_size(where: str, computation_count: int, most: int) -> None:
+def _check_size(computation_count: int, point_count: int, most: int) -> None:
+    from perseus.service.api.translate_problems import MAX_SOLVED_CHOICE_COUNT
+
     if computation_count > most:
         fail(
-            f"{where}: expected at most {most} computations (--limit-computations), found {computation_count}"
+            f"--microbatches: expected at most {most} computations (--limit-computations), "
+            f"found {computation_count}"
         )
+    most_points = MAX_SOLVED_CHOICE_COUNT // computation_count
+    if point_count > most_points:
+        expected = f"at most {most_points} for {computation_count} computations"
+        fail(f"--points: expected {expected}, found {point_count}")
 
 
 class _TooLongError(Exception):
@@ -223,9 +252,19 @@ def _at_most(limit_s: float) -> Iterator[None]:
 
 
 def _frontier_rows(frontier: "Frontier") -> list[dict[str, Any]]:
-    """All-max, T_min, T* and T_slow, each against all-max that waits until the same time."""
+    """All-max, T_min, no slowdown where that is longer, T* and T_slow, against all-max that waits as long."""
     baseline = frontier.baseline
-    marked = {"T_min": 0, "T*": frontier.t_star_index, "T_slow": len(frontier.points) - 1}
+    not_slower = [
+        index
+        for index, point in enumerate(frontier.points)
+        if point.iteration_time_s <= baseline.iteration_time_s
+    ]
+    marked = {
+        "T_min": 0,
+        **({"no slowdown": not_slower[-1]} if not_slower[-1:] > [0] else {}),
+        "T*": frontier.t_star_index,
+        "T_slow": len(frontier.points) - 1,
+    }
     first = {"iteration_time_s": baseline.iteration_time_s, "energy_j": baseline.energy_j}
     rows: list[dict[str, Any]] = [
         {"point": "all-max", **first, "bound_energy_j": None, "saving_percent": None}
@@ -259,7 +298,7 @@ def _frontier_table(rows: list[dict[str, Any]]) -> Table:
             f"{bound_j:.1f} J" if bound_j is not None else "",
             f"{saving_percent:.2f} %" if saving_percent is not None else "",
         )
-    table.caption = "saving: against all-max waiting until the same time"
+    table.caption = "saving: against all-max waiting until the same time; no slowdown: all-max's own time"
     return table
 
 

@@ -138,6 +138,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "run too high": (["jobs", "show", "job", "--run", "2147483648"], 2, "--run"),
     "pipeline too high": (["jobs", "straggler", "job", "2147483648", "--clear"], 2, "pipeline"),
     "stage too high": (["jobs", "ranks", "job", "--stage", HUGE], 2, "--stage"),
+    "more events than are counted": (["jobs", "events", "job", "--limit", HUGE], 2, "--limit"),
     "longer ago than time": (["jobs", "events", "job", "--since", "99999999d"], 2, "--since: expected"),
     "before time": (["jobs", "events", "job", "--since", "0001-01-01T00:00+14:00"], 2, "--since: expected"),
     # Encodings.
@@ -167,6 +168,9 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "too many computations": (
         ["solve", "profile.csv", "--microbatches", "4097"], 2,
         "--microbatches: expected at most 8192 computations (--limit-computations), found 8194",
+    ),
+    "too many points for them": (
+        ["solve", "profile.csv", "--microbatches", "4000", "--points", "10000"], 2, "--points: expected",
     ),
     "too many for the limit given": (
         [*SOLVE, "--limit-computations", "7"], 2, "--microbatches: expected at most 7 computations",

@@ -43,6 +43,8 @@ class TrainerTask:
     gpu_files: Sequence[Sequence[str]] = ()
     works: Sequence[Sequence[tuple[int, int, float, float, float]]] = ()
     """For every stage: kind, chunk, and the work's compute-bound and memory-bound seconds and activity."""
+    layers: Sequence[int] = ()
+    """How many layers each stage has; none: one each."""
 
     def to_json(self) -> str:
         """For the command line."""

@@ -4,7 +4,8 @@ The transport is a Unix SOCK_SEQPACKET connection per rank: one packet is one me
 
     probe → agent    Hello, answered by a Reply
                      Registration (the job's first rank), answered by a Reply
-                     Membership (all other ranks), IterationMark, ComputationMark, Finish: never answered
+                     Membership (all other ranks), IterationMark, ComputationMark, WaitMark, Finish: never
+                     answered
     agent → probe    Reply
 
 Whoever wants to know whether the agent is well says HealthQuestion first, and is answered by a Reply.
@@ -23,7 +24,8 @@ layout:
     magic  version  type  kind  microbatch  chunk  ordinal  iteration  time_ns
     u8     u8       u8    u8    i32         i32    i32      i64        i64
 
-Fields that a type does not use are zero. Times are CLOCK_MONOTONIC, which both processes share.
+Fields that a type does not use are zero. Times are CLOCK_MONOTONIC, which both processes share. The ordinal
+of an iteration's begin is its relative work in thousandths, 0 where the trainer does not tell it.
 
 Standard library only: this module is imported into the trainer.
 
@@ -54,6 +56,9 @@ MAX_NAME_LENGTH = 256
 
 # The highest iteration that there is: no trainer has counted further than a double does.
 MAX_ITERATION = 2**53
+
+# More or less work than a thousand times the typical one's is none that anybody means.
+MAX_RELATIVE_WORK_PERMILLE = 1_000_000
 
 _MAGIC = 0x50
 _JSON_BEGIN = 0x7B  # "{"
@@ -87,6 +92,8 @@ class MarkType(IntEnum):
     COMPUTATION_BEGIN = 3
     COMPUTATION_END = 4
     FINISH = 5
+    WAIT_BEGIN = 6
+    WAIT_END = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +151,16 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class IterationMark:
-    """An iteration begins or ends."""
+    """An iteration begins or ends.
+
+    `relative_work_permille`: at its begin, its work relative to a typical one's, in thousandths; 0 if not
+    told.
+    """
 
     edge: Edge
     iteration: int
     time_ns: int
+    relative_work_permille: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +175,15 @@ class ComputationMark:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitMark:
+    """The computation under way begins or ends to wait for other ranks: such time is none of its own."""
+
+    edge: Edge
+    iteration: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Training is done: the connection's end that follows is no failure."""
 
@@ -170,7 +191,15 @@ class Finish:
 
 
 Message = (
-    HealthQuestion | Hello | Registration | Membership | Reply | IterationMark | ComputationMark | Finish
+    HealthQuestion
+    | Hello
+    | Registration
+    | Membership
+    | Reply
+    | IterationMark
+    | ComputationMark
+    | WaitMark
+    | Finish
 )
 
 
@@ -214,9 +243,9 @@ def encode(message: Message) -> bytes:
         case Reply(ok, reason, text, is_notice):
             told = {"type": "reply", "ok": ok, "reason": reason, "message": text}
             return _encode_json({**told, "is_notice": True} if is_notice else told)
-        case IterationMark(edge, iteration, time_ns):
+        case IterationMark(edge, iteration, time_ns, relative_work_permille):
             mark_type = MarkType.ITERATION_BEGIN if edge is Edge.BEGIN else MarkType.ITERATION_END
-            return mark_packer(mark_type)(0, 0, 0, 0, iteration, time_ns)
+            return mark_packer(mark_type)(0, 0, 0, relative_work_permille, iteration, time_ns)
         case ComputationMark(edge, iteration, ordinal, computation, time_ns):
             mark_type = MarkType.COMPUTATION_BEGIN if edge is Edge.BEGIN else MarkType.COMPUTATION_END
             return mark_packer(mark_type)(
@@ -227,6 +256,9 @@ def encode(message: Message) -> bytes:
                 iteration,
                 time_ns,
             )
+        case WaitMark(edge, iteration, time_ns):
+            mark_type = MarkType.WAIT_BEGIN if edge is Edge.BEGIN else MarkType.WAIT_END
+            return mark_packer(mark_type)(0, 0, 0, 0, iteration, time_ns)
         case Finish(time_ns):
             return mark_packer(MarkType.FINISH)(0, 0, 0, 0, 0, time_ns)
 
@@ -426,7 +458,12 @@ def _decode_mark(packet: bytes | bytearray | memoryview) -> Message:
         raise MalformedPacket(f"mark: expected iteration 0 to {MAX_ITERATION}, found {iteration}")
     match number:
         case MarkType.ITERATION_BEGIN:
-            return IterationMark(Edge.BEGIN, iteration, time_ns)
+            if ordinal > MAX_RELATIVE_WORK_PERMILLE:
+                raise MalformedPacket(
+                    f"mark: expected relative work of 0 to {MAX_RELATIVE_WORK_PERMILLE} thousandths, "
+                    f"found {ordinal}"
+                )
+            return IterationMark(Edge.BEGIN, iteration, time_ns, ordinal)
         case MarkType.ITERATION_END:
             return IterationMark(Edge.END, iteration, time_ns)
         case MarkType.COMPUTATION_BEGIN | MarkType.COMPUTATION_END:
@@ -438,5 +475,9 @@ def _decode_mark(packet: bytes | bytearray | memoryview) -> Message:
             )
         case MarkType.FINISH:
             return Finish(time_ns)
+        case MarkType.WAIT_BEGIN:
+            return WaitMark(Edge.BEGIN, iteration, time_ns)
+        case MarkType.WAIT_END:
+            return WaitMark(Edge.END, iteration, time_ns)
         case _:
-            raise MalformedPacket(f"mark: expected type 1 to {MarkType.FINISH}, found {number}")
+            raise MalformedPacket(f"mark: expected type 1 to {MarkType.WAIT_END}, found {number}")

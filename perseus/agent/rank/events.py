@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from perseus.agent.clocks.sets import ClockSet
 from perseus.agent.energy.counter import CounterChange
-from perseus.agent.link.packets import ComputationMark, Finish, IterationMark
+from perseus.agent.link.packets import ComputationMark, Finish, IterationMark, WaitMark
 from perseus.agent.rank.messages import EnergyEstimate, GpuLimits, PlanOffer, RankAccepted, RankRefused
 
 
@@ -91,6 +91,7 @@ Event = (
     | Finish
     | IterationMark
     | ComputationMark
+    | WaitMark
     | Connected
     | Disconnected
     | Heard

@@ -12,6 +12,7 @@ from perseus.agent.clocks.keeper import Clocks
 from perseus.agent.clocks.sets import ClockSet
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.link.packets import Edge
 from perseus.agent.rank.messages import NO_PLAN, ComputationRow, IterationRow
 from perseus.agent.rank.sampling import (
     EstimateRequest,
@@ -26,6 +27,9 @@ from perseus.agent.rank.tally import ClockTally
 COUNTER_WAIT_S = 0.3
 """How long a finished iteration waits for the energy counter: some of its longest periods."""
 
+MOST_WAITS = 4096
+"""One computation waits less often: a layer does a few times."""
+
 # What is longer is no gap, but a trainer that was stopped.
 _LONGEST_GAP_S = 3600.0
 _CHANGES_KEPT = 256  # of the counter: 25 s at 100 ms, which bounds the regression to some 10 ms
@@ -33,12 +37,39 @@ _CHANGES_KEPT = 256  # of the counter: 25 s at 100 ms, which bounds the regressi
 
 @dataclass(slots=True)
 class Run:
-    """A computation that has begun, at its position in the order."""
+    """A computation that has begun, at its position in the order.
+
+    `waits_s`: from when to when it waited for other ranks; of one that waits now, only from when. One that
+    has lost a mark of its waits never ends: what it computed is not known.
+    """
 
     computation: Computation
     position: int
     begin_s: float
     end_s: float | None = None
+    waits_s: list[tuple[float, float | None]] = field(default_factory=list)
+    has_lost_mark: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for others now."""
+        return bool(self.waits_s) and self.waits_s[-1][1] is None
+
+    def wait(self, edge: Edge, time_s: float) -> None:
+        """It begins or ends to wait."""
+        if self.end_s is not None:
+            return  # the begin of the one that waits was lost
+        if self.is_waiting == (edge is Edge.BEGIN) or len(self.waits_s) == MOST_WAITS:
+            self.has_lost_mark = True
+        elif edge is Edge.BEGIN:
+            self.waits_s.append((time_s, None))
+        else:
+            self.waits_s[-1] = (self.waits_s[-1][0], time_s)
+
+    def end(self, time_s: float) -> None:
+        """It has ended."""
+        if not self.is_waiting and not self.has_lost_mark:
+            self.end_s = time_s
 
 
 @dataclass(slots=True, eq=False)
@@ -59,13 +90,14 @@ class PlanRecord:
 class Iteration:
     """An iteration that has begun. `begin_s` is None if its begin mark was lost.
 
-    `gap_begin_s`: when the one before ended; None if that is not known.
+    `gap_begin_s`: when the one before ended; None if that is not known. `relative_work`: 0 if not told.
     """
 
     number: int
     begin_s: float | None
     plan: PlanRecord
     gap_begin_s: float | None = None
+    relative_work: float = 0.0
     end_s: float = 0.0
     runs: list[Run] = field(default_factory=list)
     position: int = -1
@@ -118,12 +150,12 @@ class Recorder:
         """Another plan is in force from the next iteration on."""
         self._plan = PlanRecord(clocks_mhz, Sampler(plan_version))
 
-    def iteration(self, number: int, begin_s: float | None) -> Iteration:
+    def iteration(self, number: int, begin_s: float | None, relative_work: float = 0.0) -> Iteration:
         """An iteration that begins."""
         gap_begin_s = None
         if self._ended is not None and self._ended[0] == number - 1:
             gap_begin_s = self._ended[1]
-        return Iteration(number, begin_s, self._plan, gap_begin_s)
+        return Iteration(number, begin_s, self._plan, gap_begin_s, relative_work)
 
     def finish(self, iteration: Iteration, end_s: float) -> None:
         """It has ended; it is measured by and by."""
@@ -202,6 +234,7 @@ class Recorder:
                 gap_energy_j=gap_energy_j,
                 gap_slowed_time_s=gap_slowed_time_s,
                 capped_clock_mhz=capped_mhz,
+                relative_work=iteration.relative_work,
             )
         )
         computations += [
@@ -209,7 +242,7 @@ class Recorder:
                 iteration=iteration.number,
                 computation=each.computation,
                 begin_s=each.begin_s - iteration.begin_s,
-                duration_s=each.end_s - each.begin_s,
+                duration_s=each.duration_s,
                 clock_mhz=each.clock_mhz,
             )
             for each in complete
@@ -251,7 +284,12 @@ class Recorder:
         if plan is not None and run.computation.kind != Kind.FIXED:
             plan.tally.add(plan.clocks_mhz[run.position], clocks, run.end_s)
         return FinishedComputation(
-            run.computation, run.begin_s, run.end_s, clocks[0][0], is_pure=len(clocks) == 1
+            run.computation,
+            run.begin_s,
+            run.end_s,
+            clocks[0][0],
+            is_pure=len(clocks) == 1,
+            waits_s=tuple((since_s, until_s) for since_s, until_s in run.waits_s if until_s is not None),
         )
 
     def _forget(self, needed_s: float) -> None:

@@ -28,6 +28,7 @@ of a plan takes milliseconds to work out, so it is asked for (`EstimateEnergy`) 
     Heard                    the lease starts anew
     RankAccepted, RankRefused, PlanOffer           as above
     IterationMark, ComputationMark                 as above
+    WaitMark                 what the computation under way waits for others is left out of its time
     CounterChange, ClockSet  measurement
     Estimated                telemetry
     LimitsRead               said with all telemetry to come
@@ -45,7 +46,7 @@ from perseus.agent.clocks.keeper import ClockKeeper, Clocks
 from perseus.agent.clocks.sets import ClockSet, ResetClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
-from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark
+from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark, WaitMark
 from perseus.agent.rank.commands import Command, EstimateEnergy, Send
 from perseus.agent.rank.events import (
     AgentStops,
@@ -165,6 +166,8 @@ class Session:
                 self._on_computation_begin(event, now_s)
             case ComputationMark():
                 self._on_computation_end(event, now_s)
+            case WaitMark():
+                self._on_wait(event, now_s)
             case IterationMark(Edge.BEGIN):
                 self._on_iteration_begin(event, now_s)
             case IterationMark():
@@ -413,16 +416,19 @@ class Session:
         return self._marked_at_s
 
     def _on_iteration_begin(self, mark: IterationMark, now_s: float) -> None:
-        self._begin_iteration(mark.iteration, self._mark_s(mark.time_ns, now_s), now_s)
+        relative_work = mark.relative_work_permille / 1000
+        self._begin_iteration(mark.iteration, self._mark_s(mark.time_ns, now_s), now_s, relative_work)
 
-    def _begin_iteration(self, number: int, begin_s: float | None, now_s: float) -> None:
+    def _begin_iteration(
+        self, number: int, begin_s: float | None, now_s: float, relative_work: float = 0.0
+    ) -> None:
         if number <= self._begun_iteration:
             return
         self._begun_iteration = number
         if self._pending is not None and number >= self._pending.start_iteration:
             self._come_into_force(self._pending, number)
         # One whose end mark was lost is forgotten here.
-        self._iteration = self._recorder.iteration(number, begin_s)
+        self._iteration = self._recorder.iteration(number, begin_s, relative_work)
         if self._irregular_count >= MOST_IRREGULAR:
             self._iteration.is_at_stock = True
             self._fall_back()
@@ -448,7 +454,7 @@ class Session:
 
     def _on_computation_begin(self, mark: ComputationMark, now_s: float) -> None:
         begin_s = self._mark_s(mark.time_ns, now_s)
-        iteration = self._marked_iteration(mark, now_s)
+        iteration = self._marked_iteration(mark.iteration, now_s)
         if iteration is None:
             return
         # The ordinal tells a lost mark from a deviation.
@@ -464,7 +470,7 @@ class Session:
 
     def _on_computation_end(self, mark: ComputationMark, now_s: float) -> None:
         end_s = self._mark_s(mark.time_ns, now_s)
-        iteration = self._marked_iteration(mark, now_s)
+        iteration = self._marked_iteration(mark.iteration, now_s)
         if iteration is None:
             return
         position = self._positions.get(mark.computation)
@@ -472,21 +478,22 @@ class Session:
             return  # the latest computation seen is a later one
         iteration.position = position
         if iteration.runs and iteration.runs[-1].computation == mark.computation:
-            iteration.runs[-1].end_s = end_s
+            iteration.runs[-1].end(end_s)
         if self._forbidden is None and not iteration.is_at_stock:
             following = self._following_clocks(iteration.number)
             self._commands += self._keeper.end(position, end_s, now_s, following)
 
-    def _marked_iteration(self, mark: ComputationMark, now_s: float) -> Iteration | None:
-        """The iteration under way, if it is the mark's and runs to order."""
-        self._begin_iteration(mark.iteration, None, now_s)  # its begin mark may have been lost
+    def _on_wait(self, mark: WaitMark, now_s: float) -> None:
+        time_s = self._mark_s(mark.time_ns, now_s)
+        iteration = self._marked_iteration(mark.iteration, now_s)
+        if iteration is not None and iteration.runs:
+            iteration.runs[-1].wait(mark.edge, time_s)
+
+    def _marked_iteration(self, number: int, now_s: float) -> Iteration | None:
+        """The iteration under way, if it is this one and runs to order."""
+        self._begin_iteration(number, None, now_s)  # its begin mark may have been lost
         iteration = self._iteration
-        if (
-            iteration is None
-            or iteration.number != mark.iteration
-            or iteration.has_deviated
-            or self._order is None
-        ):
+        if iteration is None or iteration.number != number or iteration.has_deviated or self._order is None:
             return None
         return iteration
 

@@ -45,6 +45,7 @@ from perseus.agent.link.packets import (
     Message,
     Registration,
     Reply,
+    WaitMark,
 )
 from perseus.agent.rank.events import (
     AgentStops,
@@ -498,7 +499,7 @@ class Agent:
     async def _trainer_said(self, trainer: "_Trainer", message: Message) -> None:
         rank = trainer.rank
         match message:
-            case IterationMark() | ComputationMark() | Finish():
+            case IterationMark() | ComputationMark() | WaitMark() | Finish():
                 trainer.has_marked.set()
                 if rank in self._ranks:
                     self._ranks[rank].handle(message)

@@ -41,7 +41,7 @@ from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, stages_at_stoc
 from perseus.service.job.rules import Rules
 from perseus.service.job.states import NEEDS_ALL_RANKS, check_transition
 from perseus.service.job.stragglers.straggler_book import StragglerBook
-from perseus.solver import Frontier, SolverError
+from perseus.solver import Frontier, Plan, Refinement, SolverError
 
 
 class Course:
@@ -300,6 +300,19 @@ class Course:
         self.profiler.take_iteration(
             iteration, is_as_offered, {*self.stragglers.pipelines, *slowed}, baseline
         )
+        if (held := self._held_clocks()) is not None:
+            self._profile_without(held)
+
+    def _profile_without(self, held: HoldClocks) -> None:
+        """Profile without the clocks that GPUs do not reach: they would be held in vain."""
+        usable_mhz = self.ranks.usable_clocks_mhz()
+        caps = self.caps.explain([held] * len(self.offers), usable_mhz, ())
+        if caps:
+            unmeasured = self.profiler.unmeasured_ranks(held, usable_mhz)
+            caps = tuple(cap for cap in caps if cap.rank in unmeasured)
+        if caps:
+            self._cap(caps)
+            self.enter(JobState.PROFILING, f"{caps[0].rank} is held below its clocks")
 
     def _held_clocks(self) -> HoldClocks | None:
         """Return the clocks that all pipelines are to hold, if they are to."""
@@ -440,6 +453,16 @@ class Course:
             self.planner.take_frontier(frontier)
             self.retarget()
 
+    def take_plan(self, refinement: Refinement, plan: Plan) -> None:
+        """Take the plan that was asked for; it is offered where it pays, and the next one asked for."""
+        if self.planner.take_plan(refinement, plan):
+            self.retarget()
+
+    def do_without_plan(self, refinement: Refinement, cause: str) -> None:
+        """Take note that there will be no such plan."""
+        if self.planner.do_without_plan(refinement, cause):
+            self.retarget()
+
     def take_failure(self, cause: str) -> None:
         """Take note that there will be no frontier."""
         if self._has_use_for_answer():
@@ -487,18 +510,21 @@ class Course:
 
     def _do_without(self, caps: Sequence[Cap]) -> None:
         """Plan without the clocks that GPUs do not reach."""
+        self._cap(caps)
+        self._measure_again(
+            f"{caps[0].rank} is held below its clocks: stock is measured again, and planned anew"
+        )
+
+    def _cap(self, caps: Sequence[Cap]) -> None:
         hold_s = self.caps.hold(self.now_s)
         for cap in caps:
             self.ranks.cap_clock(cap.rank, cap.clock_mhz)
             self.journal.announce(
                 EventType.CLOCK_CAPPED,
-                f"{cap.rank} reaches {cap.clock_mhz} MHz, where it is planned with {cap.planned_mhz} MHz "
+                f"{cap.rank} reaches {cap.clock_mhz} MHz, where it is to have {cap.planned_mhz} MHz "
                 f"(clock event reasons {cap.reasons:#x}): it does without higher ones for {hold_s:.0f} s",
                 evidence.ClockCapped(cap.rank, cap.clock_mhz, cap.planned_mhz, cap.reasons, hold_s),
             )
-        self._measure_again(
-            f"{caps[0].rank} is held below its clocks: stock is measured again, and planned anew"
-        )
 
     def _watch_gpus(self) -> None:
         """Plan anew where GPUs take another time to set a clock, or may reach clocks again."""

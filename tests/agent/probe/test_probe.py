@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from perseus.agent.link.packets import (
     Message,
     Registration,
     Reply,
+    WaitMark,
     decode,
     encode,
 )
@@ -110,10 +112,13 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
                 with probe.computation(Kind.FORWARD, 5):
                     pass
                 probe.begin_computation(Kind.BACKWARD, 5, 1)
+                probe.begin_wait()
+                probe.end_wait()
                 probe.end_computation(Kind.BACKWARD, 5, 1)
     after_ns = time.monotonic_ns()
     marks = agent.marks()
-    times_ns = [mark.time_ns for mark in marks if isinstance(mark, IterationMark | ComputationMark | Finish)]
+    timed = IterationMark | ComputationMark | WaitMark | Finish
+    times_ns = [mark.time_ns for mark in marks if isinstance(mark, timed)]
     assert len(times_ns) == len(marks)
     assert times_ns == sorted(times_ns)
     assert before_ns <= times_ns[0] <= times_ns[-1] <= after_ns
@@ -125,6 +130,8 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
             (Edge.BEGIN, iteration, 0, forward),
             (Edge.END, iteration, 0, forward),
             (Edge.BEGIN, iteration, 1, backward),
+            (Edge.BEGIN, iteration, "wait"),
+            (Edge.END, iteration, "wait"),
             (Edge.END, iteration, 1, backward),
             (Edge.END, iteration),
         ]
@@ -135,8 +142,23 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
                 found.append((edge, iteration))
             case ComputationMark(edge, iteration, ordinal, computation):
                 found.append((edge, iteration, ordinal, computation))
+            case WaitMark(edge, iteration):
+                found.append((edge, iteration, "wait"))
     assert found == expected
     assert isinstance(marks[-1], Finish)
+
+
+def test_an_iteration_may_tell_its_relative_work(agent: AgentStub, caplog: pytest.LogCaptureFixture) -> None:
+    probe = connect(agent.path)
+    for work in (None, 1.2504, 0.001, 1000, 0.0, -1.0, math.nan, math.inf, 1e9, "much"):
+        with probe.iteration(relative_work=work):  # type: ignore[arg-type]
+            pass
+    probe.close()
+    begun = [mark for mark in agent.marks() if isinstance(mark, IterationMark) and mark.edge is Edge.BEGIN]
+    assert [mark.relative_work_permille for mark in begun] == [0, 1250, 1, 1_000_000, 0, 0, 0, 0, 0, 0]
+    warned = [record for record in caplog.records if "relative_work" in record.message]
+    assert len(warned) == 1
+    assert "expected 0.001 to 1000, found 0.0" in warned[0].message
 
 
 def test_a_block_that_raises_has_no_end(agent: AgentStub) -> None:

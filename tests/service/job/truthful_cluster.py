@@ -70,6 +70,8 @@ class TruthfulCluster(Cluster):
                 batch = event.batch
                 if isinstance(clocks, PlannedClocks):
                     batch = batch._replace(energy=self._estimate(rank, clocks))
+                if self._is_above_cap(rank) and batch.energy is not None:
+                    batch = batch._replace(energy=replace(batch.energy, samples=()))  # windows are discarded
                 if batch.energy is not None:
                     batch = batch._replace(energy=_scaled(batch.energy, median(worked)))
                 if self._tells_timelines:
@@ -95,6 +97,11 @@ class TruthfulCluster(Cluster):
         """Return the evidence of this class, in order."""
         found = (command.happening.evidence for command in self.history if isinstance(command, Announce))
         return [evidence for evidence in found if isinstance(evidence, kind)]
+
+    def _is_above_cap(self, rank: FakeRank) -> bool:
+        """Whether a rank holds a clock that it does not reach."""
+        clocks = rank.in_force.clocks
+        return isinstance(clocks, HoldClocks) and 0 < rank.capped_mhz < clocks.clocks_mhz[rank.place.stage]
 
     def _iteration_time_s(self, rank: FakeRank) -> float:
         clocks = rank.in_force.clocks

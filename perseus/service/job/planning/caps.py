@@ -7,6 +7,9 @@ all of its latest iterations, and reached less than its stage is planned with, e
 that it reached is what it can do; its stage is planned without those above it (`ranks.usable_clocks`), and
 stock is measured again, which is no faster either.
 
+While a stage is profiled, a clock that its ranks are held below can't be measured: what the counter says
+then is of another clock. So there a cap counts at once.
+
 Nobody sees whether the cause has passed without asking for those clocks again. So they are, after
 `FIRST_HOLD_S`, and where that was in vain after twice as long every time, at most `LONGEST_HOLD_S`.
 """
@@ -15,7 +18,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from perseus.service.domain.model import PlannedClocks, stage_clocks
+from perseus.service.domain.model import Clocks, stage_clocks
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks
@@ -74,14 +77,14 @@ class CapWatch:
 
     def explain(
         self,
-        clocks: Sequence[PlannedClocks],
+        clocks: Sequence[Clocks],
         usable_mhz: UsableClocks,
         pipelines: Collection[int],
     ) -> tuple[Cap, ...]:
         """Return the caps that keep ranks of these pipelines from clocks that their stages could do without.
 
         Args:
-            clocks: that each pipeline is planned with.
+            clocks: that each pipeline has.
             usable_mhz: what each stage can have so far.
             pipelines: those that are slow; all if none.
         """

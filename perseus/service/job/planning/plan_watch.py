@@ -29,6 +29,9 @@ MOST_BROKEN_PROMISES = 2
 FORGIVING_ITERATIONS = 1000
 """Iterations that kept their promise and make up for a broken one: twice a year is not twice in a row."""
 
+MOST_SUSPECTED = 20
+"""Iterations in a row that somebody of whom nothing is proven explains: it takes 15 to find whom there is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -66,9 +69,11 @@ class PlanWatch:
         self._journal = journal
         self.broken_count = 0
         self._kept_count = 0
+        self._suspected_count = 0
 
     def restart(self) -> None:
         """What is under way counts for nothing."""
+        self._suspected_count = 0
         self._guard.restart()
         self._irregular.restart()
         self._drift.restart()
@@ -96,13 +101,19 @@ class PlanWatch:
         frontier: Frontier,
         baseline_time_s: float,
         stragglers: Collection[int],
+        suspects: Collection[int],
         baseline_gap_time_s: float | None = None,
         explain_caps: Callable[[], tuple[Cap, ...]] = tuple,
     ) -> Verdict:
-        """Judge an iteration under these clocks. A straggler explains what is slow, and so do caps."""
+        """Judge an iteration under these clocks. A straggler explains what is slow, and so do caps.
+
+        So does, for a while, who may turn out to be a straggler: it can take more iterations to say who is
+        slow than that something is.
+        """
+        self._suspected_count = self._suspected_count + 1 if suspects else 0
         if stragglers and (caps := explain_caps()):
             return Verdict(caps=caps)
-        if not stragglers:
+        if not stragglers and not 0 < self._suspected_count <= MOST_SUSPECTED:
             promise_s = promised_time_s(clocks, frontier, baseline_time_s)
             broken = self._guard.judge(iteration, promise_s, baseline_time_s, baseline_gap_time_s)
             if broken is not None and (caps := explain_caps()):

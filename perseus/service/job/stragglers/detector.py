@@ -6,7 +6,8 @@ Theory of operation
 Each iteration gives every pipeline a figure, its *slowness*: the log of its span over the one that its own
 plan promises. The plan comes first: with two pipelines, peers can not say who is slow. What most of its peers
 have in common, a profile that is off or a shift of the whole job (drift), is taken off, unless it is in their
-favour. Without a plan (at stock, while clocks are held) a pipeline is compared with its peers alone.
+favour. Without a plan (at stock, while clocks are held) a pipeline is compared with its peers alone. Where a
+trainer says how much work an iteration holds for a pipeline, that is how much longer it may take.
 
 Spans jump. How much is learned from all pipelines together (`noise`), and before that is known it is taken to
 be much. Against it, evidence that a pipeline has another *level* of slowness adds up (`sequential_test`),
@@ -61,6 +62,9 @@ SLOWING_REASONS = 0x8 | 0x20 | 0x40 | 0x80
 
 _SLOWED_SHARE = 0.25
 """Of the root of the threshold: what a GPU's own word leaves to be shown."""
+
+_SUSPECTED_SHARE = 0.25
+"""Of the threshold, as a log, makes a suspect. Of 32 healthy pipelines one is so in 7 % of all iterations."""
 
 _REMEMBERED = 64
 """Iterations of which a new level may be the mean."""
@@ -136,6 +140,12 @@ class StragglerDetector:
         known = self._known.get(pipeline)
         return math.exp(known.waited) if known else None
 
+    @property
+    def suspects(self) -> list[int]:
+        """The pipelines of whose slowness there is a sign, but no proof yet."""
+        sign = self._test.threshold_above**_SUSPECTED_SHARE
+        return np.flatnonzero(self._test.evidence_above() >= sign).tolist()
+
     def restore(self, pipeline: int, waited_factor: float) -> None:
         """Take a straggler that was found before a restart."""
         waited = math.log(waited_factor)
@@ -164,7 +174,8 @@ class StragglerDetector:
         is_fresh = spans.versions != self._versions
         self._versions = spans.versions
         spans_s = np.where(is_fresh, np.nan, spans.spans_s)
-        slowness = _slowness(spans_s, spans.planned_s, spans.versions, self._test.levels)
+        per_work_s = spans_s / spans.relative_work
+        slowness = _slowness(per_work_s, spans.planned_s, spans.versions, self._test.levels)
         self._test.add(slowness, self._noise)
         self._noise.add(slowness)
         self._row = (self._row + 1) % _REMEMBERED

@@ -125,6 +125,18 @@ def test_a_cap_on_all_pipelines_is_planned_around_instead_of_breaking_a_promise(
     assert cluster.machine.details().planned_iteration_time_s == (after.t_min_s,) * 2
 
 
+def test_clocks_that_are_not_reached_are_not_profiled_for_long() -> None:
+    cluster = TruthfulCluster()
+    cap_stage(cluster, 0, 1100)
+    cluster.plan()
+    assert solved_clocks_mhz(cluster, 0) == {1100, 1000, 900}
+    assert max(solved_clocks_mhz(cluster, 1)) == 1400
+    assert {each.clock_mhz for each in cluster.announced(evidence.ClockCapped)} == {1100}
+    assert cluster.announced(evidence.ClockGivenUp) == []
+    cluster.run(30)
+    cluster.expect(JobState.PLANNED)
+
+
 def test_a_straggler_that_is_capped_is_planned_for() -> None:
     cluster = TruthfulCluster().plan()
     cluster.run(10)

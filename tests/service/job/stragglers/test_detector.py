@@ -37,6 +37,7 @@ class Series:
         paces: Sequence[float] | NDArray[np.float64],
         version: int | None = None,
         reasons: Sequence[int] = (),
+        work: Sequence[float] | NDArray[np.float64] = (),
     ) -> list[Finding]:
         self.iteration += 1
         planned_s = np.full(self.count, PLANNED_S if self.is_planned else np.nan)
@@ -49,6 +50,7 @@ class Series:
                 slowest_stages=np.zeros(self.count, np.int64),
                 stage_ratios=np.array(paces),
                 clock_event_reasons=np.array(reasons or [0] * self.count),
+                relative_work=np.array(work) if len(work) else 1.0,
             )
         )
 
@@ -91,6 +93,21 @@ def test_nobody_waits_for_alternating_jitter(series: Series) -> None:
     """That its mean is 1.1 may be found."""
     assert len(series.feed_first([1.2, 1.0] * 20)) <= 1
     assert series.detector.factor(0) in (None, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_may_turn_out_to_be_slow_is_suspected_until_it_is_known(seed: int) -> None:
+    """Where small differences keep on for a while, it takes some iterations."""
+    series, chance = Series(4, learned=0), np.random.default_rng(seed)
+    for _ in range(4):
+        kept = 1 + 0.006 * chance.standard_normal(4)
+        for _ in range(15):
+            assert series.feed(kept + 0.002 * chance.standard_normal(4)) == []
+    suspected = []
+    while not series.feed([1.3, 1.0, 1.0, 1.0]):
+        suspected.append(series.detector.suspects)
+    assert suspected[-1] == [0]
+    assert series.detector.suspects == [], "it is known"
 
 
 def test_a_straggler_below_the_limit_is_none(series: Series) -> None:
@@ -368,3 +385,19 @@ def test_amid_jitter_a_straggler_that_recovers_is_itself_again_within_a_few_iter
     for paces in jitter[60:72]:
         series.feed(paces)
     assert series.detector.factor(1) is None
+
+
+def test_more_work_that_the_trainer_tells_is_no_slowness() -> None:
+    """Sequences of varying length: spans jump by 30 %, and the work that is told explains all of it."""
+    random = np.random.default_rng(3)
+    series = Series(8, learned=0)
+    for _ in range(400):
+        work = np.exp(0.3 * random.standard_normal(8))
+        assert series.feed(work * np.exp(0.001 * random.standard_normal(8)), work=work) == []
+    slow = np.array([1.05] + [1.0] * 7)
+    found = []
+    for _ in range(3):
+        work = np.exp(0.3 * random.standard_normal(8))
+        found += series.feed(slow * work * np.exp(0.001 * random.standard_normal(8)), work=work)
+    assert {finding.pipeline for finding in found} == {0}
+    assert found[0].slowdown_factor == pytest.approx(1.05, rel=0.005)

@@ -93,6 +93,8 @@ def test_a_signal_ends_it_at_any_time_without_a_word(
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # Whoever runs the tests in the background has it ignored, and then so have we.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         maps = Path(f"/proc/{process.pid}/maps")

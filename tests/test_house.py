@@ -242,6 +242,7 @@ HOUSE: Mapping[str, Room] = {
     "cli": room(
         "agent.gpu",
         "agent.gpu.interface",
+        "agent.link",
         "agent.restore",
         "agent.sidecar",
         "certificates",

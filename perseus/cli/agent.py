@@ -1,7 +1,6 @@
 """`perseus agent`: run the sidecar, bring back what a dead one left, or see what this node's GPUs offer."""
 
 import asyncio
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,7 +10,9 @@ import typer
 
 from perseus import configuration, logs
 from perseus.agent.sidecar.settings import AgentSettings
-from perseus.cli.terminal import FAILURE, console, error_console, fail
+from perseus.cli.progress import working
+from perseus.cli.rows import print_json
+from perseus.cli.terminal import FAILURE, error_console, fail, print_whole, said
 from perseus.printable import printable
 
 
@@ -99,7 +100,7 @@ def _serve(settings: AgentSettings) -> None:
     try:
         asyncio.run(run(settings, int(lifeline) if lifeline is not None else None))
     except (OSError, GpuError, TlsError, TokenFileError) as error:
-        fail(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error), FAILURE)
+        fail(said(error) if isinstance(error, OSError) else str(error), FAILURE)
 
 
 def _restore(settings: AgentSettings) -> None:
@@ -115,7 +116,8 @@ def _restore(settings: AgentSettings) -> None:
         return await restorer.restore_once()
 
     try:
-        done = asyncio.run(restore())
+        with working("Restoring GPUs"):
+            done = asyncio.run(restore())
     except GpuError as error:
         fail(str(error), FAILURE)
     for each in done:
@@ -141,7 +143,8 @@ def _self_test(settings: AgentSettings) -> None:
         with calling("nvmlInit", "GPUs", pynvml):
             pynvml.nvmlInit()
         node = node_findings()
-        gpus = asyncio.run(all_gpu_findings(NvmlBackend().listed(), gpu_findings))
+        with working("Asking GPUs"):
+            gpus = asyncio.run(all_gpu_findings(NvmlBackend().listed(), gpu_findings))
     except GpuError as error:
         fail(str(error), FAILURE)
 
@@ -150,7 +153,7 @@ def _self_test(settings: AgentSettings) -> None:
         for each in findings:
             value = "" if each.value is None else printable(str(each.value))
             table.add_row(each.name, value, printable(each.problem))
-        error_console.print(table)
+        print_whole(table, to=error_console)
 
     def values(findings: tuple[Finding, ...]) -> dict[str, object]:
         return {
@@ -162,6 +165,6 @@ def _self_test(settings: AgentSettings) -> None:
     for gpu in gpus:
         rows(printable(gpu.uuid), gpu.findings)
     report = {"node": values(node), "gpus": {gpu.uuid: values(gpu.findings) for gpu in gpus}}
-    console.print_json(json.dumps(report), ensure_ascii=True)
+    print_json(report)
     if not gpus or not all(gpu.is_usable for gpu in gpus):
         raise typer.Exit(FAILURE)

@@ -8,6 +8,7 @@ from perseus.cli.job_tables import (
     job_facts,
     job_table,
     plan_table,
+    progress_text,
     rank_table,
     report_table,
 )
@@ -51,6 +52,17 @@ def test_facts_are_told_as_they_are_and_only_if_they_are_known() -> None:
     assert "frontier T_min 1.000 s, T* 1.200 s, T_slow 1.500 s" in facts
     assert "stragglers pipeline 3, detected: 1.100 s" in facts
     assert not any(line.startswith(("finished", "clocks measured")) for line in facts)
+
+
+def test_profiling_says_how_far_it_is_and_when_it_is_done() -> None:
+    progress = job_pb2.ProfilingProgress(tried_clock_count=5, max_clock_count=12)
+    assert progress_text(progress) == "5 of at most 12 clocks tried"
+    progress.remaining_s = 40.4
+    assert progress_text(progress) == "5 of at most 12 clocks tried, done within 40 s"
+    progress.remaining_s = 125
+    assert progress_text(progress).endswith("done within 2 min 05 s")
+    job = job_pb2.Job(job_id="gpt3", state=job_pb2.JOB_STATE_PROFILING, profiling_progress=progress)
+    assert "profiling 5 of at most 12 clocks tried, done within 2 min 05 s" in lines(job_facts(job))
 
 
 def test_pipelines_of_the_same_plan_share_a_line() -> None:

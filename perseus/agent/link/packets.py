@@ -8,12 +8,15 @@ The transport is a Unix SOCK_SEQPACKET connection per rank: one packet is one me
                      answered
     agent → probe    Reply
 
+Whoever wants to know whether the agent is well says HealthQuestion first, and is answered by a Reply.
+
 A rank is announced to the coordinator once it has said what it belongs to, by its registration or its
 membership; unless its hello says that others have registered its job.
 
-Hello, Registration, Membership and Reply are JSON objects, as they are rare and worth reading in a trace. A
-registration with explicit orders may exceed what a socket buffer takes, so large ones are deflated. What
-a few bytes may grow to is bounded before it is read: inflated bytes, objects, lists, the lengths of texts.
+HealthQuestion, Hello, Registration, Membership and Reply are JSON objects, as they are rare and worth reading
+in a trace. A registration with explicit orders may exceed what a socket buffer takes, so large ones are
+deflated. What a few bytes may grow to is bounded before it is read: inflated bytes, objects, lists, lengths
+of texts.
 Reading the largest takes a while: who must not stand still reads those that are not `is_quick` in a thread,
 where the reading lets others have their turns. Marks are frequent: 32 bytes each, little-endian, all of one
 layout:
@@ -107,6 +110,11 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthQuestion:
+    """Somebody wants to know whether the agent is well."""
+
+
+@dataclass(frozen=True, slots=True)
 class Registration:
     """The job, as proto3 JSON of `perseus.v1.JobSpec`.
 
@@ -128,7 +136,9 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer to a Hello or a Registration. A refusal has a stable reason; the message is for people.
+    """Answer to a HealthQuestion, a Hello or a Registration.
+
+    A refusal has a stable reason; the message is for people.
 
     `is_notice`: it answers nothing, but says what became of the rank since.
     """
@@ -180,7 +190,17 @@ class Finish:
     time_ns: int
 
 
-Message = Hello | Registration | Membership | Reply | IterationMark | ComputationMark | WaitMark | Finish
+Message = (
+    HealthQuestion
+    | Hello
+    | Registration
+    | Membership
+    | Reply
+    | IterationMark
+    | ComputationMark
+    | WaitMark
+    | Finish
+)
 
 
 def mark_packer(mark_type: MarkType) -> Callable[[int, int, int, int, int, int], bytes]:
@@ -194,6 +214,8 @@ def mark_packer(mark_type: MarkType) -> Callable[[int, int, int, int, int, int],
 def encode(message: Message) -> bytes:
     """The packet of a message. ValueError if it would exceed MAX_PACKET_BYTES."""
     match message:
+        case HealthQuestion():
+            return _encode_json({"type": "health"})
         case Hello(rank, gpu_uuid, is_registered, time_ns):
             return _encode_json(
                 {
@@ -350,6 +372,8 @@ def _decode_json(packet: bytes) -> Message:
             f"{message_type}: expected protocol version {PROTOCOL_VERSION}, found {str(version)[:20]}"
         )
     match message_type:
+        case "health":
+            return HealthQuestion()
         case "hello":
             rank = Rank(
                 _text(fields, "job_id", least=1),
@@ -380,7 +404,8 @@ def _decode_json(packet: bytes) -> Message:
             )
         case _:
             raise MalformedPacket(
-                f"packet: expected type hello, registration, membership or reply, found {message_type!r}"
+                "packet: expected type health, hello, registration, membership or reply, "
+                f"found {message_type!r}"
             )
 
 

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from perseus.agent.link.address import DEFAULT_SOCKET_PATH
 from perseus.agent.restore.records import ClockRange
 from perseus.logs import LogFormat, LogLevel
+from perseus.tls.address import check_address
 from perseus.tls.files import TlsFiles
 from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
 
@@ -98,7 +99,7 @@ class AgentSettings(BaseSettings):
     @classmethod
     def _is_no_plaintext_to_others(cls, coordinator: str, info: ValidationInfo) -> str:
         return check_plaintext(
-            coordinator,
+            check_address(coordinator),
             has_tls=info.data.get("tls_ca") is not None,
             insecure=bool(info.data.get("insecure")),
             wanted="tls_ca",

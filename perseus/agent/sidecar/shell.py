@@ -37,6 +37,7 @@ from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import (
     ComputationMark,
     Finish,
+    HealthQuestion,
     Hello,
     IterationMark,
     MalformedPacket,
@@ -76,6 +77,7 @@ from perseus.agent.sidecar.backends import Backend, VisibleGpus, backend
 from perseus.agent.sidecar.complaints import Complaints
 from perseus.agent.sidecar.door import Door
 from perseus.agent.sidecar.estimator import Estimator
+from perseus.agent.sidecar.inventory import Inventory
 from perseus.agent.sidecar.listening import SocketAccess
 from perseus.agent.sidecar.local import HELLO_TIMEOUT_S, Line, LocalServer
 from perseus.agent.sidecar.same_clock import check_clock
@@ -199,6 +201,7 @@ class Agent:
         self._restorer = Restorer(self._records, all_gpus.open, lanes)
         self._ranks: dict[Rank, ServedRank] = {}
         self._door = Door(gpus, settings.grants, lanes)
+        self._inventory = Inventory(gpus, lanes)
         self._book = Book()
         self._trainers: dict[Rank, _Trainer] = {}
         self._complaints = Complaints(_log)
@@ -225,6 +228,7 @@ class Agent:
         async with asyncio.TaskGroup() as parts:
             self._connecting = parts.create_task(self._coordinator.run())
             parts.create_task(self._tick())
+            parts.create_task(self._inventory.tell())
             if not self._settings.observe:
                 parts.create_task(self._restorer.keep_restoring())
 
@@ -261,6 +265,9 @@ class Agent:
             hello = await self._hello(line)
             if hello is None:
                 return
+            if isinstance(hello, HealthQuestion):
+                line.reply(await self._health())
+                return
             admitted = await self._admit(hello, line)
             if isinstance(admitted, Refused):
                 self._turn_away(line, hello, admitted)
@@ -293,7 +300,16 @@ class Agent:
         finally:
             self._forget(trainer)
 
-    async def _hello(self, line: Line) -> Hello | None:
+    async def _health(self) -> Reply:
+        """Whether GPUs can be served; a coordinator that is away is no fault of the agent's."""
+        found = await self._inventory.look()
+        address = self._settings.coordinator
+        is_connected = self._coordinator.is_connected
+        coordinator = f"connected to {address}" if is_connected else f"not connected to {address}"
+        parts = [f"GPUs: {found.gpu_count}", f"ranks: {len(self._ranks)}", coordinator, *found.problems]
+        return Reply(found.gpu_count > 0, "" if found.gpu_count else "NO_GPU", "; ".join(parts))
+
+    async def _hello(self, line: Line) -> Hello | HealthQuestion | None:
         """The first packet of a connection; None if there is none to come."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -303,7 +319,7 @@ class Agent:
             self._complaints.complain(line.peer.uid, "connection refused", "HELLO_TIMEOUT", message=message)
             line.reply(Reply(False, "HELLO_TIMEOUT", message))
             return None
-        if hello is not None and not isinstance(hello, Hello):
+        if hello is not None and not isinstance(hello, Hello | HealthQuestion):
             raise MalformedPacket(f"expected a hello, found {type(hello).__name__}")
         return hello
 
@@ -496,7 +512,7 @@ class Agent:
                 self._specify(trainer, message.spec_fingerprint)
             case Membership(spec_fingerprint):
                 self._specify(trainer, spec_fingerprint)
-            case Hello() | Reply():
+            case HealthQuestion() | Hello() | Reply():
                 raise MalformedPacket(
                     f"expected a registration, a membership or a mark, found {type(message).__name__}"
                 )

@@ -96,3 +96,19 @@ class ProfilingBudget:
             ProfilingLimit.ENERGY: cost.extra_energy_j,
         }
         return next((limit for limit, figure in used.items() if figure >= self.limit_of(limit)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilingProgress:
+    """How far profiling is.
+
+    Attributes:
+        tried_clock_count: clocks tried so far of the stage with the most, those given up included.
+        max_clock_count: as many are tried of a stage at most.
+        remaining_s: until it is over at the latest, if rounds take what they took until now; None before the
+            first has ended.
+    """
+
+    tried_clock_count: int
+    max_clock_count: int
+    remaining_s: float | None

@@ -215,6 +215,7 @@ class JobMachine:
             profiled_clock_count=self.profiler.least_clock_count,
             profiling_cost=self.profiler.cost,
             profiling_budget=self._profiling_budget,
+            profiling_progress=self.profiler.progress if self.state is JobState.PROFILING else None,
             t_min_s=frontier.t_min_s if frontier else 0.0,
             t_star_s=frontier.t_star_s if frontier else 0.0,
             t_slow_s=frontier.t_slow_s if frontier else 0.0,

@@ -25,6 +25,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from perseus.service.domain.errors import DatabaseUnavailableError
+from perseus.service.storage.schema import tables_of_others
 
 _LOCK = 0x7065727365757301
 """The advisory lock's key: "perseus" and 1, of nobody else we hope."""
@@ -159,6 +160,7 @@ def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
             connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
         try:
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            _refuse_others(path, connection)  # before anything of the file is changed
             connection.execute("PRAGMA journal_mode = WAL")
             # The log is flushed at every commit: what was acknowledged must survive a power cut.
             connection.execute("PRAGMA synchronous = FULL")
@@ -175,6 +177,14 @@ def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
     )
     connection = engine.connect()
     return Opened(connection, str(path), _WatchedFiles(path).missing, _errors(engine))
+
+
+def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
+    """Leave another application's file alone."""
+    names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    if tables := tables_of_others(name for name in names if not name.startswith("sqlite_")):
+        cause = f"expected an empty database or one of Perseus, found tables {', '.join(tables)}"
+        raise DatabaseUnavailableError(database=path, cause=cause)
 
 
 class _WatchedFiles:

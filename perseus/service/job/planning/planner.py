@@ -13,7 +13,7 @@ from perseus.service.domain.model import Clocks, EventType, PlannedClocks, Strag
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.journal import Journal
-from perseus.service.job.planning.guard import GuardRules
+from perseus.service.job.planning.guard import GuardRules, promise_of_s
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.operating_point import planned_clocks, straggler_time_s, target_times_s
 from perseus.service.job.planning.plan_watch import PlanWatch, Verdict
@@ -212,6 +212,13 @@ class Planner:
             self._stragglers.pipelines,
             baseline.gap_time_s if baseline is not None else None,
         )
+
+    def promised_time_s(self) -> float | None:
+        """Return the iteration time that the plans offered now promise, if there are any."""
+        _, planned_s = self._offers.planned_range_s
+        if self.frontier is None or not planned_s:
+            return None
+        return promise_of_s(planned_s, self.frontier, self._baseline.time_s)
 
     def validate(self) -> None:
         """Check what must always hold."""

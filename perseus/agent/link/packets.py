@@ -20,7 +20,8 @@ layout:
     magic  version  type  kind  microbatch  chunk  ordinal  iteration  time_ns
     u8     u8       u8    u8    i32         i32    i32      i64        i64
 
-Fields that a type does not use are zero. Times are CLOCK_MONOTONIC, which both processes share.
+Fields that a type does not use are zero. The ordinal of an iteration's marks counts the marks that the probe
+has dropped on this connection so far. Times are CLOCK_MONOTONIC, which both processes share.
 
 Standard library only: this module is imported into the trainer.
 
@@ -134,11 +135,12 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class IterationMark:
-    """An iteration begins or ends."""
+    """An iteration begins or ends. `dropped_mark_count`: marks dropped on the connection so far."""
 
     edge: Edge
     iteration: int
     time_ns: int
+    dropped_mark_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +202,9 @@ def encode(message: Message) -> bytes:
         case Reply(ok, reason, text, is_notice):
             told = {"type": "reply", "ok": ok, "reason": reason, "message": text}
             return _encode_json({**told, "is_notice": True} if is_notice else told)
-        case IterationMark(edge, iteration, time_ns):
+        case IterationMark(edge, iteration, time_ns, dropped_mark_count):
             mark_type = MarkType.ITERATION_BEGIN if edge is Edge.BEGIN else MarkType.ITERATION_END
-            return mark_packer(mark_type)(0, 0, 0, 0, iteration, time_ns)
+            return mark_packer(mark_type)(0, 0, 0, dropped_mark_count, iteration, time_ns)
         case ComputationMark(edge, iteration, ordinal, computation, time_ns):
             mark_type = MarkType.COMPUTATION_BEGIN if edge is Edge.BEGIN else MarkType.COMPUTATION_END
             return mark_packer(mark_type)(
@@ -409,9 +411,9 @@ def _decode_mark(packet: bytes | bytearray | memoryview) -> Message:
         raise MalformedPacket(f"mark: expected iteration 0 to {MAX_ITERATION}, found {iteration}")
     match number:
         case MarkType.ITERATION_BEGIN:
-            return IterationMark(Edge.BEGIN, iteration, time_ns)
+            return IterationMark(Edge.BEGIN, iteration, time_ns, ordinal)
         case MarkType.ITERATION_END:
-            return IterationMark(Edge.END, iteration, time_ns)
+            return IterationMark(Edge.END, iteration, time_ns, ordinal)
         case MarkType.COMPUTATION_BEGIN | MarkType.COMPUTATION_END:
             if not Kind.FORWARD <= kind <= Kind.FIXED:
                 raise MalformedPacket(f"mark: expected kind {Kind.FORWARD} to {Kind.FIXED}, found {kind}")

@@ -85,8 +85,8 @@ class AgentSettings(BaseSettings):
     )
     metrics_listen: str | None = Field(
         None,
-        description="[HOST:]PORT where /metrics is served over HTTP, on loopback unless a host is named; needs "
-        "the extra perseus-energy[metrics]. Beyond loopback it needs a certificate and a token.",
+        description="[HOST:]PORT where /metrics is served over HTTP, on loopback unless a host is named; "
+        "needs perseus-energy[metrics], and beyond loopback a certificate and a token.",
     )
     job_mapping_folder: Path | None = Field(
         None,

@@ -71,7 +71,7 @@ async def test_an_agent_at_work_is_told(tmp_path: Path, gpu: EmulatedGpu) -> Non
                 in_force = ("perseus_gpu_clock_in_force_hertz", frozenset({("gpu_uuid", UUID)}))
                 return samples.get(wanted) == samples.get(in_force) == HELD_MHZ * 1e6
 
-            while not await is_told():
+            while not await is_told():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             of_gpu = {"gpu_uuid": UUID}
             assert value(samples, "perseus_gpu_clock_set_hertz", **of_gpu) == HELD_MHZ * 1e6

@@ -1,6 +1,6 @@
 """Readings in the format that a scraper asks for. Needs the extra `metrics`, and says so."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from perseus.metrics.distribution import Distribution
@@ -66,14 +66,21 @@ def _family(metric: Metric, samples: Samples) -> "Family":
         for labels, value in samples:
             assert isinstance(value, Distribution)
             buckets = [(_bound(bound_s), count) for bound_s, count in value.cumulative()]
-            histogram.add_metric(labels, buckets, value.total_s)
+            histogram.add_metric(_texts(labels), buckets, value.total_s)
         return histogram
     make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
     family = make(metric.name, metric.help, labels=metric.labels)
     for labels, value in samples:
         assert not isinstance(value, Distribution)
-        family.add_metric(labels, value)
+        family.add_metric(_texts(labels), value)
     return family
+
+
+def _texts(labels: Sequence[str]) -> Sequence[str]:
+    """Labels as UTF-8 has them: the name of a file need not be text."""
+    if all(label.isascii() for label in labels):
+        return labels
+    return [label.encode(errors="replace").decode() for label in labels]
 
 
 def _bound(bound_s: float) -> str:

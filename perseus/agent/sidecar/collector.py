@@ -30,11 +30,12 @@ class AgentCollector:
         self._coordinator = coordinator
         self._restorer = restorer
         self._vitals = vitals
+        self._version = version("perseus-energy")
 
     def collect(self) -> Readings:
         """Read everything."""
         readings = Readings()
-        readings.put(names.BUILD_INFO, 1, version("perseus-energy"))
+        readings.put(names.BUILD_INFO, 1, self._version)
         for file, expiry_s in self._coordinator.certificate_expiries_s.items():
             readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
         self._read_stream(readings)

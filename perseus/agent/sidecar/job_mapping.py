@@ -30,7 +30,9 @@ class JobMapping:
     def clear(self) -> None:
         """Remove what an agent that died has left."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            if not self._folder.is_dir():
+                self._folder.mkdir(parents=True)
+                self._folder.chmod(0o755)  # whatever the umask: the exporter may be another user's
             found = [int(path.name[1 : -len(_OWN)]) for path in self._folder.glob(f".[0-9]*{_OWN}")]
         except (OSError, ValueError) as error:
             _log.warning("job mapping not cleared", folder=str(self._folder), reason=str(error))

@@ -51,6 +51,7 @@ class CoordinatorCollector:
         self._late_limit_s = late_limit_s
         self._expiries_s = expiries_s
         self._refusal_counts = refusal_counts
+        self._version = version("perseus-energy")
 
     async def collect(self) -> Readings:
         """Read everything."""
@@ -72,7 +73,7 @@ class CoordinatorCollector:
     def _read_process(self, readings: Readings) -> None:
         coordinator = self._coordinator
         live, agents = coordinator.live, coordinator.agents
-        readings.put(names.BUILD_INFO, 1, version("perseus-energy"))
+        readings.put(names.BUILD_INFO, 1, self._version)
         for file, expiry_s in self._expiries_s().items():
             readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
         readings.put(names.SERVING, coordinator.late_s() <= self._late_limit_s)

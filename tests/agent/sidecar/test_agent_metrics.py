@@ -191,6 +191,17 @@ class TestJobMapping:
         JobMapping(tmp_path).enter(0, job_id)
         assert list(tmp_path.iterdir()) == []
 
+    def test_the_exporter_can_read_it_whatever_the_umask(self, tmp_path: Path) -> None:
+        folder, before = tmp_path / "jobs", os.umask(0o077)
+        try:
+            mapping = JobMapping(folder)
+            mapping.clear()
+            mapping.enter(0, "job")
+        finally:
+            os.umask(before)
+        assert folder.stat().st_mode & 0o777 == 0o755
+        assert (folder / "0").stat().st_mode & 0o777 == 0o644
+
     def test_a_folder_that_can_not_be_had_stands_in_nobodys_way(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         mapping = JobMapping(tmp_path / "file" / "folder")

@@ -2,7 +2,7 @@
 
 A coordinator in a process of its own, scraped over HTTP from here, about once a second: an answer serves that
 long, and so each scrape reads anew. While its agents rest, its processor time over a moment with a scrape is
-compared with that over the moment after, in the median; scraped every five seconds, that is a share of a core.
+compared with that over the moment after; scraped every five seconds, the median is a share of a core.
 What a scraper waits for its answer while the agents report, each rank a batch a second, is shown as well.
 """
 

@@ -5,8 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FRAMEWORKS_VENV ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
-# Tested beside the version in tests/frameworks/requirements.txt.
+FRAMEWORKS_RESULTS := $(CURDIR)/tests/frameworks/results
+# Tested beside the versions in tests/frameworks/requirements.txt. The last one is released for Python 3.12 and later
+# only; what of it is tested runs under 3.11, too.
 MEGATRON_CORES := 0.12.3 0.13.1 0.14.0 0.15.3
+NEWEST_MEGATRON_CORE := 0.19.2
+NEWEST_TORCH := 2.15.0
+NEWEST_TORCHTITAN := 0.3.0
 PROTOS := $(wildcard protos/perseus/v1/*.proto)
 SERVICES := $(wildcard protos/perseus/v1/*_service.proto)
 # The contract that is promised: what it has may be added to, and nothing in it may change.
@@ -20,8 +25,8 @@ NVML ?=
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
-.PHONY: demo test test-gpu gpu-wheels test-frameworks test-languages test-postgresql test-prometheus torture torture-coordinator check \
-  bench metrics protos contract clean
+.PHONY: demo test test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-languages \
+  test-postgresql test-prometheus torture torture-coordinator check bench metrics protos contract clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -30,9 +35,20 @@ demo: $(STAMP)
 test: check
 	$(BIN)/pytest --hypothesis-seed=0
 
-# Real training through every framework's hook, on CPUs, with the frameworks in an environment of their own.
+# Real training through every framework's hook, on CPUs, with the frameworks in an environment of their own; leaves
+# its figures in docs/frameworks.md.
 test-frameworks: $(FRAMEWORKS_STAMP)
-	$(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu
+	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks tests/gpu
+	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
+
+# What takes longer than that: half an hour and more.
+test-frameworks-long: $(FRAMEWORKS_STAMP)
+	FRAMEWORKS_RESULTS=$(FRAMEWORKS_RESULTS) $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks_long
+	$(FRAMEWORKS_VENV)/bin/python -m tests.frameworks.case_table docs/frameworks.md
+
+# The table of versions, in the hooks and in docs/frameworks.md, as this run of the tests finds them.
+framework-versions: $(FRAMEWORKS_STAMP)
+	WRITE_VERSIONS=1 $(FRAMEWORKS_VENV)/bin/pytest tests/frameworks
 
 # All that can be checked on a real NVIDIA GPU without changing its settings; the table goes to docs/gpus.md. PYTHON
 # is one that has PyTorch with CUDA, numpy and grpcio. What else is needed comes from gpu-wheels, if that is there.
@@ -129,6 +145,10 @@ $(FRAMEWORKS_STAMP): pyproject.toml tests/frameworks/requirements.txt
 	for version in $(MEGATRON_CORES); do \
 	  $(FRAMEWORKS_VENV)/bin/pip install -qq --no-deps --upgrade megatron-core==$$version \
 	    --target $(FRAMEWORKS_VENV)/megatron-core-$$version || exit; done
+	$(FRAMEWORKS_VENV)/bin/pip install -qq --no-deps --upgrade megatron-core==$(NEWEST_MEGATRON_CORE) \
+	  --python-version 3.12 --target $(FRAMEWORKS_VENV)/megatron-core-$(NEWEST_MEGATRON_CORE)
+	$(FRAMEWORKS_VENV)/bin/pip install -qq --upgrade torch==$(NEWEST_TORCH) torchtitan==$(NEWEST_TORCHTITAN) \
+	  --target $(FRAMEWORKS_VENV)/torch-$(NEWEST_TORCH)
 	touch $@
 
 clean:

@@ -19,6 +19,7 @@ from perseus import solver
 from perseus.agent.gpu.physics import GpuModel
 from perseus.demo import nvml_stub
 from perseus.demo.cluster import Cluster
+from perseus.demo.security import Security
 from perseus.demo.workload import Workload
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import agent_service_pb2_grpc, clock_statistics_pb2, computation_pb2, frontier_pb2
@@ -144,11 +145,11 @@ async def _train(workload: Workload, plan: solver.Plan, latency_s: float, librar
     offerer = _PlanOfferer(plan)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(offerer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     with tempfile.TemporaryDirectory(prefix="perseus-") as folder:
         run_dir = Path(folder)
         cluster = Cluster(replace(workload, gpu=model), run_dir, run_dir / "logs", nvml_library=library)
+        port = server.add_secure_port("127.0.0.1:0", _credentials(cluster.security))
+        await server.start()
         with cluster:
             await asyncio.to_thread(cluster.start_agents, f"127.0.0.1:{port}")
             cluster.start_trainers()
@@ -157,6 +158,11 @@ async def _train(workload: Workload, plan: solver.Plan, latency_s: float, librar
             await asyncio.to_thread(cluster.stop_training)
     await server.stop(None)
     return offerer.outcome()
+
+
+def _credentials(security: Security) -> grpc.ServerCredentials:
+    pair = (security.coordinator_key.read_bytes(), security.coordinator_certificate.read_bytes())
+    return grpc.ssl_server_credentials([pair])
 
 
 def _workload(forward_s: float) -> Workload:

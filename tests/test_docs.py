@@ -9,7 +9,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 
 MODULE = re.compile(r"(?<![\w./])(?:perseus/)?((?:agent|service|solver|cli|demo)/[a-z_/]+\.py)")
-DOTTED = re.compile(r"\bperseus(?:\.(?!db\b)[a-z_0-9]+)+")  # perseus.db is the database
+# perseus.db is the database, --perseus.… an option.
+DOTTED = re.compile(r"(?<!--)\bperseus(?:\.(?!db\b)[a-z_0-9]+)+")
 
 
 def exists(dotted: str) -> bool:

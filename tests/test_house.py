@@ -203,6 +203,7 @@ HOUSE: Mapping[str, Room] = {
     "agent.torch": room("agent.link", "agent.probe", needs=["torch"]),
     "agent.megatron": room("agent.link", "agent.probe", needs=["megatron", "torch"]),
     "agent.deepspeed": room("agent.link", "agent.probe", needs=["deepspeed", "torch"]),
+    "agent.torchtitan": room("agent.probe", "agent.torch", needs=["torch", "torchtitan"]),
     # The agent's process.
     "agent.gpu.interface": pure(),
     "agent.gpu.physics": pure("agent.gpu.interface"),

@@ -8,7 +8,7 @@ same. Without a GPU,
     perseus demo --script examples/torch_pipeline/train.py
 
 trains with this file on CPUs, each computation taking as long as an emulated A100 says, and tells what the
-plan saved.
+plan saved. Training leaves no files behind; the demo leaves its processes' logs in demo-out/ (or --output).
 """
 
 import os

@@ -1,6 +1,7 @@
 """The sidecar on a GPU node and the probe in the training process: a folder per process, and what they share.
 
-    torch, megatron, deepspeed  training process: the hooks into frameworks, one line each
+    torch, megatron, deepspeed, torchtitan
+                                training process: the hooks into frameworks, one line each
     probe                       training process: the probe, marks at the device's time
     link                        both: the local protocol, where the two sides meet
     sidecar                     agent process: the shell, the local socket, threads around a GPU, settings

@@ -24,6 +24,7 @@ from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
 from perseus.agent.probe.stage_work import work_text
+from perseus.agent.probe.tested_versions import say_if_untested
 from perseus.agent.probe.torch_marks import capture_check, connect_marks
 
 # DeepSpeed's instructions that are computations, by the names of their classes.
@@ -63,6 +64,10 @@ def attach(
         raise ValueError(
             f"engine._INSTRUCTION_MAP: expected {' and '.join(_KINDS)}, found {', '.join(names) or 'none'}"
         )
+    import deepspeed
+    import torch
+
+    say_if_untested("deepspeed", str(deepspeed.__version__), str(torch.__version__))
     placement = _placement(engine)
     attachment = Attachment(
         placement,

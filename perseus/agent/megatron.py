@@ -1,4 +1,4 @@
-"""Attach to Megatron-Core, 0.12 to 0.16: one line, once its parallel state is initialised.
+"""Attach to Megatron-Core: one line, once its parallel state is initialised.
 
     from perseus.agent.megatron import attach
 
@@ -7,6 +7,13 @@
         for _ in range(iterations):
             run_forward_backward(...)
             ...
+
+Megatron-LM has a loop of its own, `megatron.training`, which makes its configuration itself. There the line
+stands in the script that calls `pretrain`, anywhere before that:
+
+    from perseus.agent.megatron import wrap_training
+
+    wrap_training(job_id="gpt")
 
 There are two seams.
 
@@ -17,17 +24,19 @@ is the chunk; a backward has no number of its own, and is that of the forward wh
 
 `timers` patches nothing of Megatron's: Megatron starts and stops `config.timers` around iterations and
 computations. Timers that were there go on as before. It is for schedules of one's own that keep these timers,
-for one chunk per stage, as computations can only be counted there, and for who leaves `config.timers` alone
-(Megatron-LM's `evaluate` does not).
+for one chunk per stage, as computations can only be counted there, and for who leaves `config.timers` alone.
+Megatron-LM does not (`train` and `evaluate` set it), so beside `megatron.training` it is refused.
 
 Forward-only iterations are not marked.
 """
 
+import importlib
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment, Connect
@@ -36,6 +45,7 @@ from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
 from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
 from perseus.agent.probe.stage_work import work_text
+from perseus.agent.probe.tested_versions import say_if_untested
 from perseus.agent.probe.torch_marks import capture_check, connect_marks
 
 if TYPE_CHECKING:
@@ -43,6 +53,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("perseus.megatron")
 
+# Megatron-LM's own loop, where there is one.
+_LOOP = "megatron.training.training"
 # These run computations otherwise than by forward_step and backward_step, or ever different ones.
 _UNSUPPORTED = ("overlap_moe_expert_parallel_comm", "hybrid_context_parallel")
 _ITERATIONS = (
@@ -97,14 +109,20 @@ def attach(
     `config`: the model's `ModelParallelConfig`. `max_slowdown_percent`: how much slower than T_min plans may
     be. `connect` stands for `Probe.connect` in tests and demonstrations.
 
+    A rank attaches once: another call for the same job, as from what Megatron-LM calls once for each virtual
+    stage, returns the attachment that is there.
+
     ValueError where the parallel state is not initialised, for a configuration that marks can't
-    follow and for a Megatron-Core that differs from those known. Without an agent that is said once, and
-    training goes on as before.
+    follow, for a Megatron-Core that differs from those known, and for another job or seam than that which is
+    attached. Without an agent that is said once, and training goes on as before.
     """
     import torch
-    from megatron.core import parallel_state
+    from megatron.core import __version__, parallel_state
     from megatron.core.pipeline_parallel import schedules
 
+    say_if_untested("megatron", str(__version__), str(torch.__version__))
+    if (there := OfThisProcess.attachment(job_id, seam)) is not None:
+        return there
     check_attributes(parallel_state, "megatron.core.parallel_state", *_OF_PARALLEL_STATE)
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError("Megatron-Core: expected its parallel state to be initialised, found it is not")
@@ -112,6 +130,10 @@ def attach(
         if getattr(config, name, False):
             raise ValueError(f"config: {name}: expected False, as marks can't follow it, found True")
     has_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
+    if seam == "timers" and _LOOP in sys.modules:
+        raise ValueError(
+            "seam: expected 'schedules', as Megatron-LM's own loop sets config.timers, found 'timers'"
+        )
     if seam == "timers" and has_chunks:
         raise ValueError("seam: expected 'schedules', as there are virtual stages, found 'timers'")
     marked_schedules = None
@@ -136,7 +158,70 @@ def attach(
         marked_schedules.mark(attachment)
     else:
         attachment.replace(config, "timers", MarkedTimers(attachment, config.timers, torch.is_grad_enabled))
+    OfThisProcess.keep(attachment, job_id, seam)
     return attachment
+
+
+def wrap_training(
+    *, job_id: str, connect: Connect = Probe.connect, max_slowdown_percent: float = 0.0
+) -> None:
+    """Let Megatron-LM's own loop attach when it trains, and detach when it is done; arguments as above.
+
+    To be called by all ranks, before `pretrain`; once is enough. An exit by the loop itself (an exit
+    interval, a signal) leaves the job as one that goes on. ValueError for a Megatron-LM without
+    `megatron.training.training.train`, or whose `train` takes no `config`.
+    """
+    training = importlib.import_module(_LOOP)
+    check_attributes(training, _LOOP, "train")
+    wrap_train(
+        training,
+        lambda config: attach(
+            config, job_id=job_id, connect=connect, max_slowdown_percent=max_slowdown_percent
+        ),
+    )
+
+
+def wrap_train(training: Any, attach_config: Callable[[Any], Attachment]) -> None:
+    """Attach what the function `train` of a module trains. ValueError if it takes no `config`."""
+    train = training.train
+    config_of = find_argument(train, "config", f"{_LOOP}: train")
+
+    @wraps(train)
+    def attached_train(*args: Any, **kwargs: Any) -> Any:
+        with attach_config(config_of(args, kwargs)):
+            return train(*args, **kwargs)
+
+    training.train = attached_train
+
+
+class OfThisProcess:
+    """What this process has attached, until it detaches: a process is one rank."""
+
+    _latest: ClassVar[tuple[Attachment, str, str] | None] = None
+
+    @classmethod
+    def attachment(cls, job_id: str, seam: str) -> Attachment | None:
+        """The attachment that is there, if any. ValueError if it is of another job or seam."""
+        if cls._latest is None:
+            return None
+        attachment, *what = cls._latest
+        if what != [job_id, seam]:
+            raise ValueError(
+                f"attach: expected job {what[0]!r} and seam {what[1]!r}, which this process has attached, "
+                f"found {job_id!r} and {seam!r}; detach first"
+            )
+        _log.info("attached already: job %s", job_id)
+        return attachment
+
+    @classmethod
+    def keep(cls, attachment: Attachment, job_id: str, seam: str) -> None:
+        """Remember an attachment until it is detached."""
+        cls._latest = attachment, job_id, seam
+
+        def forget() -> None:
+            cls._latest = None
+
+        attachment.when_detached(forget)
 
 
 def _placement(parallel_state: Any, device: "torch.device") -> Placement:

@@ -29,7 +29,9 @@ from perseus.agent.probe.attachment import Attachment, Connect, Identify, table_
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import OwnExchange, StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
+from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups
 from perseus.agent.probe.stage_work import shapes_of, work_text
+from perseus.agent.probe.tested_versions import say_if_untested
 from perseus.agent.probe.torch_marks import capture_check, connect_marks
 from perseus.agent.probe.whole_model import MarkedModel, TorchParts
 
@@ -79,26 +81,44 @@ def attach(
     in other versions of torch, or stands elsewhere in the mesh. Without an agent that is said once, and
     training goes on as before.
     """
-    stages = stages_of(schedule)
-    first = stages[0]
-    identities = identities_of(stages)
+    from torch import __version__
+
+    say_if_untested("torch", str(__version__), str(__version__))
+    first = stages_of(schedule)[0]
     if device_mesh is not None:
         placement = places.from_device_mesh(device_mesh, first.device)
     else:
         placement = places.from_pipeline_group(first.group, first.device)
+    return attach_at(
+        schedule, placement, job_id=job_id, connect=connect, max_slowdown_percent=max_slowdown_percent
+    )
+
+
+def attach_at(
+    schedule: Any,
+    placement: places.Placement,
+    *,
+    job_id: str,
+    connect: Connect = Probe.connect,
+    max_slowdown_percent: float = 0.0,
+    **versions: str,
+) -> Attachment:
+    """As `attach`, for who knows this rank's place; `versions`: of what trains, beside torch's."""
+    stages = stages_of(schedule)
+    first = stages[0]
+    identities = identities_of(stages)
     if (placement.stage, placement.stage_count) != (first.group_rank, first.group_size):
         raise ValueError(
             f"device mesh: expected pipeline rank {first.group_rank} of {first.group_size}, as in the "
             f"schedule's group, found {placement.stage} of {placement.stage_count}"
         )
-    marks = connect_marks(connect, job_id, placement, first.device)
     attachment = Attachment(
         placement,
-        marks,
+        connect_marks(connect, job_id, placement, first.device),
         places.gather_over(first.group),
         chunk_positions=[stage.stage_index for stage in stages],
         table=table_if_any(lambda: _table(schedule, stages)),
-        work=lambda: work_of(stages),
+        work=lambda: work_of(stages, **versions),
         max_slowdown_percent=max_slowdown_percent,
         is_capturing=capture_check(first.device),
         exchange=StoreExchange(),
@@ -119,19 +139,22 @@ def attach_model(
     """Attach this rank's replica of a model that is trained without a pipeline, in data parallel.
 
     Called by all ranks of the job, before training, with the model that is called in the training loop (the
-    `DistributedDataParallel`, say) and the optimizer whose step ends an iteration (the last one, of several).
+    `DistributedDataParallel`, say, or what `fully_shard` has sharded) and the optimizer whose step ends an
+    iteration (the last one, of several).
     `process_group`: the replicas; that of a `DistributedDataParallel` by default, or else all processes.
     `max_slowdown_percent`, `connect`: as in `attach`.
 
-    ValueError for what is no module or no optimizer of torch. Without an agent that is said once, and
-    training goes on as before.
+    ValueError for what is no module or no optimizer of torch, or sharded as no known version does it. Without
+    an agent that is said once, and training goes on as before.
     """
     import torch
     from torch import distributed
     from torch.utils import _pytree
 
+    say_if_untested("torch", str(torch.__version__), str(torch.__version__))
     check_attributes(model, f"model {type(model).__name__}", "forward", "training", "parameters", "modules")
     check_attributes(optimizer, f"optimizer {type(optimizer).__name__}", "register_step_post_hook")
+    sharded = list(parameter_groups(model))
     group = process_group if process_group is not None else getattr(model, "process_group", None)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     placement = places.Placement(
@@ -149,6 +172,7 @@ def attach_model(
     engine = torch.autograd.Variable._execution_engine
     parts = TorchParts(torch.is_grad_enabled, _pytree.tree_leaves, engine.queue_callback)
     MarkedModel(attachment, model, parts).mark(optimizer)
+    mark_waits(attachment, sharded)
     return attachment
 
 
@@ -165,7 +189,7 @@ def stages_of(schedule: Any) -> list[Any]:
     return sorted(stages, key=lambda stage: stage.stage_index)
 
 
-def work_of(stages: Sequence[Any]) -> str:
+def work_of(stages: Sequence[Any], **versions: str) -> str:
     """What these stages compute, once an iteration has shown the shape of a microbatch (`probe.stage_work`).
 
     Shapes do not change from then on: torch's stages receive into buffers of these.
@@ -173,7 +197,7 @@ def work_of(stages: Sequence[Any]) -> str:
     from torch import __version__
 
     shapes = [shapes_of(_inputs_of(stage)) for stage in stages]
-    return work_text([stage.submod for stage in stages], torch=str(__version__), shapes=shapes)
+    return work_text([stage.submod for stage in stages], torch=str(__version__), shapes=shapes, **versions)
 
 
 def _inputs_of(stage: Any) -> Any:

@@ -75,6 +75,7 @@ def job_facts(job: job_pb2.Job) -> Table:
         if job.profiling_cost.iteration_count
         else "",
         "frontier": frontier if job.t_min_s else "",
+        "set latency": _latency(job),
         "stragglers": "\n".join(
             f"pipeline {each.pipeline}, {'detected' if each.is_detected else 'reported'}"
             + (f": {each.iteration_time_s:.3f} s" if each.iteration_time_s else "")
@@ -136,6 +137,7 @@ def rank_table(ranks: Iterable[rank_pb2.Rank]) -> Table:
         "offered",
         "in force",
         "on clock",
+        "limits",
     ):
         table.add_column(column)
     for rank in ranks:
@@ -151,6 +153,7 @@ def rank_table(ranks: Iterable[rank_pb2.Rank]) -> Table:
             _version(rank.offered_version),
             _version(rank.in_force_version),
             _on_clock(rank.clocks),
+            _limits(rank),
         )
     return table
 
@@ -191,6 +194,7 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     gaps = ""
     irregular: list[str] = []
+    latency: list[str] = []
     for period in periods:
         gaps = _gaps(period)
         if period.irregular_count:
@@ -209,6 +213,11 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
             _figure(period.energy_j, period.energy_se_j if has_error else None, ".0f"),
             *_saving(period),
         )
+        if period.latency_cost_percent:
+            latency.append(f"{period.latency_cost_percent:+.2f} % in period {period.number}")
+    if latency:
+        what = "what the time to set clocks adds to the energy, by prediction"
+        table.caption = f"{table.caption}\n{what}: {'; '.join(latency)}"
     if irregular:
         table.caption = f"{table.caption}\nirregular iterations, not counted above: {'; '.join(irregular)}"
     if gaps:
@@ -297,6 +306,41 @@ def _ranges(numbers: list[int]) -> str:
     breaks = [at for at, (one, other) in enumerate(pairwise(numbers), start=1) if other != one + 1]
     ranges = [numbers[first:end] for first, end in pairwise([0, *breaks, len(numbers)])]
     return ", ".join(f"{some[0]}–{some[-1]}" if len(some) > 1 else str(some[0]) for some in ranges)
+
+
+def _latency(job: job_pb2.Job) -> str:
+    """How long clocks take to set, and what that costs."""
+    if not job.set_latency_s:
+        return ""
+    text = f"{1e3 * job.set_latency_s:.0f} ms"
+    if job.t_min_s:
+        text += f"; costs {job.latency_cost_percent:.2f} % energy at T_min against clocks that change at once"
+    return text
+
+
+_EVENT_REASONS = {
+    0x4: "power cap",
+    0x8: "slowdown",
+    0x20: "heat",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+}
+
+
+def _limits(rank: rank_pb2.Rank) -> str:
+    """What bounds a rank's GPU beside its clocks, in a table's cell."""
+    reasons = [name for bit, name in _EVENT_REASONS.items() if rank.clock_event_reasons & bit]
+    parts = [
+        *([f"{rank.power_limit_w:.0f} W"] if rank.power_limit_w else []),
+        *(
+            [f"workload power profiles {', '.join(map(str, rank.workload_power_profiles))}"]
+            if rank.workload_power_profiles
+            else []
+        ),
+        *([f"held by {', '.join(reasons)}"] if reasons else []),
+        *([f"reaches {rank.capped_clock_mhz} MHz"] if rank.capped_clock_mhz else []),
+    ]
+    return "; ".join(parts)
 
 
 def _on_clock(clocks: "ClockStatistics") -> str:

@@ -18,7 +18,7 @@ from perseus.agent.probe.attachment import Connect
 from perseus.agent.probe.client import Probe
 
 Works = Mapping[tuple[Kind, int], Work]
-"""(kind, chunk) → the work of such a computation on this rank."""
+"""(kind, chunk) → the work of such a computation on this rank; of each part, where it waits for others."""
 
 
 class EmulatedProbe:
@@ -31,6 +31,7 @@ class EmulatedProbe:
         self._probe = probe
         self._gpu = gpu
         self._works = works
+        self._work: Work | None = None
         self.register = probe.register
         self.begin_iteration = probe.begin_iteration
         self.end_iteration = probe.end_iteration
@@ -39,12 +40,24 @@ class EmulatedProbe:
     def begin_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
         """Begin the computation's work on the GPU. KeyError for a computation that has none."""
         self._probe.begin_computation(kind, microbatch, chunk)
-        self._gpu.begin(self._works[kind, chunk])
+        self._work = self._works[kind, chunk]
+        self._gpu.begin(self._work)
 
     def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
         """Wait for the GPU."""
         self._gpu.wait()
         self._probe.end_computation(kind, microbatch, chunk)
+
+    def begin_wait(self) -> None:
+        """Wait for the GPU: so far the computation has done its work, once."""
+        self._gpu.wait()
+        self._probe.begin_wait()
+
+    def end_wait(self) -> None:
+        """The rest of the computation is the same work once more: it has as many parts as waits, and one."""
+        self._probe.end_wait()
+        if self._work is not None:
+            self._gpu.begin(self._work)
 
     def close(self) -> None:
         """Close the connection, and let go of the GPU."""

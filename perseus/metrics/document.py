@@ -9,7 +9,7 @@ _INTRODUCTION = """\
 
 Made from `perseus/metrics/names.py` by `make metrics`. How to have them scraped is in
 [operations.md](operations.md#watching-it); [alerts](../deploy/prometheus/perseus-rules.yml) and a
-[board](../deploy/grafana/perseus.json) are made for them.
+[board](../deploy/grafana/board.json) are made for them.
 
 Base units, each in the name; ratios are from 0 to 1. What is not known is left out, rather than told as 0.
 Counters count since their process was started, unless they say otherwise: `rate` and `increase` see to that.

@@ -27,13 +27,15 @@ from perseus.solver.profile import PS_PER_S, to_ps
 
 FloatArray = NDArray[np.float64]
 
-_LEAST_SHARE_ON_CLOCK = 0.9
 _STRETCH_COUNT = 4
 _FIRST_PRICE_W = 8.0
 _PRICE_COUNT = 8
 _BISECTION_COUNT = 6
 
-_MOST_SLOWDOWN = 1.002
+LEAST_SHARE_ON_CLOCK = 0.9
+"""The share of computation time that a plan spends at its clocks, at least."""
+
+MOST_SLOWDOWN = 1.002
 """Measured times may rise with the clock, and then lateness slows down. This much is let happen."""
 
 
@@ -84,7 +86,7 @@ class _Search:
 
     def is_on_clock(self, plan: Plan) -> bool:
         replayed = replay_with_latency(self._pipeline, plan, self._latency_s)
-        return replayed.share_on_clock >= _LEAST_SHARE_ON_CLOCK
+        return replayed.share_on_clock >= LEAST_SHARE_ON_CLOCK
 
     def mixed(self, plan: Plan, cheaper: Plan) -> Plan:
         """Return ``plan`` with as many stages of the cheaper one as leave it fast and on its clocks."""
@@ -96,10 +98,10 @@ class _Search:
 
     def dwelled(self, lateness_price_w: float) -> Plan:
         """Return the dwelled plan; if lateness slows it too much, one where it slows nothing by more."""
-        for most_slowdown in (math.inf, _MOST_SLOWDOWN):
+        for most_slowdown in (math.inf, MOST_SLOWDOWN):
             plan = self._choose_runs(lateness_price_w, most_slowdown)
             late = replay_with_latency(self._pipeline, plan, self._latency_s)
-            if late.iteration_time_s <= _MOST_SLOWDOWN * self._planned.iteration_time_s:
+            if late.iteration_time_s <= MOST_SLOWDOWN * self._planned.iteration_time_s:
                 break
         return plan
 

@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from perseus.solver.assignment import Choice
 from perseus.solver.errors import DeadlineError, SolverError
 from perseus.solver.graph import EventGraph, build_event_graph
+from perseus.solver.kept_clocks import KeptClocks, KeptPoint, dwelled_count, kept_plan
+from perseus.solver.latency import check_latency
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
-from perseus.solver.plan_table import PlanTable, PlanTableRecorder
+from perseus.solver.plan_table import PlanTable
 from perseus.solver.profile import PS_PER_S, to_ps
 from perseus.solver.rounding import Rounder, refine
 from perseus.solver.sweep import Sweep, sweep_frontier
@@ -44,6 +46,8 @@ class FrontierPoint:
         energy_j: of one iteration of ``iteration_time_s``, waiting included.
         effective_energy_j: ``energy_j`` without the blocking power over the iteration.
         bound_energy_j: what no plan of ``iteration_time_s`` can go below.
+        latency_cost_j: by how much the GPUs' set latency raises the energy until the deadline, over that of
+            the plan whose clocks change at once; 0 where that is planned.
     """
 
     deadline_s: float
@@ -51,6 +55,12 @@ class FrontierPoint:
     energy_j: float
     effective_energy_j: float
     bound_energy_j: float
+    latency_cost_j: float = 0.0
+
+    @property
+    def latency_cost_percent(self) -> float:
+        """The same, percent of the energy that the plan would take without."""
+        return 100 * self.latency_cost_j / self.energy_j
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,18 +73,24 @@ class Frontier:
         points: realised plans by rising deadline, from T_min to T_slow. Along them effective energy never
             rises.
         t_star_index: the point whose deadline is T*.
+        set_latency_s: how long the GPUs take to set a clock; 0 for plans whose clocks change at once.
     """
 
     pipeline: Pipeline
     baseline: Plan
     points: tuple[FrontierPoint, ...]
     t_star_index: int
+    set_latency_s: float
     _graph: EventGraph = field(repr=False)
     _sweep: Sweep = field(repr=False)
     _choices: NDArray[np.int16] = field(repr=False)
-    """Per point and computation, the index of the chosen option."""
+    """Per deadline that was rounded and computation, the index of the chosen option."""
+    _choice_times_ps: tuple[int, ...] = field(repr=False)
+    """The iteration time of each of these, on the measured times."""
     _plans: PlanTable = field(repr=False)
-    """The points' plans."""
+    """The points' plans, one of several points perhaps."""
+    _rows: tuple[int, ...] = field(repr=False)
+    """Each point's in that table."""
 
     @property
     def t_min_s(self) -> float:
@@ -103,16 +119,22 @@ class Frontier:
     def plan(self, iteration_time_s: float) -> Plan:
         """Return the plan made for that iteration time: never slower, at the least effective energy found.
 
-        Beyond T_slow it is the plan of T_slow.
+        Beyond T_slow it is the plan of T_slow. With a set latency its clocks are kept long enough, or it is
+        one of the points' plans.
 
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
         """
         deadline_ps = _check_deadline(iteration_time_s, self._sweep)
         relaxed_ps = self._sweep.event_times_at(deadline_ps)
-        within: Choice = self._choices[self._index_within(deadline_ps)].tolist()
+        within: Choice = self._choices[bisect_right(self._choice_times_ps, deadline_ps) - 1].tolist()
         choice = refine(self._graph, Rounder(self._graph), relaxed_ps, deadline_ps, [within])
-        return _assemble(self.pipeline, self._graph, choice)
+        plan = _assemble(self.pipeline, self._graph, choice)
+        if not self.set_latency_s:
+            return plan
+        realised = self.plan_within(iteration_time_s)
+        kept = kept_plan(self.pipeline, plan, self.set_latency_s)
+        return min(kept or realised, realised, key=lambda each: each.effective_energy_j)
 
     def plan_within(self, iteration_time_s: float) -> Plan:
         """Return the slowest of the points' plans that is not slower than that: a look-up, nothing is solved.
@@ -120,7 +142,17 @@ class Frontier:
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
         """
-        return self._plans.plan(self._index_within(_check_deadline(iteration_time_s, self._sweep)))
+        return self._plans.plan(
+            self._rows[self._index_within(_check_deadline(iteration_time_s, self._sweep))]
+        )
+
+    def point_within(self, iteration_time_s: float) -> FrontierPoint:
+        """Return the point of that plan.
+
+        Raises:
+            DeadlineError: the iteration time is shorter than T_min.
+        """
+        return self.points[self._index_within(_check_deadline(iteration_time_s, self._sweep))]
 
     def _index_within(self, deadline_ps: int) -> int:
         return bisect_right(self.points, deadline_ps, key=lambda point: to_ps(point.iteration_time_s)) - 1
@@ -131,9 +163,13 @@ def solve(
     *,
     point_count: int = 100,
     hull_tolerance: float = 0.0,
+    set_latency_s: float = 0.0,
     on_progress: Callable[[float], None] | None = None,
 ) -> Frontier:
     """Solve for the whole frontier and realise ``point_count`` evenly spaced plans on it, T* among them.
+
+    Where the GPUs take ``set_latency_s`` to set a clock, plans keep their clocks long enough for that; there
+    may be fewer points then (:mod:`perseus.solver.kept_clocks`).
 
     ``hull_tolerance`` makes large problems quicker: it leaves out what matters less to a computation's curve
     than this share of its energy. Bounds stay bounds, lower by at most that share of all computations'
@@ -143,9 +179,11 @@ def solve(
     iteration time has a single point.
 
     Raises:
-        SolverError: fewer than 3 points (T_min, T*, T_slow) are asked for, or the tolerance is no share.
+        SolverError: fewer than 3 points (T_min, T*, T_slow) are asked for, the tolerance is no share, or the
+            latency not a finite number of 0 or more.
         PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
     """
+    check_latency(set_latency_s)
     if point_count < 3:
         raise SolverError(f"point_count: expected at least 3, found {point_count}", found=point_count)
     if not 0 <= hull_tolerance < 1:
@@ -178,21 +216,28 @@ def solve(
         choices.append(choice)
         report(_SWEEP_SHARE + (1 - _SWEEP_SHARE) * len(choices) / len(deadlines_ps))
     baseline = fastest_clock_plan(pipeline)
-    points: list[FrontierPoint] = []
-    plans = PlanTableRecorder(baseline)
-    for deadline_ps, choice in zip(deadlines_ps, choices, strict=True):
+    kept = KeptClocks(pipeline, baseline, set_latency_s)
+    choice_times_ps: list[int] = []
+    step = max(1, len(choices) // dwelled_count(len(graph.computations)))
+    for index, (deadline_ps, choice) in enumerate(zip(deadlines_ps, choices, strict=True)):
         plan = _assemble(pipeline, graph, choice)
-        points.append(_measure_point(pipeline, sweep, deadline_ps, plan))
-        plans.record(plan)
+        choice_times_ps.append(to_ps(plan.iteration_time_s))
+        is_mark = deadline_ps in (deadlines_ps[0], t_star_ps, deadlines_ps[-1])
+        is_needed = is_mark or index % step == 0
+        kept.take(deadline_ps / PS_PER_S, plan, is_needed=is_needed)
+    found, plans = kept.finish()
     return Frontier(
         pipeline=pipeline,
         baseline=baseline,
-        points=tuple(points),
-        t_star_index=deadlines_ps.index(t_star_ps),
+        points=tuple(_measure_point(pipeline, sweep, plans, point) for point in found),
+        t_star_index=[point.deadline_s for point in found].index(t_star_ps / PS_PER_S),
+        set_latency_s=set_latency_s,
         _graph=graph,
         _sweep=sweep,
         _choices=np.array(choices, dtype=np.int16),
-        _plans=plans.finish(),
+        _choice_times_ps=tuple(choice_times_ps),
+        _plans=plans,
+        _rows=tuple(point.row for point in found),
     )
 
 
@@ -252,13 +297,15 @@ def _assemble(pipeline: Pipeline, graph: EventGraph, choice: Choice) -> Plan:
     )
 
 
-def _measure_point(pipeline: Pipeline, sweep: Sweep, deadline_ps: int, plan: Plan) -> FrontierPoint:
+def _measure_point(pipeline: Pipeline, sweep: Sweep, plans: PlanTable, point: KeptPoint) -> FrontierPoint:
+    time_s, effective_energy_j = plans.iteration_times_s[point.row], plans.effective_energies_j[point.row]
     return FrontierPoint(
-        deadline_s=deadline_ps / PS_PER_S,
-        iteration_time_s=plan.iteration_time_s,
-        energy_j=plan.energy_j,
-        effective_energy_j=plan.effective_energy_j,
-        bound_energy_j=_bound_energy_j(pipeline, sweep, plan.iteration_time_s),
+        deadline_s=point.deadline_s,
+        iteration_time_s=time_s,
+        energy_j=effective_energy_j + plans.blocking_power_w * time_s,
+        effective_energy_j=effective_energy_j,
+        bound_energy_j=_bound_energy_j(pipeline, sweep, time_s),
+        latency_cost_j=point.latency_cost_j,
     )
 
 

@@ -386,6 +386,7 @@ class Gpu(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     SUPPORTED_CLOCKS_MHZ_FIELD_NUMBER: builtins.int
     POWER_LIMIT_W_FIELD_NUMBER: builtins.int
+    WORKLOAD_POWER_PROFILES_FIELD_NUMBER: builtins.int
     uuid: builtins.str
     """NVML UUID; 1 to 256 characters. A GPU runs one rank: while a rank is served, no other rank of any job is on
     the same GPU (GPU_ALREADY_SERVED).
@@ -398,6 +399,12 @@ class Gpu(google.protobuf.message.Message):
     def supported_clocks_mhz(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Supported SM clocks, MHz, each once, highest first; 1 to 1024 of them."""
 
+    @property
+    def workload_power_profiles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """NVIDIA's workload power profiles in force, by NVML's numbers, each once, rising; at most 256. Empty where there is
+        none, or where the GPU knows none. Profiles (of computations) are adopted only under the same ones.
+        """
+
     def __init__(
         self,
         *,
@@ -405,10 +412,35 @@ class Gpu(google.protobuf.message.Message):
         model: builtins.str = ...,
         supported_clocks_mhz: collections.abc.Iterable[builtins.int] | None = ...,
         power_limit_w: builtins.float = ...,
+        workload_power_profiles: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["model", b"model", "power_limit_w", b"power_limit_w", "supported_clocks_mhz", b"supported_clocks_mhz", "uuid", b"uuid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "power_limit_w", b"power_limit_w", "supported_clocks_mhz", b"supported_clocks_mhz", "uuid", b"uuid", "workload_power_profiles", b"workload_power_profiles"]) -> None: ...
 
 Global___Gpu: typing_extensions.TypeAlias = Gpu
+
+@typing.final
+class GpuLimits(google.protobuf.message.Message):
+    """What others have set that bounds a rank's GPU: read by its agent from time to time, and never set."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POWER_LIMIT_W_FIELD_NUMBER: builtins.int
+    WORKLOAD_POWER_PROFILES_FIELD_NUMBER: builtins.int
+    power_limit_w: builtins.float
+    """As in Gpu."""
+    @property
+    def workload_power_profiles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """As in Gpu."""
+
+    def __init__(
+        self,
+        *,
+        power_limit_w: builtins.float = ...,
+        workload_power_profiles: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["power_limit_w", b"power_limit_w", "workload_power_profiles", b"workload_power_profiles"]) -> None: ...
+
+Global___GpuLimits: typing_extensions.TypeAlias = GpuLimits
 
 @typing.final
 class RankJoined(google.protobuf.message.Message):
@@ -658,6 +690,7 @@ class IterationColumns(google.protobuf.message.Message):
     GAP_TIME_S_FIELD_NUMBER: builtins.int
     GAP_ENERGY_J_FIELD_NUMBER: builtins.int
     GAP_SLOWED_TIME_S_FIELD_NUMBER: builtins.int
+    CAPPED_CLOCK_MHZ_FIELD_NUMBER: builtins.int
     @property
     def iteration(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Iteration, from 0."""
@@ -703,6 +736,12 @@ class IterationColumns(google.protobuf.message.Message):
         them, times what it lacks to the highest as a share of that.
         """
 
+    @property
+    def capped_clock_mhz(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The highest SM clock that was seen while there was one of clock_event_reasons, MHz: what the GPU could do then. 0
+        where there was none. This column may be empty.
+        """
+
     def __init__(
         self,
         *,
@@ -715,8 +754,9 @@ class IterationColumns(google.protobuf.message.Message):
         gap_time_s: collections.abc.Iterable[builtins.float] | None = ...,
         gap_energy_j: collections.abc.Iterable[builtins.float] | None = ...,
         gap_slowed_time_s: collections.abc.Iterable[builtins.float] | None = ...,
+        capped_clock_mhz: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capped_clock_mhz", b"capped_clock_mhz", "clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version"]) -> None: ...
 
 Global___IterationColumns: typing_extensions.TypeAlias = IterationColumns
 
@@ -890,6 +930,7 @@ class TelemetryBatch(google.protobuf.message.Message):
     ENERGY_FIELD_NUMBER: builtins.int
     DROPPED_BATCH_COUNT_FIELD_NUMBER: builtins.int
     CLOCKS_FIELD_NUMBER: builtins.int
+    GPU_LIMITS_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Number within the agent instance, from 1, without gaps but for dropped batches. They are sent in order; one
     that is not above what was acknowledged is only acknowledged again.
@@ -918,6 +959,12 @@ class TelemetryBatch(google.protobuf.message.Message):
     def clocks(self) -> perseus.v1.clock_statistics_pb2.ClockStatistics:
         """How well the clocks follow the plan of those iterations; absent where the agent may not set clocks."""
 
+    @property
+    def gpu_limits(self) -> Global___GpuLimits:
+        """What bounded the rank's GPU when this was measured; absent where the agent does not tell. Where it is not what the
+        rank's RankJoined or its last batch said, what was measured of the job before is forgotten and measured anew.
+        """
+
     def __init__(
         self,
         *,
@@ -929,9 +976,10 @@ class TelemetryBatch(google.protobuf.message.Message):
         energy: Global___EnergyEstimate | None = ...,
         dropped_batch_count: builtins.int = ...,
         clocks: perseus.v1.clock_statistics_pb2.ClockStatistics | None = ...,
+        gpu_limits: Global___GpuLimits | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["clocks", b"clocks", "computations", b"computations", "energy", b"energy", "iterations", b"iterations", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "computations", b"computations", "dropped_batch_count", b"dropped_batch_count", "energy", b"energy", "iterations", b"iterations", "job_id", b"job_id", "rank", b"rank", "sequence", b"sequence"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["clocks", b"clocks", "computations", b"computations", "energy", b"energy", "gpu_limits", b"gpu_limits", "iterations", b"iterations", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "computations", b"computations", "dropped_batch_count", b"dropped_batch_count", "energy", b"energy", "gpu_limits", b"gpu_limits", "iterations", b"iterations", "job_id", b"job_id", "rank", b"rank", "sequence", b"sequence"]) -> None: ...
 
 Global___TelemetryBatch: typing_extensions.TypeAlias = TelemetryBatch
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!perseus/v1/clock_statistics.proto\x12\nperseus.v1\"\x9b\x02\n\x0f\x43lockStatistics\x12\x14\n\x0cplan_version\x18\x01 \x01(\x03\x12\x11\n\tset_count\x18\x02 \x01(\x05\x12\x19\n\x11\x63omputation_count\x18\x03 \x01(\x05\x12\x18\n\x10late_raise_count\x18\x04 \x01(\x05\x12\x14\n\x0cmissed_count\x18\x05 \x01(\x05\x12\x1a\n\x12\x63omputation_time_s\x18\x06 \x01(\x01\x12\x17\n\x0fon_clock_time_s\x18\x07 \x01(\x01\x12\x15\n\rset_latency_s\x18\x08 \x01(\x01\x12\x10\n\x08margin_s\x18\t \x01(\x01\x12\x1f\n\x12prediction_error_s\x18\n \x01(\x01H\x00\x88\x01\x01\x42\x15\n\x13_prediction_error_sB1\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!perseus/v1/clock_statistics.proto\x12\nperseus.v1\"\xb6\x02\n\x0f\x43lockStatistics\x12\x14\n\x0cplan_version\x18\x01 \x01(\x03\x12\x11\n\tset_count\x18\x02 \x01(\x05\x12\x19\n\x11\x63omputation_count\x18\x03 \x01(\x05\x12\x18\n\x10late_raise_count\x18\x04 \x01(\x05\x12\x14\n\x0cmissed_count\x18\x05 \x01(\x05\x12\x1a\n\x12\x63omputation_time_s\x18\x06 \x01(\x01\x12\x17\n\x0fon_clock_time_s\x18\x07 \x01(\x01\x12\x15\n\rset_latency_s\x18\x08 \x01(\x01\x12\x10\n\x08margin_s\x18\t \x01(\x01\x12\x1f\n\x12prediction_error_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x11set_latency_count\x18\x0b \x01(\x05\x42\x15\n\x13_prediction_error_sB1\n\nperseus.v1P\x01Z\x14perseus/v1;perseusv1\xaa\x02\nPerseus.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,5 +33,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\nperseus.v1P\001Z\024perseus/v1;perseusv1\252\002\nPerseus.V1'
   _globals['_CLOCKSTATISTICS']._serialized_start=50
-  _globals['_CLOCKSTATISTICS']._serialized_end=333
+  _globals['_CLOCKSTATISTICS']._serialized_end=360
 # @@protoc_insertion_point(module_scope)

@@ -34,6 +34,7 @@ class ClockStatistics(google.protobuf.message.Message):
     SET_LATENCY_S_FIELD_NUMBER: builtins.int
     MARGIN_S_FIELD_NUMBER: builtins.int
     PREDICTION_ERROR_S_FIELD_NUMBER: builtins.int
+    SET_LATENCY_COUNT_FIELD_NUMBER: builtins.int
     plan_version: builtins.int
     """Version of the plan; 0 for stock without a plan."""
     set_count: builtins.int
@@ -58,6 +59,10 @@ class ClockStatistics(google.protobuf.message.Message):
     """How far off the ends of computations were predicted, seconds: the median of the last ones. Absent as
     long as nothing was predicted.
     """
+    set_latency_count: builtins.int
+    """Of how many sets set_latency_s is the median; 0 while it is assumed, as nothing was set yet. Plans are made with
+    it from 3 sets on.
+    """
     def __init__(
         self,
         *,
@@ -71,9 +76,10 @@ class ClockStatistics(google.protobuf.message.Message):
         set_latency_s: builtins.float = ...,
         margin_s: builtins.float = ...,
         prediction_error_s: builtins.float | None = ...,
+        set_latency_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_prediction_error_s", b"_prediction_error_s", "prediction_error_s", b"prediction_error_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_prediction_error_s", b"_prediction_error_s", "computation_count", b"computation_count", "computation_time_s", b"computation_time_s", "late_raise_count", b"late_raise_count", "margin_s", b"margin_s", "missed_count", b"missed_count", "on_clock_time_s", b"on_clock_time_s", "plan_version", b"plan_version", "prediction_error_s", b"prediction_error_s", "set_count", b"set_count", "set_latency_s", b"set_latency_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_prediction_error_s", b"_prediction_error_s", "computation_count", b"computation_count", "computation_time_s", b"computation_time_s", "late_raise_count", b"late_raise_count", "margin_s", b"margin_s", "missed_count", b"missed_count", "on_clock_time_s", b"on_clock_time_s", "plan_version", b"plan_version", "prediction_error_s", b"prediction_error_s", "set_count", b"set_count", "set_latency_count", b"set_latency_count", "set_latency_s", b"set_latency_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_prediction_error_s", b"_prediction_error_s"]) -> typing.Literal["prediction_error_s"] | None: ...
 
 Global___ClockStatistics: typing_extensions.TypeAlias = ClockStatistics

@@ -91,6 +91,12 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Agents cause more events than a job's budget allows: events of ranks, of what is in force on them, of what
     they refuse and of their GPUs' errors are dropped. Told when that begins, and when it is over.
     """
+    JOB_EVENT_TYPE_CLOCK_CAPPED: _JobEventType.ValueType  # 28
+    """A power cap or heat keeps a GPU from clocks that plans counted on, and iterations are slower for it: the job is
+    planned without those clocks.
+    """
+    JOB_EVENT_TYPE_GPU_LIMITS_CHANGED: _JobEventType.ValueType  # 29
+    """Somebody has changed a GPU's power limit or workload power profiles: its stage is profiled anew."""
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """What kind of thing happened to a job."""
@@ -157,6 +163,12 @@ JOB_EVENT_TYPE_EVENTS_DROPPED: JobEventType.ValueType  # 27
 """Agents cause more events than a job's budget allows: events of ranks, of what is in force on them, of what
 they refuse and of their GPUs' errors are dropped. Told when that begins, and when it is over.
 """
+JOB_EVENT_TYPE_CLOCK_CAPPED: JobEventType.ValueType  # 28
+"""A power cap or heat keeps a GPU from clocks that plans counted on, and iterations are slower for it: the job is
+planned without those clocks.
+"""
+JOB_EVENT_TYPE_GPU_LIMITS_CHANGED: JobEventType.ValueType  # 29
+"""Somebody has changed a GPU's power limit or workload power profiles: its stage is profiled anew."""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 class _ClockGivenUpReason:
@@ -336,6 +348,8 @@ class JobEvent(google.protobuf.message.Message):
     QUARANTINED_FIELD_NUMBER: builtins.int
     SOLVE_RETRIED_FIELD_NUMBER: builtins.int
     EVENTS_DROPPED_FIELD_NUMBER: builtins.int
+    CLOCK_CAPPED_FIELD_NUMBER: builtins.int
+    GPU_LIMITS_CHANGED_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Number of the event within its run, from 1."""
     type: Global___JobEventType.ValueType
@@ -438,6 +452,14 @@ class JobEvent(google.protobuf.message.Message):
     def events_dropped(self) -> Global___EventsDropped:
         """Of EVENTS_DROPPED."""
 
+    @property
+    def clock_capped(self) -> Global___ClockCapped:
+        """Of CLOCK_CAPPED."""
+
+    @property
+    def gpu_limits_changed(self) -> Global___GpuLimitsChanged:
+        """Of GPU_LIMITS_CHANGED."""
+
     def __init__(
         self,
         *,
@@ -468,10 +490,12 @@ class JobEvent(google.protobuf.message.Message):
         quarantined: Global___Quarantined | None = ...,
         solve_retried: Global___SolveRetried | None = ...,
         events_dropped: Global___EventsDropped | None = ...,
+        clock_capped: Global___ClockCapped | None = ...,
+        gpu_limits_changed: Global___GpuLimitsChanged | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped"] | None: ...
+    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped", "clock_capped", "gpu_limits_changed"] | None: ...
 
 Global___JobEvent: typing_extensions.TypeAlias = JobEvent
 
@@ -733,6 +757,8 @@ class Solved(google.protobuf.message.Message):
     T_MIN_ENERGY_J_FIELD_NUMBER: builtins.int
     POINT_COUNT_FIELD_NUMBER: builtins.int
     TRANSFER_LAG_S_FIELD_NUMBER: builtins.int
+    SET_LATENCY_S_FIELD_NUMBER: builtins.int
+    LATENCY_COST_PERCENT_FIELD_NUMBER: builtins.int
     t_min_s: builtins.float
     """T_min, seconds."""
     t_star_s: builtins.float
@@ -747,6 +773,10 @@ class Solved(google.protobuf.message.Message):
     """Realised plans."""
     transfer_lag_s: builtins.float
     """Lag of a transfer between stages that was planned for, seconds."""
+    set_latency_s: builtins.float
+    """How long the GPUs take to set a clock, seconds, as was planned for; 0 where it was not known."""
+    latency_cost_percent: builtins.float
+    """What that costs at T_min, percent of the energy that the plan there would take if clocks changed at once."""
     def __init__(
         self,
         *,
@@ -757,8 +787,10 @@ class Solved(google.protobuf.message.Message):
         t_min_energy_j: builtins.float = ...,
         point_count: builtins.int = ...,
         transfer_lag_s: builtins.float = ...,
+        set_latency_s: builtins.float = ...,
+        latency_cost_percent: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["baseline_energy_j", b"baseline_energy_j", "point_count", b"point_count", "t_min_energy_j", b"t_min_energy_j", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s", "transfer_lag_s", b"transfer_lag_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["baseline_energy_j", b"baseline_energy_j", "latency_cost_percent", b"latency_cost_percent", "point_count", b"point_count", "set_latency_s", b"set_latency_s", "t_min_energy_j", b"t_min_energy_j", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s", "transfer_lag_s", b"transfer_lag_s"]) -> None: ...
 
 Global___Solved: typing_extensions.TypeAlias = Solved
 
@@ -1327,3 +1359,81 @@ class EventsDropped(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["dropped_count", b"dropped_count", "is_over", b"is_over"]) -> None: ...
 
 Global___EventsDropped: typing_extensions.TypeAlias = EventsDropped
+
+@typing.final
+class ClockCapped(google.protobuf.message.Message):
+    """A GPU did not reach clocks that plans counted on, and iterations were slower for it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    CLOCK_MHZ_FIELD_NUMBER: builtins.int
+    PLANNED_CLOCK_MHZ_FIELD_NUMBER: builtins.int
+    CLOCK_EVENT_REASONS_FIELD_NUMBER: builtins.int
+    HOLD_S_FIELD_NUMBER: builtins.int
+    clock_mhz: builtins.int
+    """The highest clock that it reached, MHz; those above it are not planned on for a while."""
+    planned_clock_mhz: builtins.int
+    """The highest that its stage was planned with, MHz."""
+    clock_event_reasons: builtins.int
+    """Why it did not, as in IterationColumns."""
+    hold_s: builtins.float
+    """For how long the job is planned without, seconds; longer from time to time."""
+    @property
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
+        """The rank."""
+
+    def __init__(
+        self,
+        *,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
+        clock_mhz: builtins.int = ...,
+        planned_clock_mhz: builtins.int = ...,
+        clock_event_reasons: builtins.int = ...,
+        hold_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["clock_event_reasons", b"clock_event_reasons", "clock_mhz", b"clock_mhz", "hold_s", b"hold_s", "planned_clock_mhz", b"planned_clock_mhz", "rank", b"rank"]) -> None: ...
+
+Global___ClockCapped: typing_extensions.TypeAlias = ClockCapped
+
+@typing.final
+class GpuLimitsChanged(google.protobuf.message.Message):
+    """Somebody has changed what bounds a rank's GPU."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    BEFORE_POWER_LIMIT_W_FIELD_NUMBER: builtins.int
+    POWER_LIMIT_W_FIELD_NUMBER: builtins.int
+    BEFORE_WORKLOAD_POWER_PROFILES_FIELD_NUMBER: builtins.int
+    WORKLOAD_POWER_PROFILES_FIELD_NUMBER: builtins.int
+    before_power_limit_w: builtins.float
+    """Power limit before, watts; 0 if unknown."""
+    power_limit_w: builtins.float
+    """Power limit now, watts; 0 if unknown."""
+    @property
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
+        """The rank."""
+
+    @property
+    def before_workload_power_profiles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Workload power profiles before, by NVML's numbers."""
+
+    @property
+    def workload_power_profiles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Workload power profiles now, by NVML's numbers."""
+
+    def __init__(
+        self,
+        *,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
+        before_power_limit_w: builtins.float = ...,
+        power_limit_w: builtins.float = ...,
+        before_workload_power_profiles: collections.abc.Iterable[builtins.int] | None = ...,
+        workload_power_profiles: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["before_power_limit_w", b"before_power_limit_w", "before_workload_power_profiles", b"before_workload_power_profiles", "power_limit_w", b"power_limit_w", "rank", b"rank", "workload_power_profiles", b"workload_power_profiles"]) -> None: ...
+
+Global___GpuLimitsChanged: typing_extensions.TypeAlias = GpuLimitsChanged

@@ -159,20 +159,26 @@ class FrontierPoint(google.protobuf.message.Message):
     ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     ENERGY_J_FIELD_NUMBER: builtins.int
     BOUND_ENERGY_J_FIELD_NUMBER: builtins.int
+    LATENCY_COST_J_FIELD_NUMBER: builtins.int
     iteration_time_s: builtins.float
     """Iteration time of the plan, seconds."""
     energy_j: builtins.float
     """Energy of the plan on the measured times, blocking included, joules."""
     bound_energy_j: builtins.float
     """Least energy that the relaxation allows for this iteration time, joules: no plan can cost less."""
+    latency_cost_j: builtins.float
+    """What the time that GPUs take to set a clock adds to the energy, joules, by prediction: against the plan for the same
+    time whose clocks change at once, both until that time. 0 where clocks are planned to change at once.
+    """
     def __init__(
         self,
         *,
         iteration_time_s: builtins.float = ...,
         energy_j: builtins.float = ...,
         bound_energy_j: builtins.float = ...,
+        latency_cost_j: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bound_energy_j", b"bound_energy_j", "energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bound_energy_j", b"bound_energy_j", "energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "latency_cost_j", b"latency_cost_j"]) -> None: ...
 
 Global___FrontierPoint: typing_extensions.TypeAlias = FrontierPoint
 
@@ -189,6 +195,7 @@ class Frontier(google.protobuf.message.Message):
     T_STAR_S_FIELD_NUMBER: builtins.int
     T_SLOW_S_FIELD_NUMBER: builtins.int
     T_STAR_INDEX_FIELD_NUMBER: builtins.int
+    SET_LATENCY_S_FIELD_NUMBER: builtins.int
     t_min_s: builtins.float
     """T_min: the shortest iteration time, seconds."""
     t_star_s: builtins.float
@@ -197,6 +204,10 @@ class Frontier(google.protobuf.message.Message):
     """T_slow: the iteration time with every computation at its least effective energy, seconds."""
     t_star_index: builtins.int
     """Index in points of T*."""
+    set_latency_s: builtins.float
+    """How long GPUs take to set a clock, seconds: plans keep their clocks for twice as long where it matters. 0 where they
+    are planned to change at once, as that is not known.
+    """
     @property
     def problem(self) -> Global___PipelineProblem:
         """What was solved; a plan for any iteration time can be made from it."""
@@ -219,9 +230,10 @@ class Frontier(google.protobuf.message.Message):
         t_star_s: builtins.float = ...,
         t_slow_s: builtins.float = ...,
         t_star_index: builtins.int = ...,
+        set_latency_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["baseline", b"baseline", "problem", b"problem"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "points", b"points", "problem", b"problem", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_index", b"t_star_index", "t_star_s", b"t_star_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "points", b"points", "problem", b"problem", "set_latency_s", b"set_latency_s", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_index", b"t_star_index", "t_star_s", b"t_star_s"]) -> None: ...
 
 Global___Frontier: typing_extensions.TypeAlias = Frontier
 

@@ -448,6 +448,8 @@ class Job(google.protobuf.message.Message):
     FINISH_TIME_FIELD_NUMBER: builtins.int
     LAST_EVENT_SEQUENCE_FIELD_NUMBER: builtins.int
     PROFILING_BUDGET_FIELD_NUMBER: builtins.int
+    SET_LATENCY_S_FIELD_NUMBER: builtins.int
+    LATENCY_COST_PERCENT_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
     PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
@@ -479,6 +481,14 @@ class Job(google.protobuf.message.Message):
     """Stragglers now known."""
     last_event_sequence: builtins.int
     """Sequence of the last event that this snapshot holds; later ones may change it."""
+    set_latency_s: builtins.float
+    """How long the job's GPUs take to set a clock, seconds: the largest that its ranks have measured, which plans are
+    made with. 0 before it is known.
+    """
+    latency_cost_percent: builtins.float
+    """What that costs at T_min, percent of the energy that the plan there would take if clocks changed at once, by
+    prediction; 0 before the job is solved.
+    """
     @property
     def parallelism(self) -> Global___Parallelism:
         """Layout of its ranks."""
@@ -547,12 +557,14 @@ class Job(google.protobuf.message.Message):
         finish_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         last_event_sequence: builtins.int = ...,
         profiling_budget: Global___ProfilingBudget | None = ...,
+        set_latency_s: builtins.float = ...,
+        latency_cost_percent: builtins.float = ...,
         spec: Global___JobSpec | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "finish_time", b"finish_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "epoch", b"epoch", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "run_number", b"run_number", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "epoch", b"epoch", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 
@@ -616,6 +628,7 @@ class ReportPeriod(google.protobuf.message.Message):
     GAP_SLOWED_TIME_S_FIELD_NUMBER: builtins.int
     IRREGULAR_COUNT_FIELD_NUMBER: builtins.int
     IRREGULAR_TIME_S_FIELD_NUMBER: builtins.int
+    LATENCY_COST_PERCENT_FIELD_NUMBER: builtins.int
     number: builtins.int
     """Number of the period within its run, from 0."""
     state: Global___JobState.ValueType
@@ -650,6 +663,10 @@ class ReportPeriod(google.protobuf.message.Message):
     """
     irregular_time_s: builtins.float
     """Mean time of these, seconds, of the slowest pipeline; 0 where there were none."""
+    latency_cost_percent: builtins.float
+    """What the time that GPUs take to set a clock costs under the plans of this period, percent of the energy that they
+    would take if clocks changed at once, by prediction: the mean over the pipelines. 0 where no plan is in force.
+    """
     @property
     def plan_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Version of each pipeline's plan, pipeline 0 first; a single one where all have the same."""
@@ -693,9 +710,10 @@ class ReportPeriod(google.protobuf.message.Message):
         gap_slowed_time_s: builtins.float = ...,
         irregular_count: builtins.int = ...,
         irregular_time_s: builtins.float = ...,
+        latency_cost_percent: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["end_time", b"end_time", "saving", b"saving", "start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "energy_j", b"energy_j", "energy_se_j", b"energy_se_j", "first_iteration", b"first_iteration", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "has_straggler", b"has_straggler", "irregular_count", b"irregular_count", "irregular_time_s", b"irregular_time_s", "iteration_count", b"iteration_count", "iteration_time_s", b"iteration_time_s", "iteration_time_se_s", b"iteration_time_se_s", "last_iteration", b"last_iteration", "number", b"number", "pipeline_energy_j", b"pipeline_energy_j", "plan_versions", b"plan_versions", "saving", b"saving", "start_time", b"start_time", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "energy_j", b"energy_j", "energy_se_j", b"energy_se_j", "first_iteration", b"first_iteration", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "has_straggler", b"has_straggler", "irregular_count", b"irregular_count", "irregular_time_s", b"irregular_time_s", "iteration_count", b"iteration_count", "iteration_time_s", b"iteration_time_s", "iteration_time_se_s", b"iteration_time_se_s", "last_iteration", b"last_iteration", "latency_cost_percent", b"latency_cost_percent", "number", b"number", "pipeline_energy_j", b"pipeline_energy_j", "plan_versions", b"plan_versions", "saving", b"saving", "start_time", b"start_time", "state", b"state"]) -> None: ...
 
 Global___ReportPeriod: typing_extensions.TypeAlias = ReportPeriod
 

@@ -4,7 +4,9 @@ isort:skip_file
 Ranks: their places, their states, and what can go wrong with them."""
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import perseus.v1.clock_statistics_pb2
@@ -211,6 +213,10 @@ class Rank(google.protobuf.message.Message):
     IN_FORCE_VERSION_FIELD_NUMBER: builtins.int
     ITERATION_FIELD_NUMBER: builtins.int
     CLOCKS_FIELD_NUMBER: builtins.int
+    POWER_LIMIT_W_FIELD_NUMBER: builtins.int
+    WORKLOAD_POWER_PROFILES_FIELD_NUMBER: builtins.int
+    CLOCK_EVENT_REASONS_FIELD_NUMBER: builtins.int
+    CAPPED_CLOCK_MHZ_FIELD_NUMBER: builtins.int
     state: Global___RankState.ValueType
     """Whether it is served."""
     hostname: builtins.str
@@ -225,6 +231,16 @@ class Rank(google.protobuf.message.Message):
     """Version of the plan in force, as its agent reported it; 0 for stock without a plan."""
     iteration: builtins.int
     """Highest iteration that it reported; -1 if none."""
+    power_limit_w: builtins.float
+    """Power limit of its GPU, watts, as its agent read it last; 0 where it is not known."""
+    clock_event_reasons: builtins.int
+    """Why its GPU was held below its clock at some time in the last iteration that it reported, as in IterationColumns;
+    0 if it was not.
+    """
+    capped_clock_mhz: builtins.int
+    """The highest clock that its GPU is taken to reach, MHz, as a power cap or heat kept it from higher ones that plans
+    had counted on; 0 where nothing did. Its stage is planned without those for a while.
+    """
     @property
     def coordinates(self) -> Global___RankCoordinates:
         """Its place."""
@@ -232,6 +248,10 @@ class Rank(google.protobuf.message.Message):
     @property
     def clocks(self) -> perseus.v1.clock_statistics_pb2.ClockStatistics:
         """How well its clocks follow its plan, as its agent reported it last; absent before that."""
+
+    @property
+    def workload_power_profiles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """NVIDIA's workload power profiles in force on its GPU, by NVML's numbers, rising."""
 
     def __init__(
         self,
@@ -245,8 +265,12 @@ class Rank(google.protobuf.message.Message):
         in_force_version: builtins.int = ...,
         iteration: builtins.int = ...,
         clocks: perseus.v1.clock_statistics_pb2.ClockStatistics | None = ...,
+        power_limit_w: builtins.float = ...,
+        workload_power_profiles: collections.abc.Iterable[builtins.int] | None = ...,
+        clock_event_reasons: builtins.int = ...,
+        capped_clock_mhz: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["clocks", b"clocks", "coordinates", b"coordinates"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clocks", b"clocks", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "hostname", b"hostname", "in_force_version", b"in_force_version", "iteration", b"iteration", "offered_version", b"offered_version", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capped_clock_mhz", b"capped_clock_mhz", "clock_event_reasons", b"clock_event_reasons", "clocks", b"clocks", "coordinates", b"coordinates", "gpu_model", b"gpu_model", "gpu_uuid", b"gpu_uuid", "hostname", b"hostname", "in_force_version", b"in_force_version", "iteration", b"iteration", "offered_version", b"offered_version", "power_limit_w", b"power_limit_w", "state", b"state", "workload_power_profiles", b"workload_power_profiles"]) -> None: ...
 
 Global___Rank: typing_extensions.TypeAlias = Rank

@@ -58,6 +58,9 @@ class FakeGpu:
     def power_limit_w(self) -> float:
         return 300.0
 
+    def power_profiles(self) -> tuple[int, ...]:
+        return ()
+
     def clock_event_reasons(self) -> int:
         return self.reasons
 

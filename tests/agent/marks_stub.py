@@ -31,6 +31,12 @@ class MarksStub:
     def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
         self._note("end", kind, microbatch, chunk)
 
+    def begin_wait(self) -> None:
+        self._note("begin_wait")
+
+    def end_wait(self) -> None:
+        self._note("end_wait")
+
     def finish(self) -> None:
         self._note("finish")
 

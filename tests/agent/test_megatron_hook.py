@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.megatron import MarkedSchedules, MarkedTimers
+from perseus.agent.megatron import MarkedSchedules, MarkedTimers, OfThisProcess, wrap_train
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import MarksStub
@@ -308,3 +308,86 @@ def test_forwards_alone_are_no_iteration_to_register() -> None:
 def test_a_configuration_with_marked_timers_can_be_copied() -> None:
     timers = MarkedTimers(attached(MarksStub()), UsersTimers(), lambda: True)
     assert copy.deepcopy(SimpleNamespace(timers=timers)).timers is timers
+
+
+class Loop:
+    """A stand-in for Megatron-LM's `megatron.training.training`: what it calls, in its order."""
+
+    def __init__(self, megatron: Megatron, iterations: int, ends: BaseException | None = None) -> None:
+        self._megatron = megatron
+        self._iterations = iterations
+        self._ends = ends
+        self.train = self._train
+
+    def pretrain(self, config: Any) -> tuple[int, int]:
+        """As theirs it looks `train` up in its module, and passes all by position."""
+        return self.train(None, ["chunk"], None, None, None, None, None, config, {}, None)
+
+    def _train(
+        self, forward_step_func: Any, model: Any, optimizer: Any, opt_param_scheduler: Any,
+        train_data_iterator: Any, valid_data_iterator: Any, process_non_loss_data_func: Any, config: Any,
+        checkpointing_context: Any, non_loss_data_func: Any, inference_model: Any = None,
+    ) -> tuple[int, int]:  # fmt: skip
+        config.timers = "Megatron-LM's own"
+        run = self._megatron.module.forward_backward_pipelining_without_interleaving
+        for _ in range(self._iterations):
+            run()
+        config.timers = None
+        run(forward_only=True)
+        config.timers = "Megatron-LM's own"
+        if self._ends is not None:
+            raise self._ends
+        return self._iterations, 0
+
+
+def in_a_loop(marks: MarksStub, loop: Loop, megatron: Megatron) -> list[Any]:
+    """Wrap a loop's training; the configurations that it was attached with."""
+    configs = []
+
+    def attach_config(config: Any) -> Attachment:
+        configs.append(config)
+        attachment = attached(marks)
+        MarkedSchedules(megatron.module, lambda: None).mark(attachment)
+        return attachment
+
+    wrap_train(loop, attach_config)
+    return configs
+
+
+def test_megatron_lms_loop_is_attached_while_it_trains() -> None:
+    marks, megatron, config = MarksStub(), Megatron("0.16", ONE_CHUNK), SimpleNamespace(timers=None)
+    untouched = dict(vars(megatron.module))
+    loop = Loop(megatron, 2)
+    configs = in_a_loop(marks, loop, megatron)
+    assert loop.pretrain(config) == (2, 0)
+    assert configs == [config]
+    iteration = marked(ONE_CHUNK)
+    assert marks.calls == [*iteration, ("register",), *iteration, ("finish",), ("close",)]
+    assert vars(megatron.module) == untouched
+
+
+def test_a_loop_that_exits_at_an_interval_leaves_a_job_that_goes_on() -> None:
+    marks, megatron = MarksStub(), Megatron("0.16", ONE_CHUNK)
+    loop = Loop(megatron, 1, SystemExit(0))
+    in_a_loop(marks, loop, megatron)
+    with pytest.raises(SystemExit):
+        loop.pretrain(SimpleNamespace(timers=None))
+    assert marks.calls == [*marked(ONE_CHUNK), ("register",), ("close",)]
+
+
+def test_a_loop_without_a_configuration_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"megatron\.training\.training: train: expected a parameter 'config'"
+    ):
+        wrap_train(SimpleNamespace(train=lambda model: None), lambda config: attached(MarksStub()))
+
+
+def test_a_rank_that_attaches_for_every_virtual_stage_is_attached_once() -> None:
+    attachment = attached(MarksStub())
+    assert OfThisProcess.attachment("gpt", "schedules") is None
+    OfThisProcess.keep(attachment, "gpt", "schedules")
+    assert OfThisProcess.attachment("gpt", "schedules") is attachment
+    with pytest.raises(ValueError, match=r"expected job 'gpt' and seam 'schedules'.*found 'bert'"):
+        OfThisProcess.attachment("bert", "schedules")
+    attachment.detach()
+    assert OfThisProcess.attachment("bert", "schedules") is None

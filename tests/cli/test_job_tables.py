@@ -67,6 +67,36 @@ def test_a_rank_is_one_line_whatever_its_host_is_called() -> None:
     assert "1 0 2 lost [red] 7 stock" in lines(rank_table([rank]))
 
 
+def test_what_bounds_a_gpu_is_said_with_its_rank() -> None:
+    rank = rank_pb2.Rank(
+        state=rank_pb2.RANK_STATE_CONNECTED,
+        power_limit_w=300.0,
+        workload_power_profiles=[0, 7],
+        clock_event_reasons=0x44,
+        capped_clock_mhz=1200,
+    )
+    (shown,) = [line for line in lines(rank_table([rank])) if "300 W" in line]
+    assert (
+        "300 W; workload power profiles 0, 7; held by power cap, heat (hardware); reaches 1200 MHz" in shown
+    )
+
+
+def test_what_setting_clocks_takes_is_said_with_the_job_and_below_the_report() -> None:
+    job = job_pb2.Job(set_latency_s=0.0201, latency_cost_percent=0.618)
+    assert "set latency 20 ms" in lines(job_facts(job))
+    job.t_min_s = 1.0
+    cost = "set latency 20 ms; costs 0.62 % energy at T_min against clocks that change at once"
+    assert cost in lines(job_facts(job))
+    periods = [
+        job_pb2.ReportPeriod(number=number, latency_cost_percent=percent)
+        for number, percent in enumerate((0.0, 0.618, -0.1))
+    ]
+    assert (
+        "what the time to set clocks adds to the energy, by prediction: +0.62 % in period 1; "
+        "-0.10 % in period 2"
+    ) in " ".join(lines(report_table(periods)))
+
+
 def test_a_period_shows_its_errors_only_where_they_are_known() -> None:
     known = job_pb2.ReportPeriod(
         number=4,

@@ -46,6 +46,16 @@ def test_computations_take_the_gpu_s_time_and_energy_whatever_they_take_themselv
     attachment.detach()
     assert took_s >= 0.05
 
+    cut = connect(socket_path=tmp_path / "nothing.sock", job_id="job", pipeline=0, stage=0, gpu_uuid="none")
+    begin_s = time.monotonic()
+    cut.begin_computation(Kind.FORWARD, 0, 0)
+    cut.begin_wait()
+    assert gpu.power_w() == pytest.approx(70.38), "waiting"
+    cut.end_wait()
+    cut.end_computation(Kind.FORWARD, 0, 0)
+    assert time.monotonic() - begin_s >= 0.04, "the work of each part"
+    cut.close()
+
     gpu.set_clock_mhz(gpu.supported_clocks_mhz[-1])
     slow = connect(socket_path=tmp_path / "nothing.sock", job_id="job", pipeline=0, stage=0, gpu_uuid="none")
     begin_s = time.monotonic()

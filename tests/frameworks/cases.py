@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,10 @@ from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.agent.link.computation import Kind
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import Workload
+from tests.frameworks.case_table import CaseResult
 from tests.frameworks.real_run import Figures, Identity, RealRun
 from tests.frameworks.trainers import TrainerTask
+from tests.frameworks.versions import beside
 
 MICROBATCHES = 8
 WATCHED = 15
@@ -43,6 +46,9 @@ class Case:
     backward_s: float
     """Of which half is the input's and half the weights' gradient where they are computed apart."""
     pipeline_count: int = 1
+    beside: Sequence[str] = ()
+    """Folders of the environment, which hold other versions than those installed."""
+    losses_per_iteration: int = MICROBATCHES
 
     @property
     def workload(self) -> Workload:
@@ -92,7 +98,7 @@ class Case:
 
     def command(self, task: TrainerTask) -> list[str]:
         """What trains a task, as arguments of Python."""
-        return ["-m", f"tests.frameworks.{self.trainer}", task.to_json()]
+        return [*beside(*self.beside), f"tests.frameworks.{self.trainer}", task.to_json()]
 
 
 def start(case: Case, tmp_path: Path) -> Callable[[Cluster, Path], None]:
@@ -116,14 +122,35 @@ def start(case: Case, tmp_path: Path) -> Callable[[Cluster, Path], None]:
     return start_trainers
 
 
+def keep(
+    case: Case, name: str, position: int, title: str, compared: Figures | None, found: Figures, **more: Any
+) -> None:
+    """Tell of a case in which all has held, its losses included."""
+    assert compared is not None
+    CaseResult(
+        name,
+        position,
+        title,
+        f"{case.pipeline_count} × {len(case.stage_weights)}",
+        compared.time_s,
+        found.time_s,
+        compared.energy_j,
+        found.energy_j,
+        found.iteration_count,
+        losses_are_equal=True,
+        **more,
+    ).keep()
+
+
 def check_losses(case: Case, tmp_path: Path) -> None:
     """Train as many iterations without us, and compare."""
     found = _losses(tmp_path / "attached")
     assert len(found) == case.pipeline_count
-    task = case.alone(tmp_path / "alone", iteration_count=len(found[0]) // MICROBATCHES)
+    per_iteration = case.losses_per_iteration
+    task = case.alone(tmp_path / "alone", iteration_count=len(found[0]) // per_iteration)
     subprocess.run([sys.executable, *case.command(task)], check=True, timeout=300)
     assert _losses(tmp_path / "alone") == found
-    assert found[0][:MICROBATCHES] != found[0][-MICROBATCHES:], "it did train"
+    assert found[0][:per_iteration] != found[0][-per_iteration:], "it did train"
 
 
 def _losses(folder: Path) -> list[list[str]]:
@@ -142,8 +169,11 @@ def check_identities(run: RealRun, expected: Sequence[Sequence[Identity]]) -> No
         assert stages == run.registered(), f"pipeline {pipeline}, iteration {iteration}"
 
 
-async def check_plan(run: RealRun, plan: Figures) -> None:
-    """The plan keeps its promise: its time within 3 %, no slower than stock by 2 %, and its energy."""
+async def check_plan(run: RealRun, plan: Figures, *, unpredicted: float = 0.03) -> None:
+    """The plan keeps its promise: no slower than stock by 2 %, its energy, and its time.
+
+    `unpredicted`: the share of an iteration that may lie between computations, and so in no prediction.
+    """
     assert run.stock is not None
     frontier = await run.frontier()
     point, stock = frontier.points[0], frontier.baseline
@@ -155,7 +185,7 @@ async def check_plan(run: RealRun, plan: Figures) -> None:
         f"{run.stock.time_s:.4f} s ({100 * (plan.time_s / run.stock.time_s - 1):+.2f} %); energy promised "
         f"-{promised_percent:.2f} %, measured -{saved_percent:.2f} %"
     )
-    assert plan.time_s == pytest.approx(point.iteration_time_s, rel=0.03)
+    assert plan.time_s == pytest.approx(point.iteration_time_s, rel=unpredicted)
     assert plan.time_s <= 1.02 * run.stock.time_s
     assert promised_percent > 3
     assert saved_percent == pytest.approx(promised_percent, abs=2)

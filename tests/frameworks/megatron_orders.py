@@ -7,8 +7,10 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
@@ -17,10 +19,58 @@ from tests.frameworks.megatron_trainer import CountingTimers, make_chunks, step
 from tests.frameworks.notebook import Notebook
 from tests.frameworks.trainers import TrainerTask, main
 
-SCHEDULES = {"1f1b": 1, "1f1b-timers": 1, "interleaved": 2}
-"""Chunks on each rank, by schedule."""
+SCHEDULES = {"1f1b": 1, "1f1b-timers": 1, "interleaved": 2, "interleaved-loop": 2}
+"""Chunks on each rank, by schedule; `loop`: as Megatron-LM trains."""
+
+LOOP = "megatron.training.training"
 
 ITERATIONS = 3
+
+
+def iterate(task: TrainerTask, chunks: list[Any], optimizer: Any) -> list[list[float]]:
+    """The training of one schedule; the losses of its iterations and evaluations."""
+    losses = []
+    for iteration in range(ITERATIONS):
+        losses.append(step(task, chunks, seed=iteration))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(step(task, chunks, seed=-1 - iteration, forward_only=True))
+    return losses
+
+
+def loop_of(task: TrainerTask, timers: CountingTimers) -> Any:
+    """A stand-in for the module of Megatron-LM's loop, its `train` called as theirs is."""
+
+    class Loop(ModuleType):
+        def pretrain(self, chunks: list[Any], optimizer: Any, config: Any) -> list[list[float]]:
+            found: list[list[float]] = self.train(
+                None, chunks, optimizer, None, None, None, None, config, {}, None
+            )
+            return found
+
+        @staticmethod
+        def train(
+            forward_step_func: Any, model: Any, optimizer: Any, opt_param_scheduler: Any,
+            train_data_iterator: Any, valid_data_iterator: Any, process_non_loss_data_func: Any, config: Any,
+            checkpointing_context: Any, non_loss_data_func: Any, inference_model: Any = None,
+        ) -> list[list[float]]:  # fmt: skip
+            config.timers = timers
+            return iterate(task, model, optimizer)
+
+    sys.modules[LOOP] = Loop(LOOP)
+    return sys.modules[LOOP]
+
+
+def check_refusals_in_the_loop(config: Any, notebook: Notebook) -> None:
+    """Once for a process, and never by timers, which the loop sets itself."""
+    from perseus.agent.megatron import attach
+
+    with pytest.raises(ValueError, match=r"expected 'schedules', as Megatron-LM's own loop"):
+        attach(config, job_id="x", seam="timers", connect=notebook.connect)
+    first = attach(config, job_id="x", connect=Notebook().connect)
+    assert attach(config, job_id="x", connect=notebook.connect) is first, "once for every virtual stage"
+    first.detach()
 
 
 def train(task: TrainerTask, rank: int) -> None:
@@ -31,7 +81,7 @@ def train(task: TrainerTask, rank: int) -> None:
     from megatron.core import __version__, parallel_state
     from megatron.core.pipeline_parallel import schedules
 
-    from perseus.agent.megatron import attach
+    from perseus.agent.megatron import attach, wrap_training
 
     found: dict[str, Any] = {"version": __version__}
     untouched = dict(vars(schedules))
@@ -42,20 +92,22 @@ def train(task: TrainerTask, rank: int) -> None:
         for is_attached in (False, True):
             config, chunks = make_chunks(task)
             config.timers = timers = CountingTimers()
-            attachment = None
-            if is_attached:
-                arguments: dict[str, Any] = {"seam": "timers"} if name == "1f1b-timers" else {}
-                attachment = attach(config, job_id="x", connect=notebook.connect, **arguments)
             optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.1)
-            losses.append([])
-            for iteration in range(ITERATIONS):
-                losses[-1].append(step(task, chunks, seed=iteration))
-                optimizer.step()
-                optimizer.zero_grad()
-                with torch.no_grad():
-                    losses[-1].append(step(task, chunks, seed=-1 - iteration, forward_only=True))
-            if attachment is not None:
-                attachment.detach()
+            if name == "interleaved-loop":
+                loop = loop_of(task, timers)
+                if is_attached:
+                    check_refusals_in_the_loop(config, notebook)
+                    wrap_training(job_id="x", connect=notebook.connect)
+                losses.append(loop.pretrain(chunks, optimizer, config))
+            else:
+                attachment = None
+                if is_attached:
+                    arguments: dict[str, Any] = {"seam": "timers"} if name == "1f1b-timers" else {}
+                    attachment = attach(config, job_id="x", connect=notebook.connect, **arguments)
+                losses.append(iterate(task, chunks, optimizer))
+                if attachment is not None:
+                    attachment.detach()
+            if is_attached:
                 assert vars(schedules) == untouched
                 step(task, chunks, seed=ITERATIONS)  # it still trains
             assert config.timers is timers

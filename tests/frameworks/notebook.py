@@ -38,6 +38,12 @@ class Notebook:
         assert self.open == (int(kind), microbatch, chunk)
         self.open = None
 
+    def begin_wait(self) -> None:
+        assert self.open is not None
+
+    def end_wait(self) -> None:
+        assert self.open is not None
+
     def finish(self) -> None:
         self.is_finished = True
 

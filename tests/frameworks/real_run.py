@@ -22,6 +22,8 @@ from perseus.v1 import (
     frontier_service_pb2,
     frontier_service_pb2_grpc,
     job_pb2,
+    job_service_pb2,
+    job_service_pb2_grpc,
 )
 
 _START_TIMEOUT_S = 60.0
@@ -96,6 +98,19 @@ class RealRun:
         stub = frontier_service_pb2_grpc.FrontierServiceStub(self.channel)
         request = frontier_service_pb2.GetFrontierRequest(job_id=self.workload.job_id)
         return (await stub.GetFrontier(request, timeout=STEP_TIMEOUT_S)).frontier
+
+    async def set_policy(self, policy: job_pb2.OperatingPolicy) -> None:
+        """Set the operating policy, and wait until the plan that follows from it is in force."""
+        stub = job_service_pb2_grpc.JobServiceStub(self.channel)
+        observer = self.observer
+        request = job_service_pb2.SetPolicyRequest(job_id=self.workload.job_id, policy=policy)
+        await stub.SetPolicy(request, timeout=STEP_TIMEOUT_S)
+        before = observer.in_force_since()
+        await observer.until(
+            f"a plan of the policy {policy} in force",
+            lambda: observer.in_force_since() > before and observer.is_in_force(),
+            STEP_TIMEOUT_S,
+        )
 
     def registered(self) -> list[list[Identity]]:
         """The order of every stage, as the job was registered with it."""

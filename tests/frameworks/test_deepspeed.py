@@ -16,6 +16,7 @@ from tests.frameworks.cases import (
     check_losses,
     check_plan,
     identities,
+    keep,
     start,
 )
 from tests.frameworks.real_run import real_run
@@ -27,12 +28,16 @@ FOUR_STAGES = Case("deepspeed_trainer", "1f1b", LIGHT, 1, 0.045, 0.09)
 async def test_pipeline_engine(tmp_path: Path) -> None:
     async with real_run(FOUR_STAGES.workload, tmp_path / "logs", start(FOUR_STAGES, tmp_path)) as run:
         await run.until_planned()
-        await check_plan(run, await run.watch(WATCHED))
+        plan = await run.watch(WATCHED)
+        await check_plan(run, plan)
         check_identities(run, identities(solver.one_forward_one_backward(4, MICROBATCHES)))
         assert run.observer.job is not None
         works = [work.fingerprint for work in run.observer.job.spec.stage_work]
         assert len(works) == 4
         assert all("parameters, " in work for work in works)
     check_losses(FOUR_STAGES, tmp_path)
+    keep(
+        FOUR_STAGES, "deepspeed-1f1b", 30, "DeepSpeed, 1F1B", run.stock, plan, packages=("deepspeed", "torch")
+    )
     log = (tmp_path / "logs" / "trainers.log").read_text()
     assert "the framework's table has" not in log, "DeepSpeed's own table says what was executed"

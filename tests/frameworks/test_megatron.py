@@ -17,10 +17,12 @@ from tests.frameworks.cases import (
     check_losses,
     check_plan,
     identities,
+    keep,
     start,
 )
 from tests.frameworks.real_run import real_run
 
+MEGATRON = ("megatron-core", "torch")
 BY_TIMERS = Case("megatron_trainer", "1f1b-timers", LIGHT, 1, 0.035, 0.07)
 INTERLEAVED = Case("megatron_trainer", "interleaved", HALF_LIGHT, 2, 0.03, 0.06)
 
@@ -29,15 +31,27 @@ INTERLEAVED = Case("megatron_trainer", "interleaved", HALF_LIGHT, 2, 0.03, 0.06)
 async def test_1f1b_seen_by_timers(tmp_path: Path) -> None:
     async with real_run(BY_TIMERS.workload, tmp_path / "logs", start(BY_TIMERS, tmp_path)) as run:
         await run.until_planned()
-        await check_plan(run, await run.watch(WATCHED))
+        plan = await run.watch(WATCHED)
+        await check_plan(run, plan)
         check_identities(run, identities(solver.one_forward_one_backward(4, MICROBATCHES)))
     check_losses(BY_TIMERS, tmp_path)
+    keep(BY_TIMERS, "megatron-1f1b", 20, "Megatron-Core, 1F1B by timers", run.stock, plan, packages=MEGATRON)
 
 
 @pytest.mark.timeout(300)
 async def test_interleaved_1f1b(tmp_path: Path) -> None:
     async with real_run(INTERLEAVED.workload, tmp_path / "logs", start(INTERLEAVED, tmp_path)) as run:
         await run.until_planned()
-        await check_plan(run, await run.watch(WATCHED))
+        plan = await run.watch(WATCHED)
+        await check_plan(run, plan)
         check_identities(run, identities(solver.interleaved_one_forward_one_backward(2, MICROBATCHES, 2)))
     check_losses(INTERLEAVED, tmp_path)
+    keep(
+        INTERLEAVED,
+        "megatron-interleaved",
+        21,
+        "Megatron-Core, interleaved 1F1B",
+        run.stock,
+        plan,
+        packages=MEGATRON,
+    )

@@ -1,7 +1,6 @@
 """Megatron-Core in every version that is supported, training a little under each of its schedules."""
 
 import json
-import os
 import subprocess
 import sys
 from importlib import metadata
@@ -12,24 +11,28 @@ import pytest
 pytest.importorskip("megatron", reason="Megatron-Core is not installed; `make test-frameworks` has it")
 
 from perseus import solver
+from perseus.agent.probe.tested_versions import public
 from tests.frameworks.cases import MICROBATCHES, Case, identities
+from tests.frameworks.versions import NEWEST_TORCH, beside, skip_unless_there
 
-VERSIONS = ["0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1"]
+NEWEST = "megatron-core-0.19.2"
+VERSIONS = [
+    *(f"megatron-core-{version}" for version in ("0.12.3", "0.13.1", "0.14.0", "0.15.3")),
+    NEWEST,
+    NEWEST_TORCH,
+    "",
+]
+"""Folders beside what is installed; none: that itself."""
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_version_is_registered_as_it_executes_and_left_as_it_was(version: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", VERSIONS)
+def test_every_version_is_registered_as_it_executes_and_left_as_it_was(folder: str, tmp_path: Path) -> None:
     """Without agents: all schedules by all seams, with evaluations between the iterations."""
-    paths = [os.environ.get("PYTHONPATH", "")]
-    if version != metadata.version("megatron-core"):
-        folder = Path(sys.prefix, f"megatron-core-{version}")
-        if not folder.exists():
-            pytest.skip(f"Megatron-Core {version} is not installed beside; `make test-frameworks` has it")
-        paths.insert(0, str(folder))
-    case = Case("megatron_orders", "all", (1.0, 1.0), 1, 0.0, 0.0)
+    folders = [folder] if folder else []
+    skip_unless_there(*folders)
+    case = Case("megatron_orders", "all", (1.0, 1.0), 1, 0.0, 0.0, beside=folders)
     done = subprocess.run(
         [sys.executable, *case.command(case.alone(tmp_path / "run", 0))],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         check=False,
@@ -37,10 +40,17 @@ def test_every_version_is_registered_as_it_executes_and_left_as_it_was(version: 
     )
     assert done.returncode == 0, done.stderr
     ranks = [json.loads((tmp_path / "run" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
-    assert ranks[0]["version"] == version
+    version = folder.removeprefix("megatron-core-") if folder.startswith("megatron") else ""
+    assert public(ranks[0]["version"]) == (version or metadata.version("megatron-core"))
     one_chunk = identities(solver.one_forward_one_backward(2, MICROBATCHES))
     two_chunks = identities(solver.interleaved_one_forward_one_backward(2, MICROBATCHES, 2))
-    for name, expected in {"1f1b": one_chunk, "1f1b-timers": one_chunk, "interleaved": two_chunks}.items():
+    all_expected = {
+        "1f1b": one_chunk,
+        "1f1b-timers": one_chunk,
+        "interleaved": two_chunks,
+        "interleaved-loop": two_chunks,
+    }
+    for name, expected in all_expected.items():
         assert [[tuple(c) for c in order] for order in ranks[0][name]["registration"]["orders"]] == expected
         assert ranks[0][name]["registration"]["paths"] == []
         for stage, rank in enumerate(ranks):
@@ -51,3 +61,11 @@ def test_every_version_is_registered_as_it_executes_and_left_as_it_was(version: 
     works = {name: ranks[0][name]["registration"]["stage_work"] for name in ("1f1b", "interleaved")}
     assert all("parameters, " in work for some in works.values() for work in some), works
     assert works["1f1b"] != works["interleaved"], "other chunks"
+
+
+def test_the_loop_of_a_release_is_wrapped() -> None:
+    """Releases have it since after 0.16; it trains on GPUs only."""
+    skip_unless_there(NEWEST)
+    command = [sys.executable, *beside(NEWEST), "tests.frameworks.megatron_loop"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.stdout.endswith("wrapped\n"), done.stderr

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("torch", reason="torch is not installed here; `make test-fra
 
 from perseus import solver
 from perseus.agent.link.computation import Kind
+from perseus.v1 import job_pb2
 from tests.frameworks.cases import (
     MICROBATCHES,
     UNEVEN,
@@ -21,9 +23,11 @@ from tests.frameworks.cases import (
     check_losses,
     check_plan,
     identities,
+    keep,
     start,
 )
-from tests.frameworks.real_run import STEP_TIMEOUT_S, real_run
+from tests.frameworks.real_run import STEP_TIMEOUT_S, Figures, RealRun, real_run
+from tests.frameworks.versions import NEWEST_TORCH, skip_unless_there
 
 ONE_CHUNK = Case("torch_trainer", "1F1B", UNEVEN, 1, 0.03, 0.06)
 # Two stages wait for each other at every step. The light one is light enough to keep some slack under any
@@ -33,33 +37,41 @@ INTERLEAVED = Case("torch_trainer", "Interleaved1F1B", HALF_LIGHT, 2, 0.03, 0.06
 V_SHAPED = Case("torch_trainer", "ZBVZeroBubble", HALF_LIGHT, 2, 0.03, 0.06)
 REPLICATED = Case("torch_trainer", "1F1B", HALF_LIGHT, 1, 0.04, 0.08, pipeline_count=2)
 DATA_PARALLEL = Case("ddp_trainer", "ddp", (1.0,), 1, 0.02, 0.05, pipeline_count=4)
+# FSDP2 waits between parts: three of each forward, four or five of each backward take these times.
+FULLY_SHARDED = Case("fsdp_trainer", "fsdp2", (1.0,), 1, 0.006, 0.012, pipeline_count=4)
 STRAGGLER, SLOWDOWN = 1, 1.3
+BUDGET_PERCENT = 20
 
 
 @pytest.mark.timeout(300)
 async def test_1f1b(tmp_path: Path) -> None:
     async with real_run(ONE_CHUNK.workload, tmp_path / "logs", start(ONE_CHUNK, tmp_path)) as run:
         await run.until_planned()
-        await check_plan(run, await run.watch(WATCHED))
+        plan = await run.watch(WATCHED)
+        await check_plan(run, plan)
         check_identities(run, identities(solver.one_forward_one_backward(4, MICROBATCHES)))
     check_losses(ONE_CHUNK, tmp_path)
+    keep(ONE_CHUNK, "torch-1f1b", 10, "torch, 1F1B", run.stock, plan)
 
 
 @pytest.mark.timeout(300)
 async def test_interleaved_1f1b(tmp_path: Path) -> None:
     async with real_run(INTERLEAVED.workload, tmp_path / "logs", start(INTERLEAVED, tmp_path)) as run:
         await run.until_planned()
-        await check_plan(run, await run.watch(WATCHED))
+        plan = await run.watch(WATCHED)
+        await check_plan(run, plan)
         expected = solver.interleaved_one_forward_one_backward(2, MICROBATCHES, 2)
         check_identities(run, identities(expected))
     check_losses(INTERLEAVED, tmp_path)
+    keep(INTERLEAVED, "torch-interleaved", 11, "torch, interleaved 1F1B", run.stock, plan)
 
 
 @pytest.mark.timeout(300)
 async def test_zbv(tmp_path: Path) -> None:
     async with real_run(V_SHAPED.workload, tmp_path / "logs", start(V_SHAPED, tmp_path)) as run:
         await run.until_planned()
-        await check_plan(run, await run.watch(WATCHED))
+        plan = await run.watch(WATCHED)
+        await check_plan(run, plan)
         assert run.paths() == [[(0, 0), (1, 0), (1, 1), (0, 1)]]
         for stage, order in enumerate(run.registered()):
             split = {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
@@ -72,6 +84,7 @@ async def test_zbv(tmp_path: Path) -> None:
             )
         check_identities(run, run.registered())
     check_losses(V_SHAPED, tmp_path)
+    keep(V_SHAPED, "torch-zbv", 12, "torch, ZBV", run.stock, plan)
 
 
 @pytest.mark.timeout(300)
@@ -82,70 +95,100 @@ async def test_a_straggling_replica_is_found_and_answered(tmp_path: Path) -> Non
         await check_plan(run, plan)
         check_identities(run, identities(solver.one_forward_one_backward(2, MICROBATCHES)))
 
-        observer = run.observer
-        run.cluster.degrade(STRAGGLER, SLOWDOWN)
-        first = observer.next_whole_iteration
-        await observer.until(
-            "the straggler found, and its answer in force",
-            lambda: (
-                observer.stragglers == {STRAGGLER}
-                and observer.is_in_force()
-                and observer.in_force_since() > first
-            ),
-            STEP_TIMEOUT_S,
-        )
-        answered_after = observer.in_force_since() - first
-        unanswered = await run.when_known(range(first, observer.in_force_since()))
-        answered = await run.watch(WATCHED)
-        assert observer.job is not None
-        slowed_s, fast_s = observer.job.planned_iteration_time_s[0], observer.job.t_min_s
-        print(
-            f"\nstraggler: iteration {plan.time_s:.4f} s → {unanswered.time_s:.4f} s, answered after "
-            f"{answered_after} iterations by a plan of {slowed_s:.4f} s (T_min {fast_s:.4f} s), then "
-            f"{answered.time_s:.4f} s; energy {unanswered.energy_j:.1f} J → {answered.energy_j:.1f} J"
-        )
-        assert answered_after <= 6
+        answer = await answer_to_straggler(run, plan)
+        assert run.observer.job is not None
+        slowed_s, fast_s = run.observer.job.planned_iteration_time_s[0], run.observer.job.t_min_s
+        assert answer.after_iterations <= 6
         assert slowed_s > 1.15 * fast_s, "the other replica takes the time that there is"
-        assert answered.time_s <= 1.02 * SLOWDOWN * plan.time_s
+        assert answer.answered.time_s <= 1.02 * SLOWDOWN * plan.time_s
     check_losses(REPLICATED, tmp_path)
+    keep(REPLICATED, "torch-replicas", 13, "torch, 1F1B, 2 replicas", run.stock, plan)
+    answer.keep(REPLICATED, "torch-replicas-straggler", 14, "the same, a replica slowed by 30 %")
 
 
 @pytest.mark.timeout(300)
-async def test_a_straggler_among_replicas_without_pipelines_is_found_and_answered(tmp_path: Path) -> None:
-    """`DistributedDataParallel`: what the fast ones wait is in none of their computations."""
-    async with real_run(DATA_PARALLEL.workload, tmp_path / "logs", start(DATA_PARALLEL, tmp_path)) as run:
+@pytest.mark.parametrize(
+    ("case", "position", "title"),
+    [
+        (DATA_PARALLEL, 15, "torch, DistributedDataParallel"),
+        (FULLY_SHARDED, 18, "torch, FSDP2 (fully_shard)"),
+    ],
+    ids=["DistributedDataParallel", "fully_shard"],
+)
+async def test_replicas_without_pipelines_keep_a_slowdown_budget_and_answer_a_straggler(
+    case: Case, position: int, title: str, tmp_path: Path
+) -> None:
+    """What the fast ones wait for a slow one is in none of their computations."""
+    async with real_run(case.workload, tmp_path / "logs", start(case, tmp_path)) as run:
         await run.until_planned()
         order = [(int(kind), microbatch, 0) for microbatch in range(MICROBATCHES) for kind in (1, 2)]
         assert run.registered() == [order]
-        observer = run.observer
         plan = await run.watch(WATCHED)
-        run.cluster.degrade(STRAGGLER, SLOWDOWN)
-        first = observer.next_whole_iteration
-        await observer.until(
-            "the straggler found, and its answer in force",
-            lambda: (
-                observer.stragglers == {STRAGGLER}
-                and observer.is_in_force()
-                and observer.in_force_since() > first
-            ),
-            STEP_TIMEOUT_S,
-        )
-        answered_after = observer.in_force_since() - first
-        unanswered = await run.when_known(range(first, observer.in_force_since()))
-        answered = await run.watch(WATCHED)
-        print(
-            f"\nDDP straggler: iteration {plan.time_s:.4f} s → {unanswered.time_s:.4f} s, answered after "
-            f"{answered_after} iterations: {answered.time_s:.4f} s; energy {unanswered.energy_j:.1f} J → "
-            f"{answered.energy_j:.1f} J"
-        )
-        assert answered.time_s <= 1.02 * unanswered.time_s
-        assert answered.energy_j < 0.97 * unanswered.energy_j
-    check_losses(DATA_PARALLEL, tmp_path)
+        assert run.stock is not None
+        assert plan.time_s <= 1.02 * run.stock.time_s
+
+        await run.set_policy(job_pb2.OperatingPolicy(max_slowdown_percent=BUDGET_PERCENT))
+        budgeted = await run.watch(WATCHED)
+        assert budgeted.time_s <= 1.02 * (1 + BUDGET_PERCENT / 100) * plan.time_s
+        assert budgeted.energy_j < 0.97 * plan.energy_j
+
+        await run.set_policy(job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown()))
+        answer = await answer_to_straggler(run, plan)
+        assert answer.answered.time_s <= 1.02 * answer.unanswered.time_s
+        assert answer.answered.energy_j < 0.97 * answer.unanswered.energy_j
+    check_losses(case, tmp_path)
+    name, slowed = f"torch-{case.schedule}", f"the same, a replica slowed by {100 * (SLOWDOWN - 1):.0f} %"
+    within = f"{title}, a budget of {BUDGET_PERCENT} %"
+    keep(case, f"{name}-budget", position, within, run.stock, budgeted, budget_percent=BUDGET_PERCENT)
+    answer.keep(case, f"{name}-straggler", position + 1, slowed)
 
 
-def test_every_schedule_is_registered_as_it_is_executed_and_left_as_it_was(tmp_path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a slow replica cost before the others were slowed to match it, and since."""
+
+    after_iterations: int
+    unanswered: Figures
+    answered: Figures
+
+    def keep(self, case: Case, name: str, position: int, title: str) -> None:
+        """Tell of it: compared with the same straggler without an answer."""
+        note = f"answered after {self.after_iterations} iterations"
+        keep(case, name, position, title, self.unanswered, self.answered, base="unanswered", note=note)
+
+
+async def answer_to_straggler(run: RealRun, plan: Figures) -> Answer:
+    """Slow a replica down, and wait until that is found and answered."""
+    observer = run.observer
+    run.cluster.degrade(STRAGGLER, SLOWDOWN)
+    first = observer.next_whole_iteration
+    await observer.until(
+        "the straggler found, and its answer in force",
+        lambda: (
+            observer.stragglers == {STRAGGLER}
+            and observer.is_in_force()
+            and observer.in_force_since() > first
+        ),
+        STEP_TIMEOUT_S,
+    )
+    after_iterations = observer.in_force_since() - first
+    unanswered = await run.when_known(range(first, observer.in_force_since()))
+    answered = await run.watch(WATCHED)
+    print(
+        f"\n{run.workload.job_id}, straggler: iteration {plan.time_s:.4f} s → {unanswered.time_s:.4f} s, "
+        f"answered after {after_iterations} iterations: {answered.time_s:.4f} s; "
+        f"energy {unanswered.energy_j:.1f} J → {answered.energy_j:.1f} J"
+    )
+    return Answer(after_iterations, unanswered, answered)
+
+
+@pytest.mark.parametrize("folders", [[], [NEWEST_TORCH]])
+def test_every_schedule_is_registered_as_it_is_executed_and_left_as_it_was(
+    folders: list[str], tmp_path: Path
+) -> None:
     """All that torch has, without agents: the solver takes orders and paths, and marks follow the orders."""
-    case = Case("torch_orders", "all", (1.0, 1.0), 1, 0.0, 0.0)
+    skip_unless_there(*folders)
+    case = Case("torch_orders", "all", (1.0, 1.0), 1, 0.0, 0.0, beside=folders)
     done = subprocess.run(
         [sys.executable, *case.command(case.alone(tmp_path / "run", 0))],
         capture_output=True, text=True, check=False, timeout=100,

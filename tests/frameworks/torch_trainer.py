@@ -1,6 +1,7 @@
 """A tiny transformer, trained with `torch.distributed.pipelining` on CPUs: `-m …torch_trainer TASK`."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 class Chunk(nn.Module):  # type: ignore[misc]
-    """A block of the transformer; the first one has the embedding, the last one the head."""
+    """A few layers of the transformer; the first one has the embedding, the last one the head."""
 
-    def __init__(self, position: int, count: int) -> None:
+    def __init__(self, position: int, count: int, layer_count: int = 1) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH) if position == 0 else None
-        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        layers = [
+            nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(layer_count)
+        ]
+        self.block = nn.Sequential(*layers)
         self.head = nn.Linear(WIDTH, VOCABULARY) if position == count - 1 else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -39,19 +44,36 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def make_schedule(task: TrainerTask, stage: int, group: Any) -> tuple[Any, list[nn.Module]]:
     """This rank's schedule, and the chunks of the model that it trains."""
-    count = task.stage_count * task.chunk_count
-    schedule_class = get_schedule_class(task.schedule)
-    positions = [stage + chunk * task.stage_count for chunk in range(task.chunk_count)]
-    if task.schedule in V_SHAPED:
-        positions = [stage, count - 1 - stage]
-    stages, chunks = [], []
-    for position in positions:
+    chunks = make_chunks(task, stage)
+    return schedule_of(task, stage, chunks, group), chunks
+
+
+def make_chunks(task: TrainerTask, stage: int) -> list[nn.Module]:
+    """The chunks of the model that a stage trains."""
+    chunks = []
+    for position in _positions(task, stage):
         torch.manual_seed(position)
-        chunk = Chunk(position, count)
-        chunks.append(chunk)
-        stages.append(PipelineStage(chunk, position, count, torch.device("cpu"), group=group))
+        layer_count = task.layers[position] if task.layers else 1
+        chunks.append(Chunk(position, task.stage_count * task.chunk_count, layer_count))
+    return chunks
+
+
+def schedule_of(task: TrainerTask, stage: int, chunks: Sequence[nn.Module], group: Any) -> Any:
+    """What trains a stage's chunks."""
+    count = task.stage_count * task.chunk_count
+    stages = [
+        PipelineStage(chunk, position, count, torch.device("cpu"), group=group)
+        for position, chunk in zip(_positions(task, stage), chunks, strict=True)
+    ]
+    schedule_class = get_schedule_class(task.schedule)
     of_stages = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
-    return schedule_class(of_stages, task.microbatch_count, loss_fn=loss_of), chunks
+    return schedule_class(of_stages, task.microbatch_count, loss_fn=loss_of)
+
+
+def _positions(task: TrainerTask, stage: int) -> list[int]:
+    if task.schedule in V_SHAPED:
+        return [stage, task.stage_count * task.chunk_count - 1 - stage]
+    return [stage + chunk * task.stage_count for chunk in range(task.chunk_count)]
 
 
 def train(task: TrainerTask, rank: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from perseus.agent.gpu.physics import Work
 from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.link.computation import Kind
+from perseus.agent.probe.tested_versions import met
 from perseus.demo.emulated_probe import Works, emulated_connect
 from perseus.demo.trainer import STOP_FILE
 
@@ -42,6 +43,8 @@ class TrainerTask:
     gpu_files: Sequence[Sequence[str]] = ()
     works: Sequence[Sequence[tuple[int, int, float, float, float]]] = ()
     """For every stage: kind, chunk, and the work's compute-bound and memory-bound seconds and activity."""
+    layers: Sequence[int] = ()
+    """How many layers each stage has; none: one each."""
 
     def to_json(self) -> str:
         """For the command line."""
@@ -104,6 +107,7 @@ def _fork(train: Callable[[TrainerTask, int], None], task: TrainerTask, rank: in
     status = 1
     try:
         train(task, rank)
+        Path(task.losses_dir, f"ran-{rank}.json").write_text(json.dumps(list(met.values())))
         status = 0
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)

@@ -60,6 +60,7 @@ def check(torch: Any, page: Path) -> bool:
     from tests.gpu import claims, edges, energy, pipeline
     from tests.gpu.loads import MatrixProducts
     from tests.gpu.report import Finding, Report, judged
+    from tests.gpu.self_tests import self_test_findings
 
     driver = driver_or_why_not()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -75,11 +76,7 @@ def check(torch: Any, page: Path) -> bool:
             findings.append(judged(name, text, "no error", False))
 
     def self_test() -> list[Finding]:
-        found = gpu_findings(uuid)
-        problems = [f"{each.name}: {each.problem}" for each in found.findings if each.problem]
-        text = "usable" if found.is_usable else "not usable"
-        findings = [judged("self-test", text, "usable", found.is_usable)]
-        return findings + [Finding("self-test, told", problem) for problem in problems]
+        return self_test_findings(gpu_findings(uuid))
 
     def regression() -> list[Finding]:
         gpu = NvmlGpu(uuid)

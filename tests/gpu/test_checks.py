@@ -5,17 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.nvml import NvmlGpu
 from perseus.agent.gpu.physics import Work
+from perseus.agent.sidecar import self_test
 from perseus.demo import nvml_stub
 from tests.agent.counter_simulation import POWER_W, simulate
 from tests.gpu.claims import AgentError, claim_findings, observing_agent
 from tests.gpu.edges import COMPUTATIONS, edge_findings
 from tests.gpu.energy import Recording, fitting_sequence, judge, judging_sequence, regression_findings
 from tests.gpu.report import Finding, Verdict
+from tests.gpu.self_tests import self_test_findings
 
 UUID = "GPU-0a"
 
@@ -80,6 +83,26 @@ def test_a_gpu_behind_nvml_is_recorded(gpu_files: list[Path], stub: Path) -> Non
     assert told["energy counter, resolution"] == "1 mJ"
     assert told["clock events"].startswith("0 of ")
     assert "energy by regression" in told
+
+
+def test_the_self_test_shows_what_bounds_the_gpu(
+    gpu_files: list[Path], stub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_test, "_WATCH_S", 1.0)
+    gpu = EmulatedGpu(gpu_files[0])
+    gpu.limit_power(300.0)
+    gpu.enforce_power_profiles([7])
+    pynvml.nvmlInit()
+    findings = self_test_findings(self_test.gpu_findings(UUID))
+    pynvml.nvmlShutdown()
+    gpu.close()
+    assert verdicts(findings)["self-test"] is Verdict.PASSED, findings
+    told = {finding.name: finding.found for finding in findings}
+    assert told["power limit, W"] == "300.0"
+    assert told["workload power profiles"] == "llm_training"
+    assert told["clock event reasons, now"] == "sw_power_cap"
+    problems = [finding.found for finding in findings if finding.name == "self-test, told"]
+    assert any(problem.startswith("average_power_w: ") for problem in problems)
 
 
 def test_the_second_sequence_has_another_order_and_mix() -> None:

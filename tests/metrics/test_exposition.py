@@ -61,7 +61,8 @@ def test_a_distribution_counts_what_is_no_longer_than_its_bounds(durations_s: li
     readings.put(HISTOGRAM, distribution)
     readings.put(COUNTER, 3, "a")
     told = render(readings, "application/openmetrics-text; version=1.0.0")[0].decode()
-    by_name = {family.name: family for family in openmetrics.text_string_to_metric_families(told)}
+    families = openmetrics.text_string_to_metric_families(told)  # type: ignore[no-untyped-call]
+    by_name = {family.name: family for family in families}
     buckets = [each for each in by_name["perseus_took_seconds"].samples if each.name.endswith("_bucket")]
     assert [(float(each.labels["le"]), each.value) for each in buckets] == expected
     assert by_name["perseus_some"].type == "counter"

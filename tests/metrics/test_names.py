@@ -59,7 +59,7 @@ def test_the_page_is_as_the_names_are() -> None:
 
 
 def board_queries() -> Iterator[str]:
-    board = json.loads((ROOT / "deploy/grafana/perseus.json").read_text())
+    board = json.loads((ROOT / "deploy/grafana/board.json").read_text())
     for panel in board["panels"]:
         yield from (target["expr"] for target in panel.get("targets", ()))
 

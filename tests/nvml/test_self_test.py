@@ -44,6 +44,8 @@ def test_a_table_for_people_and_json_for_programs(stub_library: Path, gpu_files:
     assert gpu["persistence_mode"] is True
     assert gpu["mig_mode"] is False
     assert gpu["clock_events"] == []
+    assert gpu["power_limit_w"] == MODEL.board_power_w
+    assert gpu["workload_power_profiles"] == []
     assert "Not Supported" in report["gpus"][UUIDS[0]]["average_power_w"]["problem"]
     for word in (UUIDS[0], MODEL.name, "counter_period_s"):
         assert word in done.stderr
@@ -67,6 +69,7 @@ def test_one_question_that_is_not_answered_leaves_the_others(
     monkeypatch.setattr(self_test, "_WATCH_S", 0.05)
     gpu = EmulatedGpu(gpu_files[0])
     gpu.degrade(1.0, clock_event_reasons=0x4 | 0x40 | 0x1)
+    gpu.enforce_power_profiles([0, 7, 25, 60])
     gpu.close()
     instruct(
         stub,
@@ -81,6 +84,7 @@ def test_one_question_that_is_not_answered_leaves_the_others(
     found = {finding.name: finding for finding in findings.findings}
     assert "nvmlDeviceGetClockInfo" in found["sm_clock_mhz"].problem
     assert "expected at least" in found["counter_period_s"].problem, "0.05 s are too short"
+    assert found["workload_power_profiles"].value == ["max_p", "llm_training", "25", "60"]
     assert found["clock_events"].value == ["sw_power_cap", "hw_thermal_slowdown", "0x1"]
     assert found["may_lock_graphics_clock"].value == self_test.may_set_clocks()
     assert found["may_lock_memory_clock"].value == self_test.may_set_clocks()

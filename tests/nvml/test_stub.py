@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from perseus.agent.gpu.dynamics import GpuState
 from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.interface import ClockEventReason
+from perseus.agent.gpu.nvml import NvmlGpu
 from perseus.agent.gpu.physics import A40, A100_SXM, GpuModel, Work
 from perseus.demo.nvml_stub import NO_LOCKS, Locks, instruct
 from tests.nvml.stub_gpus import UUIDS
 
-STATE = struct.Struct("<dd q dd q dddddd q")
+STATE = struct.Struct("<dd q dd q dddddd qqq d q")
 state_values = attrgetter(*(field.name for field in fields(GpuState)))
 
 durations_s = st.floats(0.0, 0.4)
@@ -34,6 +36,7 @@ events = st.one_of(
     st.tuples(st.just("begin"), works),
     st.tuples(st.just("set"), st.integers(0, 60)),
     st.tuples(st.just("slow"), st.floats(0.5, 3.0)),
+    st.tuples(st.just("cap"), st.integers(0, 60)),
 )
 
 
@@ -61,6 +64,8 @@ def test_its_physics_are_those_of_the_emulated_gpu(
                 ours.set_clock(model, model.clocks_mhz[value])
             case "slow", float():
                 ours.slowdown = value
+            case "cap", int():
+                ours.cap_mhz = model.clocks_mhz[value]
 
 
 def test_pynvml_sees_the_gpus_of_the_folder(stub: Path) -> None:
@@ -127,6 +132,27 @@ def test_energy_power_and_events_are_those_of_the_shared_gpu(stub: Path, gpu_fil
         assert energy_mj == math.floor(gpu.total_energy_j() * 1000)
     finally:
         pynvml.nvmlShutdown()
+        gpu.close()
+
+
+def test_limits_profiles_and_caps_are_those_of_the_shared_gpu(stub: Path, gpu_files: list[Path]) -> None:
+    gpu, seen = EmulatedGpu(gpu_files[0]), NvmlGpu(UUIDS[0])
+    try:
+        assert seen.power_limit_w() == gpu.power_limit_w() == A100_SXM.board_power_w
+        assert seen.power_profiles() == ()
+        gpu.limit_power(300.0)
+        gpu.enforce_power_profiles([7, 33])
+        assert seen.power_limit_w() == 300.0
+        assert seen.power_profiles() == gpu.power_profiles() == (7, 33)
+        assert seen.sm_clock_mhz() == gpu.sm_clock_mhz() < A100_SXM.max_clock_mhz
+        assert A100_SXM.power_w(1.0, seen.sm_clock_mhz()) <= 300.0
+        assert seen.clock_event_reasons() == ClockEventReason.SW_POWER_CAP
+        gpu.cap(None)
+        assert (seen.sm_clock_mhz(), seen.clock_event_reasons()) == (A100_SXM.max_clock_mhz, 0)
+        instruct(stub, ["property workload_power_profiles 0"])
+        assert seen.power_profiles() == (), "of a GPU that knows none"
+    finally:
+        seen.close()
         gpu.close()
 
 

@@ -53,9 +53,11 @@ from perseus.service.domain.specification import (
 )
 from perseus.service.domain.telemetry import (
     KINDS,
+    ClockStatistics,
     ComputationColumns,
     EnergyEstimate,
     EnergySample,
+    GpuLimits,
     IterationColumns,
     TelemetryBatch,
 )
@@ -171,6 +173,11 @@ def batch(
     )
 
 
+def clock_statistics(version: int, set_latency_s: float, set_latency_count: int = 64) -> ClockStatistics:
+    """Clocks that follow their plan."""
+    return ClockStatistics(version, 10, 100, 0, 0, 10.0, 9.5, set_latency_s, 0.001, 0.0001, set_latency_count)
+
+
 def check_plain(value: object) -> None:
     """Evidence is of plain values: what comes out of an array would not get into the store."""
     if is_dataclass(value):
@@ -186,7 +193,7 @@ def check_plain(value: object) -> None:
 def solved(command: Solve) -> Solved | SolveFailed:
     """What comes back of a problem."""
     try:
-        return Solved(solve_explaining(command.problem, 8, command.slow))
+        return Solved(solve_explaining(command.problem, 8, command.slow, command.set_latency_s))
     except SolverError as error:
         return SolveFailed(str(error))
 
@@ -196,7 +203,9 @@ class FakeRank:
     """One rank and its agent: follows offers, and tells what it does.
 
     It may not be allowed to set clocks (`is_permitted`), its GPU may lack some (`missing_mhz`), its energy
-    may never be determined (`tells_energy`), or what it draws while it waits may not (`tells_power`).
+    may never be determined (`tells_energy`), or what it draws while it waits may not (`tells_power`). Its GPU
+    may take a while to set a clock (0: it does not tell), and be bounded (`limits`), or held below its clock
+    (`reasons`) at one of its own (`capped_mhz`).
     """
 
     place: Coordinates
@@ -212,6 +221,10 @@ class FakeRank:
     tells_energy: bool = True
     tells_power: bool = True
     missing_mhz: frozenset[int] = frozenset()
+    set_latency_s: float = 0.0
+    limits: GpuLimits | None = None
+    reasons: int = 0
+    capped_mhz: int = 0
 
     def joined(self, in_force_epoch: str | None = None) -> RankJoined:
         epoch = EPOCH if self.in_force.version else ""
@@ -294,6 +307,15 @@ class FakeRank:
             energy=energy,
             order=self.order if is_regular else (),
             is_regular=is_regular,
+        )
+        telemetry = telemetry._replace(
+            iterations=telemetry.iterations._replace(
+                clock_event_reasons=[self.reasons], capped_clock_mhz=[self.capped_mhz]
+            ),
+            clocks=clock_statistics(self.in_force.version, self.set_latency_s)
+            if self.set_latency_s
+            else None,
+            gpu_limits=self.limits,
         )
         return TelemetryArrived(self.place, self.instance_id, telemetry)
 

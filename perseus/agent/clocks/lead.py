@@ -36,6 +36,11 @@ class Lead:
         self._error_s = 0.0
 
     @property
+    def set_count(self) -> int:
+        """Of how many sets the latency is the median; 0 while it is assumed."""
+        return len(self._recent_s)
+
+    @property
     def margin_s(self) -> float:
         """What a lead has on top of the latency."""
         return self._delay_s + self._error_s

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 class CounterChange:
     """The counter moved to `energy_j` at `time_s` (CLOCK_MONOTONIC) ± `uncertainty_s`, half a poll interval.
 
-    `clock_event_reasons`: all those seen since the change before.
+    `clock_event_reasons`: all those seen since the change before; `capped_clock_mhz`: the highest clock that
+    the GPU was seen at while there was one that throttles, 0 if there was none.
     """
 
     time_s: float
     energy_j: float
     uncertainty_s: float
     clock_event_reasons: int = 0
+    capped_clock_mhz: int = 0
 
 
 class ChangeDetector:
@@ -27,15 +29,23 @@ class ChangeDetector:
         self._energy_j: float | None = None
         self._unchanged_at_s = 0.0
         self._clock_event_reasons = 0
+        self._capped_clock_mhz = 0
 
     def poll(
-        self, before_s: float, after_s: float, energy_j: float, clock_event_reasons: int
+        self,
+        before_s: float,
+        after_s: float,
+        energy_j: float,
+        clock_event_reasons: int,
+        capped_clock_mhz: int = 0,
     ) -> CounterChange | None:
         """Take a reading made between two moments; returns the change, if the counter has moved.
 
-        The change carries all clock-event reasons seen since the change before it.
+        The change carries all clock-event reasons seen since the change before it, and the highest clock seen
+        under one that throttles.
         """
         self._clock_event_reasons |= clock_event_reasons
+        self._capped_clock_mhz = max(self._capped_clock_mhz, capped_clock_mhz)
         change = None
         if self._energy_j is not None and energy_j != self._energy_j:
             change = CounterChange(
@@ -43,8 +53,10 @@ class ChangeDetector:
                 energy_j=energy_j,
                 uncertainty_s=(after_s - self._unchanged_at_s) / 2,
                 clock_event_reasons=self._clock_event_reasons,
+                capped_clock_mhz=self._capped_clock_mhz,
             )
             self._clock_event_reasons = clock_event_reasons
+            self._capped_clock_mhz = capped_clock_mhz
         self._energy_j = energy_j
         self._unchanged_at_s = before_s
         return change

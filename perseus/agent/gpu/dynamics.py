@@ -36,6 +36,24 @@ class GpuState:
     """Share of the work still to do; 0 while waiting."""
     slowdown: float = 1.0
     clock_event_reasons: int = 0
+    cap_mhz: int = NO_CLOCK
+    """The GPU runs no faster, whatever clock is set; NO_CLOCK if nothing holds it."""
+    cap_reasons: int = 0
+    """What it gives as its reasons while that holds it below its clock."""
+    power_limit_w: float = 0.0
+    """0 for the model's own."""
+    power_profiles_mask: int = 0
+
+    @property
+    def effective_mhz(self) -> int:
+        """The clock that it runs at."""
+        return self._reached_mhz(self.clock_mhz)
+
+    @property
+    def reasons(self) -> int:
+        """Why it is off its clock, as NVML's bits."""
+        is_capped = self.effective_mhz < self.clock_mhz
+        return self.clock_event_reasons | (self.cap_reasons if is_capped else 0)
 
     @property
     def busy(self) -> bool:
@@ -45,8 +63,8 @@ class GpuState:
     def power_w(self, model: GpuModel) -> float:
         """The power drawn at `at_s`."""
         if self.busy:
-            return model.power_w(self.activity, self.clock_mhz)
-        return model.blocking_power_w(self.clock_mhz)
+            return model.power_w(self.activity, self.effective_mhz)
+        return model.blocking_power_w(self.effective_mhz)
 
     def begin(self, work: Work) -> None:
         """Start executing `work` at `at_s`. `EmulatedGpuError` if other work is being executed."""
@@ -65,11 +83,11 @@ class GpuState:
 
     def finish_s(self, model: GpuModel) -> float:
         """When the work ends (`at_s` if there is none), given the clock change under way."""
-        end_s = self.at_s + self._remaining_s(model, self.clock_mhz)
+        end_s = self.at_s + self._remaining_s(model, self.effective_mhz)
         if self.pending_clock_mhz == NO_CLOCK or end_s <= self.pending_at_s:
             return end_s
         left = (end_s - self.pending_at_s) / (end_s - self.at_s)
-        return self.pending_at_s + left * self._remaining_s(model, self.pending_clock_mhz)
+        return self.pending_at_s + left * self._remaining_s(model, self._reached_mhz(self.pending_clock_mhz))
 
     def advance(self, model: GpuModel, now_s: float) -> None:
         """Move on to `now_s`; an earlier time changes nothing."""
@@ -86,7 +104,7 @@ class GpuState:
             step_to_s = until_s
             if self.pending_clock_mhz != NO_CLOCK:
                 step_to_s = min(step_to_s, max(self.pending_at_s, self.at_s))
-            end_s = self.at_s + self._remaining_s(model, self.clock_mhz)
+            end_s = self.at_s + self._remaining_s(model, self.effective_mhz)
             if self.busy:
                 step_to_s = min(step_to_s, end_s)
             self.energy_j += self.power_w(model) * (step_to_s - self.at_s)
@@ -96,6 +114,9 @@ class GpuState:
             self.at_s = step_to_s
             if self.pending_clock_mhz != NO_CLOCK and self.at_s >= self.pending_at_s:
                 self.clock_mhz, self.pending_clock_mhz = self.pending_clock_mhz, NO_CLOCK
+
+    def _reached_mhz(self, clock_mhz: int) -> int:
+        return clock_mhz if self.cap_mhz == NO_CLOCK else min(clock_mhz, self.cap_mhz)
 
     def _remaining_s(self, model: GpuModel, clock_mhz: int) -> float:
         if not self.busy:

@@ -19,7 +19,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from operator import attrgetter
@@ -27,12 +27,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from perseus.agent.gpu.dynamics import GpuState
-from perseus.agent.gpu.interface import ClockNotSupportedError, EmulatedGpuError, GpuNotFoundError
+from perseus.agent.gpu.dynamics import NO_CLOCK, GpuState
+from perseus.agent.gpu.interface import (
+    ClockEventReason,
+    ClockNotSupportedError,
+    EmulatedGpuError,
+    GpuNotFoundError,
+)
 from perseus.agent.gpu.physics import GpuModel, Work
 
 _MAGIC = b"PRSUSGPU"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<8sII")  # magic, version, bytes of JSON
 _FORMATS = MappingProxyType({float: "d", int: "q"})
 _STATE = struct.Struct("<" + "".join(_FORMATS[field.type] for field in fields(GpuState)))  # type: ignore[index]
@@ -151,9 +156,9 @@ class EmulatedGpu:
             return state.counter_j
 
     def sm_clock_mhz(self) -> int:
-        """The clock in force now."""
+        """The clock that it runs at now."""
         with self._state() as state:
-            return state.clock_mhz
+            return state.effective_mhz
 
     def power_w(self) -> float:
         """The power drawn now."""
@@ -161,13 +166,19 @@ class EmulatedGpu:
             return state.power_w(self.model)
 
     def power_limit_w(self) -> float:
-        """The model's TDP: it is never reached."""
-        return self.model.board_power_w
+        """What `limit_power` said; by default the model's TDP, which is never reached."""
+        with self._state() as state:
+            return state.power_limit_w or self.model.board_power_w
+
+    def power_profiles(self) -> tuple[int, ...]:
+        """What `enforce_power_profiles` said, none by default."""
+        with self._state() as state:
+            return tuple(bit for bit in range(63) if state.power_profiles_mask >> bit & 1)
 
     def clock_event_reasons(self) -> int:
-        """What `degrade` said, 0 by default: the model itself neither caps power nor heats up."""
+        """What `degrade` said, and `cap` and `limit_power` while they hold the clock lower; 0 by default."""
         with self._state() as state:
-            return state.clock_event_reasons
+            return state.reasons
 
     def close(self) -> None:
         """Let go of the file; the GPU lives on in it."""
@@ -226,6 +237,31 @@ class EmulatedGpu:
         with self._state() as state:
             state.slowdown = slowdown
             state.clock_event_reasons = clock_event_reasons
+
+    def cap(self, clock_mhz: int | None, clock_event_reasons: int = 0) -> None:
+        """From now on it runs no faster than a clock, as in heat, and says why; None lifts that."""
+        with self._state() as state:
+            state.cap_mhz, state.cap_reasons = clock_mhz or NO_CLOCK, clock_event_reasons
+
+    def limit_power(self, limit_w: float) -> None:
+        """Set another power limit, as operators do: no clock at which full activity draws more is reached.
+
+        `EmulatedGpuError` if there is no lower one.
+        """
+        within_mhz = [mhz for mhz in self.model.clocks_mhz if self.model.power_w(1.0, mhz) <= limit_w]
+        if not within_mhz:
+            least_w = self.model.power_w(1.0, self.model.clocks_mhz[-1])
+            raise EmulatedGpuError(
+                f"GPU {self.uuid}: power limit: expected at least {least_w:.0f} W, found {limit_w:g} W"
+            )
+        with self._state() as state:
+            state.power_limit_w = limit_w
+            state.cap_mhz, state.cap_reasons = within_mhz[0], ClockEventReason.SW_POWER_CAP
+
+    def enforce_power_profiles(self, profiles: Iterable[int]) -> None:
+        """Show these workload power profiles, numbers below 63; they change nothing else."""
+        with self._state() as state:
+            state.power_profiles_mask = sum(1 << profile for profile in set(profiles))
 
     @contextmanager
     def _state(self) -> Iterator[GpuState]:

@@ -143,6 +143,9 @@ class Gpu(Protocol):
     def power_limit_w(self) -> float:
         """The power limit in force, 0 where the GPU does not tell."""
 
+    def power_profiles(self) -> tuple[int, ...]:
+        """NVIDIA's workload power profiles in force, by NVML's numbers, rising; none where it knows none."""
+
     def clock_event_reasons(self) -> int:
         """Bit mask of `ClockEventReason`; other NVML bits may be set too."""
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import byref
 from typing import Any
 
 import pynvml
@@ -292,6 +293,21 @@ class NvmlGpu:
                 return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle)) / 1000
         except GpuUnsupportedError:
             return 0.0
+
+    def power_profiles(self) -> tuple[int, ...]:
+        """The workload power profiles that are enforced; none where there is no such call.
+
+        Which of those that were requested these are, the driver decides
+        (nvmlDeviceWorkloadPowerProfileGetCurrentProfiles).
+        """
+        profiles = self._nvml.c_nvmlWorkloadPowerProfileCurrentProfiles_v1_t()
+        try:
+            with self._call("nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"):
+                self._nvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(self._handle, byref(profiles))
+        except GpuUnsupportedError:
+            return ()
+        mask = profiles.enforcedProfilesMask.mask
+        return tuple(bit for bit in range(32 * len(mask)) if mask[bit // 32] >> bit % 32 & 1)
 
     def _power_field_w(self, name: str) -> float:
         nvml = self._nvml

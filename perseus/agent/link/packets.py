@@ -4,7 +4,8 @@ The transport is a Unix SOCK_SEQPACKET connection per rank: one packet is one me
 
     probe → agent    Hello, answered by a Reply
                      Registration (the job's first rank), answered by a Reply
-                     Membership (all other ranks), IterationMark, ComputationMark, Finish: never answered
+                     Membership (all other ranks), IterationMark, ComputationMark, WaitMark, Finish: never
+                     answered
     agent → probe    Reply
 
 A rank is announced to the coordinator once it has said what it belongs to, by its registration or its
@@ -85,6 +86,8 @@ class MarkType(IntEnum):
     COMPUTATION_BEGIN = 3
     COMPUTATION_END = 4
     FINISH = 5
+    WAIT_BEGIN = 6
+    WAIT_END = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +158,22 @@ class ComputationMark:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitMark:
+    """The computation under way begins or ends to wait for other ranks: such time is none of its own."""
+
+    edge: Edge
+    iteration: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Training is done: the connection's end that follows is no failure."""
 
     time_ns: int
 
 
-Message = Hello | Registration | Membership | Reply | IterationMark | ComputationMark | Finish
+Message = Hello | Registration | Membership | Reply | IterationMark | ComputationMark | WaitMark | Finish
 
 
 def mark_packer(mark_type: MarkType) -> Callable[[int, int, int, int, int, int], bytes]:
@@ -215,6 +227,9 @@ def encode(message: Message) -> bytes:
                 iteration,
                 time_ns,
             )
+        case WaitMark(edge, iteration, time_ns):
+            mark_type = MarkType.WAIT_BEGIN if edge is Edge.BEGIN else MarkType.WAIT_END
+            return mark_packer(mark_type)(0, 0, 0, 0, iteration, time_ns)
         case Finish(time_ns):
             return mark_packer(MarkType.FINISH)(0, 0, 0, 0, 0, time_ns)
 
@@ -423,5 +438,9 @@ def _decode_mark(packet: bytes | bytearray | memoryview) -> Message:
             )
         case MarkType.FINISH:
             return Finish(time_ns)
+        case MarkType.WAIT_BEGIN:
+            return WaitMark(Edge.BEGIN, iteration, time_ns)
+        case MarkType.WAIT_END:
+            return WaitMark(Edge.END, iteration, time_ns)
         case _:
-            raise MalformedPacket(f"mark: expected type 1 to {MarkType.FINISH}, found {number}")
+            raise MalformedPacket(f"mark: expected type 1 to {MarkType.WAIT_END}, found {number}")

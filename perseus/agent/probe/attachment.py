@@ -75,6 +75,12 @@ class Marks(Protocol):
     def end_computation(self, kind: Kind, microbatch: int, chunk: int) -> None:
         """See `Probe.end_computation`."""
 
+    def begin_wait(self) -> None:
+        """See `Probe.begin_wait`."""
+
+    def end_wait(self) -> None:
+        """See `Probe.end_wait`."""
+
     def finish(self) -> None:
         """See `Probe.finish`."""
 
@@ -133,6 +139,7 @@ class Attachment:
         self._given_up: Marks | None = None
         self._restores: list[Callable[[], None]] = []
         self._is_in_iteration = False
+        self._is_computing = False
         # The first iteration, until it has been executed whole; whether it was followed.
         self._executed: list[Computation] | None = []
         self._is_followed = True
@@ -184,6 +191,20 @@ class Attachment:
             return result
 
         return marked
+
+    def waiting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that waits for other ranks. Within a computation, its time is left out of that."""
+
+        @wraps(function)
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_computing:
+                return function(*args, **kwargs)
+            self._begin_wait()
+            result = function(*args, **kwargs)
+            self._end_wait()
+            return result
+
+        return waiting
 
     def marked_iteration(
         self, function: Callable[..., Any], is_training: Callable[[], bool]
@@ -250,6 +271,7 @@ class Attachment:
         """A computation begins."""
         if not self._is_in_iteration:
             return
+        self._is_computing = True
         if self._executed is not None:
             self._executed.append(Computation(kind, microbatch, chunk))
         elif self._order is not None:
@@ -262,9 +284,26 @@ class Attachment:
 
     def end(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
         """The computation ends."""
+        self._is_computing = False
         if self._is_in_iteration and self._marks is not None:
             try:
                 self._marks.end_computation(kind, microbatch, chunk)
+            except Exception as error:  # as above
+                self._give_up(error)
+
+    def _begin_wait(self) -> None:
+        self._is_computing = False
+        if self._marks is not None:
+            try:
+                self._marks.begin_wait()
+            except Exception as error:  # as above
+                self._give_up(error)
+
+    def _end_wait(self) -> None:
+        self._is_computing = self._is_in_iteration
+        if self._marks is not None:
+            try:
+                self._marks.end_wait()
             except Exception as error:  # as above
                 self._give_up(error)
 
@@ -296,7 +335,7 @@ class Attachment:
         for restore in reversed(self._restores):
             restore()
         self._restores.clear()
-        self._is_in_iteration = False
+        self._is_in_iteration = self._is_computing = False
 
     def _register_first(self, executed: tuple[Computation, ...]) -> None:
         placement = self._placement

@@ -92,6 +92,8 @@ _pack_iteration_begin = mark_packer(MarkType.ITERATION_BEGIN)
 _pack_iteration_end = mark_packer(MarkType.ITERATION_END)
 _pack_begin = mark_packer(MarkType.COMPUTATION_BEGIN)
 _pack_end = mark_packer(MarkType.COMPUTATION_END)
+_pack_wait_begin = mark_packer(MarkType.WAIT_BEGIN)
+_pack_wait_end = mark_packer(MarkType.WAIT_END)
 
 
 class Probe:
@@ -308,6 +310,20 @@ class Probe:
             self._send(
                 _pack_end(kind, microbatch, chunk, ordinal, self._iteration, time_ns or monotonic_ns())
             )
+        except (OSError, struct.error) as error:
+            self._not_sent(error)
+
+    def begin_wait(self, time_ns: int | None = None) -> None:
+        """The computation under way begins to wait for other ranks: such time is none of its own."""
+        try:
+            self._send(_pack_wait_begin(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
+        except (OSError, struct.error) as error:
+            self._not_sent(error)
+
+    def end_wait(self, time_ns: int | None = None) -> None:
+        """It computes again."""
+        try:
+            self._send(_pack_wait_end(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
         except (OSError, struct.error) as error:
             self._not_sent(error)
 

@@ -174,6 +174,14 @@ class DeviceMarks:
         """The computation ends."""
         self._add(partial(self._probe.end_computation, kind, microbatch, chunk))
 
+    def begin_wait(self) -> None:
+        """The computation under way begins to wait for other ranks."""
+        self._add(self._probe.begin_wait)
+
+    def end_wait(self) -> None:
+        """It computes again."""
+        self._add(self._probe.end_wait)
+
     def look(self) -> None:
         """Send the marks of all events that have completed, in the order in which they were recorded."""
         with self._lock:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from perseus.agent.clocks.sets import ClockSet
 from perseus.agent.energy.counter import CounterChange
-from perseus.agent.link.packets import ComputationMark, Finish, IterationMark
-from perseus.agent.rank.messages import EnergyEstimate, PlanOffer, RankAccepted, RankRefused
+from perseus.agent.link.packets import ComputationMark, Finish, IterationMark, WaitMark
+from perseus.agent.rank.messages import EnergyEstimate, GpuLimits, PlanOffer, RankAccepted, RankRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,13 @@ class Estimated:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitsRead:
+    """What others have set that bounds the GPU was read, and is another."""
+
+    limits: GpuLimits
+
+
+@dataclass(frozen=True, slots=True)
 class SetNotPermitted:
     """The GPU does not let this agent set clocks."""
 
@@ -84,6 +91,7 @@ Event = (
     | Finish
     | IterationMark
     | ComputationMark
+    | WaitMark
     | Connected
     | Disconnected
     | Heard
@@ -93,6 +101,7 @@ Event = (
     | CounterChange
     | ClockSet
     | Estimated
+    | LimitsRead
     | SetNotPermitted
     | GpuFailed
     | AgentStops

@@ -23,13 +23,21 @@ NO_PLAN = PlanId("", 0)
 
 
 @dataclass(frozen=True, slots=True)
+class GpuLimits:
+    """What others have set that bounds a GPU: its power limit (0 if unknown), and workload power profiles."""
+
+    power_limit_w: float = 0.0
+    power_profiles: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GpuDescription:
-    """A GPU as the coordinator needs to know it; clocks highest first, the power limit 0 if unknown."""
+    """A GPU as the coordinator needs to know it; clocks highest first."""
 
     uuid: str
     model: str
     supported_clocks_mhz: tuple[int, ...]
-    power_limit_w: float = 0.0
+    limits: GpuLimits = GpuLimits()
 
 
 class RankLeftReason(IntEnum):
@@ -144,6 +152,8 @@ class PlanInForce:
 class IterationRow:
     """A finished iteration: from its begin to its end. `clock_event_reasons`: those that throttled it.
 
+    `capped_clock_mhz`: the highest clock that it reached under these.
+
     The gap is what lies between the end of the one before and its begin, all 0 where that end is not known;
     `gap_slowed_time_s` is what clocks below the highest can have added to it at most.
     """
@@ -157,6 +167,7 @@ class IterationRow:
     gap_time_s: float = 0.0
     gap_energy_j: float = 0.0
     gap_slowed_time_s: float = 0.0
+    capped_clock_mhz: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +215,8 @@ class EnergyEstimate:
 class ClockStatistics:
     """How well the clocks followed a plan so far; replaces the statistics before for that version.
 
-    `prediction_error_s` is None as long as nothing was predicted.
+    `prediction_error_s` is None as long as nothing was predicted. `set_latency_count`: of how many sets the
+    latency is the median, 0 while it is assumed.
     """
 
     plan_version: int
@@ -217,6 +229,7 @@ class ClockStatistics:
     set_latency_s: float
     margin_s: float
     prediction_error_s: float | None
+    set_latency_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +245,14 @@ class MessageRefused:
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Measurements of one rank. `clocks` is None where none may be set."""
+    """Measurements of one rank. `clocks` is None where none may be set; `gpu_limits` as read last."""
 
     rank: Rank
     iterations: tuple[IterationRow, ...]
     computations: tuple[ComputationRow, ...]
     energy: EnergyEstimate | None
     clocks: ClockStatistics | None
+    gpu_limits: GpuLimits | None = None
 
 
 FromSession = RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry

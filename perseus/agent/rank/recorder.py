@@ -12,6 +12,7 @@ from perseus.agent.clocks.keeper import Clocks
 from perseus.agent.clocks.sets import ClockSet
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.link.packets import Edge
 from perseus.agent.rank.messages import NO_PLAN, ComputationRow, IterationRow
 from perseus.agent.rank.sampling import (
     EstimateRequest,
@@ -19,12 +20,15 @@ from perseus.agent.rank.sampling import (
     FinishedIteration,
     Sampler,
     energy_at_j,
-    throttling_reasons,
+    throttling,
 )
 from perseus.agent.rank.tally import ClockTally
 
 COUNTER_WAIT_S = 0.3
 """How long a finished iteration waits for the energy counter: some of its longest periods."""
+
+MOST_WAITS = 4096
+"""One computation waits less often: a layer does a few times."""
 
 # What is longer is no gap, but a trainer that was stopped.
 _LONGEST_GAP_S = 3600.0
@@ -33,12 +37,39 @@ _CHANGES_KEPT = 256  # of the counter: 25 s at 100 ms, which bounds the regressi
 
 @dataclass(slots=True)
 class Run:
-    """A computation that has begun, at its position in the order."""
+    """A computation that has begun, at its position in the order.
+
+    `waits_s`: from when to when it waited for other ranks; of one that waits now, only from when. One that
+    has lost a mark of its waits never ends: what it computed is not known.
+    """
 
     computation: Computation
     position: int
     begin_s: float
     end_s: float | None = None
+    waits_s: list[tuple[float, float | None]] = field(default_factory=list)
+    has_lost_mark: bool = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for others now."""
+        return bool(self.waits_s) and self.waits_s[-1][1] is None
+
+    def wait(self, edge: Edge, time_s: float) -> None:
+        """It begins or ends to wait."""
+        if self.end_s is not None:
+            return  # the begin of the one that waits was lost
+        if self.is_waiting == (edge is Edge.BEGIN) or len(self.waits_s) == MOST_WAITS:
+            self.has_lost_mark = True
+        elif edge is Edge.BEGIN:
+            self.waits_s.append((time_s, None))
+        else:
+            self.waits_s[-1] = (self.waits_s[-1][0], time_s)
+
+    def end(self, time_s: float) -> None:
+        """It has ended."""
+        if not self.is_waiting and not self.has_lost_mark:
+            self.end_s = time_s
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +220,7 @@ class Recorder:
         )
         gap_time_s, gap_energy_j, gap_slowed_time_s = self._measure_gap(iteration, begin_j)
         self._measured_end = (iteration.end_s, end_j)
+        reasons, capped_mhz = throttling(self._changes, iteration.begin_s, iteration.end_s)
         iterations.append(
             IterationRow(
                 iteration=iteration.number,
@@ -196,10 +228,11 @@ class Recorder:
                 duration_s=iteration.end_s - iteration.begin_s,
                 energy_j=end_j - begin_j if begin_j is not None and end_j is not None else 0.0,
                 is_regular=is_regular,
-                clock_event_reasons=throttling_reasons(self._changes, iteration.begin_s, iteration.end_s),
+                clock_event_reasons=reasons,
                 gap_time_s=gap_time_s,
                 gap_energy_j=gap_energy_j,
                 gap_slowed_time_s=gap_slowed_time_s,
+                capped_clock_mhz=capped_mhz,
             )
         )
         computations += [
@@ -207,7 +240,7 @@ class Recorder:
                 iteration=iteration.number,
                 computation=each.computation,
                 begin_s=each.begin_s - iteration.begin_s,
-                duration_s=each.end_s - each.begin_s,
+                duration_s=each.duration_s,
                 clock_mhz=each.clock_mhz,
             )
             for each in complete
@@ -249,7 +282,12 @@ class Recorder:
         if plan is not None and run.computation.kind != Kind.FIXED:
             plan.tally.add(plan.clocks_mhz[run.position], clocks, run.end_s)
         return FinishedComputation(
-            run.computation, run.begin_s, run.end_s, clocks[0][0], is_pure=len(clocks) == 1
+            run.computation,
+            run.begin_s,
+            run.end_s,
+            clocks[0][0],
+            is_pure=len(clocks) == 1,
+            waits_s=tuple((since_s, until_s) for since_s, until_s in run.waits_s if until_s is not None),
         )
 
     def _forget(self, needed_s: float) -> None:

@@ -31,7 +31,7 @@ _REFRESH_SHARE = 0.125
 # And after so many more iterations in any case: what a plan costs may change while it is in force.
 _LONGEST_REFRESH = 1000
 # Where the counter hardly ever moves, this bounds what is kept for it.
-_MOST_COMPUTATIONS = 32_768
+_MOST_PARTS = 32_768
 # Less is no power.
 _LEAST_BLOCKING_W = 1e-3
 
@@ -41,13 +41,28 @@ Key = tuple[Kind, int, int | None]
 
 @dataclass(frozen=True, slots=True)
 class FinishedComputation:
-    """A computation with both its edges. `is_pure`: the clock did not change while it ran."""
+    """A computation with both its edges. `is_pure`: the clock did not change while it ran.
+
+    `waits_s`: from when to when it waited for other ranks instead, in order of time.
+    """
 
     computation: Computation
     begin_s: float
     end_s: float
     clock_mhz: int | None
     is_pure: bool
+    waits_s: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def duration_s(self) -> float:
+        """How long it computed."""
+        return max(0.0, sum(until_s - since_s for since_s, until_s in self.parts_s))
+
+    @property
+    def parts_s(self) -> list[tuple[float, float]]:
+        """From when to when it computed."""
+        edges_s = [self.begin_s, *(edge_s for wait_s in self.waits_s for edge_s in wait_s), self.end_s]
+        return list(zip(edges_s[::2], edges_s[1::2], strict=True))
 
     @property
     def key(self) -> Key:
@@ -63,6 +78,11 @@ class FinishedIteration:
     end_s: float
     computations: tuple[FinishedComputation, ...]
     is_regular: bool
+
+    @property
+    def part_count(self) -> int:
+        """How many stretches of computing there are in it."""
+        return sum(1 + len(computation.waits_s) for computation in self.computations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +100,7 @@ class Sampler:
     def __init__(self, plan_version: int) -> None:
         self.plan_version = plan_version
         self._iterations: deque[FinishedIteration] = deque()
-        self._computation_count = 0
+        self._part_count = 0
         self._iteration_count = 0
         self._estimated_count = 0
 
@@ -88,8 +108,8 @@ class Sampler:
         """Take the next finished iteration."""
         self._iterations.append(iteration)
         self._iteration_count += 1
-        self._computation_count += len(iteration.computations)
-        while self._computation_count > _MOST_COMPUTATIONS or len(self._iterations) > _MOST_COMPUTATIONS:
+        self._part_count += iteration.part_count
+        while self._part_count > _MOST_PARTS or len(self._iterations) > _MOST_PARTS:
             self._forget_oldest()
 
     def estimate_request(self, changes: Sequence[CounterChange]) -> EstimateRequest | None:
@@ -112,7 +132,7 @@ class Sampler:
         return EstimateRequest(self.plan_version, tuple(self._iterations), tuple(changes))
 
     def _forget_oldest(self) -> None:
-        self._computation_count -= len(self._iterations.popleft().computations)
+        self._part_count -= self._iterations.popleft().part_count
 
 
 def estimate(request: EstimateRequest) -> EnergyEstimate | None:
@@ -129,7 +149,7 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
     pure = [computation for computation in computations if computation.is_pure]
     fit = estimate_power(
         request.changes,
-        [Span(each.key, each.begin_s, each.end_s) for each in pure],
+        [Span(each.key, *part_s) for each in pure for part_s in each.parts_s],
         begin_s=request.iterations[0].begin_s,
         end_s=request.iterations[-1].end_s,
         unknown=unknown,
@@ -138,7 +158,7 @@ def estimate(request: EstimateRequest) -> EnergyEstimate | None:
         return None
     durations_s: dict[Key, list[float]] = {}
     for each in pure:
-        durations_s.setdefault(each.key, []).append(each.end_s - each.begin_s)
+        durations_s.setdefault(each.key, []).append(each.duration_s)
     blocking = fit.blocking_power_w
     if blocking is not None and blocking.value < _LEAST_BLOCKING_W:
         blocking = None  # few windows may say what can't be
@@ -186,13 +206,16 @@ def energy_at_j(changes: Sequence[CounterChange], time_s: float) -> float | None
     return last.energy_j + power_w * (time_s - last.time_s)
 
 
-def throttling_reasons(changes: Sequence[CounterChange], begin_s: float, end_s: float) -> int:
+def throttling(changes: Sequence[CounterChange], begin_s: float, end_s: float) -> tuple[int, int]:
     """The reasons (`ClockEventReason`) for which the GPU was throttled at some time between two moments.
+
+    With them comes the highest clock that it reached meanwhile, MHz; 0 where it was not throttled.
 
     Known from the counter's windows, so what happened up to one window before or after counts, too.
     """
-    reasons = 0
+    reasons = clock_mhz = 0
     for before, change in pairwise(changes):
         if before.time_s < end_s and change.time_s > begin_s:
             reasons |= change.clock_event_reasons
-    return reasons & ClockEventReason.THROTTLED
+            clock_mhz = max(clock_mhz, change.capped_clock_mhz)
+    return reasons & ClockEventReason.THROTTLED, clock_mhz

@@ -3,12 +3,8 @@
 Theory of operation. A session begins when a trainer has said hello and ends when that trainer finishes or
 vanishes, or its GPU fails. Four things go on in it, each with little to do with the others:
 
-*Standing with the coordinator.* disconnected → announced → accepted, and back. A rank is announced
-(`RankJoined`) on a connection once its trainer has said what it belongs to; the answer brings the registered
-order, or a refusal, and then the rank is announced again after `JOIN_RETRY_S` (the job may not be registered
-yet, or another agent's lease may still run), and after each further refusal in a row twice as late, at most
-`LONGEST_JOIN_RETRY_S`: the ranks of a job that is put aside ask for days. Offers are answered with a refusal
-until the rank is accepted.
+*Standing with the coordinator.* `rank.standing` says when the rank is announced (`RankJoined`); the answer
+brings the registered order, or a refusal. Offers are answered with a refusal until the rank is accepted.
 
 *Plans.* At most one is in force and at most one pending. An offer that is accepted becomes pending, in place
 of any other, and comes into force whole at the begin of its start iteration. Without a word from the
@@ -32,8 +28,10 @@ of a plan takes milliseconds to work out, so it is asked for (`EstimateEnergy`) 
     Heard                    the lease starts anew
     RankAccepted, RankRefused, PlanOffer           as above
     IterationMark, ComputationMark                 as above
+    WaitMark                 what the computation under way waits for others is left out of its time
     CounterChange, ClockSet  measurement
     Estimated                telemetry
+    LimitsRead               said with all telemetry to come
     SetNotPermitted          stock from now on; offers of clocks are refused
     GpuFailed                reset, RankLeft(GPU_FAILED); the session has ended
     Finish, TrainerGone      reset, RankLeft(FINISHED, TRAINER_GONE); the session has ended
@@ -41,14 +39,14 @@ of a plan takes milliseconds to work out, so it is asked for (`EstimateEnergy`) 
     Tick                     lease, announcing again, telemetry that waits for the counter, trainers that hang
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from perseus.agent.clocks.keeper import ClockKeeper, Clocks
 from perseus.agent.clocks.sets import ClockSet, ResetClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
-from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark
+from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark, WaitMark
 from perseus.agent.rank.commands import Command, EstimateEnergy, Send
 from perseus.agent.rank.events import (
     AgentStops,
@@ -58,6 +56,7 @@ from perseus.agent.rank.events import (
     Event,
     GpuFailed,
     Heard,
+    LimitsRead,
     SetNotPermitted,
     Tick,
     TrainerGone,
@@ -86,10 +85,8 @@ from perseus.agent.rank.messages import (
     Telemetry,
 )
 from perseus.agent.rank.recorder import Iteration, PlanRecord, Recorder, Run
+from perseus.agent.rank.standing import Standing
 
-JOIN_RETRY_S = 1.0
-"""How long after the first refusal a rank is announced again."""
-LONGEST_JOIN_RETRY_S = 8.0
 MOST_IRREGULAR = 2
 """After so many iterations in a row that are not to order, the next ones begin at stock."""
 
@@ -132,13 +129,7 @@ class Session:
         self._owner = owner
         self._after_sequence = after_sequence
         self._commands: list[Command] = []
-        # Standing with the coordinator.
-        self._spec_fingerprint = "" if is_registered else None
-        self._is_connected = False
-        self._is_accepted = False
-        self._announce_at_s: float | None = None
-        self._join_retry_s = JOIN_RETRY_S
-        self._heard_at_s = 0.0
+        self._standing = Standing(is_registered=is_registered)
         self._order: tuple[Computation, ...] | None = None
         self._positions: dict[Computation, int] = {}
         self._begins_alone = False
@@ -185,6 +176,8 @@ class Session:
                 self._on_computation_begin(event, now_s)
             case ComputationMark():
                 self._on_computation_end(event, now_s)
+            case WaitMark():
+                self._on_wait(event, now_s)
             case IterationMark(Edge.BEGIN):
                 self._on_iteration_begin(event, now_s)
             case IterationMark():
@@ -195,6 +188,8 @@ class Session:
                 self._on_clock_set(event)
             case Estimated():
                 self._on_estimated(event)
+            case LimitsRead():
+                self._gpu = replace(self._gpu, limits=event.limits)
             case Tick():
                 self._on_tick(now_s)
             case Heard():
@@ -233,13 +228,8 @@ class Session:
             self._commands.append(ResetClock())
 
     def _on_trainer_specified(self, event: TrainerSpecified) -> None:
-        if event.spec_fingerprint == self._spec_fingerprint:
-            return
-        self._spec_fingerprint = event.spec_fingerprint
-        self._is_accepted = False
-        self._join_retry_s = JOIN_RETRY_S
-        self._drop_plans()  # they were made for something else
-        if self._is_connected:
+        if self._standing.specify(event.spec_fingerprint):
+            self._drop_plans()  # they were made for something else
             self._announce()
 
     def _on_gpu_failed(self, now_s: float) -> None:
@@ -266,10 +256,10 @@ class Session:
         self.has_ended = True
 
     def _on_tick(self, now_s: float) -> None:
-        if self._announce_at_s is not None and now_s >= self._announce_at_s:
+        if self._standing.is_announcement_due(now_s):
             self._announce()
         leases_s = [plan.lease_s for plan in (self._in_force, self._pending) if plan]
-        if leases_s and now_s - self._heard_at_s > min(leases_s):
+        if leases_s and now_s - self._standing.heard_at_s > min(leases_s):
             self._drop_plans()
         if self._in_force is not None and self._keeper.is_silent(self._marked_at_s, now_s):
             self._fall_back()
@@ -278,21 +268,17 @@ class Session:
     # --- Standing with the coordinator ----------------------------------------------------------------------
 
     def _on_connected(self, now_s: float) -> None:
-        self._is_connected = True
-        self._heard_at_s = now_s
-        self._join_retry_s = JOIN_RETRY_S
+        self._standing.connect(now_s)
         self._announce()
 
     def _on_disconnected(self) -> None:
-        self._is_connected = self._is_accepted = False
-        self._announce_at_s = None
+        self._standing.disconnect()
 
     def _on_heard(self, now_s: float) -> None:
-        self._heard_at_s = now_s
+        self._standing.heard_at_s = now_s
 
     def _on_rank_accepted(self, accepted: RankAccepted) -> None:
-        self._is_accepted = True
-        self._join_retry_s = JOIN_RETRY_S
+        self._standing.accept()
         order = accepted.order
         if order != self._order:
             self._drop_plans()  # they were made for another order
@@ -307,14 +293,11 @@ class Session:
             self._follow(None)
 
     def _on_rank_refused(self, now_s: float) -> None:
-        self._is_accepted = False
-        self._announce_at_s = now_s + self._join_retry_s
-        self._join_retry_s = min(2 * self._join_retry_s, LONGEST_JOIN_RETRY_S)
+        self._standing.refuse(now_s)
         self._drop_plans()
 
     def _announce(self) -> None:
-        self._announce_at_s = None
-        if self._spec_fingerprint is None:
+        if not self._standing.may_announce():
             return
         in_force = self._in_force.plan if self._in_force else NO_PLAN
         self._send(
@@ -324,13 +307,13 @@ class Session:
                 self._begun_iteration,
                 in_force,
                 self._after_sequence,
-                self._spec_fingerprint,
+                self._standing.spec_fingerprint or "",
                 self._owner,
             )
         )
 
     def _send(self, message: RankJoined | PlanAnswer | PlanInForce) -> None:
-        if self._is_connected:
+        if self._standing.is_connected:
             self._commands.append(Send(message))
 
     # --- Plans ----------------------------------------------------------------------------------------------
@@ -360,7 +343,7 @@ class Session:
 
     def _refusal(self, offer: PlanOffer) -> PlanRefusal | None:
         reasons = PlanRefusalReason
-        if not self._is_accepted or self._order is None:
+        if not self._standing.is_accepted or self._order is None:
             return PlanRefusal(reasons.UNKNOWN_RANK, f"{self.rank}: not announced, or not accepted yet")
         if self._forbidden is not None and not isinstance(offer.clocks, Stock):
             return PlanRefusal(reasons.NOT_PERMITTED, f"{self.rank}: {self._forbidden}")
@@ -478,7 +461,7 @@ class Session:
 
     def _on_computation_begin(self, mark: ComputationMark, now_s: float) -> None:
         begin_s = self._mark_s(mark.time_ns, now_s)
-        iteration = self._marked_iteration(mark, now_s)
+        iteration = self._marked_iteration(mark.iteration, now_s)
         if iteration is None:
             return
         # The ordinal tells a lost mark from a deviation.
@@ -494,7 +477,7 @@ class Session:
 
     def _on_computation_end(self, mark: ComputationMark, now_s: float) -> None:
         end_s = self._mark_s(mark.time_ns, now_s)
-        iteration = self._marked_iteration(mark, now_s)
+        iteration = self._marked_iteration(mark.iteration, now_s)
         if iteration is None:
             return
         position = self._positions.get(mark.computation)
@@ -502,21 +485,22 @@ class Session:
             return  # the latest computation seen is a later one
         iteration.position = position
         if iteration.runs and iteration.runs[-1].computation == mark.computation:
-            iteration.runs[-1].end_s = end_s
+            iteration.runs[-1].end(end_s)
         if self._forbidden is None and not iteration.is_at_stock:
             following = self._following_clocks(iteration.number)
             self._commands += self._keeper.end(position, end_s, now_s, following)
 
-    def _marked_iteration(self, mark: ComputationMark, now_s: float) -> Iteration | None:
-        """The iteration under way, if it is the mark's and runs to order."""
-        self._begin_iteration(mark.iteration, None, now_s)  # its begin mark may have been lost
+    def _on_wait(self, mark: WaitMark, now_s: float) -> None:
+        time_s = self._mark_s(mark.time_ns, now_s)
+        iteration = self._marked_iteration(mark.iteration, now_s)
+        if iteration is not None and iteration.runs:
+            iteration.runs[-1].wait(mark.edge, time_s)
+
+    def _marked_iteration(self, number: int, now_s: float) -> Iteration | None:
+        """The iteration under way, if it is this one and runs to order."""
+        self._begin_iteration(number, None, now_s)  # its begin mark may have been lost
         iteration = self._iteration
-        if (
-            iteration is None
-            or iteration.number != mark.iteration
-            or iteration.has_deviated
-            or self._order is None
-        ):
+        if iteration is None or iteration.number != number or iteration.has_deviated or self._order is None:
             return None
         return iteration
 
@@ -541,7 +525,11 @@ class Session:
         for report in self._recorder.report(self._order, now_s, needed_s=needed_s, waits=waits):
             clocks = None if self._forbidden is not None else self._clock_statistics(report.plan)
             self._commands.append(
-                Send(Telemetry(self.rank, report.iterations, report.computations, None, clocks))
+                Send(
+                    Telemetry(
+                        self.rank, report.iterations, report.computations, None, clocks, self._gpu.limits
+                    )
+                )
             )
             if report.request is not None and waits:
                 self._commands.append(EstimateEnergy(report.request))
@@ -559,6 +547,7 @@ class Session:
             set_latency_s=self._keeper.lead.latency_s,
             margin_s=self._keeper.lead.margin_s,
             prediction_error_s=self._keeper.prediction_error_s,
+            set_latency_count=self._keeper.lead.set_count,
         )
 
     def validate(self) -> None:
@@ -575,7 +564,7 @@ class Session:
             if not self._iteration.has_deviated:
                 positions = [self._positions[run.computation] for run in self._iteration.runs]
                 assert positions == sorted(set(positions))
-        assert not self._is_accepted or self._is_connected
+        self._standing.validate()
         self._recorder.validate()
         if not self.has_ended:
             in_force = self._in_force.plan if self._in_force else NO_PLAN

@@ -80,6 +80,10 @@ class GuardedGpu:
         """See `Gpu.power_limit_w`."""
         return self._gpu.power_limit_w()
 
+    def power_profiles(self) -> tuple[int, ...]:
+        """See `Gpu.power_profiles`."""
+        return self._gpu.power_profiles()
+
     def clock_event_reasons(self) -> int:
         """See `Gpu.clock_event_reasons`."""
         return self._gpu.clock_event_reasons()

@@ -1,4 +1,7 @@
-"""Watching a GPU's energy counter on a thread of its own; `energy.counter` says what is made of the polls."""
+"""Watching a GPU's energy counter on a thread of its own; `energy.counter` says what is made of the polls.
+
+The same thread looks at the GPU's limits now and then.
+"""
 
 import threading
 import time
@@ -8,7 +11,8 @@ from typing import TypeVar
 
 from perseus.agent.clocks.patience import Patience
 from perseus.agent.energy.counter import ChangeDetector, CounterChange
-from perseus.agent.gpu import Gpu, GpuError, is_transient
+from perseus.agent.gpu import ClockEventReason, Gpu, GpuError, is_transient
+from perseus.agent.sidecar.limits_watch import LimitsWatch
 
 T = TypeVar("T")
 
@@ -37,6 +41,7 @@ class CounterPoller:
         gpu: Gpu,
         on_change: Callable[[CounterChange], None],
         on_error: Callable[[Exception], None],
+        limits: LimitsWatch | None = None,
         *,
         interval_s: float = 0.005,
         reading_interval_s: float | None = None,
@@ -48,6 +53,7 @@ class CounterPoller:
         self._gpu = gpu
         self._on_change = on_change
         self._on_error = on_error
+        self._limits = limits
         self._interval_s = interval_s
         self._monotonic = monotonic
         self._patience = Patience()
@@ -91,10 +97,14 @@ class CounterPoller:
         self._begun_at_s = before_s = self._monotonic()
         energy_j = self._gpu.total_energy_j()
         after_s = self._monotonic()
+        reasons = self._gpu.clock_event_reasons()
+        capped_mhz = self._gpu.sm_clock_mhz() if reasons & ClockEventReason.THROTTLED else 0
+        if self._limits is not None:
+            self._limits.look(after_s)
         if self._reading_interval_s is not None and after_s >= self._read_at_s + self._reading_interval_s:
             self._read_at_s = after_s
             self.reading = GpuReading(energy_j, _told(self._gpu.power_w), _told(self._gpu.sm_clock_mhz))
-        return detector.poll(before_s, after_s, energy_j, self._gpu.clock_event_reasons())
+        return detector.poll(before_s, after_s, energy_j, reasons, capped_mhz)
 
 
 def _told(ask: Callable[[], T]) -> T | None:

@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
@@ -148,7 +148,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._tls = tls
         self._generation = 0
         self._context: ssl.SSLContext | None = None
-        self._rooms = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self._lock = threading.Lock()
+        # Those that are answered, the oldest first.
+        self._open: dict[Any, None] = {}
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
@@ -170,16 +172,22 @@ class _Server(ThreadingMixIn, WSGIServer):
         return self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._rooms.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """As the parent's. Where there are too many, the oldest makes way: who scrapes is done in no time."""
+        with self._lock:
+            if len(self._open) >= _MOST_AT_ONCE:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._open[request] = None
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._rooms.release()
+            with self._lock:
+                self._open.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A scraper that breaks off is no matter of the log's."""

@@ -124,6 +124,8 @@ def gpu_findings(
             _find("sm_clock_mhz", gpu.sm_clock_mhz, nvml),
             _find("power_w", gpu.power_w, nvml),
             _find("average_power_w", gpu.average_power_w, nvml),
+            _find("power_limit_w", gpu.power_limit_w, nvml),
+            _find("workload_power_profiles", lambda: _profile_names(gpu.power_profiles(), nvml), nvml),
             _find("clock_events", lambda: _event_names(gpu.clock_event_reasons()), nvml),
             _find("energy_counter_j", gpu.total_energy_j, nvml),
             _find("counter_period_s", lambda: _counter_period_s(gpu, monotonic, sleep), nvml),
@@ -172,6 +174,19 @@ def _event_names(reasons: int) -> list[str]:
     known = [name.lower() for bit, name in sorted(names.items()) if reasons & bit]
     others = reasons & ~ClockEventReason.THROTTLED
     return [*known, *([hex(others)] if others else [])]
+
+
+def _profile_names(profiles: Sequence[int], nvml: Any) -> list[str]:
+    """NVIDIA's workload power profiles by NVML's names; one that it has no name for, by number."""
+    prefix = "NVML_POWER_PROFILE_"
+    names = {
+        number: name.removeprefix(prefix).lower()
+        for name, number in vars(nvml).items()
+        if name.startswith(prefix)
+        and not name.startswith(f"{prefix}OPERATION_")
+        and name != f"{prefix}MAX"  # the count of those that NVML knows
+    }
+    return [names.get(profile, str(profile)) for profile in profiles]
 
 
 def _counter_period_s(gpu: NvmlGpu, monotonic: Callable[[], float], sleep: Callable[[float], None]) -> float:

@@ -29,13 +29,22 @@ from perseus.agent.gpu import (
 from perseus.agent.gpu.lanes import PATIENCE_S
 from perseus.agent.link.computation import Rank
 from perseus.agent.rank.commands import EstimateEnergy, Send
-from perseus.agent.rank.events import Estimated, Event, GpuFailed, SetNotPermitted, Tick, TrainerJoined
+from perseus.agent.rank.events import (
+    Estimated,
+    Event,
+    GpuFailed,
+    LimitsRead,
+    SetNotPermitted,
+    Tick,
+    TrainerJoined,
+)
 from perseus.agent.rank.messages import (
     EnergyEstimate,
     FromSession,
     GpuDescription,
     GpuErrorReason,
     GpuErrorReport,
+    GpuLimits,
     PlanAnswer,
     PlanInForce,
     RankLeft,
@@ -45,6 +54,7 @@ from perseus.agent.rank.session import Session
 from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
 from perseus.agent.sidecar.counter_poller import CounterPoller, GpuReading
 from perseus.agent.sidecar.estimator import Estimator
+from perseus.agent.sidecar.limits_watch import LimitsWatch, read_limits
 from perseus.agent.sidecar.vitals import GpuVitals
 
 _log = structlog.get_logger(__name__)
@@ -78,11 +88,11 @@ class OpenedGpu:
     def of(cls, gpu: Gpu) -> "OpenedGpu":
         """Ask a GPU."""
         try:
-            power_limit_w = gpu.power_limit_w()
+            limits = read_limits(gpu)
         except GpuError as error:  # of a GPU that fails: who polls its counter will say so
             _log.warning("power limit not known", gpu=gpu.uuid, reason=str(error))
-            power_limit_w = 0.0
-        return cls(gpu, GpuDescription(gpu.uuid, gpu.name, gpu.supported_clocks_mhz, power_limit_w))
+            limits = GpuLimits()
+        return cls(gpu, GpuDescription(gpu.uuid, gpu.name, gpu.supported_clocks_mhz, limits))
 
     def close(self) -> None:
         """Let go of it."""
@@ -143,6 +153,9 @@ class ServedRank:
             gpu,
             lambda change: self._hand_over(self.handle, change),
             lambda error: self._hand_over(self._gpu_failed, error),
+            LimitsWatch(
+                gpu, opened.description.limits, lambda limits: self._hand_over(self._limits_read, limits)
+            ),
             reading_interval_s=reading_interval_s,
         )
         self.handle(TrainerJoined())
@@ -280,6 +293,12 @@ class ServedRank:
             case error:
                 self._log.error("clock not set", clock_mhz=result.target_mhz, reason=str(error))
                 self._gpu_failed(error)
+
+    def _limits_read(self, limits: GpuLimits) -> None:
+        self._log.warning(
+            "GPU's limits changed", power_limit_w=limits.power_limit_w, power_profiles=limits.power_profiles
+        )
+        self.handle(LimitsRead(limits))
 
     def _estimated(self, estimate: EnergyEstimate) -> None:
         self.handle(Estimated(estimate))

@@ -44,6 +44,7 @@ from perseus.agent.link.packets import (
     Message,
     Registration,
     Reply,
+    WaitMark,
 )
 from perseus.agent.rank.events import (
     AgentStops,
@@ -514,7 +515,7 @@ class Agent:
     async def _trainer_said(self, trainer: "_Trainer", message: Message) -> None:
         rank = trainer.rank
         match message:
-            case IterationMark() | ComputationMark() | Finish():
+            case IterationMark() | ComputationMark() | WaitMark() | Finish():
                 trainer.has_marked.set()
                 if isinstance(message, IterationMark) and message.dropped_mark_count:
                     dropped_count = message.dropped_mark_count - trainer.dropped_mark_count

@@ -25,6 +25,7 @@ from perseus.agent.rank.messages import (
     EnergyEstimate,
     GpuDescription,
     GpuErrorReport,
+    GpuLimits,
     HeartbeatAnswer,
     Hold,
     Incoming,
@@ -230,8 +231,13 @@ def _gpu(gpu: GpuDescription) -> wire.Gpu:
         uuid=gpu.uuid,
         model=gpu.model,
         supported_clocks_mhz=gpu.supported_clocks_mhz,
-        power_limit_w=gpu.power_limit_w,
+        power_limit_w=gpu.limits.power_limit_w,
+        workload_power_profiles=gpu.limits.power_profiles,
     )
+
+
+def _limits(limits: GpuLimits) -> wire.GpuLimits:
+    return wire.GpuLimits(power_limit_w=limits.power_limit_w, workload_power_profiles=limits.power_profiles)
 
 
 def _telemetry(batch: Batch) -> wire.TelemetryBatch:
@@ -246,6 +252,7 @@ def _telemetry(batch: Batch) -> wire.TelemetryBatch:
         energy=_energy(measured.energy) if measured.energy is not None else None,
         dropped_batch_count=batch.dropped_batch_count,
         clocks=_clocks(measured.clocks) if measured.clocks is not None else None,
+        gpu_limits=_limits(measured.gpu_limits) if measured.gpu_limits is not None else None,
     )
 
 
@@ -265,6 +272,7 @@ def _clocks(clocks: ClockStatistics) -> clock_statistics_pb2.ClockStatistics:
         set_latency_s=clocks.set_latency_s,
         margin_s=clocks.margin_s,
         prediction_error_s=clocks.prediction_error_s,
+        set_latency_count=clocks.set_latency_count,
     )
 
 
@@ -279,6 +287,7 @@ def _iteration_columns(rows: tuple[IterationRow, ...]) -> wire.IterationColumns:
         gap_time_s=[row.gap_time_s for row in rows],
         gap_energy_j=[row.gap_energy_j for row in rows],
         gap_slowed_time_s=[row.gap_slowed_time_s for row in rows],
+        capped_clock_mhz=[row.capped_clock_mhz for row in rows],
     )
 
 

@@ -15,7 +15,8 @@
  *     error FUNCTION CODE AFTER TIMES    FUNCTION fails with CODE from its call AFTER + 1 on, TIMES times
  *                                        (0: for good); each process counts since the file last changed
  *     delay FUNCTION SECONDS             FUNCTION takes this much longer
- *     property NAME VALUE                architecture, mig_mode, persistence_mode, second_memory_clock_mhz
+ *     property NAME VALUE                architecture, mig_mode, persistence_mode, second_memory_clock_mhz,
+ *                                        workload_power_profiles (0: the GPU knows none)
  *
  * Devices are looked for by the first nvmlInit, and again by the first after the last nvmlShutdown. The latency
  * of a clock set and the period of the energy counter are those of the emulated GPU.
@@ -64,6 +65,10 @@ typedef struct {
     uint32_t gpu_instance_id, compute_instance_id;
 } process_info;
 
+typedef struct {
+    uint32_t version, known[8], requested[8], enforced[8];
+} current_profiles;
+
 enum { MAX_DEVICES = 64, MAX_CLOCKS = 512, MAX_TEXT = 96, HEADER_BYTES = 16, MEMORY_CLOCK_MHZ = 1593 };
 
 /* --- The emulated GPU -------------------------------------------------------------------------------------- */
@@ -84,7 +89,9 @@ typedef struct {
     double energy_j, counter_j;
     int64_t pending_clock_mhz;
     double pending_at_s, compute_s, memory_s, activity, remaining, slowdown;
-    int64_t clock_event_reasons;
+    int64_t clock_event_reasons, cap_mhz, cap_reasons;
+    double power_limit_w;
+    int64_t power_profiles_mask;
 } state_t;
 
 /* The locks as asked for; 0 for none. */
@@ -102,17 +109,22 @@ static double power_at_w(const model_t *model, double activity, int64_t clock_mh
     return model->static_power_w + activity * (model->memory_power_w + core_w);
 }
 
+static int64_t reached_mhz(const state_t *state)
+{
+    return state->cap_mhz && state->cap_mhz < state->clock_mhz ? state->cap_mhz : state->clock_mhz;
+}
+
 static double power_w(const model_t *model, const state_t *state)
 {
     double activity = state->remaining > 0 ? state->activity : model->blocking_activity;
-    return power_at_w(model, activity, state->clock_mhz);
+    return power_at_w(model, activity, reached_mhz(state));
 }
 
 static double remaining_s(const model_t *model, const state_t *state)
 {
     if (state->remaining <= 0)
         return 0.0;
-    double stretch = (double)model->clocks_mhz[0] / (double)state->clock_mhz;
+    double stretch = (double)model->clocks_mhz[0] / (double)reached_mhz(state);
     return state->remaining * (state->compute_s * stretch + state->memory_s) * state->slowdown;
 }
 
@@ -653,12 +665,30 @@ nvmlReturn_t nvmlDeviceGetPowerUsage(device_t *device, unsigned *power_mw)
     return SUCCESS;
 }
 
-/* The board's: what full activity draws at the highest clock. */
+/* By default the board's: what full activity draws at the highest clock. */
 nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(device_t *device, unsigned *limit_mw)
 {
     CALL("nvmlDeviceGetEnforcedPowerLimit");
     const model_t *model = &device->model;
-    *limit_mw = (unsigned)((model->static_power_w + model->memory_power_w + model->core_power_w) * 1000);
+    double limit_w = now(device).power_limit_w;
+    if (limit_w == 0)
+        limit_w = model->static_power_w + model->memory_power_w + model->core_power_w;
+    *limit_mw = (unsigned)(limit_w * 1000);
+    return SUCCESS;
+}
+
+/* Those in force were asked for, too. */
+nvmlReturn_t nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(device_t *device, current_profiles *profiles)
+{
+    CALL("nvmlDeviceWorkloadPowerProfileGetCurrentProfiles");
+    if (!property("workload_power_profiles", 1))
+        return NOT_SUPPORTED;
+    uint64_t mask = (uint64_t)now(device).power_profiles_mask;
+    uint32_t version = profiles->version;
+    memset(profiles, 0, sizeof *profiles);
+    profiles->version = version;
+    profiles->enforced[0] = profiles->requested[0] = (uint32_t)mask;
+    profiles->enforced[1] = profiles->requested[1] = (uint32_t)(mask >> 32);
     return SUCCESS;
 }
 
@@ -678,13 +708,16 @@ nvmlReturn_t nvmlDeviceGetFieldValues(device_t *device, int count, field_value *
 nvmlReturn_t nvmlDeviceGetClockInfo(device_t *device, unsigned type, unsigned *clock_mhz)
 {
     CALL("nvmlDeviceGetClockInfo");
-    *clock_mhz = type == CLOCK_MEMORY ? MEMORY_CLOCK_MHZ : (unsigned)now(device).clock_mhz;
+    state_t state = now(device);
+    *clock_mhz = type == CLOCK_MEMORY ? MEMORY_CLOCK_MHZ : (unsigned)reached_mhz(&state);
     return SUCCESS;
 }
 
 nvmlReturn_t nvmlDeviceGetCurrentClocksEventReasons(device_t *device, unsigned long long *reasons)
 {
     CALL("nvmlDeviceGetCurrentClocksEventReasons");
-    *reasons = (unsigned long long)now(device).clock_event_reasons;
+    state_t state = now(device);
+    int64_t cap_reasons = reached_mhz(&state) < state.clock_mhz ? state.cap_reasons : 0;
+    *reasons = (unsigned long long)(state.clock_event_reasons | cap_reasons);
     return SUCCESS;
 }

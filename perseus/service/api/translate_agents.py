@@ -20,6 +20,8 @@ from perseus.service.api.translate_problems import (
 from perseus.service.domain.bounds import (
     MAX_CLOCK_COUNT,
     MAX_COUNT,
+    MAX_POWER_PROFILE,
+    MAX_POWER_PROFILE_COUNT,
     MAX_RANK_POWER_W,
     MAX_SENTENCE_LENGTH,
     check_ascii,
@@ -56,6 +58,7 @@ from perseus.service.domain.telemetry import (
     ComputationColumns,
     EnergyEstimate,
     EnergySample,
+    GpuLimits,
     IterationColumns,
     TelemetryBatch,
 )
@@ -145,7 +148,7 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
             expected=f"at least one clock from 1 to {MAX_CLOCK_MHZ}, each once, highest first",
             found=list(clocks_mhz),
         )
-    check_range("rank_joined.gpu.power_limit_w", message.gpu.power_limit_w, 0, MAX_RANK_POWER_W)
+    limits = _limits_from_proto(message.gpu, "rank_joined.gpu")
     check_ascii("rank_joined.spec_fingerprint", message.spec_fingerprint, 0, MAX_FINGERPRINT_LENGTH)
     check_range("rank_joined.iteration", message.iteration, -1, MAX_COUNT)
     check_range("rank_joined.in_force_version", message.in_force_version, 0, MAX_COUNT)
@@ -160,7 +163,8 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
             check_text("rank_joined.gpu.uuid", message.gpu.uuid, least=1),
             check_text("rank_joined.gpu.model", message.gpu.model),
             clocks_mhz,
-            message.gpu.power_limit_w,
+            limits.power_limit_w,
+            limits.power_profiles,
         ),
         iteration=message.iteration,
         in_force_epoch=message.in_force_epoch,
@@ -168,6 +172,20 @@ def joined_from_proto(message: agent_service_pb2.RankJoined, instance_id: str, h
         after_sequence=message.after_sequence,
         spec_fingerprint=message.spec_fingerprint,
     )
+
+
+def _limits_from_proto(message: agent_service_pb2.Gpu | agent_service_pb2.GpuLimits, field: str) -> GpuLimits:
+    check_range(f"{field}.power_limit_w", message.power_limit_w, 0, MAX_RANK_POWER_W)
+    profiles = tuple(message.workload_power_profiles)
+    if not profiles:
+        return GpuLimits(message.power_limit_w)
+    name = f"{field}.workload_power_profiles"
+    check_size(name, len(profiles), MAX_POWER_PROFILE_COUNT)
+    for row, profile in enumerate(profiles):
+        check_range(f"{name}[{row}]", profile, 0, MAX_POWER_PROFILE)
+    if list(profiles) != sorted(set(profiles)):
+        raise InvalidFieldError(field=name, expected="each once, rising", found=list(profiles))
+    return GpuLimits(message.power_limit_w, profiles)
 
 
 def left_from_proto(message: agent_service_pb2.RankLeft, instance_id: str) -> RankLeft:
@@ -264,6 +282,7 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
             gap_time_s=iterations.gap_time_s[:],
             gap_energy_j=iterations.gap_energy_j[:],
             gap_slowed_time_s=iterations.gap_slowed_time_s[:],
+            capped_clock_mhz=iterations.capped_clock_mhz[:],
         ),
         computations=ComputationColumns(
             iteration=computations.iteration[:],
@@ -277,6 +296,9 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
         energy=_estimate_from_proto(message.energy) if message.HasField("energy") else None,
         dropped_batch_count=message.dropped_batch_count,
         clocks=_clocks_from_proto(message.clocks) if message.HasField("clocks") else None,
+        gpu_limits=_limits_from_proto(message.gpu_limits, "gpu_limits")
+        if message.HasField("gpu_limits")
+        else None,
     )
     batch.check()
     return TelemetryArrived(place_from_proto(message), instance_id, batch)
@@ -294,6 +316,7 @@ def _clocks_from_proto(message: clock_statistics_pb2.ClockStatistics) -> ClockSt
         set_latency_s=message.set_latency_s,
         margin_s=message.margin_s,
         prediction_error_s=message.prediction_error_s if message.HasField("prediction_error_s") else None,
+        set_latency_count=message.set_latency_count,
     )
 
 

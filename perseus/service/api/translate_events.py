@@ -132,6 +132,10 @@ def _add_details(message: event_pb2.JobEvent, evidence: domain.Evidence) -> None
             message.events_dropped.CopyFrom(
                 event_pb2.EventsDropped(dropped_count=evidence.dropped_count, is_over=evidence.is_over)
             )
+        case domain.ClockCapped():
+            message.clock_capped.CopyFrom(_clock_capped(evidence))
+        case domain.GpuLimitsChanged():
+            message.gpu_limits_changed.CopyFrom(_gpu_limits_changed(evidence))
         case Stall():
             message.stall.CopyFrom(_stall(evidence))
         case _:
@@ -220,6 +224,8 @@ def _solved(evidence: domain.Solved) -> event_pb2.Solved:
         t_min_energy_j=evidence.t_min_energy_j,
         point_count=evidence.point_count,
         transfer_lag_s=evidence.transfer_lag_s,
+        set_latency_s=evidence.set_latency_s,
+        latency_cost_percent=evidence.latency_cost_percent,
     )
 
 
@@ -314,6 +320,26 @@ def _profile_corrected(evidence: domain.ProfileCorrected) -> event_pb2.ProfileCo
         kind=_KIND[evidence.kind],
         ratio=evidence.ratio,
         corrected_count=evidence.corrected_count,
+    )
+
+
+def _clock_capped(evidence: domain.ClockCapped) -> event_pb2.ClockCapped:
+    return event_pb2.ClockCapped(
+        rank=coordinates_to_proto(evidence.rank),
+        clock_mhz=evidence.clock_mhz,
+        planned_clock_mhz=evidence.planned_clock_mhz,
+        clock_event_reasons=evidence.clock_event_reasons,
+        hold_s=evidence.hold_s,
+    )
+
+
+def _gpu_limits_changed(evidence: domain.GpuLimitsChanged) -> event_pb2.GpuLimitsChanged:
+    return event_pb2.GpuLimitsChanged(
+        rank=coordinates_to_proto(evidence.rank),
+        before_power_limit_w=evidence.before_power_limit_w,
+        power_limit_w=evidence.power_limit_w,
+        before_workload_power_profiles=evidence.before_workload_power_profiles,
+        workload_power_profiles=evidence.workload_power_profiles,
     )
 
 

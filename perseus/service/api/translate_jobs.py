@@ -162,6 +162,10 @@ def rank_to_proto(rank: Rank) -> rank_pb2.Rank:
         in_force_version=max(0, rank.in_force_version),
         iteration=rank.iteration,
         clocks=_clocks_to_proto(rank.clocks) if rank.clocks is not None else None,
+        power_limit_w=rank.gpu.power_limit_w if rank.gpu else 0.0,
+        workload_power_profiles=rank.gpu.power_profiles if rank.gpu else (),
+        clock_event_reasons=rank.clock_event_reasons,
+        capped_clock_mhz=rank.capped_clock_mhz,
     )
 
 
@@ -193,6 +197,8 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         profiling_cost=cost_to_proto(view.profiling_cost),
         profiling_budget=budget_to_proto(view.profiling_budget),
         last_event_sequence=view.last_event_sequence,
+        set_latency_s=view.set_latency_s,
+        latency_cost_percent=view.latency_cost_percent,
     )
     if (baseline := view.baseline) is not None:
         job.baseline.iteration_time_s = baseline.time_s
@@ -273,6 +279,7 @@ def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeri
         gap_slowed_time_s=period.gap_slowed_time_s,
         irregular_count=period.irregular_count,
         irregular_time_s=period.irregular_time_s,
+        latency_cost_percent=period.latency_cost_percent,
     )
 
 
@@ -348,4 +355,5 @@ def _clocks_to_proto(clocks: ClockStatistics) -> clock_statistics_pb2.ClockStati
         set_latency_s=clocks.set_latency_s,
         margin_s=clocks.margin_s,
         prediction_error_s=clocks.prediction_error_s,
+        set_latency_count=clocks.set_latency_count,
     )

@@ -278,6 +278,7 @@ def frontier_to_proto(frontier: Frontier) -> frontier_pb2.Frontier:
                 iteration_time_s=point.iteration_time_s,
                 energy_j=point.energy_j,
                 bound_energy_j=point.bound_energy_j,
+                latency_cost_j=point.latency_cost_j,
             )
             for point in frontier.points
         ],
@@ -285,6 +286,7 @@ def frontier_to_proto(frontier: Frontier) -> frontier_pb2.Frontier:
         t_star_s=frontier.t_star_s,
         t_slow_s=frontier.t_slow_s,
         t_star_index=frontier.t_star_index,
+        set_latency_s=frontier.set_latency_s,
     )
 
 

@@ -72,10 +72,12 @@ class Solve:
     """Solve a problem; the answer comes back as Solved or SolveFailed.
 
     With a slow plan, the lag between stages that explains it is found first, and the problem solved with it.
+    Plans keep their clocks long enough for GPUs that take `set_latency_s` to set one.
     """
 
     problem: Pipeline
     slow: SlowPlan | None = None
+    set_latency_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

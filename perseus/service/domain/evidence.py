@@ -107,7 +107,10 @@ class ProfilingEnded:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The frontier was solved. Energies are of one pipeline's iteration, points are realised plans."""
+    """The frontier was solved. Energies are of one pipeline's iteration, points are realised plans.
+
+    `latency_cost_percent`: what the GPUs' set latency adds to the energy at T_min, by prediction.
+    """
 
     t_min_s: float
     t_star_s: float
@@ -116,6 +119,8 @@ class Solved:
     t_min_energy_j: float
     point_count: int
     transfer_lag_s: float
+    set_latency_s: float = 0.0
+    latency_cost_percent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +290,31 @@ class EventsDropped:
     is_over: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ClockCapped:
+    """A rank's GPU reached `clock_mhz`, where its stage was planned with more; `clock_event_reasons`: why.
+
+    Its stage is planned without higher ones for `hold_s`.
+    """
+
+    rank: Coordinates
+    clock_mhz: int
+    planned_clock_mhz: int
+    clock_event_reasons: int
+    hold_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLimitsChanged:
+    """Somebody has changed a GPU's power limit (0: unknown) or workload power profiles."""
+
+    rank: Coordinates
+    before_power_limit_w: float
+    power_limit_w: float
+    before_workload_power_profiles: tuple[int, ...]
+    workload_power_profiles: tuple[int, ...]
+
+
 Evidence = (
     Registered
     | StateChanged
@@ -308,6 +338,8 @@ Evidence = (
     | BaselineRequested
     | Quarantined
     | EventsDropped
+    | ClockCapped
+    | GpuLimitsChanged
     | Stall
 )
 
@@ -336,6 +368,8 @@ EVIDENCE: Mapping[EventType, type[Evidence]] = {
     EventType.BASELINE_REQUESTED: BaselineRequested,
     EventType.QUARANTINED: Quarantined,
     EventType.EVENTS_DROPPED: EventsDropped,
+    EventType.CLOCK_CAPPED: ClockCapped,
+    EventType.GPU_LIMITS_CHANGED: GpuLimitsChanged,
     EventType.STALLED: Stall,
     EventType.STALL_ENDED: Stall,
 }

@@ -84,6 +84,8 @@ class Period:
     gap_slowed_time_s: float = 0.0
     irregular_count: int = 0
     irregular_time_s: float = 0.0
+    latency_cost_percent: float = 0.0
+    """What the GPUs' set latency adds to the energy under these plans, by prediction."""
 
     @property
     def iteration_time_se_s(self) -> float:

@@ -101,6 +101,8 @@ class EventType(enum.Enum):
     SOLVE_RETRIED = "solve retried"
     QUARANTINED = "quarantined"
     EVENTS_DROPPED = "events dropped"
+    CLOCK_CAPPED = "clock capped"
+    GPU_LIMITS_CHANGED = "GPU limits changed"
 
 
 class FaultyPart(enum.Enum):
@@ -116,12 +118,16 @@ class FaultyPart(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as its agent sees it; its clocks highest first. The power limit is 0 where it is not known."""
+    """A GPU as its agent sees it; its clocks highest first. The power limit is 0 where it is not known.
+
+    `power_profiles`: NVIDIA's workload power profiles in force, by NVML's numbers.
+    """
 
     uuid: str
     model: str
     supported_clocks_mhz: tuple[int, ...]
     power_limit_w: float = 0.0
+    power_profiles: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,8 @@ class PlannedClocks:
     """A clock for each computation of the pipeline; STOCK_MHZ for those of a stage that stays at stock."""
 
     plan: Plan
+    latency_cost_percent: float = 0.0
+    """What the GPUs' set latency adds to the energy, by prediction."""
 
     def __str__(self) -> str:
         return f"plan of {self.plan.iteration_time_s:.6f} s"
@@ -219,7 +227,8 @@ class Rank:
 
     `iteration` is the highest that it reported, -1 if none. `in_force_version` may be FOREIGN_VERSION.
     `clocks`: how well they follow the plan, as reported last. What its agent refused for good: some clocks
-    (`refused_clocks_mhz`), or all but stock.
+    (`refused_clocks_mhz`), or all but stock. `capped_clock_mhz`: the highest that it is taken to reach, 0 if
+    nothing is known to hold it; `clock_event_reasons`: what held it in its latest iteration, as NVML's bits.
     """
 
     coordinates: Coordinates
@@ -233,8 +242,10 @@ class Rank:
     clocks: ClockStatistics | None = None
     refused_clocks_mhz: tuple[int, ...] = ()
     is_stock_only: bool = False
+    capped_clock_mhz: int = 0
+    clock_event_reasons: int = 0
 
-    def at(self, iteration: int) -> "Rank":
+    def at(self, iteration: int, clock_event_reasons: int) -> "Rank":
         """Return the rank at another iteration: every batch has one, and `replace` looks at every field."""
         return Rank(
             self.coordinates,
@@ -248,6 +259,8 @@ class Rank:
             self.clocks,
             self.refused_clocks_mhz,
             self.is_stock_only,
+            self.capped_clock_mhz,
+            clock_event_reasons,
         )
 
     @property
@@ -340,6 +353,10 @@ class JobView:
     min_planned_time_s: float
     max_planned_time_s: float
     straggler_count: int
+    set_latency_s: float
+    """That plans are made with; 0 before it is known."""
+    latency_cost_percent: float
+    """What it adds to the energy at T_min, by prediction."""
     create_time_s: float
     """When it was registered, on the wall clock."""
     finish_time_s: float | None

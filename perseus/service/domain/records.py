@@ -19,6 +19,7 @@ class JobRecord:
     `profiling_cost` and `given_up_clocks` are those of profiling so far; `stall` is what was told last of why
     the job does not get on, None once it does. `baseline_request_ids`: the latest requests to measure the
     baseline again. `broken_promise_count`: promises of plans that were broken and not made up for.
+    `set_latency_s`: of the GPUs, as plans are made with it; 0 before it is known.
     """
 
     policy: OperatingPolicy
@@ -35,6 +36,7 @@ class JobRecord:
     finish_time_s: float | None
     baseline_request_ids: tuple[str, ...] = ()
     broken_promise_count: int = 0
+    set_latency_s: float = 0.0
 
 
 MOST_REQUEST_IDS = 64

@@ -47,7 +47,8 @@ _Row = tuple[int, int, int]
 class IterationColumns(NamedTuple):
     """Finished iterations of one rank. `clock_event_reasons` holds NVML's bits, 0 for none.
 
-    The columns of the gaps before them are empty where the agent does not tell.
+    The columns of the gaps before them are empty where the agent does not tell, and so is that of the clocks
+    that the GPU reached while it was held below its own (0 where it was not).
     """
 
     iteration: Sequence[int]
@@ -59,6 +60,7 @@ class IterationColumns(NamedTuple):
     gap_time_s: Sequence[float] = ()
     gap_energy_j: Sequence[float] = ()
     gap_slowed_time_s: Sequence[float] = ()
+    capped_clock_mhz: Sequence[int] = ()
 
     def check(self) -> None:
         """Refuse columns that can't be.
@@ -75,6 +77,7 @@ class IterationColumns(NamedTuple):
         _check_bounds("iterations.gap_time_s", self.gap_time_s, 0, MAX_DURATION_S)
         _check_bounds("iterations.gap_energy_j", self.gap_energy_j, 0, MAX_RANK_ENERGY_J)
         _check_bounds("iterations.gap_slowed_time_s", self.gap_slowed_time_s, 0, MAX_DURATION_S)
+        _check_bounds("iterations.capped_clock_mhz", self.capped_clock_mhz, 0, MAX_CLOCK_MHZ)
 
 
 class ComputationColumns(NamedTuple):
@@ -190,6 +193,7 @@ class ClockStatistics:
     set_latency_s: float
     margin_s: float
     prediction_error_s: float | None
+    set_latency_count: int = 0
 
     def check(self) -> None:
         """Refuse figures that can't be.
@@ -197,7 +201,14 @@ class ClockStatistics:
         Raises:
             InvalidFieldError: names the figure.
         """
-        for name in ("plan_version", "set_count", "computation_count", "late_raise_count", "missed_count"):
+        for name in (
+            "plan_version",
+            "set_count",
+            "computation_count",
+            "late_raise_count",
+            "missed_count",
+            "set_latency_count",
+        ):
             check_range(f"clocks.{name}", getattr(self, name), 0, MAX_COUNT)
         for name in ("computation_time_s", "on_clock_time_s"):
             check_range(f"clocks.{name}", getattr(self, name), 0, MAX_TOTAL_TIME_S)
@@ -205,6 +216,13 @@ class ClockStatistics:
             check_range(f"clocks.{name}", getattr(self, name), 0, MAX_DURATION_S)
         if self.prediction_error_s is not None:
             check_range("clocks.prediction_error_s", self.prediction_error_s, 0, MAX_DURATION_S)
+
+
+class GpuLimits(NamedTuple):
+    """What others have set that bounds a rank's GPU: its power limit (0 if unknown), and power profiles."""
+
+    power_limit_w: float
+    power_profiles: tuple[int, ...] = ()
 
 
 class TelemetryBatch(NamedTuple):
@@ -216,6 +234,7 @@ class TelemetryBatch(NamedTuple):
     energy: EnergyEstimate | None
     dropped_batch_count: int
     clocks: ClockStatistics | None = None
+    gpu_limits: GpuLimits | None = None
 
     def check(self) -> None:
         """Refuse numbers that can't be.

@@ -29,6 +29,7 @@ from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
 from perseus.service.job.journal import Journal
+from perseus.service.job.planning.caps import Cap, CapWatch
 from perseus.service.job.planning.drift import changed_work
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.planner import Planner
@@ -64,6 +65,7 @@ class Course:
         stragglers: which pipelines are slow.
         planner: the frontier and the plans on it.
         progress: whether the job gets on.
+        caps: which GPUs are held below their clocks.
     """
 
     def __init__(self, spec: JobSpec, rules: Rules, create_time_s: float, created_s: float) -> None:
@@ -114,6 +116,8 @@ class Course:
             created_s,
             create_time_s,
         )
+        # As many as make the guard's median.
+        self.caps = CapWatch(rules.guard.iterations // 2 + 1)
         # What is measured is of this work on these GPUs; empty while nothing is.
         self._measured_work: tuple[str, ...] = ()
         # The state and the frontier for which the report and the detection know the offers.
@@ -126,12 +130,15 @@ class Course:
             self.state, version, stall = record.state, record.version, record.stall
             self.state_reason, self.finish_time_s = record.state_reason, record.finish_time_s
             self.planner.policy, self.planner.lag_s = record.policy, record.lag_s
+            self.planner.latency.planned_s = record.set_latency_s
             self.baseline.iteration = record.baseline
             self.is_profile_complete = record.is_profile_complete
             self.stragglers.restore(record.stragglers)
             self.planner.watch.broken_count = record.broken_promise_count
             self.profiler.cost, self.profiler.given_up = record.profiling_cost, record.given_up_clocks
         self.ranks.restore(stored.ranks, now_s)
+        if any(rank.capped_clock_mhz for rank in stored.ranks):
+            self.caps.hold(now_s)
         self.offers.restore(version, stored.offers)
         self.profiler.profiles = stored.profiles
         self.now_s, self.wall_time_s = now_s, wall_time_s
@@ -172,6 +179,9 @@ class Course:
             self.offers.forget_sent(rank.coordinates)
             self.ranks.lose(rank.coordinates, why, self.now_s)
         if ranks:
+            places = [rank.coordinates for rank in ranks]
+            self.planner.latency.forget(places)
+            self.caps.forget(places)
             self.log.restart()
             self.stragglers.restart()
             self.journal.store(ForgetIterations())
@@ -202,6 +212,31 @@ class Course:
         self.is_profile_complete = False
         self.profiler.forget()
         self.baseline.forget()
+        self.caps.restart()
+        self.ranks.lift_caps()
+
+    def check_work(self, why: str) -> None:
+        """Measure anew if GPUs are others than those that were measured, or under other limits.
+
+        No promise holds then. While ranks are missing nothing is done: it is looked at once all are there.
+        """
+        if self.state in (JobState.WAITING, JobState.FINISHED):
+            return
+        work = self._work_keys()
+        if work == self._measured_work:
+            return
+        self._measured_work = work
+        self._forget_measured()
+        self.planner.watch.forgive()
+        if self.state in NEEDS_ALL_RANKS and self.state is not JobState.BASELINE:
+            self.enter(JobState.BASELINE, f"{why}: it is measured anew")
+
+    def _measure_again(self, why: str) -> None:
+        """GPUs reach other clocks than before: what stock takes, and what can be planned on, is another."""
+        self.planner.drop_frontier()
+        self.is_profile_complete = False
+        self.baseline.forget()
+        self.enter(JobState.BASELINE, why)
 
     def check_running(self) -> None:
         """Refuse what makes no sense once the job has ended.
@@ -217,6 +252,7 @@ class Course:
     def take_iterations(self, rank: Coordinates, rows: IterationColumns) -> None:
         """Take the iterations that a rank reports, and judge those of the whole job that they complete."""
         self.progress.take_rows(rank, rows)
+        self.caps.take(rank, rows)
         count = len(self.log.periods)
         last = self.log.periods[-1] if self.log.periods else None
         summaries, complete = self.log.add(rank, rows, self.wall_time_s)
@@ -241,8 +277,10 @@ class Course:
                 self._note_profiled(iteration, judgement.slowed, gap_s)
             elif self.state is JobState.PLANNED:
                 self._watch_plans(iteration)
+                self._watch_gpus()
             elif iteration.versions == self.offers.versions:
                 self.planner.watch.take_stock(iteration)
+        self.planner.latency.follow(self.now_s)
         if self.state is JobState.BASELINE:
             self.baseline.take(complete, self.offers.versions)
 
@@ -262,6 +300,19 @@ class Course:
         self.profiler.take_iteration(
             iteration, is_as_offered, {*self.stragglers.pipelines, *slowed}, baseline
         )
+        if (held := self._held_clocks()) is not None:
+            self._profile_without(held)
+
+    def _profile_without(self, held: HoldClocks) -> None:
+        """Profile without the clocks that GPUs do not reach: they would be held in vain."""
+        usable_mhz = self.ranks.usable_clocks_mhz()
+        caps = self.caps.explain([held] * len(self.offers), usable_mhz, ())
+        if caps:
+            unmeasured = self.profiler.unmeasured_ranks(held, usable_mhz)
+            caps = tuple(cap for cap in caps if cap.rank in unmeasured)
+        if caps:
+            self._cap(caps)
+            self.enter(JobState.PROFILING, f"{caps[0].rank} is held below its clocks")
 
     def _held_clocks(self) -> HoldClocks | None:
         """Return the clocks that all pipelines are to hold, if they are to."""
@@ -422,7 +473,10 @@ class Course:
 
     def _watch_plans(self, iteration: JobIteration) -> None:
         frontier = self.planner.frontier
-        verdict = self.planner.judge(iteration)
+        verdict = self.planner.judge(iteration, self.caps)
+        if verdict.caps:
+            self._do_without(verdict.caps)
+            return
         if verdict.withdraw is not None and verdict.solve_again and frontier is not None:
             latest = map(self.timelines.latest, range(len(self.offers)))
             changed = changed_work(frontier.pipeline, filter(None, latest))
@@ -443,6 +497,33 @@ class Course:
             self.enter(JobState.SOLVING, verdict.withdraw)
         else:
             self._fall_back(verdict.withdraw)
+
+    def _do_without(self, caps: Sequence[Cap]) -> None:
+        """Plan without the clocks that GPUs do not reach."""
+        self._cap(caps)
+        self._measure_again(
+            f"{caps[0].rank} is held below its clocks: stock is measured again, and planned anew"
+        )
+
+    def _cap(self, caps: Sequence[Cap]) -> None:
+        hold_s = self.caps.hold(self.now_s)
+        for cap in caps:
+            self.ranks.cap_clock(cap.rank, cap.clock_mhz)
+            self.journal.announce(
+                EventType.CLOCK_CAPPED,
+                f"{cap.rank} reaches {cap.clock_mhz} MHz, where it is to have {cap.planned_mhz} MHz "
+                f"(clock event reasons {cap.reasons:#x}): it does without higher ones for {hold_s:.0f} s",
+                evidence.ClockCapped(cap.rank, cap.clock_mhz, cap.planned_mhz, cap.reasons, hold_s),
+            )
+
+    def _watch_gpus(self) -> None:
+        """Plan anew where GPUs take another time to set a clock, or may reach clocks again."""
+        if self.state is not JobState.PLANNED:
+            return
+        if self.caps.is_over(self.now_s) and self.ranks.lift_caps():
+            self._measure_again("clocks that GPUs did not reach are tried again")
+        elif self.planner.is_outdated:
+            self._solve()
 
     def after_straggler_change(self) -> None:
         """Other pipelines are slow than before, or by other factors."""

@@ -19,6 +19,7 @@ OF_RANKS = frozenset(
         EventType.PLAN_IN_FORCE,
         EventType.PLAN_REFUSED,
         EventType.GPU_ERROR,
+        EventType.GPU_LIMITS_CHANGED,
     }
 )
 """Events of single ranks and pipelines."""
@@ -32,6 +33,7 @@ OF_JOB = frozenset(
         EventType.STALLED,
         EventType.STALL_ENDED,
         EventType.PROFILE_CORRECTED,
+        EventType.CLOCK_CAPPED,
     }
 )
 """Events of the whole job that agents can cause, too. All others are told, whatever has happened."""

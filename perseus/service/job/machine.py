@@ -220,6 +220,8 @@ class JobMachine:
             min_planned_time_s=min_planned_s,
             max_planned_time_s=max_planned_s,
             straggler_count=len(self._stragglers),
+            set_latency_s=self._planner.latency.planned_s,
+            latency_cost_percent=frontier.points[0].latency_cost_percent if frontier else 0.0,
             create_time_s=self.create_time_s,
             finish_time_s=self._course.finish_time_s,
             last_event_sequence=self.last_event_sequence,
@@ -352,6 +354,7 @@ class JobMachine:
             course.finish_time_s,
             self._baseline_request_ids,
             planner.watch.broken_count,
+            planner.latency.planned_s,
         )
         if figures != self._stored_figures:  # of every message; most change none of them
             self._stored_figures = figures
@@ -388,6 +391,8 @@ class JobMachine:
             self._course.lose([rank], "its trainer is back at an earlier iteration")
         has_refused = self._ranks[event.rank].has_refused
         self._ranks.join(event, self._known_version(event.in_force_epoch, event.in_force_version), now_s)
+        if rank.gpu is not None and rank.gpu != event.gpu:
+            self._course.check_work(f"{event.rank} is back on another GPU, or under other limits")
         self._offers.forget_sent(event.rank)
         self._progress.forget(event.rank)
         self._journal.do(AcceptRank(event.rank, event.instance_id))
@@ -433,9 +438,12 @@ class JobMachine:
         assert gpu is not None
         batch.check_clocks(gpu.supported_clocks_mhz)
         is_plain = batch.check_order(self._orders[place.stage])
+        if batch.gpu_limits is not None and self._ranks.note_limits(place, batch.gpu_limits):
+            self._course.check_work(f"{place} has a GPU under other limits")
         self._stragglers.take_telemetry(place, batch, is_plain=is_plain)
         if batch.iterations.iteration:
-            self._ranks.note_iteration(place, max(batch.iterations.iteration))
+            reasons = batch.iterations.clock_event_reasons[-1]
+            self._ranks.note_iteration(place, max(batch.iterations.iteration), reasons)
             self._course.take_iterations(place, batch.iterations)
         computations = batch.computations
         self.timelines.add(
@@ -443,6 +451,7 @@ class JobMachine:
         )
         if batch.clocks is not None:
             self._ranks.note_clocks(place, batch.clocks)
+            self._planner.latency.take(place, batch.clocks)
         energy = batch.energy
         if energy is not None and energy.plan_version == self._offers.of_rank(place).version:
             if self.state is JobState.PLANNED:

@@ -209,6 +209,8 @@ class QuarantinedRun:
             min_planned_time_s=0.0,
             max_planned_time_s=0.0,
             straggler_count=len(record.stragglers),
+            set_latency_s=record.set_latency_s,
+            latency_cost_percent=0.0,
             create_time_s=self.create_time_s,
             finish_time_s=record.finish_time_s,
             last_event_sequence=self._sequence,

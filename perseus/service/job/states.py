@@ -38,10 +38,24 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
         }
     ),
     JobState.PROFILING: frozenset(
-        {JobState.WAITING, JobState.PROFILING, JobState.SOLVING, JobState.STOCK, JobState.FINISHED}
+        {
+            JobState.WAITING,
+            JobState.BASELINE,
+            JobState.PROFILING,
+            JobState.SOLVING,
+            JobState.STOCK,
+            JobState.FINISHED,
+        }
     ),
     JobState.SOLVING: frozenset(
-        {JobState.WAITING, JobState.PROFILING, JobState.PLANNED, JobState.STOCK, JobState.FINISHED}
+        {
+            JobState.WAITING,
+            JobState.BASELINE,
+            JobState.PROFILING,
+            JobState.PLANNED,
+            JobState.STOCK,
+            JobState.FINISHED,
+        }
     ),
     JobState.PLANNED: frozenset(
         {

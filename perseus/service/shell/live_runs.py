@@ -29,7 +29,6 @@ from perseus.service.domain.commands import (
     RefuseRank,
     ReportIteration,
     SendOffer,
-    SlowPlan,
     Solve,
     Store,
 )
@@ -62,7 +61,7 @@ from perseus.service.shell.watching import Watcher
 from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.storage.store import Entry, JobEntry, JobStore
-from perseus.solver import Frontier, Pipeline, SolverError
+from perseus.solver import Frontier, SolverError
 
 Result = TypeVar("Result")
 Made = TypeVar("Made")
@@ -473,8 +472,8 @@ class LiveRuns:
                     watcher.tell(summary)
             case FindProfile(keys):
                 self._begin(self._find_profile(run, machine, keys))
-            case Solve(problem, slow):
-                self._solve(run, machine, problem, slow)
+            case Solve():
+                self._solve(run, machine, command)
             case DropSolve():
                 if run.solving is not None:
                     run.solving.cancel()
@@ -507,14 +506,16 @@ class LiveRuns:
         if found and self._is_awaiting(run, machine):
             self.handle(run, ProfileFound(found))
 
-    def _solve(self, run: LiveRun, machine: Machine, problem: Pipeline, slow: SlowPlan | None) -> None:
+    def _solve(self, run: LiveRun, machine: Machine, wanted: Solve) -> None:
         """Ask for the frontier that a run wants; a run has at most one problem at a time."""
 
         def tell_retry(cause: str, crash_count: int, delay_s: float) -> None:
             if self._is_awaiting(run, machine):
                 self.handle(run, SolveRetried(cause, crash_count, delay_s))
 
-        run.solving = self._begin(self._solver.solve(run.job_id, problem, slow, tell_retry))
+        run.solving = self._begin(
+            self._solver.solve(run.job_id, wanted.problem, wanted.slow, tell_retry, wanted.set_latency_s)
+        )
         run.solving.add_done_callback(partial(self._take_answer, run, machine))
 
     def _take_answer(self, run: LiveRun, machine: Machine, solving: asyncio.Task[Frontier]) -> None:

@@ -47,6 +47,7 @@ OnRetry = Callable[[str, int, float], None]
 class _Wanted:
     problem: Pipeline
     slow: SlowPlan | None
+    set_latency_s: float
     on_retry: OnRetry
     answer: asyncio.Future[Frontier]
     turn_s: float
@@ -120,7 +121,12 @@ class JobLane:
         }
 
     async def solve(
-        self, job_id: str, problem: Pipeline, slow: SlowPlan | None, on_retry: OnRetry
+        self,
+        job_id: str,
+        problem: Pipeline,
+        slow: SlowPlan | None,
+        on_retry: OnRetry,
+        set_latency_s: float = 0.0,
     ) -> Frontier:
         """Solve a job's problem (`work.solve_explaining`). If cancelled, nothing of it is left.
 
@@ -136,7 +142,7 @@ class JobLane:
             older.answer.cancel()
             await older.is_gone.wait()
         answer: asyncio.Future[Frontier] = asyncio.get_running_loop().create_future()
-        wanted = self._wanted[job_id] = _Wanted(problem, slow, on_retry, answer, self._turn_s)
+        wanted = self._wanted[job_id] = _Wanted(problem, slow, set_latency_s, on_retry, answer, self._turn_s)
         self._queue.put(job_id)
         self._dispatch()
         try:
@@ -198,7 +204,9 @@ class JobLane:
 
     async def _take_turn(self, job_id: str, wanted: _Wanted, worker: Worker) -> float | None:
         """Solve a problem for as long as its turn is. Return when it is to have another, if it is to."""
-        work = asyncio.ensure_future(worker.run(solve_explaining, wanted.problem, POINT_COUNT, wanted.slow))
+        work = asyncio.ensure_future(
+            worker.run(solve_explaining, wanted.problem, POINT_COUNT, wanted.slow, wanted.set_latency_s)
+        )
         try:
             if not await self._is_done_in_turn(work, wanted.turn_s):
                 wanted.turn_s *= 2

@@ -23,9 +23,14 @@ _frontiers: OrderedDict[int, Frontier] = OrderedDict()
 
 
 def solve_explaining(
-    problem: Pipeline, point_count: int = POINT_COUNT, slow: SlowPlan | None = None
+    problem: Pipeline,
+    point_count: int = POINT_COUNT,
+    slow: SlowPlan | None = None,
+    set_latency_s: float = 0.0,
 ) -> Frontier:
     """Solve a problem, with the lag between stages that explains a slow plan, if there is one.
+
+    `set_latency_s`: how long the GPUs take to set a clock; 0 for plans whose clocks change at once.
 
     Raises:
         LagError: no lag explains the slow plan.
@@ -33,7 +38,7 @@ def solve_explaining(
     """
     if slow is not None:
         problem = with_lag(problem, _lag_s(problem, slow))
-    return solve(problem, point_count=point_count)
+    return solve(problem, point_count=point_count, set_latency_s=set_latency_s)
 
 
 def plan_of(key: int, frontier: Frontier | None, iteration_time_s: float) -> Plan:

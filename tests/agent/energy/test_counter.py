@@ -44,3 +44,13 @@ def test_the_true_moment_of_change_lies_within_the_uncertainty(
             found += 1
             assert abs(change.time_s - (phase_s + change.energy_j * period_s)) <= change.uncertainty_s + 1e-9
     assert found >= (now_s - 0.015) // period_s - 1
+
+
+def test_a_change_carries_the_highest_clock_that_a_throttled_gpu_reached() -> None:
+    detector = ChangeDetector()
+    polls = [(5.0, 0), (5.0, 1200), (7.0, 1100), (7.0, 0), (8.0, 0), (9.0, 0)]
+    changes = [
+        detector.poll(time_s, time_s, energy_j, 0x4 if mhz else 0, mhz)
+        for time_s, (energy_j, mhz) in enumerate(polls)
+    ]
+    assert [change.capped_clock_mhz for change in changes if change] == [1200, 1100, 0]

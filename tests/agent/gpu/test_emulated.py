@@ -102,6 +102,33 @@ def test_degraded_work_takes_longer(gpu: EmulatedGpu, tmp_path: Path, fake_time:
     assert gpu.clock_event_reasons() == 0
 
 
+def test_a_cap_holds_the_clock_down_and_gives_its_reasons(gpu: EmulatedGpu, fake_time: FakeTime) -> None:
+    gpu.cap(LOW_MHZ, clock_event_reasons=0x20)
+    assert (gpu.sm_clock_mhz(), gpu.clock_event_reasons()) == (LOW_MHZ, 0x20)
+    begin_s = fake_time.now_s
+    gpu.execute(WORK)
+    assert fake_time.now_s - begin_s == pytest.approx(0.16, abs=1e-5)
+    gpu.set_clock_mhz(LOW_MHZ)
+    assert gpu.clock_event_reasons() == 0, "nothing more was asked of it"
+    gpu.reset_clock()
+    gpu.cap(None)
+    assert (gpu.sm_clock_mhz(), gpu.clock_event_reasons()) == (HIGH_MHZ, 0)
+
+
+def test_a_power_limit_caps_the_clock_at_which_all_work_keeps_it(gpu: EmulatedGpu) -> None:
+    assert gpu.power_limit_w() == MODEL.board_power_w
+    gpu.limit_power(200.0)
+    assert gpu.power_limit_w() == 200.0
+    reached_mhz = gpu.sm_clock_mhz()
+    higher_mhz = MODEL.clocks_mhz[MODEL.clocks_mhz.index(reached_mhz) - 1]
+    assert MODEL.power_w(1.0, reached_mhz) <= 200.0 < MODEL.power_w(1.0, higher_mhz)
+    assert gpu.clock_event_reasons() == 0x4
+    gpu.limit_power(MODEL.board_power_w)
+    assert (gpu.sm_clock_mhz(), gpu.clock_event_reasons()) == (HIGH_MHZ, 0)
+    with pytest.raises(EmulatedGpuError, match=r"power limit: expected at least \d+ W, found 10 W"):
+        gpu.limit_power(10.0)
+
+
 @pytest.mark.parametrize("slowdown", [0.0, -1.0, float("nan"), float("inf")])
 def test_an_impossible_slowdown_is_refused(gpu: EmulatedGpu, slowdown: float) -> None:
     with pytest.raises(EmulatedGpuError, match="slowdown: expected a positive number"):
@@ -151,7 +178,7 @@ def test_an_absent_file_is_no_gpu(tmp_path: Path) -> None:
     [
         (lambda content: b"", "found one that begins with b''"),
         (lambda content: b"something else entirely", "found one that begins with b'somethin'"),
-        (lambda content: content[:8] + b"\x63" + content[9:], "of version 1, found 99"),
+        (lambda content: content[:8] + b"\x63" + content[9:], "of version 2, found 99"),
         (lambda content: content[:-1], r"of \d+ bytes, found \d+"),
         (lambda content: content[:40], r"of \d+ bytes, found 40"),
         (lambda content: content + b"\0", r"of \d+ bytes, found \d+"),

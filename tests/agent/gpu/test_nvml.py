@@ -28,6 +28,7 @@ CONNECT = [
     ("nvmlDeviceGetPersistenceMode", "handle"),
 ]
 LOCK_MEMORY = ("nvmlDeviceSetMemoryLockedClocks", "handle", 7251, 7251)
+_PROFILES = "nvmlDeviceWorkloadPowerProfileGetCurrentProfiles"
 RESET_MEMORY = ("nvmlDeviceResetMemoryLockedClocks", "handle")
 
 
@@ -103,6 +104,22 @@ def test_each_method_is_one_call(
     nvml.calls.clear()
     assert getattr(gpu, method)(*arguments) == expected
     assert nvml.calls == [call]
+
+
+def test_power_profiles_are_those_that_are_enforced() -> None:
+    def enforce(_handle: str, profiles: Any) -> None:
+        current = profiles._obj
+        current.requestedProfilesMask.mask[0] = 0b111
+        current.enforcedProfilesMask.mask[0], current.enforcedProfilesMask.mask[7] = 0b101, 1 << 30
+
+    gpu = NvmlGpu("GPU-a", nvml=FakeNvml())
+    gpu._nvml.nvmlDeviceWorkloadPowerProfileGetCurrentProfiles = enforce
+    assert gpu.power_profiles() == (0, 2, 254)
+    gpu = NvmlGpu("GPU-a", nvml=failing(_PROFILES, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
+    assert gpu.power_profiles() == ()
+    gpu = NvmlGpu("GPU-a", nvml=failing(_PROFILES, pynvml.NVML_ERROR_GPU_IS_LOST))
+    with pytest.raises(GpuLostError, match=_PROFILES):
+        gpu.power_profiles()
 
 
 def test_average_power_is_a_field() -> None:

@@ -23,6 +23,7 @@ from perseus.agent.link.packets import (
     Message,
     Registration,
     Reply,
+    WaitMark,
     decode,
     encode,
     mark_packer,
@@ -46,8 +47,9 @@ messages: st.SearchStrategy[Message] = st.one_of(
     ),
     st.builds(Membership, identifiers),
     st.builds(Reply, st.booleans(), texts, texts, st.booleans()),
-    st.builds(IterationMark, edges, iterations, int64),
+    st.builds(IterationMark, edges, iterations, int64, int32),
     st.builds(ComputationMark, edges, iterations, int32, computations, int64),
+    st.builds(WaitMark, edges, iterations, int64),
     st.builds(Finish, int64),
 )
 
@@ -170,7 +172,7 @@ def test_json_errors_name_the_field(fields: dict[str, object], text: str) -> Non
     ("packet", "text"),
     [
         (mark_packer(MarkType.FINISH)(0, 0, 0, 0, 0, 0)[:1] + b"\x01" + bytes(30), "version 2, found 1"),
-        (struct.pack("<BBBBiiiqq", 0x50, 2, 9, 0, 0, 0, 0, 0, 0), "type 1 to 5, found 9"),
+        (struct.pack("<BBBBiiiqq", 0x50, 2, 9, 0, 0, 0, 0, 0, 0), "type 1 to 7, found 9"),
         (struct.pack("<BBBBiiiqq", 0x50, 2, 3, 7, 0, 0, 0, 0, 0), "kind 1 to 6, found 7"),
         (struct.pack("<BBBBiiiqq", 0x50, 2, 1, 0, 0, 0, 0, -4, 0), "no negative field, found .*iteration -4"),
         (

@@ -110,6 +110,12 @@ class ProbeStub(Probe):
     ) -> None:
         self.marks.append(("end", kind, microbatch, chunk, time_ns))
 
+    def begin_wait(self, time_ns: int | None = None) -> None:
+        self.marks.append(("begin wait", time_ns))
+
+    def end_wait(self, time_ns: int | None = None) -> None:
+        self.marks.append(("end wait", time_ns))
+
     def register(self, **arguments: Any) -> bool:
         self.marks.append(("register", arguments["stage_count"]))
         self.stage_work = arguments["stage_work"]
@@ -127,6 +133,22 @@ def launch_iteration(marks: DeviceMarks) -> None:
     marks.begin_computation(Kind.FORWARD, 3, 1)
     marks.end_computation(Kind.FORWARD, 3, 1)
     marks.end_iteration()
+
+
+def test_waits_are_marked_at_the_device_s_times() -> None:
+    device, probe = Device([100.0, 110.0, 120.0, 130.0, 150.0, 160.0]), ProbeStub()
+    marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
+    marks.begin_iteration()
+    marks.begin_computation(Kind.FORWARD, 0, 0)
+    marks.begin_wait()
+    marks.end_wait()
+    marks.end_computation(Kind.FORWARD, 0, 0)
+    marks.end_iteration()
+    device.now_ms = 200.0
+    marks.look()
+    times_ns = {mark[0]: mark[-1] for mark in probe.marks}
+    assert times_ns["end wait"] - times_ns["begin wait"] == pytest.approx(10e6)
+    assert times_ns["end"] - times_ns["begin"] == pytest.approx(40e6)
 
 
 def test_the_device_s_times_count_and_not_the_host_s() -> None:

@@ -27,6 +27,7 @@ from perseus.agent.link.packets import (
     Message,
     Registration,
     Reply,
+    WaitMark,
     decode,
     encode,
 )
@@ -110,10 +111,13 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
                 with probe.computation(Kind.FORWARD, 5):
                     pass
                 probe.begin_computation(Kind.BACKWARD, 5, 1)
+                probe.begin_wait()
+                probe.end_wait()
                 probe.end_computation(Kind.BACKWARD, 5, 1)
     after_ns = time.monotonic_ns()
     marks = agent.marks()
-    times_ns = [mark.time_ns for mark in marks if isinstance(mark, IterationMark | ComputationMark | Finish)]
+    timed = IterationMark | ComputationMark | WaitMark | Finish
+    times_ns = [mark.time_ns for mark in marks if isinstance(mark, timed)]
     assert len(times_ns) == len(marks)
     assert times_ns == sorted(times_ns)
     assert before_ns <= times_ns[0] <= times_ns[-1] <= after_ns
@@ -125,6 +129,8 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
             (Edge.BEGIN, iteration, 0, forward),
             (Edge.END, iteration, 0, forward),
             (Edge.BEGIN, iteration, 1, backward),
+            (Edge.BEGIN, iteration, "wait"),
+            (Edge.END, iteration, "wait"),
             (Edge.END, iteration, 1, backward),
             (Edge.END, iteration),
         ]
@@ -135,6 +141,8 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
                 found.append((edge, iteration))
             case ComputationMark(edge, iteration, ordinal, computation):
                 found.append((edge, iteration, ordinal, computation))
+            case WaitMark(edge, iteration):
+                found.append((edge, iteration, "wait"))
     assert found == expected
     assert isinstance(marks[-1], Finish)
 
@@ -167,6 +175,8 @@ def test_a_full_socket_drops_marks_without_waiting(
     with probe.iteration():
         pass
     assert probe.dropped_mark_count == dropped, "there is room again"
+    told = [mark.dropped_mark_count for mark in agent.marks() if isinstance(mark, IterationMark)]
+    assert told == [dropped, dropped], "and the agent is told"
     probe.close()
     assert f"{dropped} marks dropped" in caplog.text
 

@@ -140,6 +140,18 @@ def test_what_a_counter_that_has_stopped_does_not_tell_of_is_bounded_by_what_is_
     assert sum(len(each.computations) for each in request.iterations) <= 32_768
 
 
+def test_so_is_what_waits_within_computations_cut_in_parts() -> None:
+    sampler, request = Sampler(1), None
+    waits_s = tuple((0.001 * part, 0.001 * part) for part in range(99))
+    each = FinishedComputation(ORDER[0], 0.0, 0.1, 1000, is_pure=True, waits_s=waits_s)
+    for number in range(300):
+        sampler.add(FinishedIteration(0.1 * number, 0.1 * (number + 1), (each,) * 10, is_regular=True))
+        changes = [CounterChange(0.0, 0.0, 0.0), CounterChange(100.0, 1.0, 0.0)]
+        request = sampler.estimate_request(changes) or request
+    assert request is not None
+    assert sum(each.part_count for each in request.iterations) <= 32_768
+
+
 def test_an_estimate_is_refreshed_however_long_a_plan_is_in_force() -> None:
     """Each time so many iterations later, but never ever more rarely."""
     sampler, requested = Sampler(1), []

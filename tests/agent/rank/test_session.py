@@ -5,7 +5,7 @@ import pytest
 from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
-from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark
+from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark, WaitMark
 from perseus.agent.rank.commands import Command, EstimateEnergy, Send
 from perseus.agent.rank.events import (
     AgentStops,
@@ -15,6 +15,7 @@ from perseus.agent.rank.events import (
     Event,
     GpuFailed,
     Heard,
+    LimitsRead,
     SetNotPermitted,
     Tick,
     TrainerGone,
@@ -25,6 +26,7 @@ from perseus.agent.rank.messages import (
     NO_PLAN,
     ComputationRow,
     GpuDescription,
+    GpuLimits,
     Hold,
     IterationRow,
     PlanAnswer,
@@ -43,7 +45,8 @@ from perseus.agent.rank.messages import (
 )
 from perseus.agent.rank.recorder import COUNTER_WAIT_S
 from perseus.agent.rank.sampling import estimate
-from perseus.agent.rank.session import JOIN_RETRY_S, LONGEST_JOIN_RETRY_S, Session
+from perseus.agent.rank.session import Session
+from perseus.agent.rank.standing import JOIN_RETRY_S, LONGEST_JOIN_RETRY_S
 
 RANK = Rank("job", 0, 1, 0)
 GPU = GpuDescription("GPU-1", "A100", (1400, 1200, 1000, 800))
@@ -624,6 +627,84 @@ def test_an_iteration_becomes_telemetry_when_the_counter_has_passed_its_end(benc
     assert message.energy is None, "two changes of the counter determine nothing"
 
 
+def run_with_waits(bench: Bench, *edges: Edge) -> list[Command]:
+    """An iteration whose first computation computes for 0.1 s before each of these marks and at its end."""
+    bench.iteration(Edge.BEGIN, 0)
+    for computation in ORDER:
+        bench.mark(Edge.BEGIN, 0, computation)
+        for edge in edges if computation == ORDER[0] else ():
+            bench.now_s += 0.1
+            bench.do(WaitMark(edge, 0, int(bench.now_s * 1e9)))
+        bench.now_s += 0.1
+        bench.mark(Edge.END, 0, computation)
+    bench.iteration(Edge.END, 0)
+    bench.now_s += 0.05
+    return counted(bench, 85.0)
+
+
+def test_what_a_computation_waits_for_others_is_none_of_its_time(bench: Bench) -> None:
+    counted(bench, 0.0)
+    (message,) = telemetry(run_with_waits(bench, Edge.BEGIN, Edge.END, Edge.BEGIN, Edge.END))
+    assert [row.duration_s for row in message.computations] == pytest.approx([0.3, 0.1, 0.1, 0.1])
+    assert [row.begin_s for row in message.computations] == pytest.approx([0.0, 0.5, 0.6, 0.7])
+    assert message.iterations[0].duration_s == pytest.approx(0.8)
+    assert message.iterations[0].is_regular
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [[Edge.BEGIN], [Edge.END], [Edge.BEGIN, Edge.BEGIN, Edge.END], [Edge.BEGIN, Edge.END, Edge.END]],
+    ids=str,
+)
+def test_a_computation_that_has_lost_a_mark_of_a_wait_is_no_sample(bench: Bench, edges: list[Edge]) -> None:
+    counted(bench, 0.0)
+    (message,) = telemetry(run_with_waits(bench, *edges))
+    assert [row.computation for row in message.computations] == list(ORDER[1:])
+    assert not message.iterations[0].is_regular
+
+
+def test_a_computation_of_endless_waits_is_bounded_and_no_sample(bench: Bench) -> None:
+    counted(bench, 0.0)
+    (message,) = telemetry(run_with_waits(bench, *[Edge.BEGIN, Edge.END] * 5000))
+    assert [row.computation for row in message.computations] == list(ORDER[1:])
+
+
+def test_energy_is_told_of_what_is_computed_and_not_of_waits_within(bench: Bench) -> None:
+    """300 W while computing and 100 W in waits, within computations and between them."""
+    bench.offer(7, 0, Hold(1000))
+    bench.do(clock_set(1000, bench.now_s))
+    messages: list[Telemetry] = []
+    energy_j, tick = 0.0, 0
+
+    def pass_time(hundredths: int, drawn_w: float) -> None:
+        nonlocal energy_j, tick, messages
+        for _ in range(hundredths):
+            bench.now_s += 0.01
+            energy_j += drawn_w * 0.01
+            tick += 1
+            if tick % 7 == 0:
+                messages += telemetry(counted(bench, energy_j))
+
+    for number in range(8):
+        bench.iteration(Edge.BEGIN, number)
+        for computation in ORDER:
+            pass_time(3, 100.0)
+            bench.mark(Edge.BEGIN, number, computation)
+            pass_time(5, 300.0)
+            bench.do(WaitMark(Edge.BEGIN, number, int(bench.now_s * 1e9)))
+            pass_time(4 + number % 3, 100.0)
+            bench.do(WaitMark(Edge.END, number, int(bench.now_s * 1e9)))
+            pass_time(5, 300.0)
+            bench.mark(Edge.END, number, computation)
+        bench.iteration(Edge.END, number)
+    estimate = [message.energy for message in messages if message.energy is not None][-1]
+    assert estimate.blocking_power_w == pytest.approx(100, rel=0.1)
+    assert {sample.kind for sample in estimate.samples} == {Kind.FORWARD, Kind.BACKWARD}
+    for sample in estimate.samples:
+        assert sample.time_s == pytest.approx(0.1, abs=0.002)
+        assert sample.energy_j == pytest.approx(30.0, rel=0.05)
+
+
 def gaps(commands: list[Command]) -> list[tuple[float, float, float]]:
     return [
         (round(row.gap_time_s, 6), round(row.gap_energy_j, 6), round(row.gap_slowed_time_s, 6))
@@ -672,9 +753,11 @@ def test_what_throttled_the_gpu_is_told_with_the_iteration_that_it_touched(bench
         bench.run(iteration)
         bench.now_s += 0.05
         reasons = 0x1 | (0x40 | 0x80 if iteration == 1 else 0)  # an idle GPU (0x1) is not throttled
-        change = CounterChange(bench.now_s, 90.0 * iteration + 85.0, 0.002, reasons)
+        capped_mhz = 1100 if iteration == 1 else 0
+        change = CounterChange(bench.now_s, 90.0 * iteration + 85.0, 0.002, reasons, capped_mhz)
         (message,) = telemetry(bench.do(change))
         assert message.iterations[0].clock_event_reasons == (0xC0 if iteration == 1 else 0)
+        assert message.iterations[0].capped_clock_mhz == capped_mhz
         bench.now_s += 0.05
         counted(bench, 90.0 * (iteration + 1))
 
@@ -694,6 +777,25 @@ def test_clock_statistics_count_under_their_plan(bench: Bench) -> None:
     assert message.clocks.computation_time_s == pytest.approx(0.8)
     assert message.clocks.on_clock_time_s == pytest.approx(0.4)
     assert message.clocks.set_latency_s == pytest.approx(0.010)
+    assert message.clocks.set_latency_count == 2
+
+
+def test_the_limits_that_were_read_last_are_told_with_telemetry_and_when_the_rank_is_announced(
+    bench: Bench,
+) -> None:
+    counted(bench, 0.0)
+    limits = GpuLimits(250.0, (7,))
+    bench.do(LimitsRead(limits))
+    bench.run(0)
+    (message,) = telemetry(counted(bench, 85.0))
+    assert message.gpu_limits == limits
+    bench.do(Disconnected())
+    (joined,) = [
+        command.message
+        for command in bench.do(Connected(LEASE_S))
+        if isinstance(command, Send) and isinstance(command.message, RankJoined)
+    ]
+    assert joined.gpu.limits == limits
 
 
 def test_a_counter_that_stands_still_is_not_waited_for_long(bench: Bench) -> None:

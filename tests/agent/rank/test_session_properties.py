@@ -7,7 +7,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.computation import Computation, Kind, Rank
-from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark
+from perseus.agent.link.packets import ComputationMark, Edge, Finish, IterationMark, WaitMark
 from perseus.agent.rank.commands import EstimateEnergy, Send
 from perseus.agent.rank.events import (
     AgentStops,
@@ -183,9 +183,13 @@ class SessionMachine(RuleBasedStateMachine):
         self.iteration += 1
         self.do(IterationMark(Edge.BEGIN, self.iteration, self._now_ns()))
         for ordinal, computation in enumerate(order):
+            self.now_s += 0.03
+            self.do(ComputationMark(Edge.BEGIN, self.iteration, ordinal, computation, self._now_ns()))
             for edge in Edge:
-                self.now_s += 0.03
-                self.do(ComputationMark(edge, self.iteration, ordinal, computation, self._now_ns()))
+                self.now_s += 0.01
+                self.do(WaitMark(edge, self.iteration, self._now_ns()))
+            self.now_s += 0.03
+            self.do(ComputationMark(Edge.END, self.iteration, ordinal, computation, self._now_ns()))
             self.count()
         self.do(IterationMark(Edge.END, self.iteration, self._now_ns()))
 
@@ -202,6 +206,10 @@ class SessionMachine(RuleBasedStateMachine):
     )
     def computation_mark(self, edge: Edge, ordinal: int, computation: Computation, skew_s: float) -> None:
         self.do(ComputationMark(edge, self.iteration, ordinal, computation, self._now_ns(skew_s)))
+
+    @rule(edge=st.sampled_from(Edge), skew_s=st.floats(-1, 1))
+    def wait_mark(self, edge: Edge, skew_s: float) -> None:
+        self.do(WaitMark(edge, self.iteration, self._now_ns(skew_s)))
 
     @rule(power_w=st.sampled_from([0.1, 80.0, 400.0]))
     def count(self, power_w: float = 200.0) -> None:

@@ -1,7 +1,9 @@
 """What is scraped of an agent is what it does; and the files that tell dcgm-exporter of its jobs."""
 
 import asyncio
+import contextlib
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -144,6 +146,13 @@ def test_a_fault_concerns_one_scrape() -> None:
 
     with serving_metrics("127.0.0.1", 0, collect) as (host, port):
         assert get(f"http://{host}:{port}/metrics")[0] == 500
+        assert get(f"http://{host}:{port}/metrics")[0] == 200
+
+
+def test_those_who_say_nothing_keep_no_scraper_waiting() -> None:
+    with serving_metrics("127.0.0.1", 0, Readings) as (host, port), contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(contextlib.closing(socket.create_connection((host, port))))
         assert get(f"http://{host}:{port}/metrics")[0] == 200
 
 

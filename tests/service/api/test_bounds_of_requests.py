@@ -45,6 +45,7 @@ OF_32_BITS = {
     "discarded_window_count",
     "dropped_batch_count",
     "clock_event_reasons",
+    "set_latency_count",
 }
 """Where telemetry has these, their type is their upper bound."""
 CLAMPED = {"page_size"}
@@ -119,10 +120,15 @@ def said(agent: FakeAgent) -> list[ConnectRequest]:
         telemetry.iterations.gap_slowed_time_s,
     ):
         column.extend([0.5] * len(telemetry.iterations.iteration))
+    telemetry.iterations.capped_clock_mhz.extend([1000] * len(telemetry.iterations.iteration))
+    joined = agent.joined(rank)
+    joined.gpu.workload_power_profiles.append(7)
+    telemetry.gpu_limits.power_limit_w = joined.gpu.power_limit_w
+    telemetry.gpu_limits.workload_power_profiles.append(7)
     assert telemetry.HasField("energy")
     place = agent.place(ALL_PLACES[0])
     return [
-        ConnectRequest(rank_joined=agent.joined(rank)),
+        ConnectRequest(rank_joined=joined),
         ConnectRequest(telemetry=telemetry),
         ConnectRequest(rank_left=agent_service_pb2.RankLeft(job_id="job", rank=place, reason=1)),  # type: ignore[arg-type]
         ConnectRequest(

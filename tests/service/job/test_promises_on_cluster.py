@@ -20,9 +20,11 @@ from perseus.service.domain.model import EventType, JobState, RankLeftReason, St
 from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingBudget
 from perseus.service.domain.specification import Coordinates, Deadline, OperatingPolicy
 from perseus.service.job.planning.drift import BLOCK
+from perseus.service.job.planning.plan_watch import MOST_SUSPECTED
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, ProfilingRules
 from perseus.service.job.profiling.stage_profiles import corrected
 from perseus.service.job.rules import Rules
+from perseus.service.job.stragglers.straggler_book import StragglerBook
 from tests.service.job.truthful_cluster import TruthfulCluster
 from tests.service.service_fakes import CLOCKS_MHZ, Cluster, make_spec
 
@@ -38,6 +40,18 @@ def test_a_plan_that_keeps_its_promise_stays() -> None:
     cluster.expect(JobState.PLANNED)
     assert cluster.announced(evidence.PromiseBroken) == []
     assert cluster.machine._offers.version == version
+
+
+def test_a_suspicion_that_is_never_confirmed_keeps_the_guard_for_a_while_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StragglerBook, "suspects", [1])
+    cluster = TruthfulCluster(low_clocks_of_stage_1_are_slower).plan()
+    begun = max(rank.in_force_since for rank in cluster.ranks.values())
+    while not cluster.announced(evidence.PromiseBroken):
+        cluster.run(1)
+    waited = cluster.ranks[next(iter(cluster.ranks))].iteration - begun
+    assert MOST_SUSPECTED <= waited < MOST_SUSPECTED + 6
 
 
 def test_a_plan_that_breaks_its_promise_is_withdrawn_within_six_iterations_and_the_profile_corrected() -> (

@@ -28,7 +28,8 @@ def never(_stage: int, _clock_mhz: int) -> float:
 class TruthfulCluster(Cluster):
     """Iterations last as long as their computations and transfers; agents go on estimating under plans.
 
-    `work`: by stage, how much more there is to compute than in the beginning, at every clock.
+    `work`: by stage, how much more there is to compute than in the beginning, at every clock. `caps_mhz`: by
+    rank, the highest clock that its GPU reaches, whatever is set.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class TruthfulCluster(Cluster):
         self.slowness = slowness
         self.lag_s = lag_s
         self.work: Callable[[int], float] = lambda _stage: 1.0
+        self.caps_mhz: dict[Coordinates, int] = {}
         self._tells_timelines = tells_timelines
         # By rank: the version of its clocks, and how much work there was in each iteration since.
         self._worked: dict[Coordinates, tuple[int, list[float]]] = {}
@@ -56,16 +58,20 @@ class TruthfulCluster(Cluster):
             duration_s = max(self._iteration_time_s(rank) for rank in self.ranks.values()) + OVERHEAD_S
             self.now_s += duration_s
             for rank in self.ranks.values():
-                event = rank.end(duration_s)
                 clocks = rank.in_force.clocks
+                rank.capped_mhz = self.caps_mhz.get(rank.place, 0)
+                rank.reasons = 0x4 if rank.capped_mhz else 0
                 version, worked = self._worked.get(rank.place, (-1, []))
                 if version != rank.in_force.version:
                     worked = []
                 worked.append(self.work(rank.place.stage))
                 self._worked[rank.place] = rank.in_force.version, worked
+                event = rank.end(duration_s)
                 batch = event.batch
                 if isinstance(clocks, PlannedClocks):
                     batch = batch._replace(energy=self._estimate(rank, clocks))
+                if self._is_above_cap(rank) and batch.energy is not None:
+                    batch = batch._replace(energy=replace(batch.energy, samples=()))  # windows are discarded
                 if batch.energy is not None:
                     batch = batch._replace(energy=_scaled(batch.energy, median(worked)))
                 if self._tells_timelines:
@@ -92,6 +98,11 @@ class TruthfulCluster(Cluster):
         found = (command.happening.evidence for command in self.history if isinstance(command, Announce))
         return [evidence for evidence in found if isinstance(evidence, kind)]
 
+    def _is_above_cap(self, rank: FakeRank) -> bool:
+        """Whether a rank holds a clock that it does not reach."""
+        clocks = rank.in_force.clocks
+        return isinstance(clocks, HoldClocks) and 0 < rank.capped_mhz < clocks.clocks_mhz[rank.place.stage]
+
     def _iteration_time_s(self, rank: FakeRank) -> float:
         clocks = rank.in_force.clocks
 
@@ -103,7 +114,9 @@ class TruthfulCluster(Cluster):
         is_planned = isinstance(clocks, PlannedClocks)
 
         def time_now_s(stage: int, kind: Kind, mhz: int) -> float:
+            cap_mhz = self.caps_mhz.get(replace(rank.place, stage=stage), mhz)
             slowness = self.slowness(stage, mhz) if is_planned else 1.0
+            mhz = min(mhz, cap_mhz)
             return time_s(stage, kind, mhz) * slowness * self.work(stage)
 
         profiles = {

@@ -268,9 +268,14 @@ class InlineSolver(JobLane):
         pass
 
     async def solve(
-        self, job_id: str, problem: Pipeline, slow: SlowPlan | None, on_retry: object
+        self,
+        job_id: str,
+        problem: Pipeline,
+        slow: SlowPlan | None,
+        on_retry: object,
+        set_latency_s: float = 0.0,
     ) -> Frontier:
-        return solve_explaining(problem, 5, slow)
+        return solve_explaining(problem, 5, slow, set_latency_s)
 
 
 class UnusedRequestLane(RequestLane):

@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 
 from perseus.service.domain.figures import Totals
 from perseus.service.domain.measured import JobIteration, Period, Saving, saving
-from perseus.service.domain.model import NO_VERSION, IterationSummary, JobState, PipelineOffer
+from perseus.service.domain.model import (
+    NO_VERSION,
+    IterationSummary,
+    JobState,
+    PipelineOffer,
+    PlannedClocks,
+)
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
 
@@ -79,6 +85,8 @@ class IterationLog:
         self._irregular: tuple[tuple[tuple[int, ...], bool], int, float] | None = None
         self._restored_through: int | None = None
         self._labels: dict[int, JobState] = {NO_VERSION: JobState.BASELINE}
+        # By version of a plan, where it is not 0: what the GPUs' set latency adds to its energy, percent.
+        self._latency_costs: dict[int, float] = {}
         self._straggler_since: list[tuple[int, bool]] = []
 
     def label(self, pipeline: int, offer: PipelineOffer, state: JobState) -> None:
@@ -88,6 +96,10 @@ class IterationLog:
             plans[offer.stage_versions] = version
             for oldest in list(plans)[:-_LABEL_LIMIT]:
                 del plans[oldest]
+        if isinstance(offer.clocks, PlannedClocks) and offer.clocks.latency_cost_percent:
+            self._latency_costs[version] = offer.clocks.latency_cost_percent
+            for old in sorted(self._latency_costs)[:-_LABEL_LIMIT]:
+                del self._latency_costs[old]
         if self._labels.get(version) is state:
             return
         self._labels[version] = state
@@ -307,6 +319,8 @@ class IterationLog:
                 gap_slowed_time_s=complete.gap_slowed_time_s,
                 irregular_count=irregular[1] if irregular is not None and is_of_period else 0,
                 irregular_time_s=irregular[2] if irregular is not None and is_of_period else 0.0,
+                latency_cost_percent=math.fsum(self._latency_costs.get(own, 0.0) for own in complete.versions)
+                / len(complete.versions),
             )
         )
 

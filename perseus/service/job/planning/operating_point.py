@@ -64,7 +64,8 @@ def planned_clocks(frontier: Frontier, target_s: float, at_stock: Collection[int
         else computations
         for stage, computations in enumerate(plan.stages)
     )
-    return PlannedClocks(replace(plan, stages=stages))
+    cost_percent = frontier.point_within(target_s).latency_cost_percent
+    return PlannedClocks(replace(plan, stages=stages), cost_percent)
 
 
 def with_fixed(plan: Plan, pipeline: Pipeline) -> Plan:

@@ -5,7 +5,7 @@ were made with. In both cases the profile is what may be wrong, and is corrected
 the computations take the time planned and the iteration does not, transfers between stages may be why.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from perseus.service.domain import evidence
@@ -15,6 +15,7 @@ from perseus.service.domain.model import EventType, PlannedClocks
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
+from perseus.service.job.planning.caps import Cap
 from perseus.service.job.planning.drift import Drift, DriftWatch
 from perseus.service.job.planning.guard import BrokenPromise, Guard, GuardRules, promised_time_s
 from perseus.service.job.planning.irregular import IrregularWatch
@@ -28,6 +29,9 @@ MOST_BROKEN_PROMISES = 2
 FORGIVING_ITERATIONS = 1000
 """Iterations that kept their promise and make up for a broken one: twice a year is not twice in a row."""
 
+MOST_SUSPECTED = 20
+"""Iterations in a row that somebody of whom nothing is proven explains: it takes 15 to find whom there is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -38,12 +42,14 @@ class Verdict:
         solve_again: there may be better ones: the profile was corrected, or transfers are to be planned for.
         slow: the plan that transfers between stages may have made slower than promised.
         is_irregular: iterations are not as registered; the plans are good again when they are.
+        caps: clocks that GPUs do not reach, which is why iterations are slower than planned.
     """
 
     withdraw: str | None = None
     solve_again: bool = False
     slow: SlowPlan | None = None
     is_irregular: bool = False
+    caps: tuple[Cap, ...] = ()
 
 
 class PlanWatch:
@@ -63,9 +69,11 @@ class PlanWatch:
         self._journal = journal
         self.broken_count = 0
         self._kept_count = 0
+        self._suspected_count = 0
 
     def restart(self) -> None:
         """What is under way counts for nothing."""
+        self._suspected_count = 0
         self._guard.restart()
         self._irregular.restart()
         self._drift.restart()
@@ -93,12 +101,23 @@ class PlanWatch:
         frontier: Frontier,
         baseline_time_s: float,
         stragglers: Collection[int],
+        suspects: Collection[int],
         baseline_gap_time_s: float | None = None,
+        explain_caps: Callable[[], tuple[Cap, ...]] = tuple,
     ) -> Verdict:
-        """Judge an iteration under these clocks. A straggler explains what is slow."""
-        if not stragglers:
+        """Judge an iteration under these clocks. A straggler explains what is slow, and so do caps.
+
+        So does, for a while, who may turn out to be a straggler: it can take more iterations to say who is
+        slow than that something is.
+        """
+        self._suspected_count = self._suspected_count + 1 if suspects else 0
+        if stragglers and (caps := explain_caps()):
+            return Verdict(caps=caps)
+        if not stragglers and not 0 < self._suspected_count <= MOST_SUSPECTED:
             promise_s = promised_time_s(clocks, frontier, baseline_time_s)
             broken = self._guard.judge(iteration, promise_s, baseline_time_s, baseline_gap_time_s)
+            if broken is not None and (caps := explain_caps()):
+                return Verdict(caps=caps)
             if broken is not None:
                 self._journal.announce(
                     EventType.PROMISE_BROKEN,

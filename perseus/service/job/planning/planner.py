@@ -5,6 +5,7 @@ that is being solved is solved in vain: it is to be dropped, and should there be
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 from perseus.service.domain import evidence
 from perseus.service.domain.commands import DropSolve, SlowPlan, Solve
@@ -13,10 +14,12 @@ from perseus.service.domain.model import Clocks, EventType, PlannedClocks, Strag
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.journal import Journal
+from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.guard import GuardRules, promise_of_s
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.operating_point import planned_clocks, straggler_time_s, target_times_s
 from perseus.service.job.planning.plan_watch import PlanWatch, Verdict
+from perseus.service.job.planning.set_latency import SetLatency
 from perseus.service.job.profiling.profiler import Profiler
 from perseus.service.job.profiling.stage_profiles import build_problem, is_power_known
 from perseus.service.job.ranks.rank_table import RankTable
@@ -34,6 +37,7 @@ class Planner:
         is_solving: whether an answer is to come.
         is_in_vain: whether it is of no use any more.
         lag_s: how long a transfer between stages takes, as far as plans have shown; problems have it.
+        latency: how long the GPUs take to set a clock.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Planner:
         self.is_solving = False
         self.is_in_vain = False
         self.lag_s = 0.0
+        self.latency = SetLatency(len(ranks))
         self.watch = PlanWatch(parallelism, rules, profiler, journal)
         self._schedule = schedule
         self._ranks = ranks
@@ -77,8 +82,17 @@ class Planner:
             clocks_mhz = self._ranks.usable_clocks_mhz()
             problem = build_problem(self._profiler.profiles, self._schedule, clocks_mhz)
             self.is_solving = True
-            self._journal.do(Solve(with_lag(problem, self.lag_s), self._slow))
+            self.latency.settle()
+            self._journal.do(Solve(with_lag(problem, self.lag_s), self._slow, self.latency.planned_s))
             self._slow = None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the frontier is for GPUs with another set latency, and no newer one is to come."""
+        frontier = self.frontier
+        return (
+            frontier is not None and not self.is_solving and frontier.set_latency_s != self.latency.planned_s
+        )
 
     def end_solving(self) -> bool:
         """Take note that there is an answer; tell whether it is of use."""
@@ -92,7 +106,8 @@ class Planner:
         self.lag_s = common_lag_s(frontier.pipeline)
         self._journal.announce(
             EventType.SOLVED,
-            f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s",
+            f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s"
+            + (f", for a set latency of {frontier.set_latency_s:.3f} s" if frontier.set_latency_s else ""),
             evidence.Solved(
                 t_min_s=frontier.t_min_s,
                 t_star_s=frontier.t_star_s,
@@ -101,6 +116,8 @@ class Planner:
                 t_min_energy_j=frontier.points[0].energy_j,
                 point_count=len(frontier.points),
                 transfer_lag_s=self.lag_s,
+                set_latency_s=frontier.set_latency_s,
+                latency_cost_percent=frontier.points[0].latency_cost_percent,
             ),
         )
 
@@ -198,7 +215,7 @@ class Planner:
         in_use = self._offers.versions_in_use
         self._expected = {version: some for version, some in self._expected.items() if version in in_use}
 
-    def judge(self, iteration: JobIteration) -> Verdict:
+    def judge(self, iteration: JobIteration, caps: CapWatch) -> Verdict:
         """Judge an iteration under the plans in force, where there is nothing better to come."""
         if self.frontier is None or self.is_solving or iteration.versions != self._offers.versions:
             return Verdict()
@@ -210,7 +227,9 @@ class Planner:
             self.frontier,
             self._baseline.time_s,
             self._stragglers.pipelines,
+            self._stragglers.suspects,
             baseline.gap_time_s if baseline is not None else None,
+            partial(caps.explain, clocks, self._ranks.usable_clocks_mhz(), self._stragglers.pipelines),
         )
 
     def promised_time_s(self) -> float | None:

@@ -2,8 +2,8 @@
 
 The work itself is known by its fingerprint, wherever it stands in whatever schedule. Without one, the same
 order of computations at the same place among as many stages passes for the same work; what is adopted is held
-against the first measurements anyway. Beside the work count the GPUs' models and power limits, and how many
-of them share the stage.
+against the first measurements anyway. Beside the work count the GPUs' models, power limits and workload power
+profiles, and how many of them share the stage.
 """
 
 import hashlib
@@ -25,6 +25,6 @@ def _work_key(spec: JobSpec, schedule: Schedule, stage: int, gpus: Iterable[Gpu]
     if not work:
         order = [(c.kind.name, c.microbatch, c.chunk) for c in schedule.orders[stage]]
         work = [spec.parallelism.stage_count, stage, order]
-    kinds = sorted({(gpu.model, gpu.power_limit_w) for gpu in gpus})
+    kinds = sorted({(gpu.model, gpu.power_limit_w, *gpu.power_profiles) for gpu in gpus})
     text = json.dumps([work, spec.parallelism.tensor_count, kinds])
     return hashlib.sha256(text.encode()).hexdigest()

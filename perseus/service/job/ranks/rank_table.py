@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, replace
 
 from perseus.service.domain.errors import InvalidFieldError, RankAlreadyServedError, TelemetryOutdatedError
-from perseus.service.domain.evidence import RankChanged, RankGpuError
+from perseus.service.domain.evidence import GpuLimitsChanged, RankChanged, RankGpuError
 from perseus.service.domain.inputs import GpuErrorReported, RankJoined
 from perseus.service.domain.model import NO_VERSION, EventType, Rank, RankFilter, RankState, RefusalReason
 from perseus.service.domain.specification import Coordinates, JobSpec
-from perseus.service.domain.telemetry import ClockStatistics
+from perseus.service.domain.telemetry import ClockStatistics, GpuLimits
 from perseus.service.job.journal import Journal
 from perseus.service.job.ranks.iteration_counts import IterationCounts
 from perseus.service.job.ranks.leases import Leases
@@ -18,6 +18,9 @@ from perseus.service.job.ranks.usable_clocks import UsableClocks, usable_clocks_
 
 _MOST_GPU_ERRORS = 1024
 """Errors of GPUs that are known when they are said again; they may be of any text."""
+
+_SAME_POWER_W = 1.0
+"""Power limits that differ by less are the same."""
 
 LIVE = (RankState.CONNECTED, RankState.DISCONNECTED)
 
@@ -137,6 +140,42 @@ class RankTable:
         self.change(replace(rank, refused_clocks_mhz=refused_mhz))
         return f"{place} has no {', '.join(str(mhz) for mhz in refused_mhz)} MHz"
 
+    def cap_clock(self, place: Coordinates, clock_mhz: int) -> None:
+        """Take note of the highest clock that a rank reaches."""
+        self.change(replace(self._ranks[place], capped_clock_mhz=clock_mhz))
+
+    def lift_caps(self) -> bool:
+        """Take it that ranks reach all clocks again; whether any was taken not to."""
+        capped = [rank for rank in self if rank.capped_clock_mhz]
+        for rank in capped:
+            self.change(replace(rank, capped_clock_mhz=0))
+        return bool(capped)
+
+    def note_limits(self, place: Coordinates, limits: GpuLimits) -> bool:
+        """Take note of what bounds a rank's GPU; whether it is news, which is told then."""
+        rank = self._ranks[place]
+        gpu = rank.gpu
+        if gpu is None or limits == (gpu.power_limit_w, gpu.power_profiles):
+            return False
+        is_same_power = abs(limits.power_limit_w - gpu.power_limit_w) < _SAME_POWER_W
+        if is_same_power and limits.power_profiles == gpu.power_profiles:
+            return False
+        self.change(
+            replace(
+                rank,
+                gpu=replace(gpu, power_limit_w=limits.power_limit_w, power_profiles=limits.power_profiles),
+            )
+        )
+        self._journal.announce(
+            EventType.GPU_LIMITS_CHANGED,
+            f"{place}: its GPU's limit is {_limits(limits)}, it was "
+            f"{_limits(GpuLimits(gpu.power_limit_w, gpu.power_profiles))}",
+            GpuLimitsChanged(
+                place, gpu.power_limit_w, limits.power_limit_w, gpu.power_profiles, limits.power_profiles
+            ),
+        )
+        return True
+
     def leave_at_stock(self, place: Coordinates, reason: RefusalReason) -> str:
         """Take a rank's word that it can have no clock but stock; return that as a sentence's part."""
         self.change(replace(self._ranks[place], is_stock_only=True))
@@ -161,7 +200,8 @@ class RankTable:
         self._leases.hear(event.instance_id, now_s)
         self._after_sequence[event.rank] = event.after_sequence
         if rank.instance_id != event.instance_id:
-            rank = replace(rank, refused_clocks_mhz=(), is_stock_only=False)  # Another agent may be able to.
+            # Another agent may be able to.
+            rank = replace(rank, refused_clocks_mhz=(), is_stock_only=False, capped_clock_mhz=0)
         joined = replace(
             rank,
             state=RankState.CONNECTED,
@@ -221,11 +261,11 @@ class RankTable:
         self.change(replace(self._ranks[place], state=RankState.FINISHED, in_force_version=NO_VERSION), why)
         self.missing.find(place)
 
-    def note_iteration(self, place: Coordinates, iteration: int) -> None:
-        """Note how far a rank is. Not stored: after a restart the ranks say it anew."""
+    def note_iteration(self, place: Coordinates, iteration: int, clock_event_reasons: int = 0) -> None:
+        """Note how far a rank is, and what held its GPU. Not stored: after a restart ranks say it anew."""
         rank = self._ranks[place]
         if iteration > rank.iteration:
-            self._ranks[place] = rank.at(iteration)
+            self._ranks[place] = rank.at(iteration, clock_event_reasons)
             if rank.state in LIVE:
                 self._iterations.remove(rank.iteration)
                 self._iterations.add(iteration)
@@ -252,10 +292,11 @@ class RankTable:
         if rank == before:
             return
         self._put(rank)
-        if (rank.gpu, rank.refused_clocks_mhz, rank.is_stock_only) != (
+        if (rank.gpu, rank.refused_clocks_mhz, rank.is_stock_only, rank.capped_clock_mhz) != (
             before.gpu,
             before.refused_clocks_mhz,
             before.is_stock_only,
+            before.capped_clock_mhz,
         ):
             self._usable_clocks_mhz = None
         self._changed_pipelines.add(rank.coordinates.pipeline)
@@ -325,3 +366,11 @@ class RankTable:
                 assert not rank.instance_id
             else:
                 assert rank.in_force_version == NO_VERSION
+
+
+def _limits(limits: GpuLimits) -> str:
+    """Limits, for people."""
+    power = f"{limits.power_limit_w:g} W" if limits.power_limit_w else "unknown"
+    if not limits.power_profiles:
+        return power
+    return f"{power} under workload power profiles {', '.join(map(str, limits.power_profiles))}"

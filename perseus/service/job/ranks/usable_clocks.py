@@ -3,6 +3,9 @@
 Pipelines share one frontier, so what one rank of a stage can't do, no rank of that stage is asked for. A
 stage that has no two clocks left has nothing to choose, and stays at stock. It is planned as if stock were
 the highest of all clocks, where GPUs run that nothing holds back.
+
+What a rank does not reach for now (a power cap, heat) its stage does without, but for the two lowest clocks:
+stock would be held back as well.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -21,7 +24,11 @@ def usable_clocks_mhz(ranks: Iterable[Rank], stage_count: int) -> UsableClocks:
     common_mhz: set[int] | None = None
     refused_mhz: list[set[int]] = [set() for _ in range(stage_count)]
     at_stock: set[int] = set()
+    capped_mhz: dict[int, int] = {}
     for rank in ranks:
+        if rank.capped_clock_mhz:
+            stage = rank.coordinates.stage
+            capped_mhz[stage] = min(capped_mhz.get(stage, rank.capped_clock_mhz), rank.capped_clock_mhz)
         if rank.gpu is not None:
             own_mhz = rank.gpu.supported_clocks_mhz
             common_mhz = set(own_mhz) if common_mhz is None else common_mhz.intersection(own_mhz)
@@ -30,6 +37,9 @@ def usable_clocks_mhz(ranks: Iterable[Rank], stage_count: int) -> UsableClocks:
             at_stock.add(rank.coordinates.stage)
     falling_mhz = sorted(common_mhz or (), reverse=True)
     usable_mhz = [[mhz for mhz in falling_mhz if mhz not in refused] for refused in refused_mhz]
+    for stage, cap_mhz in capped_mhz.items():
+        lowest_mhz = usable_mhz[stage][-LEAST_CLOCKS:]
+        usable_mhz[stage] = [mhz for mhz in usable_mhz[stage] if mhz <= cap_mhz or mhz in lowest_mhz]
     return [
         falling_mhz[:1] if stage in at_stock or len(own_mhz) < LEAST_CLOCKS else own_mhz
         for stage, own_mhz in enumerate(usable_mhz)

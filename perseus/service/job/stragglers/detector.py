@@ -62,6 +62,9 @@ SLOWING_REASONS = 0x8 | 0x20 | 0x40 | 0x80
 _SLOWED_SHARE = 0.25
 """Of the root of the threshold: what a GPU's own word leaves to be shown."""
 
+_SUSPECTED_SHARE = 0.25
+"""Of the threshold, as a log, makes a suspect. Of 32 healthy pipelines one is so in 7 % of all iterations."""
+
 _REMEMBERED = 64
 """Iterations of which a new level may be the mean."""
 
@@ -135,6 +138,12 @@ class StragglerDetector:
         """Return the factor by which others wait for a straggler; None if it is none."""
         known = self._known.get(pipeline)
         return math.exp(known.waited) if known else None
+
+    @property
+    def suspects(self) -> list[int]:
+        """The pipelines of whose slowness there is a sign, but no proof yet."""
+        sign = self._test.threshold_above**_SUSPECTED_SHARE
+        return np.flatnonzero(self._test.evidence_above() >= sign).tolist()
 
     def restore(self, pipeline: int, waited_factor: float) -> None:
         """Take a straggler that was found before a restart."""

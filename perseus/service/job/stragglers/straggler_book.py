@@ -47,6 +47,11 @@ class StragglerBook:
         """The pipelines that are slow."""
         return self._stragglers.keys()
 
+    @property
+    def suspects(self) -> Collection[int]:
+        """The pipelines that may turn out to be slow within a few iterations."""
+        return self._detector.suspects
+
     def restore(self, stragglers: Iterable[Straggler]) -> None:
         """Take what is stored."""
         for straggler in stragglers:

@@ -93,6 +93,21 @@ def test_nobody_waits_for_alternating_jitter(series: Series) -> None:
     assert series.detector.factor(0) in (None, 1.0)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_who_may_turn_out_to_be_slow_is_suspected_until_it_is_known(seed: int) -> None:
+    """Where small differences keep on for a while, it takes some iterations."""
+    series, chance = Series(4, learned=0), np.random.default_rng(seed)
+    for _ in range(4):
+        kept = 1 + 0.006 * chance.standard_normal(4)
+        for _ in range(15):
+            assert series.feed(kept + 0.002 * chance.standard_normal(4)) == []
+    suspected = []
+    while not series.feed([1.3, 1.0, 1.0, 1.0]):
+        suspected.append(series.detector.suspects)
+    assert suspected[-1] == [0]
+    assert series.detector.suspects == [], "it is known"
+
+
 def test_a_straggler_below_the_limit_is_none(series: Series) -> None:
     assert series.feed_first([1 + 0.9 * ENTER] * 20) == []
 

@@ -1,5 +1,6 @@
 """Stragglers on an emulated cluster, 1 % of noise on every computation: found, answered and withdrawn."""
 
+import numpy as np
 import pytest
 
 from perseus.service.domain.commands import Announce, SendOffer
@@ -204,3 +205,18 @@ def test_offers_for_a_straggler_reach_only_the_others() -> None:
     cluster.run(8, {3: 1.2})
     offered = {c.rank.pipeline for c in cluster.history[before:] if isinstance(c, SendOffer)}
     assert offered == {0, 1, 2}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_straggler_that_takes_a_while_to_be_sure_of_breaks_no_promise(seed: int) -> None:
+    """Where what is seen keeps on for a while, each further iteration of it says little."""
+    cluster = planned(4, seed, noise=0.001)
+    chance = np.random.default_rng(seed)
+    for _ in range(5):
+        cluster.run(12, dict(enumerate((1 + 0.004 * chance.standard_normal(4)).tolist())))
+    cluster.slowdowns[1] = 1.3
+    count, offered = cluster.run_until_offered(limit=8)
+    assert offered == {0, 2, 3}, f"after {count} iterations"
+    announced = {each.happening.type for each in cluster.history if isinstance(each, Announce)}
+    assert EventType.PROMISE_BROKEN not in announced
+    assert cluster.machine.state is JobState.PLANNED

@@ -1,0 +1,102 @@
+"""How long the job's GPUs take to set a clock, as plans are made with it. Part of the state machine.
+
+Every rank tells the median of its last sets. Stages wait for each other and pipelines share their plans, so
+the largest over all ranks counts: who plans with less would have raises come late, which costs time, while a
+dwell that is a little too long costs a little energy.
+
+Plans do not follow every change. A larger latency counts once it exceeds what is planned with by a quarter, a
+smaller one once it is below it by a third and every rank has told its own (after a restart, most have not);
+either only after it has held for `SETTLE_S`. The first one counts as soon as all have told, or plans are
+made. Until then clocks are planned to change at once, which costs joules but no seconds: agents raise them
+early.
+
+The largest is found without a look at all ranks: latencies are counted by the millisecond, rounded up.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection
+
+from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.telemetry import ClockStatistics
+
+LEAST_SETS = 3
+"""Sets of which a rank's latency is the median, at least: one that comes late says nothing."""
+
+SETTLE_S = 60.0
+"""How long the latency must have been another one."""
+
+_LARGER = 1.25
+_SMALLER = 1.5
+_STEPS_PER_S = 1000
+
+
+class SetLatency:
+    """The latency of a job's GPUs.
+
+    Attributes:
+        planned_s: what plans are made with; 0 while it is not known.
+    """
+
+    def __init__(self, rank_count: int) -> None:
+        self.planned_s = 0.0
+        self._rank_count = rank_count
+        self._steps: dict[Coordinates, int] = {}
+        # How many ranks have each.
+        self._counts: Counter[int] = Counter()
+        self._other_since_s: float | None = None
+
+    @property
+    def largest_s(self) -> float:
+        """The largest that a rank tells, rounded up to the millisecond; 0 if none does."""
+        return max(self._counts, default=0) / _STEPS_PER_S
+
+    def take(self, rank: Coordinates, clocks: ClockStatistics) -> None:
+        """Take what a rank tells."""
+        if clocks.set_latency_count < LEAST_SETS:
+            return
+        steps = max(1, math.ceil(clocks.set_latency_s * _STEPS_PER_S))
+        if self._steps.get(rank) != steps:
+            self._drop(rank)
+            self._steps[rank] = steps
+            self._counts[steps] += 1
+
+    def forget(self, ranks: Collection[Coordinates]) -> None:
+        """Ranks are gone, and may come back on other GPUs."""
+        for rank in ranks:
+            self._drop(rank)
+
+    def follow(self, now_s: float) -> None:
+        """Let plans be made with what ranks tell, where that has been another latency for long enough."""
+        if not self._is_other():
+            self._other_since_s = None
+            return
+        if self._other_since_s is None:
+            self._other_since_s = now_s
+        is_first = not self.planned_s and len(self._steps) == self._rank_count
+        if is_first or now_s - self._other_since_s >= SETTLE_S:
+            self.planned_s = self.largest_s
+            self._other_since_s = None
+
+    def settle(self) -> None:
+        """Plans are about to be made: what is known counts, where nothing did."""
+        self.planned_s = self.planned_s or self.largest_s
+
+    def _is_other(self) -> bool:
+        largest_s = self.largest_s
+        if not largest_s:
+            return False
+        if largest_s > _LARGER * self.planned_s:
+            return True
+        return largest_s * _SMALLER < self.planned_s and len(self._steps) == self._rank_count
+
+    def _drop(self, rank: Coordinates) -> None:
+        steps = self._steps.pop(rank, None)
+        if steps is not None:
+            self._counts[steps] -= 1
+            if not self._counts[steps]:
+                del self._counts[steps]
+
+    def validate(self) -> None:
+        """Check what must always hold."""
+        assert Counter(self._steps.values()) == self._counts

@@ -1,0 +1,142 @@
+"""Waits of a sharded model, on a stand-in for torch's; tests/frameworks has the real one."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from perseus.agent.link.computation import Kind
+from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups
+from perseus.agent.probe.placement import Placement
+from tests.agent.marks_stub import MarksStub
+
+
+class Group:
+    """Parameters that are gathered together; as in torch, gathering is one of the steps before a forward."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def unshard(self) -> None:
+        self.called.append("unshard")
+
+    def pre_forward(self, value: str) -> str:
+        self.unshard()
+        return value
+
+    def pre_backward(self) -> None:
+        self.unshard()
+
+    def post_backward(self) -> None:
+        self.called.append("scatter")
+
+
+def module(state: Any, *others: Any) -> Any:
+    found = SimpleNamespace(_get_fsdp_state=lambda: state)
+    found.modules = lambda: iter([found, SimpleNamespace(), *others])
+    return found
+
+
+GROUP, OTHER = Group(), Group()
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (module(SimpleNamespace(_fsdp_param_groups=[GROUP, OTHER])), [GROUP, OTHER]),
+        (module(SimpleNamespace(_fsdp_param_group=GROUP)), [GROUP]),
+        (module(SimpleNamespace(_fsdp_param_group=None)), []),
+        (
+            module(
+                SimpleNamespace(_fsdp_param_group=GROUP), module(SimpleNamespace(_fsdp_param_group=GROUP))
+            ),
+            [GROUP],
+        ),
+        (SimpleNamespace(modules=lambda: iter([SimpleNamespace()])), []),
+    ],
+    ids=[
+        "several groups",
+        "one group",
+        "no parameters of its own",
+        "modules sharded together",
+        "not sharded",
+    ],
+)
+def test_groups_are_found_in_every_version_s_place(model: Any, expected: list[Group]) -> None:
+    assert list(parameter_groups(model)) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "lacking"),
+    [(SimpleNamespace(), "_fsdp_param_group"), (SimpleNamespace(_fsdp_param_group=object()), "pre_forward")],
+    ids=["no groups", "another group"],
+)
+def test_a_version_that_is_not_as_known_is_refused(state: Any, lacking: str) -> None:
+    with pytest.raises(ValueError, match=f"found it without {lacking}"):
+        list(parameter_groups(module(state)))
+
+
+@pytest.fixture
+def attached() -> Iterator[tuple[Attachment, MarksStub, Group]]:
+    marks, group = MarksStub(), Group()
+    attachment = Attachment(Placement(0, 4, 0, 1), marks, lambda order: [order])
+    mark_waits(attachment, [group])
+    yield attachment, marks, group
+    attachment.detach()
+    assert list(vars(group)) == ["called"], "left as it was"
+
+
+def steps(group: Group) -> list[Callable[[], object]]:
+    return [lambda: group.pre_forward("x"), group.pre_backward, group.post_backward, group.unshard]
+
+
+def test_within_a_computation_each_is_one_wait_whatever_it_calls(
+    attached: tuple[Attachment, MarksStub, Group],
+) -> None:
+    attachment, marks, group = attached
+    attachment.begin_iteration()
+    for step in range(4):
+        attachment.begin(Kind.FORWARD, step)
+        steps(group)[step]()
+        attachment.end(Kind.FORWARD, step)
+        wait = [("begin_wait",), ("end_wait",)]
+        assert marks.calls[-4:] == [
+            ("begin", Kind.FORWARD, step, 0),
+            *wait,
+            ("end", Kind.FORWARD, step, 0),
+        ]
+    assert group.called == ["unshard", "unshard", "scatter", "unshard"]
+    assert group.pre_forward("x") == "x"
+
+
+def test_outside_of_computations_nothing_is_marked(attached: tuple[Attachment, MarksStub, Group]) -> None:
+    attachment, marks, group = attached
+    for step in steps(group):
+        step()
+    attachment.begin_iteration()
+    for step in steps(group):
+        step()
+    assert marks.calls == [("begin_iteration",)]
+    attachment.begin(Kind.FORWARD, 0)
+    attachment.end(Kind.FORWARD, 0)
+    attachment.end_iteration()
+    marks.calls.clear()
+    group.unshard()
+    assert marks.calls == []
+
+
+@pytest.mark.parametrize("failing", ["begin_wait", "end_wait"])
+def test_a_failure_of_ours_does_not_reach_the_training(
+    attached: tuple[Attachment, MarksStub, Group], failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    attachment, marks, group = attached
+    marks.failing = failing
+    attachment.begin_iteration()
+    attachment.begin(Kind.FORWARD, 0)
+    assert group.pre_forward("x") == "x"
+    assert "not marked any more" in caplog.text
+    assert marks.calls[-1] == ("close",)
+    group.unshard()
+    attachment.end(Kind.FORWARD, 0)

@@ -1,0 +1,47 @@
+"""What others set that bounds a GPU is read now and then."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from perseus.agent.gpu import GpuDriverError
+from perseus.agent.rank.messages import GpuLimits
+from perseus.agent.sidecar.limits_watch import LOOK_INTERVAL_S, LimitsWatch
+from tests.agent.fake_gpu import FakeGpu
+
+
+class LimitedGpu(FakeGpu):
+    """A GPU that answers one limit after the other; an exception is raised."""
+
+    def __init__(self, limits: Iterator[GpuLimits | GpuDriverError]) -> None:
+        super().__init__()
+        self._limits = limits
+        self._profiles: tuple[int, ...] = ()
+
+    def power_limit_w(self) -> float:
+        limits = next(self._limits)
+        if isinstance(limits, GpuDriverError):
+            raise limits
+        self._profiles = limits.power_profiles
+        return limits.power_limit_w
+
+    def power_profiles(self) -> tuple[int, ...]:
+        return self._profiles
+
+
+def test_only_changes_are_told_and_it_looks_only_so_often() -> None:
+    known, lower, profiled = GpuLimits(400.0), GpuLimits(300.0), GpuLimits(300.0, (7,))
+    told: list[GpuLimits] = []
+    watch = LimitsWatch(LimitedGpu(iter([known, lower, lower, profiled])), known, told.append)
+    for look in range(8):  # every second one comes too soon
+        watch.look(100.0 + look * LOOK_INTERVAL_S / 2)
+    assert told == [lower, profiled]
+
+
+def test_what_can_not_be_read_stays_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    known, busy = GpuLimits(400.0), GpuDriverError("busy")
+    told: list[GpuLimits] = []
+    watch = LimitsWatch(LimitedGpu(iter([busy, busy, known, GpuLimits(250.0)])), known, told.append)
+    for look in range(4):
+        watch.look(100.0 + look * LOOK_INTERVAL_S)
+    assert told == [GpuLimits(250.0)]

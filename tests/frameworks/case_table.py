@@ -1,0 +1,133 @@
+"""The table of cases in docs/frameworks.md: what the tests measured, one file a case.
+
+    python -m tests.frameworks.case_table docs/frameworks.md
+
+puts it between its markers. Where $FRAMEWORKS_RESULTS names a folder, as `make test-frameworks` does, each
+test leaves its case there when all in it has held: only what has passed is told.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+RESULTS_VARIABLE = "FRAMEWORKS_RESULTS"
+RESULTS = Path(__file__).parent / "results"
+STOCK = "stock"
+
+_BEGIN, _END = "<!-- cases: begin -->", "<!-- cases: end -->"
+_SECTION = re.compile(f"{_BEGIN}.*?{_END}", re.DOTALL)
+
+
+class PageError(Exception):
+    """A page that has no place for the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """One line. Times and energies are of an iteration of the whole job: seconds, joules of all its GPUs.
+
+    Attributes:
+        position: where in the table.
+        base: what it is compared with: stock, or the same in words.
+        iteration_count: how many the figures with Perseus are the median of.
+        packages: whose versions it is of.
+        note: what the figures do not say.
+        budget_percent: how much slower than its base it may be by its policy.
+    """
+
+    name: str
+    position: int
+    title: str
+    ranks: str
+    base_time_s: float
+    time_s: float
+    base_energy_j: float
+    energy_j: float
+    iteration_count: int
+    losses_are_equal: bool
+    base: str = STOCK
+    packages: tuple[str, ...] = ("torch",)
+    note: str = ""
+    budget_percent: float = 0.0
+
+    def keep(self) -> None:
+        """Leave it in the folder of results, if there is to be one."""
+        if (folder := os.environ.get(RESULTS_VARIABLE)) is None:
+            return
+        told = {
+            **asdict(self),
+            "versions": {name: found for name in self.packages if (found := _version(name))},
+            "core_count": os.cpu_count(),
+        }
+        path = Path(folder) / f"{self.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(told, indent=2) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package).partition("+")[0]  # without what the build was for
+    except PackageNotFoundError:
+        return None
+
+
+def table(results: Path) -> str:
+    """The table of all cases in a folder, in Markdown."""
+    cases = [json.loads(path.read_text()) for path in results.glob("*.json")]
+    cases.sort(key=lambda case: (case["position"], case["name"]))
+    lines = [
+        "| case | ranks | iteration | with Perseus | energy | losses | versions |",
+        "|---|---|---:|---:|---:|---|---|",
+        *(_line(case) for case in cases),
+    ]
+    cores = sorted({case["core_count"] for case in cases})
+    return "\n".join(
+        [*lines, "", f"Measured on {_listed(map(str, cores))} cores, by the emulated GPUs' counters."]
+    )
+
+
+def _line(case: dict[str, object]) -> str:
+    base_s, time_s = float(str(case["base_time_s"])), float(str(case["time_s"]))
+    base_j, energy_j = float(str(case["base_energy_j"])), float(str(case["energy_j"]))
+    versions = case["versions"]
+    assert isinstance(versions, dict)
+    base = "" if case["base"] == STOCK else f" {case['base']}"
+    cells = [
+        f"{case['title']}{': ' if case['note'] else ''}{case['note']}",
+        str(case["ranks"]),
+        f"{base_s:.3f} s{base}",
+        f"{time_s:.3f} s ({100 * (time_s / base_s - 1):+.1f} %)",
+        f"{100 * (energy_j / base_j - 1):+.1f} %",
+        "equal" if case["losses_are_equal"] else "DIFFER",
+        ", ".join(f"{name} {number}" for name, number in versions.items()),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _listed(words: Iterable[str]) -> str:
+    return " or ".join(words)
+
+
+def filled(text: str, results: Path) -> str:
+    """A page's text with the table in its place. PageError where that is not there once."""
+    if len(_SECTION.findall(text)) != 1:
+        raise PageError(
+            f"expected {_BEGIN} and {_END} once, found {text.count(_BEGIN)} and {text.count(_END)}"
+        )
+    return _SECTION.sub(lambda _: f"{_BEGIN}\n{table(results)}\n{_END}", text)
+
+
+def main(arguments: list[str]) -> int:
+    """Fill the page that is named."""
+    (page,) = map(Path, arguments)
+    page.write_text(filled(page.read_text(), RESULTS))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,433 @@
+"""One job's identifier, launched again and again, under one coordinator and its agents: what each took.
+
+A launch's measure of stock is its own: its first iterations run on the same emulated GPUs, by the same
+processes, without an agent (`restart_trainer`). All iterations after it has attached count against that, but
+those of the stock baseline and of profiling, which have their own budget.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import BinaryIO
+
+import grpc.aio
+
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.physics import A100_SXM, Work
+from perseus.agent.link.computation import Kind
+from perseus.demo.cluster import Cluster
+from perseus.demo.trainer import STOP_FILE
+from perseus.demo.workload import Workload
+from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, rank_pb2
+from tests.frameworks.case_table import CaseResult
+from tests.frameworks.restart_plan import MOST_RANKS, Launch, Layout, launches
+from tests.frameworks.restart_trainer import RAMP_FILE, STOCK_ITERATIONS, told_file
+from tests.frameworks.trainers import TrainerTask
+
+JOB_ID = "restarted"
+GPU = A100_SXM.with_clocks(4)
+_FORWARD_S, _BACKWARD_S, _MEMORY_SHARE = 0.008, 0.016, 0.2  # of each layer, at the highest clock
+_WORK = Work(compute_s=1.0, memory_s=0.0)
+NODES = Workload(JOB_ID, 2, (1.0,) * 4, 1, _WORK, _WORK, 0.0, GPU)
+
+MOST_SLOWDOWN_PERCENT = 2.0
+PLAN_TIMEOUT_S = 240.0
+WATCHED = 15
+_END_TIMEOUT_S = 30.0
+_POLL_S = 0.1
+_RPC_TIMEOUT_S = 10.0
+# Processes that have just started, and the call that registers the job, are no matter of clocks.
+_WARMING_UP = 3
+# A clock that is held for profiling is let go of at the begin of an iteration a little later.
+_LETTING_GO = 3
+_STANDSTILL = 1.5  # times the median
+_MEASURING = (job_pb2.JOB_STATE_BASELINE, job_pb2.JOB_STATE_PROFILING)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An iteration as a rank told it; `energy_j` is its GPU's counter at the end."""
+
+    begin_s: float
+    end_s: float
+    energy_j: float
+    microbatch_count: int
+    losses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Iterations that count together: how many, their median time, and all GPUs' mean energy."""
+
+    iteration_count: int
+    time_s: float
+    energy_j: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a launch has shown. `unplanned`: outside of baseline and profiling, but before its plan."""
+
+    launch: Launch
+    run_number: int
+    stock: Stretch
+    unplanned: Stretch | None
+    planned: Stretch | None
+    planned_after_s: float | None
+    losses_are_equal: bool
+
+    @property
+    def slowdowns_percent(self) -> dict[str, float]:
+        """Of what counts, against stock."""
+        stretches = {"before its plan": self.unplanned, "under its plan": self.planned}
+        return {
+            name: 100 * (some.time_s / self.stock.time_s - 1)
+            for name, some in stretches.items()
+            if some is not None
+        }
+
+    @property
+    def saving_percent(self) -> float | None:
+        """Energy of an iteration under the plan, against stock."""
+        return None if self.planned is None else 100 * (1 - self.planned.energy_j / self.stock.energy_j)
+
+    def __str__(self) -> str:
+        told = [f"{self.launch}: run {self.run_number}, stock {self.stock.time_s:.4f} s"]
+        told += [f"{percent:+.2f} % {name}" for name, percent in self.slowdowns_percent.items()]
+        if self.saving_percent is not None:
+            told.append(f"{-self.saving_percent:+.1f} % energy, planned after {self.planned_after_s:.1f} s")
+        return ", ".join(told)
+
+
+class Job:
+    """The job under its coordinator, launch by launch."""
+
+    def __init__(self, cluster: Cluster, folder: Path, channel: grpc.aio.Channel) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        self._jobs = job_service_pb2_grpc.JobServiceStub(channel)
+        self._seen: list[tuple[float, int, int]] = []
+        """(when, run, state), the coordinator's, time and again."""
+
+    async def launch(self, launch: Launch, ramp: Sequence[int] = ()) -> list[Outcome]:
+        """Train as a launch says, end it so, and train as much again without us to compare the losses.
+
+        `ramp`: while it trains, other numbers of microbatches, each once the plan before was watched. There
+        is an outcome for each number.
+        """
+        folder = self._folder / f"launch-{launch.number}"
+        folder.mkdir()
+        task = self._task(launch.layout, folder)
+        self._seen = []
+        planned_s: list[float | None] = []
+        with (folder / "trainers.log").open("wb") as log:
+            trainers = start_trainers(task, log)
+            try:
+                for count in (launch.layout.microbatch_count, *ramp):
+                    if planned_s:
+                        (folder / RAMP_FILE).write_text(str(count))
+                    leg = replace(launch, layout=replace(launch.layout, microbatch_count=count))
+                    planned_s.append(await self._watch(leg, folder, trainers))
+                if not launch.is_killed:
+                    (folder / STOP_FILE).touch()
+                    assert await asyncio.to_thread(trainers.wait, _END_TIMEOUT_S) == 0
+            finally:
+                if trainers.poll() is None:
+                    os.killpg(trainers.pid, signal.SIGKILL)
+                    await asyncio.to_thread(trainers.wait)
+        await self._until_gpus_are_at_stock()
+        ranks = [(p, s) for p in range(task.pipeline_count) for s in range(task.stage_count)]
+        told = {rank: read_told(told_file(folder, *rank)) for rank in ranks}
+        are_equal = await asyncio.to_thread(self._losses_are_equal, task, folder, told)
+        return [
+            self._outcome(launch, leg, when_s, are_equal)
+            for leg, when_s in zip(legs(list(told.values())), planned_s, strict=True)
+        ]
+
+    async def _watch(self, launch: Launch, folder: Path, trainers: subprocess.Popen[bytes]) -> float | None:
+        """Look on until a launch has run for as long as it is to; when all its ranks had its plan."""
+        first, planned_s = told_file(folder, 0, 0), None
+        begun = len(read_told(first))
+        enough: int | None = None
+        if launch.short_iterations is not None:
+            enough = begun + STOCK_ITERATIONS + launch.short_iterations
+        deadline_s = time.monotonic() + PLAN_TIMEOUT_S
+        while enough is None or len(read_told(first)) < enough:
+            is_planned = await self._look(launch.layout)
+            if planned_s is None and is_planned:
+                planned_s = time.monotonic()
+                enough = enough or len(read_told(first)) + _LETTING_GO + WATCHED
+            assert trainers.poll() is None, f"the trainers have ended, see {folder}"
+            assert time.monotonic() < deadline_s, f"{launch}: {await self._why()}"
+            await asyncio.sleep(_POLL_S)
+        await self._look(launch.layout)
+        return planned_s
+
+    async def _look(self, layout: Layout) -> bool:
+        """Take note of the job's state; whether all ranks of this layout have its plan."""
+        try:
+            request = job_service_pb2.GetJobRequest(job_id=JOB_ID)
+            job = (await self._jobs.GetJob(request, timeout=_RPC_TIMEOUT_S)).job
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            return False
+        self._seen.append((time.monotonic(), job.run_number, job.state))
+        lengths = [len(stage.computations) for stage in job.spec.schedule.explicit.stages]
+        if job.state != job_pb2.JOB_STATE_PLANNED or lengths != layout.stage_count * [
+            2 * layout.microbatch_count
+        ]:
+            return False
+        ask = job_service_pb2.ListRanksRequest(job_id=JOB_ID)
+        ranks = (await self._jobs.ListRanks(ask, timeout=_RPC_TIMEOUT_S)).ranks
+        return len(ranks) == layout.pipeline_count * layout.stage_count and all(
+            rank.state == rank_pb2.RANK_STATE_CONNECTED and rank.in_force_version == rank.offered_version > 0
+            for rank in ranks
+        )
+
+    async def _why(self) -> str:
+        """Why it isn't planned, as the coordinator says."""
+        job = (
+            await self._jobs.GetJob(job_service_pb2.GetJobRequest(job_id=JOB_ID), timeout=_RPC_TIMEOUT_S)
+        ).job
+        return f"expected a plan, found {job_pb2.JobState.Name(job.state)}: {job.state_reason}"
+
+    async def _until_gpus_are_at_stock(self) -> None:
+        """Whoever trained has gone: within a few seconds no GPU has another clock than stock's."""
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        for pipeline, stage in NODES.ranks:
+            gpu = EmulatedGpu(self._cluster.gpu_file(pipeline, stage))
+            while gpu.sm_clock_mhz() != GPU.max_clock_mhz:
+                assert time.monotonic() < deadline_s, (
+                    f"GPU of pipeline {pipeline}, stage {stage}: not at stock"
+                )
+                await asyncio.sleep(_POLL_S)
+            gpu.close()
+
+    def _task(self, layout: Layout, folder: Path) -> TrainerTask:
+        pipelines, stages = range(layout.pipeline_count), range(layout.stage_count)
+        times_s = {Kind.FORWARD: _FORWARD_S, Kind.BACKWARD: _BACKWARD_S}
+        return TrainerTask(
+            run_dir=str(folder),
+            losses_dir=str(folder),
+            job_id=JOB_ID,
+            schedule="1F1B",
+            pipeline_count=layout.pipeline_count,
+            stage_count=layout.stage_count,
+            chunk_count=1,
+            microbatch_count=layout.microbatch_count,
+            iteration_count=0,
+            sockets=[str(self._cluster.socket(pipeline)) for pipeline in pipelines],
+            gpu_files=[
+                [str(self._cluster.gpu_file(pipeline, stage)) for stage in stages] for pipeline in pipelines
+            ],
+            works=[
+                [
+                    (int(kind), 0, (1 - _MEMORY_SHARE) * time_s * count, _MEMORY_SHARE * time_s * count, 0.9)
+                    for kind, time_s in times_s.items()
+                ]
+                for count in layout.layers
+            ],
+            layers=layout.layers,
+        )
+
+    def _losses_are_equal(
+        self, task: TrainerTask, folder: Path, told: dict[tuple[int, int], list[Told]]
+    ) -> bool:
+        """Whether as many iterations without us have the same losses, bit for bit."""
+        alone = folder / "alone"
+        alone.mkdir()
+        count = min(len(iterations) for iterations in told.values())
+        counts = [each.microbatch_count for each in told[0, 0][:count]]
+        (alone / RAMP_FILE).write_text(json.dumps(counts))
+        without = TrainerTask(
+            run_dir=str(alone),
+            losses_dir=str(alone),
+            job_id=JOB_ID,
+            schedule=task.schedule,
+            pipeline_count=task.pipeline_count,
+            stage_count=task.stage_count,
+            chunk_count=1,
+            microbatch_count=task.microbatch_count,
+            iteration_count=0,
+            layers=task.layers,
+        )
+        with (alone / "trainers.log").open("wb") as log:
+            assert start_trainers(without, log).wait() == 0
+        return all(
+            [each.losses for each in read_told(told_file(alone, *rank))]
+            == [each.losses for each in told[rank][:count]]
+            for rank in told
+        )
+
+    def _outcome(
+        self, launch: Launch, told: Sequence[Sequence[Told]], planned_s: float | None, losses_are_equal: bool
+    ) -> Outcome:
+        first = told[0]
+        is_measuring = [self._is_measuring(each) for each in first]
+        counting = [
+            index
+            for index in range(STOCK_ITERATIONS + _WARMING_UP, len(first))
+            if not any(is_measuring[index - _LETTING_GO : index + 1])
+        ]
+        until_s = float("inf") if planned_s is None else planned_s
+        stock = stretch(told, range(_WARMING_UP, STOCK_ITERATIONS))
+        assert stock is not None
+        return Outcome(
+            replace(launch, layout=replace(launch.layout, microbatch_count=first[0].microbatch_count)),
+            max(run for at_s, run, _ in self._seen if at_s <= first[-1].end_s),
+            stock,
+            stretch(told, [index for index in counting if first[index].end_s < until_s]),
+            stretch(told, [index for index in counting if first[index].begin_s >= until_s]),
+            None if planned_s is None else planned_s - first[STOCK_ITERATIONS].begin_s,
+            losses_are_equal,
+        )
+
+    def _is_measuring(self, iteration: Told) -> bool:
+        """Whether the baseline was measured, or profiled, at any time of an iteration, as far as was seen."""
+        begin_s, end_s = iteration.begin_s - 2 * _POLL_S, iteration.end_s + 2 * _POLL_S
+        return any(begin_s <= at_s <= end_s and state in _MEASURING for at_s, _, state in self._seen)
+
+
+def legs(told: Sequence[Sequence[Told]]) -> list[list[Sequence[Told]]]:
+    """What all ranks told, cut where the number of microbatches changed."""
+    count = min(map(len, told))
+    first = told[0][:count]
+    cuts = [i for i in range(1, count) if first[i].microbatch_count != first[i - 1].microbatch_count]
+    return [[rank[begin:end] for rank in told] for begin, end in pairwise([0, *cuts, count])]
+
+
+def stretch(told: Sequence[Sequence[Told]], indices: Sequence[int]) -> Stretch | None:
+    """What these iterations took, by the first rank's clock and all GPUs' counters; None for a few."""
+    if len(indices) < 3:
+        return None
+    times_s = [told[0][index].end_s - told[0][index].begin_s for index in indices]
+    time_s = median(times_s)
+    # Counters move every 100 ms and say little of single iterations, so means count. One in which the machine
+    # stood still for seconds is no matter of clocks.
+    usual = [i for i, each_s in zip(indices, times_s, strict=True) if each_s <= _STANDSTILL * time_s]
+    energies_j = [sum(rank[i].energy_j - rank[i - 1].energy_j for rank in told) for i in usual]
+    return Stretch(len(indices), time_s, fmean(energies_j))
+
+
+def read_told(file: Path) -> list[Told]:
+    """What a rank has told so far; a line that a kill cut off is none."""
+    if not file.exists():
+        return []
+    lines = file.read_text().split("\n")[:-1]
+    told = [
+        Told(begin_s, end_s, energy_j, count, tuple(losses))
+        for begin_s, end_s, energy_j, count, losses in map(json.loads, lines)
+    ]
+    assert all(before.end_s <= after.begin_s for before, after in pairwise(told))
+    return told
+
+
+def start_trainers(task: TrainerTask, log: BinaryIO) -> subprocess.Popen[bytes]:
+    """All ranks, in a group of processes of their own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.frameworks.restart_trainer", task.to_json()],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+async def check_launches(count: int, seed: int, folder: Path) -> list[Outcome]:
+    """So many launches in sequence: none is slower than stock by more than 2 %, every long one is planned."""
+    outcomes: list[Outcome] = []
+    async with restarted_job(folder) as job:
+        for launch in launches(count, seed):
+            (outcome,) = await job.launch(launch)
+            print(outcome, flush=True)
+            outcomes.append(outcome)
+    check_outcomes(outcomes)
+    return outcomes
+
+
+async def check_ramp(counts: Sequence[int], folder: Path) -> list[Outcome]:
+    """A training whose number of microbatches grows: the same is asked of each."""
+    launch = Launch(0, "nothing", Layout(1, (1, 2, 3), counts[0]), None, is_killed=False)
+    async with restarted_job(folder) as job:
+        outcomes = await job.launch(launch, counts[1:])
+    print(*outcomes, sep="\n", flush=True)
+    check_outcomes(outcomes)
+    return outcomes
+
+
+def check_outcomes(outcomes: Sequence[Outcome]) -> None:
+    """None is slower than stock by more than 2 %, losses are equal, every long one is planned and saves."""
+    too_slow = [
+        str(each)
+        for each in outcomes
+        if max(each.slowdowns_percent.values(), default=0.0) > MOST_SLOWDOWN_PERCENT
+    ]
+    assert not too_slow, "\n".join(too_slow)
+    assert [str(each) for each in outcomes if not each.losses_are_equal] == []
+    long = [each for each in outcomes if each.launch.short_iterations is None]
+    assert [str(each) for each in long if each.planned is None] == []
+    assert [str(each) for each in long if each.saving_percent is None or each.saving_percent <= 0] == []
+
+
+@asynccontextmanager
+async def restarted_job(folder: Path) -> AsyncIterator[Job]:
+    """Coordinator and agents for as many ranks as a launch may have."""
+    assert len(NODES.ranks) >= MOST_RANKS
+    with (
+        tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
+        Cluster(
+            NODES, Path(run_dir), folder / "logs", guard_tolerance_percent=MOST_SLOWDOWN_PERCENT / 2
+        ) as cluster,
+    ):
+        address = await asyncio.to_thread(cluster.start_coordinator)
+        await asyncio.to_thread(cluster.start_agents, address)
+        async with cluster.security.channels(address).open() as channel:
+            yield Job(cluster, folder, channel)
+        await asyncio.to_thread(cluster.stop_services)
+
+
+def keep_launches(outcomes: Sequence[Outcome], name: str, position: int) -> None:
+    """Tell of a sequence of launches: in the table the planned one that was slowest against its stock."""
+    planned = [(each, each.planned) for each in outcomes if each.planned is not None]
+    worst, plan = max(planned, key=lambda pair: pair[1].time_s / pair[0].stock.time_s)
+    killed_count = sum(each.launch.is_killed for each in outcomes)
+    note = f"{len(outcomes)} in sequence, {killed_count} killed, {len(planned)} planned; the slowest of these"
+    _keep(worst, plan, name, position, "torch, 1F1B, restarts with random changes", note)
+
+
+def keep_ramp(outcomes: Sequence[Outcome], name: str, position: int) -> None:
+    """Tell of a ramp: its last number of microbatches."""
+    last = outcomes[-1]
+    assert last.planned is not None
+    counts = " to ".join(str(each.launch.layout.microbatch_count) for each in outcomes)
+    _keep(last, last.planned, name, position, "torch, 1F1B, a ramp", f"{counts} microbatches; the last")
+
+
+def _keep(outcome: Outcome, plan: Stretch, name: str, position: int, title: str, note: str) -> None:
+    layout = outcome.launch.layout
+    CaseResult(
+        name,
+        position,
+        title,
+        f"{layout.pipeline_count} × {layout.stage_count}",
+        outcome.stock.time_s,
+        plan.time_s,
+        outcome.stock.energy_j,
+        plan.energy_j,
+        plan.iteration_count,
+        losses_are_equal=outcome.losses_are_equal,
+        note=note,
+    ).keep()

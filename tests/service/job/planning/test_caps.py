@@ -1,0 +1,187 @@
+"""Clocks that GPUs do not reach: found where they cost time, done without, and tried again."""
+
+from dataclasses import replace
+
+import pytest
+
+from perseus.service.domain import evidence
+from perseus.service.domain.commands import Solve
+from perseus.service.domain.model import JobState, PlannedClocks, RankFilter
+from perseus.service.domain.specification import Coordinates
+from perseus.service.domain.telemetry import IterationColumns
+from perseus.service.job.planning.caps import FIRST_HOLD_S, LONGEST_HOLD_S, Cap, CapWatch
+from tests.service.frontiers import FRONTIER
+from tests.service.job.truthful_cluster import TruthfulCluster
+from tests.service.service_fakes import CLOCKS_MHZ
+
+RANK = Coordinates(0, 1, 0)
+USABLE_MHZ = (CLOCKS_MHZ, CLOCKS_MHZ)
+
+
+def rows(*clocks_mhz: int, reasons: int = 0x4) -> IterationColumns:
+    count = len(clocks_mhz)
+    return IterationColumns(
+        list(range(count)),
+        [1] * count,
+        [1.0] * count,
+        [100.0] * count,
+        [True] * count,
+        [reasons if mhz else 0 for mhz in clocks_mhz],
+        capped_clock_mhz=list(clocks_mhz),
+    )
+
+
+def planned(clock_mhz: int) -> list[PlannedClocks]:
+    """A pipeline's plan with one clock for all."""
+    plan = FRONTIER.baseline
+    stages = tuple(tuple(each._replace(clock_mhz=clock_mhz) for each in stage) for stage in plan.stages)
+    return [PlannedClocks(replace(plan, stages=stages))]
+
+
+def test_a_rank_that_was_held_in_all_of_its_latest_iterations_explains_what_is_slow() -> None:
+    caps = CapWatch(5)
+    caps.take(RANK, rows(1250, 1200, 1230, 1210))
+    assert caps.explain(planned(1400), USABLE_MHZ, ()) == ()
+    caps.take(RANK, rows(1240, reasons=0x44))
+    assert caps.explain(planned(1400), USABLE_MHZ, ()) == (Cap(RANK, 1200, 1400, 0x44),)
+    assert caps.explain(planned(1200), USABLE_MHZ, ()) == (), "no more is asked of it"
+    assert caps.explain(planned(1400), USABLE_MHZ, {0}) != ()
+    assert caps.explain([*planned(1400), *planned(1400)], USABLE_MHZ, {1}) == (), "another pipeline is slow"
+    caps.take(RANK, rows(0))
+    assert caps.explain(planned(1400), USABLE_MHZ, ()) == ()
+
+
+def test_reasons_that_hold_nothing_and_agents_that_tell_no_clock_explain_nothing() -> None:
+    caps = CapWatch(5)
+    caps.take(RANK, rows(*[1200] * 8, reasons=0x1))
+    caps.take(Coordinates(0, 0, 0), rows(*[1200] * 8)._replace(capped_clock_mhz=()))
+    assert caps.explain(planned(1400), USABLE_MHZ, ()) == ()
+
+
+def test_the_two_lowest_clocks_are_never_done_without() -> None:
+    caps = CapWatch(5)
+    caps.take(RANK, rows(*[500] * 5))
+    assert caps.explain(planned(CLOCKS_MHZ[-2]), USABLE_MHZ, ()) == ()
+    assert caps.explain(planned(CLOCKS_MHZ[-3]), USABLE_MHZ, ()) != ()
+
+
+def test_clocks_are_tried_again_after_twice_as_long_every_time() -> None:
+    caps, now_s, held_s = CapWatch(5), 0.0, []
+    assert not caps.is_over(1e9)
+    for _ in range(8):
+        held_s.append(caps.hold(now_s))
+        assert not caps.is_over(now_s + held_s[-1] - 0.1)
+        now_s += held_s[-1]
+        assert caps.is_over(now_s)
+        assert not caps.is_over(now_s), "once"
+    assert held_s[:3] == [FIRST_HOLD_S, 2 * FIRST_HOLD_S, 4 * FIRST_HOLD_S]
+    assert held_s[-1] == LONGEST_HOLD_S
+    caps.restart()
+    assert caps.hold(now_s) == FIRST_HOLD_S
+
+
+# ---------------------------------------------------------------------- in the machine
+
+
+def solved_clocks_mhz(cluster: TruthfulCluster, stage: int) -> set[int]:
+    """What the latest problem was solved with."""
+    problem = [command.problem for command in cluster.history if isinstance(command, Solve)][-1]
+    return {m.clock_mhz for (at, _, _), some in problem.profiles.items() if at == stage for m in some}
+
+
+def cap_stage(cluster: TruthfulCluster, stage: int, clock_mhz: int | None) -> None:
+    for place in cluster.ranks:
+        if place.stage == stage:
+            cluster.caps_mhz.pop(place, None)
+            if clock_mhz is not None:
+                cluster.caps_mhz[place] = clock_mhz
+
+
+def test_a_cap_on_all_pipelines_is_planned_around_instead_of_breaking_a_promise() -> None:
+    cluster = TruthfulCluster().plan()
+    cluster.run(10)
+    before = cluster.machine.summary()
+    cap_stage(cluster, 0, 1100)
+    while cluster.machine.state is JobState.PLANNED:
+        cluster.run(1)
+        assert cluster.ranks[Coordinates(0, 0, 0)].iteration < 200, "it is never found"
+    cluster.expect(JobState.BASELINE)
+    capped = cluster.announced(evidence.ClockCapped)
+    assert {(each.rank, each.clock_mhz, each.planned_clock_mhz) for each in capped} == {
+        (place, 1100, 1400) for place in cluster.ranks if place.stage == 0
+    }
+    assert {each.clock_event_reasons for each in capped} == {0x4}
+    cluster.run_until(JobState.PLANNED)
+    assert solved_clocks_mhz(cluster, 0) == {1100, 1000, 900}
+    assert max(solved_clocks_mhz(cluster, 1)) == 1400
+    after = cluster.machine.summary()
+    assert after.t_min_s > 1.1 * before.t_min_s, "what the GPUs can really do"
+    assert after.baseline is not None
+    assert before.baseline is not None
+    assert after.baseline.time_s > 1.1 * before.baseline.time_s, "stock is no faster"
+    cluster.run(100)
+    cluster.expect(JobState.PLANNED)
+    assert cluster.announced(evidence.PromiseBroken) == []
+    assert cluster.machine.details().planned_iteration_time_s == (after.t_min_s,) * 2
+
+
+def test_clocks_that_are_not_reached_are_not_profiled_for_long() -> None:
+    cluster = TruthfulCluster()
+    cap_stage(cluster, 0, 1100)
+    cluster.plan()
+    assert solved_clocks_mhz(cluster, 0) == {1100, 1000, 900}
+    assert max(solved_clocks_mhz(cluster, 1)) == 1400
+    assert {each.clock_mhz for each in cluster.announced(evidence.ClockCapped)} == {1100}
+    assert cluster.announced(evidence.ClockGivenUp) == []
+    cluster.run(30)
+    cluster.expect(JobState.PLANNED)
+
+
+def test_a_straggler_that_is_capped_is_planned_for() -> None:
+    cluster = TruthfulCluster().plan()
+    cluster.run(10)
+    cluster.caps_mhz[RANK] = 1000
+    place = replace(RANK, stage=0)
+    cluster.caps_mhz[place] = 1000
+    for _ in range(200):
+        cluster.run(1)
+        if cluster.announced(evidence.ClockCapped):
+            break
+    assert {each.rank for each in cluster.announced(evidence.ClockCapped)} <= {RANK, place}
+    cluster.run_until(JobState.PLANNED)
+    assert max(solved_clocks_mhz(cluster, 0)) == 1000
+    assert cluster.announced(evidence.PromiseBroken) == []
+
+
+def test_a_cap_under_which_the_profile_was_measured_changes_nothing() -> None:
+    """Large GPUs are always under their power cap at the highest clocks."""
+    cluster = TruthfulCluster()
+    for rank in cluster.ranks.values():
+        rank.reasons, rank.capped_mhz = 0x4, 1350
+    cluster.plan()
+    cluster.run(100)
+    cluster.expect(JobState.PLANNED)
+    assert cluster.announced(evidence.ClockCapped) == []
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_clocks_are_planned_on_again_once_the_cap_has_gone(*, is_restarted: bool) -> None:
+    cluster = TruthfulCluster().plan()
+    cap_stage(cluster, 0, 1100)
+    cluster.run_until(JobState.BASELINE, 200)
+    cluster.run_until(JobState.PLANNED)
+    if is_restarted:
+        cluster.restart()
+        cluster.join_all()
+        ranks = [rank for _, rank in cluster.machine.ranks(RankFilter(stage=0))]
+        assert {rank.capped_clock_mhz for rank in ranks} == {1100}
+    cap_stage(cluster, 0, None)
+    cluster.run(20)
+    assert max(solved_clocks_mhz(cluster, 0)) == 1100
+    cluster.now_s += FIRST_HOLD_S
+    cluster.run(2)
+    cluster.expect(JobState.BASELINE)
+    cluster.run_until(JobState.PLANNED)
+    cluster.run(3)
+    assert max(solved_clocks_mhz(cluster, 0)) == 1400
+    assert {rank.capped_clock_mhz for _, rank in cluster.machine.ranks(RankFilter())} == {0}

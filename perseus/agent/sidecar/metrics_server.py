@@ -20,6 +20,7 @@ import structlog
 
 from perseus.agent.sidecar.collector import AgentCollector
 from perseus.agent.sidecar.settings import AgentSettings
+from perseus.metrics import names
 from perseus.metrics.exposition import check_installed, render
 from perseus.metrics.readings import Readings
 from perseus.tls.address import host_and_port
@@ -49,16 +50,19 @@ def serving_metrics_of(collector: AgentCollector, settings: AgentSettings) -> It
         yield
         return
     loop, files = asyncio.get_running_loop(), settings.metrics_tls_files
+    tls = TlsSource(files, Role.SERVER) if files is not None else None
 
     async def read() -> Readings:
         return collector.collect()
 
     def collect() -> Readings:
-        return asyncio.run_coroutine_threadsafe(read(), loop).result(_PATIENCE_S)
+        readings = asyncio.run_coroutine_threadsafe(read(), loop).result(_PATIENCE_S)
+        for file, expiry_s in tls.material.expiries_s.items() if tls is not None else ():
+            readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
+        return readings
 
     found = host_and_port(settings.metrics_listen)
     assert found is not None  # the settings see to it
-    tls = TlsSource(files, Role.SERVER) if files is not None else None
     with serving_metrics(*found, collect, tls=tls, token_file=settings.metrics_token_file) as (host, port):
         _log.info("metrics served", host=host, port=port)
         yield

@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,10 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from perseus import configuration
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A100_SXM
+from perseus.agent.rank.messages import GpuErrorReason
 from perseus.agent.sidecar.job_mapping import JobMapping
 from perseus.agent.sidecar.metrics_server import serving_metrics
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
+from perseus.agent.sidecar.vitals import NOT_SERVED, Vitals
 from perseus.certificates import Authority
 from perseus.metrics import names
 from perseus.metrics.readings import Readings
@@ -49,12 +52,29 @@ def get(url: str, token: str = "", context: ssl.SSLContext | None = None) -> tup
         return error.code, error.read().decode()
 
 
+def trusted(folder: Path) -> tuple[Path, Path, ssl.SSLContext]:
+    """A certificate for loopback, its key, and a client that trusts it."""
+    authority = Authority.create(folder / "ca", "test", timedelta(days=2))
+    certificate, key = authority.issue(
+        folder / "node", ["127.0.0.1"], is_server=True, ends=datetime.now(UTC) + timedelta(days=1)
+    )
+    return certificate, key, ssl.create_default_context(cafile=str(folder / "ca" / "ca.pem"))
+
+
 async def test_an_agent_at_work_is_told(tmp_path: Path, gpu: EmulatedGpu) -> None:
     port, mapping = free_port(), tmp_path / "jobs"
     coordinator = CoordinatorStub(Book(), ORDER)  # type: ignore[abstract] # it serves RegisterJob only
     await coordinator.start(0)
+    certificate, key, context = trusted(tmp_path)
+    (tmp_path / "token").write_text("perseus_token")
     given = settings(
-        tmp_path, coordinator.port, metrics_listen=f"127.0.0.1:{port}", job_mapping_folder=mapping
+        tmp_path,
+        coordinator.port,
+        metrics_listen=f"127.0.0.1:{port}",
+        metrics_tls_certificate=certificate,
+        metrics_tls_key=key,
+        metrics_token_file=tmp_path / "token",
+        job_mapping_folder=mapping,
     )
     try:
         async with serving(given):
@@ -66,7 +86,8 @@ async def test_an_agent_at_work_is_told(tmp_path: Path, gpu: EmulatedGpu) -> Non
 
             async def is_told() -> bool:
                 nonlocal samples
-                status, text = await asyncio.to_thread(get, f"http://127.0.0.1:{port}/metrics")
+                url = f"https://127.0.0.1:{port}/metrics"
+                status, text = await asyncio.to_thread(get, url, "perseus_token", context)
                 assert status == 200, text
                 samples = parsed(text)
                 wanted = ("perseus_gpu_clock_wanted_hertz", frozenset({("gpu_uuid", UUID)}))
@@ -83,6 +104,8 @@ async def test_an_agent_at_work_is_told(tmp_path: Path, gpu: EmulatedGpu) -> Non
             assert value(samples, "perseus_gpu_clock_set_seconds_count", **of_gpu) >= 1
             assert value(samples, "perseus_gpu_marks_dropped_total", **of_gpu) == 0
             assert value(samples, "perseus_agent_connected") == 1
+            ends_s = value(samples, "perseus_certificate_expiry_timestamp_seconds", file=str(certificate))
+            assert 0 < ends_s - time.time() <= 86400
             lease_s = value(samples, "perseus_agent_lease_seconds")
             assert 0 < value(samples, "perseus_agent_lease_left_seconds") <= lease_s
             assert value(
@@ -114,14 +137,10 @@ def test_beyond_loopback_it_wants_tls_and_a_token() -> None:
 
 
 def test_tls_and_token(tmp_path: Path) -> None:
-    authority = Authority.create(tmp_path / "ca", "test", timedelta(days=2))
-    certificate, key = authority.issue(
-        tmp_path / "node", ["127.0.0.1"], is_server=True, ends=datetime.now(UTC) + timedelta(days=1)
-    )
+    certificate, key, context = trusted(tmp_path)
     token_file = tmp_path / "token"
     token_file.write_text("perseus_first\n")
     source = TlsSource(TlsFiles(certificate, key), Role.SERVER)
-    context = ssl.create_default_context(cafile=str(tmp_path / "ca" / "ca.pem"))
     with serving_metrics("127.0.0.1", 0, Readings, tls=source, token_file=token_file) as (host, port):
         url = f"https://{host}:{port}"
         assert get(f"{url}/metrics", context=context)[0] == 401
@@ -177,6 +196,19 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "pip install 'perseus-energy[metrics]'" in done.stderr.replace("\n", " ").replace("  ", " ")
     assert "Traceback" not in done.stderr
+
+
+def test_what_trainers_name_makes_no_series() -> None:
+    vitals = Vitals()
+    for number in range(1000):
+        vitals.note_error(f"GPU-made-up-{number}", GpuErrorReason.NOT_FOUND)
+        vitals.note_dropped(f"GPU-made-up-{number}", 7)
+    assert vitals.gpus.keys() == {NOT_SERVED}
+    assert vitals.gpus[NOT_SERVED].error_counts == {GpuErrorReason.NOT_FOUND: 1000}
+    own = vitals.opened("GPU-0")
+    vitals.note_error("GPU-0", GpuErrorReason.LOST)
+    vitals.note_dropped("GPU-0", 7)
+    assert (own.error_counts, own.dropped_mark_count) == ({GpuErrorReason.LOST: 1}, 7)
 
 
 class TestJobMapping:

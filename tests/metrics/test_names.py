@@ -64,6 +64,25 @@ def board_queries() -> Iterator[str]:
         yield from (target["expr"] for target in panel.get("targets", ()))
 
 
+def test_the_board_is_laid_out() -> None:
+    board = json.loads((ROOT / "deploy/grafana/board.json").read_text())
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert taken.isdisjoint(cells), panel["title"]
+        assert all(x < 24 for x, _ in cells), panel["title"]
+        taken |= cells
+        references = [target["refId"] for target in panel.get("targets", ())]
+        assert len(set(references)) == len(references)
+        assert panel["type"] == "row" or (references and panel["title"] and panel["datasource"]), panel
+    variables = {each["name"] for each in board["templating"]["list"]}
+    used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(panels))) - {"__rate_interval"}
+    assert used == variables
+
+
 def rule_queries() -> Iterator[str]:
     text = (ROOT / "deploy/prometheus/perseus-rules.yml").read_text()
     yield from re.findall(r"^ +expr: (.+)$", text, re.MULTILINE)

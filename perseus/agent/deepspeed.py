@@ -49,7 +49,7 @@ def attach(
 ) -> Attachment:
     """Attach this rank's engine to the agent of its node. Called by all ranks of the job, before training.
 
-    `max_slowdown_percent`: how much slower than T_min plans may be. `connect` stands for `Probe.connect` in
+    `max_slowdown_percent`: how much slower than stock plans may be. `connect` stands for `Probe.connect` in
     tests and demonstrations.
 
     ValueError if `engine` is no `PipelineEngine`, or lacks what the hook needs, as it may in other versions.

@@ -106,7 +106,7 @@ def attach(
 ) -> Attachment:
     """Attach this rank to the agent of its node. Called by all ranks of the job, before training.
 
-    `config`: the model's `ModelParallelConfig`. `max_slowdown_percent`: how much slower than T_min plans may
+    `config`: the model's `ModelParallelConfig`. `max_slowdown_percent`: how much slower than stock plans may
     be. `connect` stands for `Probe.connect` in tests and demonstrations.
 
     A rank attaches once: another call for the same job, as from what Megatron-LM calls once for each virtual

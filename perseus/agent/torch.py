@@ -75,7 +75,7 @@ def attach(
 
     `device_mesh`: the mesh of the whole job, its dimensions named "pp", "cp" and "tp", all others being data
     parallel. Without one, all parallelism is pipeline and data. `max_slowdown_percent`: how much slower than
-    T_min plans may be. `connect` stands for `Probe.connect` in tests and demonstrations.
+    stock plans may be. `connect` stands for `Probe.connect` in tests and demonstrations.
 
     ValueError if `schedule` is none of `torch.distributed.pipelining` or lacks what the hook needs, as it may
     in other versions of torch, or stands elsewhere in the mesh. Without an agent that is said once, and

@@ -76,6 +76,7 @@ def job_facts(job: job_pb2.Job) -> Table:
         else "",
         "frontier": frontier if job.t_min_s else "",
         "set latency": _latency(job),
+        "no slowdown": no_slowdown(job.no_slowdown_time) if job.HasField("no_slowdown_time") else "",
         "stragglers": "\n".join(
             f"pipeline {each.pipeline}, {'detected' if each.is_detected else 'reported'}"
             + (f": {each.iteration_time_s:.3f} s" if each.iteration_time_s else "")
@@ -108,17 +109,27 @@ def profiling_cost(cost: job_pb2.ProfilingCost, budget: job_pb2.ProfilingBudget)
     )
 
 
+def no_slowdown(found: job_pb2.NoSlowdownTime) -> str:
+    """What is not slower than stock, and what says so."""
+    basis = {
+        job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX: "every computation at its highest clock, as planned with",
+        job_pb2.NO_SLOWDOWN_BASIS_BASELINE: "the stock baseline, measured shorter than planned with",
+    }.get(found.basis, "")
+    return f"up to {found.iteration_time_s:.3f} s: {basis}"
+
+
 def plan_table(job: job_pb2.Job) -> Table:
     """The plans that a job's pipelines are offered, pipelines of the same plan on one line."""
     table = Table()
     table.add_column("pipelines")
-    for column in ("planned iteration", "against T_min"):
+    for column in ("planned iteration", "against stock"):
         table.add_column(column, justify="right")
     pipelines: dict[float, list[int]] = defaultdict(list)
     for pipeline, time_s in enumerate(job.planned_iteration_time_s):
         pipelines[time_s].append(pipeline)
+    stock_s = job.no_slowdown_time.iteration_time_s or job.t_min_s
     for time_s in sorted(pipelines):
-        slowdown_percent = 100 * (time_s / job.t_min_s - 1) if job.t_min_s else 0.0
+        slowdown_percent = 100 * (time_s / stock_s - 1) if stock_s else 0.0
         table.add_row(_ranges(pipelines[time_s]), f"{time_s:.3f} s", f"{slowdown_percent:+.1f} %")
     return table
 
@@ -273,7 +284,7 @@ def _layout(layout: job_pb2.Parallelism) -> str:
 def _policy(policy: job_pb2.OperatingPolicy) -> str:
     match policy.WhichOneof("rule"):
         case "max_slowdown_percent":
-            return f"at most {policy.max_slowdown_percent:g} % slower than T_min"
+            return f"at most {policy.max_slowdown_percent:g} % slower than stock"
         case "deadline":
             return f"{policy.deadline.iteration_count} iterations within {policy.deadline.time_s:g} s"
         case "max_average_power_w":

@@ -214,7 +214,7 @@ def straggler(
 @connecting
 def report(connection: Connection, job_id: JobId, run_number: RunNumber = 0) -> None:
     """Show what was measured: time and energy, period by period, against the stock baseline."""
-    from perseus.cli.job_tables import profiling_cost, report_table
+    from perseus.cli.job_tables import no_slowdown, profiling_cost, report_table
     from perseus.v1 import job_service_pb2
 
     request = job_service_pb2.GetReportRequest(job_id=job_id, run_number=run_number, page_size=_PAGE_SIZE)
@@ -225,6 +225,8 @@ def report(connection: Connection, job_id: JobId, run_number: RunNumber = 0) -> 
         f"profiling took {profiling_cost(pages[-1].profiling_cost, pages[-1].profiling_budget)}",
         highlight=False,
     )
+    if pages[-1].HasField("no_slowdown_time"):
+        console.print(f"no slowdown: {no_slowdown(pages[-1].no_slowdown_time)}", highlight=False)
 
 
 @app.command()
@@ -243,9 +245,9 @@ def rebaseline(connection: Connection, job_id: JobId) -> None:
 def policy(
     connection: Connection,
     job_id: JobId,
-    no_slowdown: Annotated[bool, typer.Option("--no-slowdown", help="Never slower than T_min.")] = False,
+    no_slowdown: Annotated[bool, typer.Option("--no-slowdown", help="Never slower than stock.")] = False,
     max_slowdown_percent: Annotated[
-        float | None, typer.Option(help="Slower than T_min by at most this.", show_default=False)
+        float | None, typer.Option(help="Slower than stock by at most this.", show_default=False)
     ] = None,
     deadline_s: Annotated[
         float | None, typer.Option(help="Time for the remaining iterations, seconds.", show_default=False)

@@ -26,8 +26,6 @@ from perseus.demo.workload import Workload
 _START_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 15.0
 _POLL_S = 0.05
-# A dozen processes on a few cores: their iterations differ by more than those of real GPUs.
-_GUARD_TOLERANCE_PERCENT = 10.0
 
 
 class ClusterError(Exception):
@@ -39,6 +37,7 @@ class Cluster:
 
     `run_dir` holds sockets, GPU files and the database: a short path, since a socket's may have 107 bytes.
     `log_dir` receives each process's output. With `nvml_library`, a stand-in for NVML's, the agents use that.
+    `guard_tolerance_percent`: the coordinator's own default where it is None.
     """
 
     def __init__(
@@ -48,13 +47,17 @@ class Cluster:
         log_dir: Path,
         *,
         nvml_library: Path | None = None,
-        guard_tolerance_percent: float = _GUARD_TOLERANCE_PERCENT,
+        guard_tolerance_percent: float | None = None,
     ) -> None:
         self._workload = workload
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._nvml_library = nvml_library
-        self._guard_tolerance_percent = guard_tolerance_percent
+        self._guard = (
+            []
+            if guard_tolerance_percent is None
+            else [f"--guard-tolerance-percent={guard_tolerance_percent}"]
+        )
         self.security = Security(run_dir / "security")
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._agents: list[subprocess.Popen[bytes]] = []
@@ -86,7 +89,7 @@ class Cluster:
             "--listen=127.0.0.1:0",
             f"--database={self._run_dir / 'perseus.db'}",
             "--log-format=json",
-            f"--guard-tolerance-percent={self._guard_tolerance_percent}",
+            *self._guard,
             environment=self.security.of_coordinator(),
         )
         address = self._await_log(self._coordinator, log, "listening", "address")

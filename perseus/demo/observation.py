@@ -7,14 +7,22 @@ from contextlib import suppress
 import grpc.aio
 
 from perseus.demo.summary import Iteration, Measurements
-from perseus.v1 import event_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc
+from perseus.v1 import (
+    event_pb2,
+    frontier_pb2,
+    frontier_service_pb2,
+    frontier_service_pb2_grpc,
+    job_pb2,
+    job_service_pb2,
+    job_service_pb2_grpc,
+)
 
 _POLL_S = 0.25
 _RPC_TIMEOUT_S = 10.0
 
 
 class ObservationError(Exception):
-    """What the story waits for did not come in time."""
+    """What the story waits for did not come in time, or can not come any more."""
 
 
 async def registered_job(channel: grpc.aio.Channel, timeout_s: float) -> str:
@@ -44,6 +52,7 @@ class Observer:
         self.events: list[event_pb2.JobEvent] = []
         self.measurements = measurements
         self._jobs = job_service_pb2_grpc.JobServiceStub(channel)
+        self._frontiers = frontier_service_pb2_grpc.FrontierServiceStub(channel)
         self._state: int = job_pb2.JOB_STATE_UNSPECIFIED
         self._offered: dict[int, int] = {}
         self._in_force: dict[int, event_pb2.PipelineClocks] = {}
@@ -88,11 +97,14 @@ class Observer:
         """Wait until `is_true`, which is asked again after every update.
 
         Raises:
-            ObservationError: it did not become true in time; the text says `what` was expected.
+            ObservationError: it did not become true in time, or the job was put back to stock, which no story
+                expects; the text says `what` was expected.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not is_true():
+                    if self.state == job_pb2.JOB_STATE_STOCK:
+                        raise ObservationError(f"expected {what}, found the job {await self._why_at_stock()}")
                     self._changed.clear()
                     await self._changed.wait()
                 return
@@ -116,6 +128,27 @@ class Observer:
         """The latest whole iteration of a pipeline."""
         request = job_service_pb2.GetTimelineRequest(job_id=self.job_id, pipeline=pipeline)
         return await self._jobs.GetTimeline(request, timeout=_RPC_TIMEOUT_S)
+
+    async def frontier(self) -> frontier_pb2.Frontier:
+        """The job's frontier.
+
+        Raises:
+            ObservationError: it has none any more: its plans did not keep what they promised.
+        """
+        request = frontier_service_pb2.GetFrontierRequest(job_id=self.job_id)
+        try:
+            return (await self._frontiers.GetFrontier(request, timeout=_RPC_TIMEOUT_S)).frontier
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
+                raise
+            raise ObservationError(
+                f"expected a frontier, found the job {await self._why_at_stock()}"
+            ) from None
+
+    async def _why_at_stock(self) -> str:
+        request = job_service_pb2.GetJobRequest(job_id=self.job_id)
+        job = (await self._jobs.GetJob(request, timeout=_RPC_TIMEOUT_S)).job
+        return f"at {job_pb2.JobState.Name(job.state)}: {job.state_reason}"
 
     def is_in_force(self) -> bool:
         """Whether every pipeline runs under the clocks that it was offered last."""

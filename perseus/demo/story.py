@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import grpc.aio
-
 from perseus import pictures
 from perseus.demo import nvml_stub
 from perseus.demo.cluster import Cluster
@@ -18,8 +16,6 @@ from perseus.demo.workload import Workload
 from perseus.v1 import (
     computation_pb2,
     frontier_pb2,
-    frontier_service_pb2,
-    frontier_service_pb2_grpc,
     job_pb2,
     job_service_pb2,
 )
@@ -91,7 +87,7 @@ async def tell(
             observer = Observer(channel, workload.job_id, measurements, lambda: display.refresh(observer))
             async with asyncio.TaskGroup() as tasks:
                 watchers = [tasks.create_task(observer.follow()), tasks.create_task(_keep_watch(cluster))]
-                await _play(observer, cluster, plot, out_dir, channel, display)
+                await _play(observer, cluster, plot, out_dir, display)
                 for watcher in watchers:
                     watcher.cancel()
         await asyncio.to_thread(cluster.stop_services)
@@ -127,7 +123,6 @@ async def _play(
     cluster: Cluster,
     plot: Plot,
     out_dir: Path,
-    channel: grpc.aio.Channel,
     display: Display,
 ) -> None:
     measurements = observer.measurements
@@ -157,9 +152,7 @@ async def _play(
     display.begin(PLAN)
     await collect(PLAN)
     after = await observer.timeline(shown_pipeline)
-    frontiers = frontier_service_pb2_grpc.FrontierServiceStub(channel)
-    request = frontier_service_pb2.GetFrontierRequest(job_id=observer.job_id)
-    frontier = (await frontiers.GetFrontier(request, timeout=_STEP_TIMEOUT_S)).frontier
+    frontier = await observer.frontier()
 
     display.begin(STRAGGLER)
     cluster.degrade(plot.straggler, plot.slowdown)
@@ -185,7 +178,7 @@ async def _play(
     display.begin(RECOVERED)
     cluster.degrade(plot.straggler, 1.0)
     await observer.until(
-        "the recovery noticed, and the plan at T_min in force again",
+        "the recovery noticed, and the plan without a slowdown in force again",
         lambda: not observer.stragglers and observer.is_in_force(),
         _STEP_TIMEOUT_S,
     )

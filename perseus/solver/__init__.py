@@ -17,9 +17,10 @@ from perseus.solver.errors import (
     SolverError,
 )
 from perseus.solver.fitting import FittedTimes, MeasuredIteration, emulated_iteration_time_s, fit_times
-from perseus.solver.frontier import Frontier, FrontierPoint, plan_at, solve
+from perseus.solver.frontier import Frontier, FrontierPoint, Refinement, plan_at, solve
 from perseus.solver.lag import common_lag_s, explaining_lag_s, with_lag
 from perseus.solver.latency import LatencyReplay, replay_with_latency
+from perseus.solver.margin import Margin, with_margin
 from perseus.solver.measurements import interpolate_clocks, merge_measurements
 from perseus.solver.named_schedules import (
     early_recomputation,
@@ -33,6 +34,7 @@ from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, re
 from perseus.solver.profile import Measurement
 from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.schedule import Path, Schedule
+from perseus.solver.shrinkage import shrink, shrink_profiles
 
 __all__ = [
     "MAX_CLOCK_MHZ",
@@ -46,6 +48,7 @@ __all__ = [
     "Kind",
     "LagError",
     "LatencyReplay",
+    "Margin",
     "MeasuredIteration",
     "Measurement",
     "Path",
@@ -56,6 +59,7 @@ __all__ = [
     "ProfileError",
     "ProfileKey",
     "Recheck",
+    "Refinement",
     "Schedule",
     "ScheduleError",
     "SolverError",
@@ -76,7 +80,10 @@ __all__ = [
     "recheck",
     "replay",
     "replay_with_latency",
+    "shrink",
+    "shrink_profiles",
     "solve",
     "with_lag",
+    "with_margin",
     "zero_bubble_h1",
 ]

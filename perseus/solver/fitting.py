@@ -14,11 +14,16 @@ Measured iterations rarely tell all boundaries apart, and never the directions w
 ends on the same stage: its critical path crosses each boundary as often one way as the other. So each lag is
 a share common to all boundaries of its direction plus one of its own, and a weak prior prefers small ones:
 what the data do not tell stays common, and half and half.
+
+Where something else than lags makes iterations long (a transfer that waits for another one, a host that is
+too slow), lags can still be found that match what was measured, and mean nothing. So each fit is held against
+iterations that it has not seen: finer lags are only taken where they foretell these better than coarser ones,
+and none at all where even the best foretell them badly. By how much a fit is mistaken is part of it.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
@@ -39,6 +44,15 @@ _ROUND_COUNT = 60
 _SETTLED_GAIN = 1e-6
 _FIRST_DAMPING = 1e-3
 
+EXPLAINED_WITHIN = 0.02
+"""The error, as a share of the iteration time, up to which fitted times explain what was measured."""
+
+_LEAST_FORETOLD = 4
+"""Iterations of which one half can be held against what was fitted to the other."""
+
+_WORTH = 0.9
+"""Finer lags have to bring the error down to this share of that with coarser ones."""
+
 _PRIOR = 1e-6
 """How much a parameter as long as the iteration weighs against an iteration mistaken by its whole time."""
 
@@ -58,27 +72,85 @@ class MeasuredIteration:
 
 @dataclass(frozen=True, slots=True)
 class FittedTimes:
-    """Lags by (sending stage, receiving stage) and times of FIXED computations, as a pipeline takes them."""
+    """Lags by (sending stage, receiving stage) and times of FIXED computations, as a pipeline takes them.
+
+    Attributes:
+        residuals: of each iteration that was fitted, by what share the emulated one is longer than measured.
+        error: the root mean square of this share, of iterations that were not fitted to; of those that were,
+            where there are too few.
+    """
 
     activation_lags_s: Mapping[tuple[int, int], float]
     gradient_lags_s: Mapping[tuple[int, int], float]
     fixed_times_s: Mapping[Computation, float]
+    residuals: tuple[float, ...] = field(default=(), compare=False)
+    error: float = field(default=0.0, compare=False)
+
+    @property
+    def explains(self) -> bool:
+        """Whether these times explain what was measured; otherwise there are no lags among them."""
+        return self.error <= EXPLAINED_WITHIN
 
 
 def fit_times(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> FittedTimes:
     """Fit the lags, and the times of the FIXED computations that are not measured. None is negative.
+
+    Where that does not explain the iterations (`FittedTimes.explains`), lags are 0: they would mean nothing.
 
     Raises:
         SolverError: there is no iteration, a time is impossible, or a computation has none.
     """
     if not iterations:
         raise SolverError("iterations: expected at least one, found none")
+    candidates = _fit_coarse_to_fine(schedule, iterations)
+    errors = _errors(schedule, iterations, candidates)
+    chosen = 0
+    for finer in range(1, len(candidates)):
+        if errors[finer] <= _WORTH * errors[chosen]:
+            chosen = finer
+    error = errors[chosen]
+    if error > EXPLAINED_WITHIN:
+        chosen = 0
+    fitted = candidates[chosen]
+    return replace(fitted, residuals=tuple(_residuals(schedule, iterations, fitted)), error=error)
+
+
+def _errors(
+    schedule: Schedule, iterations: Sequence[MeasuredIteration], fits: Sequence[FittedTimes]
+) -> list[float]:
+    """Return by how much each fit, from coarse to fine, is mistaken about iterations unknown to it."""
+    if len(iterations) < _LEAST_FORETOLD:
+        return [_root_mean_square(_residuals(schedule, iterations, fitted)) for fitted in fits]
+    missed: list[list[float]] = [[] for _ in fits]
+    halves = iterations[::2], iterations[1::2]
+    for seen, unseen in (halves, halves[::-1]):
+        for own, fitted in zip(missed, _fit_coarse_to_fine(schedule, seen), strict=True):
+            own += _residuals(schedule, unseen, fitted)
+    return [_root_mean_square(own) for own in missed]
+
+
+def _residuals(
+    schedule: Schedule, iterations: Sequence[MeasuredIteration], fitted: FittedTimes
+) -> list[float]:
+    return [
+        emulated_iteration_time_s(schedule, one.times_s, fitted) / one.iteration_time_s - 1
+        for one in iterations
+    ]
+
+
+def _root_mean_square(shares: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(share**2 for share in shares) / len(shares))
+
+
+def _fit_coarse_to_fine(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> list[FittedTimes]:
+    """Return the fits without any lag, with one lag common to each direction, and with all of them."""
     model = _Model(schedule, iterations)
     matched = model.match(np.zeros(model.parameter_count))
+    fits = []
     # From coarse to fine: with all free at once, lags would stand in for fixed times and find no way back.
     for free in model.coarse_to_fine():
         damping = _FIRST_DAMPING
-        for _ in range(_ROUND_COUNT):
+        for _ in range(_ROUND_COUNT if len(free) else 0):
             tried = model.match(model.improve(matched, free, damping))
             if tried.loss < matched.loss:
                 gain = 1 - tried.loss / matched.loss
@@ -87,7 +159,8 @@ def fit_times(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> Fi
                     break
             else:
                 damping *= 8
-    return model.fitted(matched.parameters)
+        fits.append(model.fitted(matched.parameters))
+    return fits
 
 
 def emulated_iteration_time_s(
@@ -194,8 +267,7 @@ class _Model:
     def coarse_to_fine(self) -> Iterator[NDArray[np.intp]]:
         """Yield which parameters to fit: the fixed times, then the common lags too, then all."""
         for count in (len(self._fixed), len(self._fixed) + 2, self.parameter_count):
-            if count:
-                yield np.arange(count)
+            yield np.arange(count)
 
     def improve(self, match: _Match, free: NDArray[np.intp], damping: float) -> FloatArray:
         """Return the best parameters while the critical paths stay, not far from those of the match."""

@@ -1,7 +1,7 @@
 """The frontier of one pipeline: its relaxed bound, its realised points, and plans at any iteration time."""
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from perseus.solver.assignment import Choice
 from perseus.solver.errors import DeadlineError, SolverError
-from perseus.solver.graph import EventGraph, build_event_graph
+from perseus.solver.graph import EventGraph, Int64Array, build_event_graph
 from perseus.solver.kept_clocks import KeptClocks, KeptPoint, dwelled_count, kept_plan
 from perseus.solver.latency import check_latency
+from perseus.solver.margin import Margin, with_margin
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
 from perseus.solver.plan_table import PlanTable
@@ -31,6 +32,9 @@ _GOOD_ENOUGH = 0.001
 _TURN = 7919
 """By how many computations the search of one point begins after that of the point before: a prime, so that
 the turns reach all of them."""
+
+_PRICED_AT = 1.05
+"""Where a margin's price is told, as a factor of T_min."""
 
 _SWEEP_SHARE = 0.3
 """About the share of solving that the sweep takes; the points take the rest."""
@@ -64,15 +68,48 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Refinement:
+    """What is needed to make one plan with all means, wherever that is done. Plain data: it can be pickled.
+
+    Attributes:
+        pipeline: what the plan is for.
+        deadline_s: the iteration time that it is made for.
+    """
+
+    pipeline: Pipeline
+    deadline_s: float
+    _graph: EventGraph = field(repr=False)
+    _relaxed_ps: Int64Array = field(repr=False)
+    """The events' times of the relaxed plan."""
+    _deadline_ps: int
+    _within: tuple[int, ...] = field(repr=False)
+    """A choice that keeps the deadline."""
+    _set_latency_s: float
+    _realised: Plan = field(repr=False)
+    """The slowest of the points' plans that keeps the deadline."""
+
+    def plan(self) -> Plan:
+        """Return the plan: never slower than the deadline, at the least effective energy found."""
+        rounder = Rounder(self._graph)
+        choice = refine(self._graph, rounder, self._relaxed_ps, self._deadline_ps, [[*self._within]])
+        plan = _assemble(self.pipeline, self._graph, choice)
+        if not self._set_latency_s:
+            return plan
+        kept = kept_plan(self.pipeline, plan, self._set_latency_s)
+        return min(kept or self._realised, self._realised, key=lambda each: each.effective_energy_j)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Frontier:
     """All that :func:`solve` found out about one pipeline. Plain data: it can be pickled.
 
     Attributes:
         pipeline: what was solved.
         baseline: the all-max plan.
-        points: realised plans by rising deadline, from T_min to T_slow. Along them effective energy never
-            rises.
+        points: realised plans by rising deadline, from T_min to T_slow, evenly spaced in effective energy:
+            they are close where the frontier is steep. Along them effective energy never rises.
         t_star_index: the point whose deadline is T*.
+        margin: what was added to measured times, so that plans keep theirs; None if nothing was.
         set_latency_s: how long the GPUs take to set a clock; 0 for plans whose clocks change at once.
     """
 
@@ -80,6 +117,7 @@ class Frontier:
     baseline: Plan
     points: tuple[FrontierPoint, ...]
     t_star_index: int
+    margin: Margin | None
     set_latency_s: float
     _graph: EventGraph = field(repr=False)
     _sweep: Sweep = field(repr=False)
@@ -91,6 +129,8 @@ class Frontier:
     """The points' plans, one of several points perhaps."""
     _rows: tuple[int, ...] = field(repr=False)
     """Each point's in that table."""
+    _exact_ps: frozenset[int] = field(repr=False)
+    """Deadlines of points that no means make better."""
 
     @property
     def t_min_s(self) -> float:
@@ -106,6 +146,19 @@ class Frontier:
     def t_slow_s(self) -> float:
         """The iteration time with every computation at its least effective energy."""
         return self._sweep.t_slow_ps / PS_PER_S
+
+    @property
+    def margin_energy_share(self) -> float:
+        """What the margin costs, as a share of the energy, where plans are 5 % slower than the fastest.
+
+        Without it, plans of such an iteration would be made as those of one that is longer by the margin are.
+        """
+        if self.margin is None:
+            return 0.0
+        time_s = _PRICED_AT * self.t_min_s
+        longer_s = time_s * (1 + self.margin.time_share)
+        saved_j = self._sweep.effective_energy_j_at(time_s) - self._sweep.effective_energy_j_at(longer_s)
+        return saved_j / self.bound_energy_j(time_s)
 
     def bound_energy_j(self, iteration_time_s: float) -> float:
         """Return what no plan of that iteration time can go below, waiting included.
@@ -125,16 +178,34 @@ class Frontier:
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
         """
+        return self.refinement(iteration_time_s).plan()
+
+    def refinement(self, iteration_time_s: float) -> Refinement:
+        """Return what `plan` does, to be done elsewhere: it takes about as long as a few sweeps.
+
+        Raises:
+            DeadlineError: the iteration time is shorter than T_min.
+        """
         deadline_ps = _check_deadline(iteration_time_s, self._sweep)
-        relaxed_ps = self._sweep.event_times_at(deadline_ps)
-        within: Choice = self._choices[bisect_right(self._choice_times_ps, deadline_ps) - 1].tolist()
-        choice = refine(self._graph, Rounder(self._graph), relaxed_ps, deadline_ps, [within])
-        plan = _assemble(self.pipeline, self._graph, choice)
-        if not self.set_latency_s:
-            return plan
-        realised = self.plan_within(iteration_time_s)
-        kept = kept_plan(self.pipeline, plan, self.set_latency_s)
-        return min(kept or realised, realised, key=lambda each: each.effective_energy_j)
+        within = self._choices[bisect_right(self._choice_times_ps, deadline_ps) - 1].tolist()
+        return Refinement(
+            pipeline=self.pipeline,
+            deadline_s=deadline_ps / PS_PER_S,
+            _graph=self._graph,
+            _relaxed_ps=self._sweep.event_times_at(deadline_ps),
+            _deadline_ps=deadline_ps,
+            _within=tuple(within),
+            _set_latency_s=self.set_latency_s,
+            _realised=self.plan_within(iteration_time_s),
+        )
+
+    def is_exact(self, iteration_time_s: float) -> bool:
+        """Tell whether `plan_within` returns for that iteration time what `plan` would.
+
+        Raises:
+            DeadlineError: the iteration time is shorter than T_min.
+        """
+        return _check_deadline(iteration_time_s, self._sweep) in self._exact_ps
 
     def plan_within(self, iteration_time_s: float) -> Plan:
         """Return the slowest of the points' plans that is not slower than that: a look-up, nothing is solved.
@@ -163,10 +234,14 @@ def solve(
     *,
     point_count: int = 100,
     hull_tolerance: float = 0.0,
+    confidence: float | None = None,
     set_latency_s: float = 0.0,
     on_progress: Callable[[float], None] | None = None,
 ) -> Frontier:
-    """Solve for the whole frontier and realise ``point_count`` evenly spaced plans on it, T* among them.
+    """Solve for the whole frontier and realise ``point_count`` plans, evenly spaced in effective energy.
+
+    Among them are those of T_min and, where there is room, of the all-max plan's iteration time, made with
+    all means, and of T*.
 
     Where the GPUs take ``set_latency_s`` to set a clock, plans keep their clocks long enough for that; there
     may be fewer points then (:mod:`perseus.solver.kept_clocks`).
@@ -175,12 +250,15 @@ def solve(
     than this share of its energy. Bounds stay bounds, lower by at most that share of all computations'
     energy; plans are of measured clocks as ever.
 
+    With a ``confidence``, a probability, plans are made so that they keep their iteration times with it, as
+    far as the standard errors of the measured times tell: with a margin (:mod:`perseus.solver.margin`).
+
     ``on_progress`` is called with the share of the work that is done, from 0 to 1. A frontier of a single
     iteration time has a single point.
 
     Raises:
         SolverError: fewer than 3 points (T_min, T*, T_slow) are asked for, the tolerance is no share, or the
-            latency not a finite number of 0 or more.
+            confidence no probability from 0.5 to less than 1, or the latency no finite number of 0 or more.
         PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
     """
     check_latency(set_latency_s)
@@ -192,17 +270,23 @@ def solve(
             found=hull_tolerance,
         )
     report = on_progress or (lambda _: None)
+    margin = None
+    if confidence is not None:
+        pipeline, margin = with_margin(pipeline, confidence)
     graph = build_event_graph(pipeline, hull_tolerance)
     sweep = sweep_frontier(graph, lambda share: report(_SWEEP_SHARE * share))
+    baseline = fastest_clock_plan(pipeline)
     t_star_ps = _t_star_ps(pipeline, sweep)
-    deadlines_ps = _space_deadlines_ps(sweep, t_star_ps, point_count)
+    all_max_ps = min(to_ps(baseline.iteration_time_s), sweep.t_slow_ps)
+    deadlines_ps = _space_deadlines_ps(sweep, (t_star_ps, all_max_ps), point_count)
+    # Most iterations run at one of these; they are the hardest to round, and all others build on them.
+    refined_ps = frozenset({sweep.t_min_ps, all_max_ps}.intersection(deadlines_ps))
     rounder = Rounder(graph)
     choices: list[Choice] = []
     for deadline_ps in deadlines_ps:
         relaxed_ps = sweep.event_times_at(deadline_ps)
-        if not choices:
-            # Most iterations run at T_min; it is the hardest to round, and all others build on it.
-            choice = refine(graph, rounder, relaxed_ps, deadline_ps)
+        if deadline_ps in refined_ps:
+            choice = refine(graph, rounder, relaxed_ps, deadline_ps, choices[-1:])
         else:
             choice = rounder.round(relaxed_ps, deadline_ps, choices[-1:])
             deadline_s = deadline_ps / PS_PER_S
@@ -210,19 +294,18 @@ def solve(
             if excess_j > _GOOD_ENOUGH * _bound_energy_j(pipeline, sweep, deadline_s):
                 first = len(choices) * _TURN % len(choice)
                 choice = rounder.improve(choice, deadline_ps, _UPDATES_PER_COMPUTATION * len(choice), first)
-            # More time must not cost more energy, not even by a rounding error of the sums.
-            if rounder.effective_energy_j(choices[-1]) <= rounder.effective_energy_j(choice):
-                choice = choices[-1]
+        # More time must not cost more energy, not even by a rounding error of the sums.
+        if choices and rounder.effective_energy_j(choices[-1]) <= rounder.effective_energy_j(choice):
+            choice = choices[-1]
         choices.append(choice)
         report(_SWEEP_SHARE + (1 - _SWEEP_SHARE) * len(choices) / len(deadlines_ps))
-    baseline = fastest_clock_plan(pipeline)
     kept = KeptClocks(pipeline, baseline, set_latency_s)
     choice_times_ps: list[int] = []
     step = max(1, len(choices) // dwelled_count(len(graph.computations)))
     for index, (deadline_ps, choice) in enumerate(zip(deadlines_ps, choices, strict=True)):
         plan = _assemble(pipeline, graph, choice)
         choice_times_ps.append(to_ps(plan.iteration_time_s))
-        is_mark = deadline_ps in (deadlines_ps[0], t_star_ps, deadlines_ps[-1])
+        is_mark = deadline_ps in (*refined_ps, t_star_ps, deadlines_ps[-1])
         is_needed = is_mark or index % step == 0
         kept.take(deadline_ps / PS_PER_S, plan, is_needed=is_needed)
     found, plans = kept.finish()
@@ -231,6 +314,7 @@ def solve(
         baseline=baseline,
         points=tuple(_measure_point(pipeline, sweep, plans, point) for point in found),
         t_star_index=[point.deadline_s for point in found].index(t_star_ps / PS_PER_S),
+        margin=margin,
         set_latency_s=set_latency_s,
         _graph=graph,
         _sweep=sweep,
@@ -238,6 +322,7 @@ def solve(
         _choice_times_ps=tuple(choice_times_ps),
         _plans=plans,
         _rows=tuple(point.row for point in found),
+        _exact_ps=refined_ps | {sweep.t_slow_ps},  # there nothing is left to choose
     )
 
 
@@ -276,14 +361,22 @@ def _t_star_ps(pipeline: Pipeline, sweep: Sweep) -> int:
     return int(sweep.iteration_times_ps[corner])
 
 
-def _space_deadlines_ps(sweep: Sweep, t_star_ps: int, point_count: int) -> list[int]:
-    """Return evenly spaced deadlines from T_min to T_slow, the one next to T* moved there."""
-    first_ps, width_ps = sweep.t_min_ps, sweep.t_slow_ps - sweep.t_min_ps
-    deadlines_ps = [first_ps + width_ps * k // (point_count - 1) for k in range(point_count)]
-    if t_star_ps not in (sweep.t_min_ps, sweep.t_slow_ps):
-        deadlines_ps[min(range(1, point_count - 1), key=lambda k: abs(deadlines_ps[k] - t_star_ps))] = (
-            t_star_ps
-        )
+def _space_deadlines_ps(sweep: Sweep, wanted_ps: Iterable[int], point_count: int) -> list[int]:
+    """Return deadlines from T_min to T_slow, evenly spaced in effective energy, the wanted ones among them.
+
+    Each wanted one takes the place of the nearest that nobody wanted before, as long as there is one.
+    """
+    energies_j = np.linspace(
+        sweep.effective_energies_j[-1], sweep.effective_energies_j[0], point_count, dtype=np.float64
+    )
+    times_ps = np.interp(energies_j, sweep.effective_energies_j, sweep.iteration_times_ps.astype(np.float64))
+    deadlines_ps = [sweep.t_min_ps, *map(round, times_ps[1:-1].tolist()), sweep.t_slow_ps]
+    free = set(range(1, point_count - 1))
+    for one_ps in wanted_ps:
+        if free and one_ps not in deadlines_ps:
+            nearest = min(free, key=lambda k: abs(deadlines_ps[k] - one_ps))
+            deadlines_ps[nearest] = one_ps
+            free.remove(nearest)
     return sorted({*deadlines_ps})
 
 

@@ -1,7 +1,8 @@
 """Reads profiles from the CSV that users of Zeus already have.
 
 Columns ``stage,instruction,frequency,time,energy``: stage from 0, ``forward`` or ``backward``, MHz, seconds,
-joules per GPU. Other columns are ignored. Rows are counted as an editor counts lines: the header is row 1.
+joules per GPU; if there are any, ``time_se`` and ``energy_se`` are their standard errors, empty where
+unknown. Other columns are ignored. Rows are counted as an editor counts lines: the header is row 1.
 """
 
 import csv
@@ -93,7 +94,24 @@ class _Cells:
         time_s = self._positive("time", "seconds", _PS, MAX_TIME_S)
         least_j, most_j = MIN_ENERGY_J / gpus_per_stage, MAX_ENERGY_J / gpus_per_stage
         energy_j = self._positive("energy", "joules", least_j, most_j) * gpus_per_stage
-        return (stage, _INSTRUCTIONS[instruction], clock_mhz), Measurement(clock_mhz, time_s, energy_j)
+        time_se_s = self._error("time_se", "seconds", MAX_TIME_S)
+        # All GPUs of a stage are measured alike: what errs in one errs in all.
+        energy_se_j = self._error("energy_se", "joules", most_j) * gpus_per_stage
+        return (stage, _INSTRUCTIONS[instruction], clock_mhz), Measurement(
+            clock_mhz, time_s, energy_j, time_se_s, energy_se_j
+        )
+
+    def _error(self, column: str, unit: str, most: float) -> float:
+        """A standard error; 0 where there is no such column, or nothing in it."""
+        text = str(self._row.get(column) or "").strip()
+        if not text:
+            return 0.0
+        number = _number(text)
+        if not (math.isfinite(number) and number >= 0):
+            self.refuse(column, f"a finite number of {unit} of 0 or more, or nothing", repr(text))
+        if number > most:
+            self.refuse(column, f"at most {most:g} {unit}", repr(text))
+        return number
 
     def _text(self, column: str) -> str:
         value = self._row[column]
@@ -103,10 +121,7 @@ class _Cells:
 
     def _integer(self, column: str, least: int, most: int) -> int:
         text = self._text(column)
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
+        number = _number(text)
         if not (number.is_integer() and number >= least):
             self.refuse(column, f"a whole number of at least {least}", repr(text))
         if number > most:
@@ -115,15 +130,19 @@ class _Cells:
 
     def _positive(self, column: str, unit: str, least: float, most: float) -> float:
         text = self._text(column)
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
+        number = _number(text)
         if not (math.isfinite(number) and number > 0):
             self.refuse(column, f"a positive, finite number of {unit}", repr(text))
         if not least <= number <= most:
             self.refuse(column, f"from {least:g} to {most:g} {unit}", repr(text))
         return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _check_header(path: Path, columns: Sequence[str] | None) -> None:

@@ -691,6 +691,7 @@ class IterationColumns(google.protobuf.message.Message):
     GAP_ENERGY_J_FIELD_NUMBER: builtins.int
     GAP_SLOWED_TIME_S_FIELD_NUMBER: builtins.int
     CAPPED_CLOCK_MHZ_FIELD_NUMBER: builtins.int
+    RELATIVE_WORK_FIELD_NUMBER: builtins.int
     @property
     def iteration(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Iteration, from 0."""
@@ -742,6 +743,12 @@ class IterationColumns(google.protobuf.message.Message):
         where there was none. This column may be empty.
         """
 
+    @property
+    def relative_work(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """The iteration's work, relative to that of a typical one, as the trainer says it: 1e-3 to 1e3; 0 where it does
+        not. It is that of the rank's pipeline. The column may be empty.
+        """
+
     def __init__(
         self,
         *,
@@ -755,8 +762,9 @@ class IterationColumns(google.protobuf.message.Message):
         gap_energy_j: collections.abc.Iterable[builtins.float] | None = ...,
         gap_slowed_time_s: collections.abc.Iterable[builtins.float] | None = ...,
         capped_clock_mhz: collections.abc.Iterable[builtins.int] | None = ...,
+        relative_work: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capped_clock_mhz", b"capped_clock_mhz", "clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capped_clock_mhz", b"capped_clock_mhz", "clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version", "relative_work", b"relative_work"]) -> None: ...
 
 Global___IterationColumns: typing_extensions.TypeAlias = IterationColumns
 

@@ -759,6 +759,9 @@ class Solved(google.protobuf.message.Message):
     TRANSFER_LAG_S_FIELD_NUMBER: builtins.int
     SET_LATENCY_S_FIELD_NUMBER: builtins.int
     LATENCY_COST_PERCENT_FIELD_NUMBER: builtins.int
+    CONFIDENCE_FIELD_NUMBER: builtins.int
+    MARGIN_TIME_PERCENT_FIELD_NUMBER: builtins.int
+    MARGIN_ENERGY_PERCENT_FIELD_NUMBER: builtins.int
     t_min_s: builtins.float
     """T_min, seconds."""
     t_star_s: builtins.float
@@ -777,6 +780,14 @@ class Solved(google.protobuf.message.Message):
     """How long the GPUs take to set a clock, seconds, as was planned for; 0 where it was not known."""
     latency_cost_percent: builtins.float
     """What that costs at T_min, percent of the energy that the plan there would take if clocks changed at once."""
+    confidence: builtins.float
+    """The probability with which plans keep their iteration times, as far as the standard errors of measurements tell;
+    0 where none are known.
+    """
+    margin_time_percent: builtins.float
+    """By how much measured times were stretched for that, percent of the iteration with all at their highest clocks."""
+    margin_energy_percent: builtins.float
+    """What that costs, percent of the energy, where plans are 5 % slower than T_min."""
     def __init__(
         self,
         *,
@@ -789,8 +800,11 @@ class Solved(google.protobuf.message.Message):
         transfer_lag_s: builtins.float = ...,
         set_latency_s: builtins.float = ...,
         latency_cost_percent: builtins.float = ...,
+        confidence: builtins.float = ...,
+        margin_time_percent: builtins.float = ...,
+        margin_energy_percent: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["baseline_energy_j", b"baseline_energy_j", "latency_cost_percent", b"latency_cost_percent", "point_count", b"point_count", "set_latency_s", b"set_latency_s", "t_min_energy_j", b"t_min_energy_j", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s", "transfer_lag_s", b"transfer_lag_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["baseline_energy_j", b"baseline_energy_j", "confidence", b"confidence", "latency_cost_percent", b"latency_cost_percent", "margin_energy_percent", b"margin_energy_percent", "margin_time_percent", b"margin_time_percent", "point_count", b"point_count", "set_latency_s", b"set_latency_s", "t_min_energy_j", b"t_min_energy_j", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s", "transfer_lag_s", b"transfer_lag_s"]) -> None: ...
 
 Global___Solved: typing_extensions.TypeAlias = Solved
 

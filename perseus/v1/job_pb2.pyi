@@ -95,6 +95,34 @@ JOB_VIEW_FULL: JobView.ValueType  # 2
 """Beside that what grows with the job: the specification, the stragglers, each pipeline's plan."""
 Global___JobView: typing_extensions.TypeAlias = JobView
 
+class _NoSlowdownBasis:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _NoSlowdownBasisEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_NoSlowdownBasis.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    NO_SLOWDOWN_BASIS_UNSPECIFIED: _NoSlowdownBasis.ValueType  # 0
+    """Never valid on the wire."""
+    NO_SLOWDOWN_BASIS_ALL_MAX: _NoSlowdownBasis.ValueType  # 1
+    """The iteration with every computation at its highest clock, as it is planned with. It is longer than T_min where
+    the highest clock is not the fastest for every computation.
+    """
+    NO_SLOWDOWN_BASIS_BASELINE: _NoSlowdownBasis.ValueType  # 2
+    """The stock baseline, which was measured to be shorter than that."""
+
+class NoSlowdownBasis(_NoSlowdownBasis, metaclass=_NoSlowdownBasisEnumTypeWrapper):
+    """What says how long an iteration takes that is not slower than stock."""
+
+NO_SLOWDOWN_BASIS_UNSPECIFIED: NoSlowdownBasis.ValueType  # 0
+"""Never valid on the wire."""
+NO_SLOWDOWN_BASIS_ALL_MAX: NoSlowdownBasis.ValueType  # 1
+"""The iteration with every computation at its highest clock, as it is planned with. It is longer than T_min where
+the highest clock is not the fastest for every computation.
+"""
+NO_SLOWDOWN_BASIS_BASELINE: NoSlowdownBasis.ValueType  # 2
+"""The stock baseline, which was measured to be shorter than that."""
+Global___NoSlowdownBasis: typing_extensions.TypeAlias = NoSlowdownBasis
+
 @typing.final
 class Parallelism(google.protobuf.message.Message):
     """How a job's ranks are laid out."""
@@ -134,14 +162,14 @@ class OperatingPolicy(google.protobuf.message.Message):
     DEADLINE_FIELD_NUMBER: builtins.int
     MAX_AVERAGE_POWER_W_FIELD_NUMBER: builtins.int
     max_slowdown_percent: builtins.float
-    """Slower than T_min by at most this many percent; 0 to 100."""
+    """Slower than stock (NoSlowdownTime) by at most this many percent; 0 to 100."""
     max_average_power_w: builtins.float
     """As fast as a cap on a pipeline's average power over an iteration allows, watts, all its GPUs together;
     1e-3 to 1e10. If no plan keeps it, the one that draws the least.
     """
     @property
     def no_slowdown(self) -> Global___NoSlowdown:
-        """Never slower than T_min: only energy that costs no time is saved. The default."""
+        """Never slower than stock (NoSlowdownTime): only energy that costs no time is saved. The default."""
 
     @property
     def deadline(self) -> Global___Deadline:
@@ -187,7 +215,7 @@ Global___Deadline: typing_extensions.TypeAlias = Deadline
 
 @typing.final
 class NoSlowdown(google.protobuf.message.Message):
-    """The policy to never be slower than T_min."""
+    """The policy to never be slower than stock."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -345,6 +373,28 @@ class Baseline(google.protobuf.message.Message):
 Global___Baseline: typing_extensions.TypeAlias = Baseline
 
 @typing.final
+class NoSlowdownTime(google.protobuf.message.Message):
+    """The longest iteration that is not slower than stock. Slowdowns are counted from here."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    BASIS_FIELD_NUMBER: builtins.int
+    iteration_time_s: builtins.float
+    """Iteration time on the frontier's scale, seconds."""
+    basis: Global___NoSlowdownBasis.ValueType
+    """What says so."""
+    def __init__(
+        self,
+        *,
+        iteration_time_s: builtins.float = ...,
+        basis: Global___NoSlowdownBasis.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["basis", b"basis", "iteration_time_s", b"iteration_time_s"]) -> None: ...
+
+Global___NoSlowdownTime: typing_extensions.TypeAlias = NoSlowdownTime
+
+@typing.final
 class ProfilingCost(google.protobuf.message.Message):
     """What profiling has taken so far."""
 
@@ -450,6 +500,7 @@ class Job(google.protobuf.message.Message):
     PROFILING_BUDGET_FIELD_NUMBER: builtins.int
     SET_LATENCY_S_FIELD_NUMBER: builtins.int
     LATENCY_COST_PERCENT_FIELD_NUMBER: builtins.int
+    NO_SLOWDOWN_TIME_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
     PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
@@ -522,6 +573,10 @@ class Job(google.protobuf.message.Message):
         """What profiling may take."""
 
     @property
+    def no_slowdown_time(self) -> Global___NoSlowdownTime:
+        """What is not slower than stock; absent before the job is solved."""
+
+    @property
     def spec(self) -> Global___JobSpec:
         """FULL only: what was registered."""
 
@@ -559,12 +614,13 @@ class Job(google.protobuf.message.Message):
         profiling_budget: Global___ProfilingBudget | None = ...,
         set_latency_s: builtins.float = ...,
         latency_cost_percent: builtins.float = ...,
+        no_slowdown_time: Global___NoSlowdownTime | None = ...,
         spec: Global___JobSpec | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "finish_time", b"finish_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "epoch", b"epoch", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "epoch", b"epoch", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 

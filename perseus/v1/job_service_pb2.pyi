@@ -713,6 +713,7 @@ class GetReportResponse(google.protobuf.message.Message):
     PROFILING_COST_FIELD_NUMBER: builtins.int
     PROFILING_BUDGET_FIELD_NUMBER: builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    NO_SLOWDOWN_TIME_FIELD_NUMBER: builtins.int
     next_page_token: builtins.str
     """Token of the next page; empty on the last."""
     @property
@@ -727,6 +728,10 @@ class GetReportResponse(google.protobuf.message.Message):
     def profiling_budget(self) -> perseus.v1.job_pb2.ProfilingBudget:
         """What it may cost."""
 
+    @property
+    def no_slowdown_time(self) -> perseus.v1.job_pb2.NoSlowdownTime:
+        """What is not slower than stock; absent while the run is not solved."""
+
     def __init__(
         self,
         *,
@@ -734,9 +739,10 @@ class GetReportResponse(google.protobuf.message.Message):
         profiling_cost: perseus.v1.job_pb2.ProfilingCost | None = ...,
         profiling_budget: perseus.v1.job_pb2.ProfilingBudget | None = ...,
         next_page_token: builtins.str = ...,
+        no_slowdown_time: perseus.v1.job_pb2.NoSlowdownTime | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "periods", b"periods", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["no_slowdown_time", b"no_slowdown_time", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "no_slowdown_time", b"no_slowdown_time", "periods", b"periods", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost"]) -> None: ...
 
 Global___GetReportResponse: typing_extensions.TypeAlias = GetReportResponse
 

@@ -27,7 +27,7 @@ class NotedProbe(Probe):
     def is_connected(self) -> bool:
         return not self.is_closed
 
-    def begin_iteration(self, time_ns: int | None = None) -> None:
+    def begin_iteration(self, time_ns: int | None = None, *, relative_work: float | None = None) -> None:
         self.begins_ns.append([])
         self.ends_ns.append([])
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 import numpy as np
 
-from perseus.service.domain.commands import Announce, Command, EndStream, SendOffer, Solve, Store
+from perseus.service.domain.commands import Announce, Command, EndStream, Refine, SendOffer, Solve, Store
 from perseus.service.domain.errors import RankNotServedError
 from perseus.service.domain.inputs import (
     Input,
     OfferAnswered,
     PlanInForce,
     RankJoined,
+    Refined,
     Solved,
     SolveFailed,
     TelemetryArrived,
@@ -365,6 +366,9 @@ class Cluster:
                     waiting.append(command)  # It takes longer than an offer's way.
                 else:
                     waiting.extend(self.tell(solved(command)))
+            elif isinstance(command, Refine):
+                refinement = command.refinement
+                waiting.extend(self.tell(Refined(refinement, refinement.plan())))
             elif isinstance(command, EndStream):
                 self.ended_instances.append(command.instance_id)
 

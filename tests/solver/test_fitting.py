@@ -167,3 +167,33 @@ def test_measured_iterations_are_matched(run: str, mean_error: float, worst_erro
     ]
     assert np.mean(errors) <= mean_error
     assert max(errors) <= worst_error
+
+
+def test_a_fit_says_how_far_it_is_off() -> None:
+    schedule = with_load(one_forward_one_backward(3, 6))
+    planted = FittedTimes({(0, 1): 0.02, (1, 2): 0.05}, {(1, 0): 0.03, (2, 1): 0.01}, {LOAD: 0.4})
+    random = np.random.default_rng(7)
+    plans = [random_times_s(schedule, random) for _ in range(12)]
+    iterations = [MeasuredIteration(t, emulated_iteration_time_s(schedule, t, planted)) for t in plans]
+    fitted = fit_times(schedule, iterations)
+    assert fitted.explains
+    assert fitted.error < 1e-3
+    assert len(fitted.residuals) == 12
+    assert max(map(abs, fitted.residuals)) < 1e-4
+
+
+def test_lags_that_foretell_nothing_are_left_out() -> None:
+    """Iterations are as long as they like: lags that match some of it would mean nothing."""
+    schedule = with_load(one_forward_one_backward(3, 6))
+    random = np.random.default_rng(7)
+    plans = [random_times_s(schedule, random) for _ in range(12)]
+    nothing = FittedTimes({}, {}, {LOAD: 0.0})
+    iterations = [
+        MeasuredIteration(t, emulated_iteration_time_s(schedule, t, nothing) * random.uniform(1.2, 1.8))
+        for t in plans
+    ]
+    fitted = fit_times(schedule, iterations)
+    assert not fitted.explains
+    assert fitted.error > 0.05
+    assert set(fitted.activation_lags_s.values()) == {0.0}
+    assert set(fitted.gradient_lags_s.values()) == {0.0}

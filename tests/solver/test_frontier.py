@@ -2,10 +2,22 @@
 
 import math
 import pickle
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from perseus.solver import DeadlineError, Frontier, Kind, Pipeline, SolverError, gpipe, plan_at, solve
+from perseus.solver import (
+    DeadlineError,
+    Frontier,
+    Kind,
+    Pipeline,
+    Refinement,
+    SolverError,
+    gpipe,
+    plan_at,
+    solve,
+)
 from tests.solver.pipelines import measurements, published_pipeline, small_pipeline
 
 
@@ -36,6 +48,49 @@ def test_points_run_from_t_min_to_t_slow(a100: Frontier) -> None:
         assert point.iteration_time_s <= point.deadline_s
         assert point.bound_energy_j == a100.bound_energy_j(point.iteration_time_s)
         assert point.bound_energy_j <= point.energy_j <= 1.0025 * point.bound_energy_j
+
+
+def test_points_are_evenly_spaced_in_effective_energy(a100: Frontier) -> None:
+    """A plan that is looked up gives away about a hundredth of what there is to save, however steep it is."""
+    blocking_w = sum(a100.pipeline.blocking_power_w)
+
+    def bound_j(time_s: float) -> float:
+        return a100.bound_energy_j(time_s) - blocking_w * time_s
+
+    whole_j = bound_j(a100.t_min_s) - bound_j(a100.t_slow_s)
+    steps_j = [
+        bound_j(earlier.deadline_s) - bound_j(later.deadline_s) for earlier, later in pairwise(a100.points)
+    ]
+    assert max(steps_j) <= 2 * whole_j / 99  # T* has taken another point's place
+    widths_s = [later.deadline_s - earlier.deadline_s for earlier, later in pairwise(a100.points)]
+    assert widths_s[0] < sum(widths_s) / len(widths_s) / 3
+
+
+def test_the_all_max_iteration_is_among_the_points_where_it_is_longer_than_t_min() -> None:
+    pipeline = small_pipeline()
+    slow = {
+        key: (replace(some[0], time_s=1.02 * some[1].time_s), *some[1:])
+        for key, some in pipeline.profiles.items()
+    }
+    frontier = solve(replace(pipeline, profiles=slow), point_count=12)
+    stock_s = frontier.baseline.iteration_time_s
+    assert frontier.t_min_s < stock_s < frontier.t_slow_s
+    assert stock_s in [point.deadline_s for point in frontier.points]
+    for time_s in (frontier.t_min_s, stock_s, frontier.t_slow_s):
+        assert frontier.is_exact(time_s)
+        looked_up, made = frontier.plan_within(time_s), frontier.plan(time_s)
+        assert looked_up.effective_energy_j <= made.effective_energy_j + 1e-9
+    assert not frontier.is_exact((frontier.t_min_s + stock_s) / 2)
+
+
+def test_a_refinement_is_made_into_a_plan_elsewhere(a100: Frontier) -> None:
+    time_s = 1.03 * a100.t_min_s
+    sent = pickle.dumps(a100.refinement(time_s))
+    assert len(sent) < len(pickle.dumps(a100)) / 5
+    refinement: Refinement = pickle.loads(sent)
+    assert refinement.deadline_s == pytest.approx(time_s)
+    assert refinement.plan() == a100.plan(time_s)
+    assert a100.refinement(99.0).deadline_s == a100.t_slow_s
 
 
 def test_t_star_is_where_the_bound_is_least(a100: Frontier) -> None:

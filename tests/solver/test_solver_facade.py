@@ -19,6 +19,7 @@ def test_public_names() -> None:
         "MAX_CLOCK_MHZ",
         "MAX_POWER_W",
         "MAX_TIME_S",
+        "Margin",
         "MeasuredIteration",
         "Measurement",
         "Path",
@@ -29,6 +30,7 @@ def test_public_names() -> None:
         "ProfileError",
         "ProfileKey",
         "Recheck",
+        "Refinement",
         "Schedule",
         "ScheduleError",
         "SolverError",
@@ -49,8 +51,11 @@ def test_public_names() -> None:
         "recheck",
         "replay",
         "replay_with_latency",
+        "shrink",
+        "shrink_profiles",
         "solve",
         "with_lag",
+        "with_margin",
         "zero_bubble_h1",
     ]
     assert all(hasattr(perseus.solver, name) for name in perseus.solver.__all__)

@@ -33,6 +33,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic_ns
 from types import TracebackType
 from typing import Any, Self
@@ -41,6 +42,7 @@ from perseus.agent.link.address import DEFAULT_SOCKET_PATH, SOCKET_VARIABLE
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import (
     MAX_PACKET_BYTES,
+    MAX_RELATIVE_WORK_PERMILLE,
     Finish,
     Hello,
     MalformedPacket,
@@ -112,6 +114,7 @@ class Probe:
         # While training: what it belongs to is to be sent; what became of the registration is yet to be said.
         self._is_unsent = False
         self._is_registering = False
+        self._has_refused_work = False
         self._notice_at_ns = 0
         # What marks are sent by; bound once, as marks must cost little.
         self._send: Callable[[bytes], object] = line.send if line is not None else _discard
@@ -209,7 +212,7 @@ class Probe:
         answer; the others only say that this is what they belong to. A rank is served once it has said so.
 
         `paths`, with explicit orders: how activations flow through the stages' chunks, where that is not
-        chunk by chunk. `max_slowdown_percent` is how much slower than T_min plans may be. `stage_work`: for
+        chunk by chunk. `max_slowdown_percent` is how much slower than stock plans may be. `stage_work`: for
         each stage a text that is the same wherever its computations are (model, microbatch shape, versions),
         by which its profile is found again. Registering the same job again, after a restart say, changes
         nothing while it has not finished. Where another order is to go by from now on, in the midst of
@@ -258,8 +261,13 @@ class Probe:
     def _registers(self) -> bool:
         return (self._rank.pipeline, self._rank.stage, self._rank.tensor) == (0, 0, 0)
 
-    def begin_iteration(self, time_ns: int | None = None) -> None:
-        """The next iteration begins: now, or at a time of CLOCK_MONOTONIC. So for all marks."""
+    def begin_iteration(self, time_ns: int | None = None, *, relative_work: float | None = None) -> None:
+        """The next iteration begins: now, or at a time of CLOCK_MONOTONIC. So for all marks.
+
+        `relative_work`: how much there is to compute in it for this rank's pipeline, where that depends on
+        the data, relative to a typical iteration: 0.001 to 1000. A pipeline that takes longer for more work
+        is no straggler. Anything else counts as not told, and is said once.
+        """
         self._iteration += self._has_begun
         self._has_begun = True
         self._ordinal = -1
@@ -268,11 +276,8 @@ class Probe:
         elif monotonic_ns() >= self._notice_at_ns:
             self._hear_notices()
         try:
-            self._send(
-                _pack_iteration_begin(
-                    0, 0, 0, self._dropped_on_line, self._iteration, time_ns or monotonic_ns()
-                )
-            )
+            work = 0 if relative_work is None else self._permille(relative_work)
+            self._send(_pack_iteration_begin(0, 0, 0, work, self._iteration, time_ns or monotonic_ns()))
         except (OSError, struct.error) as error:
             self._not_sent(error)
 
@@ -327,9 +332,12 @@ class Probe:
         except (OSError, struct.error) as error:
             self._not_sent(error)
 
-    def iteration(self) -> "_Block":
-        """`with probe.iteration():` begins and ends an iteration."""
-        return _Block(self.begin_iteration, self.end_iteration, ())
+    def iteration(self, *, relative_work: float | None = None) -> "_Block":
+        """`with probe.iteration():` begins and ends an iteration. `relative_work` as in `begin_iteration`."""
+        begin = self.begin_iteration
+        if relative_work is not None:
+            begin = partial(begin, relative_work=relative_work)
+        return _Block(begin, self.end_iteration, ())
 
     def computation(self, kind: Kind, microbatch: int, chunk: int = 0) -> "_Block":
         """`with probe.computation(kind, microbatch, chunk):` begins and ends a computation."""
@@ -361,6 +369,19 @@ class Probe:
             )
         self._socket.close()
         self._socket, self._send = None, _discard
+
+    def _permille(self, relative_work: float) -> int:
+        """Relative work in thousandths, 0 for what is none."""
+        try:
+            permille = round(1000 * relative_work)
+        except (TypeError, ValueError, OverflowError):
+            permille = 0
+        if 1 <= permille <= MAX_RELATIVE_WORK_PERMILLE:
+            return permille
+        if not self._has_refused_work:
+            self._has_refused_work = True
+            _log.warning("%s: relative_work: expected 0.001 to 1000, found %r", self._rank, relative_work)
+        return 0
 
     def _after_fork(self) -> None:
         """In the child: the parent's connection goes on, without us."""

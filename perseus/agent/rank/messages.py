@@ -155,7 +155,8 @@ class IterationRow:
     `capped_clock_mhz`: the highest clock that it reached under these.
 
     The gap is what lies between the end of the one before and its begin, all 0 where that end is not known;
-    `gap_slowed_time_s` is what clocks below the highest can have added to it at most.
+    `gap_slowed_time_s` is what clocks below the highest can have added to it at most. `relative_work`: as the
+    trainer said it, 0 if it did not.
     """
 
     iteration: int
@@ -168,6 +169,7 @@ class IterationRow:
     gap_energy_j: float = 0.0
     gap_slowed_time_s: float = 0.0
     capped_clock_mhz: int = 0
+    relative_work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

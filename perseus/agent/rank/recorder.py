@@ -90,13 +90,14 @@ class PlanRecord:
 class Iteration:
     """An iteration that has begun. `begin_s` is None if its begin mark was lost.
 
-    `gap_begin_s`: when the one before ended; None if that is not known.
+    `gap_begin_s`: when the one before ended; None if that is not known. `relative_work`: 0 if not told.
     """
 
     number: int
     begin_s: float | None
     plan: PlanRecord
     gap_begin_s: float | None = None
+    relative_work: float = 0.0
     end_s: float = 0.0
     runs: list[Run] = field(default_factory=list)
     position: int = -1
@@ -149,12 +150,12 @@ class Recorder:
         """Another plan is in force from the next iteration on."""
         self._plan = PlanRecord(clocks_mhz, Sampler(plan_version))
 
-    def iteration(self, number: int, begin_s: float | None) -> Iteration:
+    def iteration(self, number: int, begin_s: float | None, relative_work: float = 0.0) -> Iteration:
         """An iteration that begins."""
         gap_begin_s = None
         if self._ended is not None and self._ended[0] == number - 1:
             gap_begin_s = self._ended[1]
-        return Iteration(number, begin_s, self._plan, gap_begin_s)
+        return Iteration(number, begin_s, self._plan, gap_begin_s, relative_work)
 
     def finish(self, iteration: Iteration, end_s: float) -> None:
         """It has ended; it is measured by and by."""
@@ -233,6 +234,7 @@ class Recorder:
                 gap_energy_j=gap_energy_j,
                 gap_slowed_time_s=gap_slowed_time_s,
                 capped_clock_mhz=capped_mhz,
+                relative_work=iteration.relative_work,
             )
         )
         computations += [

@@ -426,16 +426,19 @@ class Session:
         return self._marked_at_s
 
     def _on_iteration_begin(self, mark: IterationMark, now_s: float) -> None:
-        self._begin_iteration(mark.iteration, self._mark_s(mark.time_ns, now_s), now_s)
+        relative_work = mark.relative_work_permille / 1000
+        self._begin_iteration(mark.iteration, self._mark_s(mark.time_ns, now_s), now_s, relative_work)
 
-    def _begin_iteration(self, number: int, begin_s: float | None, now_s: float) -> None:
+    def _begin_iteration(
+        self, number: int, begin_s: float | None, now_s: float, relative_work: float = 0.0
+    ) -> None:
         if number <= self._begun_iteration:
             return
         self._begun_iteration = number
         if self._pending is not None and number >= self._pending.start_iteration:
             self._come_into_force(self._pending, number)
         # One whose end mark was lost is forgotten here.
-        self._iteration = self._recorder.iteration(number, begin_s)
+        self._iteration = self._recorder.iteration(number, begin_s, relative_work)
         if self._irregular_count >= MOST_IRREGULAR:
             self._iteration.is_at_stock = True
             self._fall_back()

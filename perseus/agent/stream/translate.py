@@ -288,6 +288,8 @@ def _iteration_columns(rows: tuple[IterationRow, ...]) -> wire.IterationColumns:
         gap_energy_j=[row.gap_energy_j for row in rows],
         gap_slowed_time_s=[row.gap_slowed_time_s for row in rows],
         capped_clock_mhz=[row.capped_clock_mhz for row in rows],
+        # Few trainers tell it: nearly all batches go without the column.
+        relative_work=[row.relative_work for row in rows] if any(row.relative_work for row in rows) else (),
     )
 
 

@@ -17,6 +17,7 @@ from perseus.service.api.translate_jobs import (
     is_full,
     job_states_from_proto,
     job_to_proto,
+    no_slowdown_to_proto,
     period_to_proto,
     policy_from_proto,
     rank_filter_from_proto,
@@ -167,6 +168,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             profiling_cost=cost_to_proto(view.profiling_cost),
             profiling_budget=budget_to_proto(view.profiling_budget),
             next_page_token=next_page_token,
+            no_slowdown_time=no_slowdown_to_proto(view.no_slowdown) if view.no_slowdown else None,
         )
 
     @mapped

@@ -283,6 +283,7 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
             gap_energy_j=iterations.gap_energy_j[:],
             gap_slowed_time_s=iterations.gap_slowed_time_s[:],
             capped_clock_mhz=iterations.capped_clock_mhz[:],
+            relative_work=iterations.relative_work[:],
         ),
         computations=ComputationColumns(
             iteration=computations.iteration[:],

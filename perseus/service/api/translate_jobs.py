@@ -21,6 +21,8 @@ from perseus.service.domain.model import (
     JobDetails,
     JobState,
     JobView,
+    NoSlowdown,
+    NoSlowdownBasis,
     Rank,
     RankFilter,
     RankState,
@@ -45,6 +47,10 @@ from perseus.v1 import (
 
 State = TypeVar("State", JobState, RankState)
 
+_NO_SLOWDOWN_BASIS = {
+    NoSlowdownBasis.ALL_MAX: job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX,
+    NoSlowdownBasis.BASELINE: job_pb2.NO_SLOWDOWN_BASIS_BASELINE,
+}
 _JOB_STATE = {state: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
 _RANK_STATE = {state: rank_pb2.RankState.Value(f"RANK_STATE_{state.name}") for state in RankState}
 
@@ -200,6 +206,8 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         set_latency_s=view.set_latency_s,
         latency_cost_percent=view.latency_cost_percent,
     )
+    if view.no_slowdown is not None:
+        job.no_slowdown_time.CopyFrom(no_slowdown_to_proto(view.no_slowdown))
     if (baseline := view.baseline) is not None:
         job.baseline.iteration_time_s = baseline.time_s
         job.baseline.energy_j = baseline.energy_j
@@ -208,6 +216,11 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
     if view.details is not None:
         _add_details(job, view.details)
     return job
+
+
+def no_slowdown_to_proto(found: NoSlowdown) -> job_pb2.NoSlowdownTime:
+    """Return what is not slower than stock."""
+    return job_pb2.NoSlowdownTime(iteration_time_s=found.time_s, basis=_NO_SLOWDOWN_BASIS[found.basis])
 
 
 def cost_to_proto(cost: ProfilingCost) -> job_pb2.ProfilingCost:

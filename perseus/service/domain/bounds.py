@@ -25,6 +25,9 @@ MIN_POWER_W = 1e-3
 MAX_PIPELINE_POWER_W = MAX_POWER_W
 MAX_SLOWDOWN_FACTOR = 1e6
 
+MIN_RELATIVE_WORK, MAX_RELATIVE_WORK = 1e-3, 1e3
+"""Of an iteration, relative to a typical one."""
+
 MAX_CLOCK_COUNT = 1024
 """Clocks of one GPU; real ones have some 100."""
 MAX_POWER_PROFILE_COUNT = 256

@@ -12,7 +12,7 @@ from perseus.service.domain.events import Happening
 from perseus.service.domain.model import IterationSummary, Offer
 from perseus.service.domain.records import Record
 from perseus.service.domain.specification import Coordinates
-from perseus.solver import Pipeline, Plan
+from perseus.solver import Pipeline, Plan, Refinement
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,15 @@ class Solve:
 
 
 @dataclass(frozen=True, slots=True)
+class Refine:
+    """Make one plan of a frontier with all means; the answer comes back as Refined or RefineFailed."""
+
+    refinement: Refinement
+
+
+@dataclass(frozen=True, slots=True)
 class DropSolve:
-    """Solve no more what is being solved; if that is in time, it comes back as SolveFailed."""
+    """Do no more what is being solved or refined; if that is in time, it comes back as failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,7 @@ Command = (
     | EndStream
     | FindProfile
     | Solve
+    | Refine
     | DropSolve
     | Announce
     | ReportIteration

@@ -110,6 +110,8 @@ class Solved:
     """The frontier was solved. Energies are of one pipeline's iteration, points are realised plans.
 
     `latency_cost_percent`: what the GPUs' set latency adds to the energy at T_min, by prediction.
+    `confidence`: the probability with which plans keep their iteration times; 0 where no errors are known.
+    For that, times have a margin, which has a price.
     """
 
     t_min_s: float
@@ -121,6 +123,9 @@ class Solved:
     transfer_lag_s: float
     set_latency_s: float = 0.0
     latency_cost_percent: float = 0.0
+    confidence: float = 0.0
+    margin_time_percent: float = 0.0
+    margin_energy_percent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from perseus.service.domain.measured import KnownProfile
 from perseus.service.domain.model import Gpu, GpuErrorReason, RankLeftReason, RefusalReason, Straggler
 from perseus.service.domain.specification import Coordinates, OperatingPolicy, Registration
 from perseus.service.domain.telemetry import TelemetryBatch
-from perseus.solver import Frontier
+from perseus.solver import Frontier, Plan, Refinement
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +199,22 @@ class SolveRetried:
 
 
 @dataclass(frozen=True, slots=True)
+class Refined:
+    """The plan that was asked for."""
+
+    refinement: Refinement
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RefineFailed:
+    """There will be no such plan; why."""
+
+    refinement: Refinement
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -226,5 +242,7 @@ Input = (
     | Solved
     | SolveFailed
     | SolveRetried
+    | Refined
+    | RefineFailed
     | Tick
 )

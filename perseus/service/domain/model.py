@@ -310,6 +310,21 @@ class StockIteration:
     gap_time_s: float | None = None
 
 
+class NoSlowdownBasis(enum.Enum):
+    """What says how long an iteration takes that is not slower than stock."""
+
+    ALL_MAX = "all-max, as planned with"
+    BASELINE = "measured baseline"
+
+
+@dataclass(frozen=True, slots=True)
+class NoSlowdown:
+    """The longest iteration time, on the frontier's scale, that is no slowdown, and what says so."""
+
+    time_s: float
+    basis: NoSlowdownBasis
+
+
 @dataclass(frozen=True, slots=True)
 class JobDetails:
     """What of a job grows with its size; its ranks are asked for by themselves."""
@@ -350,6 +365,8 @@ class JobView:
     t_min_s: float
     t_star_s: float
     t_slow_s: float
+    no_slowdown: NoSlowdown | None
+    """What is not slower than stock; None before the frontier is known."""
     min_planned_time_s: float
     max_planned_time_s: float
     straggler_count: int

@@ -20,10 +20,12 @@ from perseus.service.domain.bounds import (
     MAX_ITERATION_ROWS,
     MAX_RANK_ENERGY_J,
     MAX_RANK_POWER_W,
+    MAX_RELATIVE_WORK,
     MAX_SAMPLE_COUNT,
     MAX_TOTAL_TIME_S,
     MIN_DURATION_S,
     MIN_POWER_W,
+    MIN_RELATIVE_WORK,
     between,
     check_range,
     check_size,
@@ -40,6 +42,8 @@ KINDS = tuple(Kind)
 _KINDS_KNOWN = frozenset(range(len(KINDS)))
 _KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 
+_WORK_RANGE = between(MIN_RELATIVE_WORK, MAX_RELATIVE_WORK)
+
 _Row = tuple[int, int, int]
 """Index of the kind, microbatch and chunk."""
 
@@ -48,7 +52,8 @@ class IterationColumns(NamedTuple):
     """Finished iterations of one rank. `clock_event_reasons` holds NVML's bits, 0 for none.
 
     The columns of the gaps before them are empty where the agent does not tell, and so is that of the clocks
-    that the GPU reached while it was held below its own (0 where it was not).
+    that the GPU reached while it was held below its own (0 where it was not), and `relative_work` (0 where
+    the trainer does not tell it).
     """
 
     iteration: Sequence[int]
@@ -61,6 +66,7 @@ class IterationColumns(NamedTuple):
     gap_energy_j: Sequence[float] = ()
     gap_slowed_time_s: Sequence[float] = ()
     capped_clock_mhz: Sequence[int] = ()
+    relative_work: Sequence[float] = ()
 
     def check(self) -> None:
         """Refuse columns that can't be.
@@ -78,6 +84,8 @@ class IterationColumns(NamedTuple):
         _check_bounds("iterations.gap_energy_j", self.gap_energy_j, 0, MAX_RANK_ENERGY_J)
         _check_bounds("iterations.gap_slowed_time_s", self.gap_slowed_time_s, 0, MAX_DURATION_S)
         _check_bounds("iterations.capped_clock_mhz", self.capped_clock_mhz, 0, MAX_CLOCK_MHZ)
+        if self.relative_work:
+            _check_rows("iterations.relative_work", self.relative_work, _is_work, f"0, or {_WORK_RANGE}")
 
 
 class ComputationColumns(NamedTuple):
@@ -363,6 +371,10 @@ class Order:
         row = next(row for row, (one, expected) in enumerate(zip(found, own, strict=True)) if one != expected)
         kind, microbatch, chunk = found[row]
         return f"{KINDS[kind].value} of microbatch {microbatch}, chunk {chunk} as computation {row} of them"
+
+
+def _is_work(value: float) -> bool:
+    return value == 0 or MIN_RELATIVE_WORK <= value <= MAX_RELATIVE_WORK
 
 
 def _check_lengths(where: str, columns: IterationColumns | ComputationColumns, most: int) -> None:

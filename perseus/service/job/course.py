@@ -41,7 +41,7 @@ from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, stages_at_stoc
 from perseus.service.job.rules import Rules
 from perseus.service.job.states import NEEDS_ALL_RANKS, check_transition
 from perseus.service.job.stragglers.straggler_book import StragglerBook
-from perseus.solver import Frontier, SolverError
+from perseus.solver import Frontier, Plan, Refinement, SolverError
 
 
 class Course:
@@ -451,6 +451,16 @@ class Course:
         """Take the frontier that was asked for."""
         if self._has_use_for_answer():
             self.planner.take_frontier(frontier)
+            self.retarget()
+
+    def take_plan(self, refinement: Refinement, plan: Plan) -> None:
+        """Take the plan that was asked for; it is offered where it pays, and the next one asked for."""
+        if self.planner.take_plan(refinement, plan):
+            self.retarget()
+
+    def do_without_plan(self, refinement: Refinement, cause: str) -> None:
+        """Take note that there will be no such plan."""
+        if self.planner.do_without_plan(refinement, cause):
             self.retarget()
 
     def take_failure(self, cause: str) -> None:

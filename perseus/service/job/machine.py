@@ -46,6 +46,8 @@ from perseus.service.domain.inputs import (
     ProfileFound,
     RankJoined,
     RankLeft,
+    Refined,
+    RefineFailed,
     RegisteredAgain,
     ResumeRequested,
     Solved,
@@ -217,6 +219,7 @@ class JobMachine:
             t_min_s=frontier.t_min_s if frontier else 0.0,
             t_star_s=frontier.t_star_s if frontier else 0.0,
             t_slow_s=frontier.t_slow_s if frontier else 0.0,
+            no_slowdown=self._planner.no_slowdown,
             min_planned_time_s=min_planned_s,
             max_planned_time_s=max_planned_s,
             straggler_count=len(self._stragglers),
@@ -543,6 +546,12 @@ class JobMachine:
     def _on_solve_failed(self, event: SolveFailed, _now_s: float) -> None:
         self._course.take_failure(event.cause)
 
+    def _on_refined(self, event: Refined, _now_s: float) -> None:
+        self._course.take_plan(event.refinement, event.plan)
+
+    def _on_refine_failed(self, event: RefineFailed, _now_s: float) -> None:
+        self._course.do_without_plan(event.refinement, event.cause)
+
     def _on_tick(self, _event: Tick, now_s: float) -> None:
         expired = self._ranks.expired(now_s)
         silent = {rank.instance_id: None for rank in expired if rank.state is RankState.CONNECTED}
@@ -594,5 +603,7 @@ _HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
     Solved: JobMachine._on_solved,
     SolveRetried: JobMachine._on_solve_retried,
     SolveFailed: JobMachine._on_solve_failed,
+    Refined: JobMachine._on_refined,
+    RefineFailed: JobMachine._on_refine_failed,
     Tick: JobMachine._on_tick,
 }

@@ -206,6 +206,7 @@ class QuarantinedRun:
             t_min_s=0.0,
             t_star_s=0.0,
             t_slow_s=0.0,
+            no_slowdown=None,
             min_planned_time_s=0.0,
             max_planned_time_s=0.0,
             straggler_count=len(record.stragglers),

@@ -26,6 +26,7 @@ from perseus.service.domain.commands import (
     DropSolve,
     EndStream,
     FindProfile,
+    Refine,
     RefuseRank,
     ReportIteration,
     SendOffer,
@@ -44,6 +45,8 @@ from perseus.service.domain.inputs import (
     EpochRenewed,
     Input,
     ProfileFound,
+    Refined,
+    RefineFailed,
     Solved,
     SolveFailed,
     SolveRetried,
@@ -61,7 +64,7 @@ from perseus.service.shell.watching import Watcher
 from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.storage.store import Entry, JobEntry, JobStore
-from perseus.solver import Frontier, SolverError
+from perseus.solver import Refinement, SolverError
 
 Result = TypeVar("Result")
 Made = TypeVar("Made")
@@ -107,7 +110,7 @@ class LiveRun:
     ranks: dict[Coordinates, Rank] = field(default_factory=dict)
     last_sequence: int = 0
     watchers: set[Watcher] = field(default_factory=set)
-    solving: asyncio.Task[Frontier] | None = None
+    solving: asyncio.Task[Any] | None = None
     event_counts: Counter[EventType] = field(default_factory=Counter)
 
     @property
@@ -474,6 +477,8 @@ class LiveRuns:
                 self._begin(self._find_profile(run, machine, keys))
             case Solve():
                 self._solve(run, machine, command)
+            case Refine(refinement):
+                self._refine(run, machine, refinement)
             case DropSolve():
                 if run.solving is not None:
                     run.solving.cancel()
@@ -508,28 +513,44 @@ class LiveRuns:
 
     def _solve(self, run: LiveRun, machine: Machine, wanted: Solve) -> None:
         """Ask for the frontier that a run wants; a run has at most one problem at a time."""
-
-        def tell_retry(cause: str, crash_count: int, delay_s: float) -> None:
-            if self._is_awaiting(run, machine):
-                self.handle(run, SolveRetried(cause, crash_count, delay_s))
-
+        tell_retry = partial(self._tell_retry, run, machine)
         run.solving = self._begin(
             self._solver.solve(run.job_id, wanted.problem, wanted.slow, tell_retry, wanted.set_latency_s)
         )
-        run.solving.add_done_callback(partial(self._take_answer, run, machine))
+        run.solving.add_done_callback(partial(self._take_answer, run, machine, Solved, SolveFailed))
 
-    def _take_answer(self, run: LiveRun, machine: Machine, solving: asyncio.Task[Frontier]) -> None:
-        """Give a run its frontier, or the reason why there is none."""
+    def _refine(self, run: LiveRun, machine: Machine, refinement: Refinement) -> None:
+        """Ask for a plan that a run wants; it has no problem at that time."""
+        tell_retry = partial(self._tell_retry, run, machine)
+        run.solving = self._begin(self._solver.refine(run.job_id, refinement, tell_retry))
+        taken = partial(Refined, refinement), partial(RefineFailed, refinement)
+        run.solving.add_done_callback(partial(self._take_answer, run, machine, *taken))
+
+    def _tell_retry(
+        self, run: LiveRun, machine: Machine, cause: str, crash_count: int, delay_s: float
+    ) -> None:
+        if self._is_awaiting(run, machine):
+            self.handle(run, SolveRetried(cause, crash_count, delay_s))
+
+    def _take_answer(
+        self,
+        run: LiveRun,
+        machine: Machine,
+        done: Callable[[Any], Input],
+        failed: Callable[[str], Input],
+        solving: asyncio.Task[Any],
+    ) -> None:
+        """Give a run its frontier or its plan, or the reason why there is none."""
         if run.solving is solving:
             run.solving = None
         if self._is_closing or not self._is_awaiting(run, machine):
             return
         if solving.cancelled():
-            self.handle(run, SolveFailed("it was of no use any more"))
+            self.handle(run, failed("it was of no use any more"))
         elif (error := solving.exception()) is None:
-            self.handle(run, Solved(solving.result()))
+            self.handle(run, done(solving.result()))
         elif isinstance(error, SolverError | CoordinatorError):
-            self.handle(run, SolveFailed(str(error)))
+            self.handle(run, failed(str(error)))
         elif isinstance(error, Exception):
             self._quarantine(run, FaultyPart.SOLVING, error)
 

@@ -1,5 +1,7 @@
 """The jobs' lane: their problems wait as long as it takes, one of each, and have fair turns (`fair_queue`).
 
+A problem is a frontier to be solved for, or a plan of one to be made with all means.
+
 Nothing that happens to a worker fails a job at once. A problem whose worker died is solved again after a
 while, longer from time to time; only when it has ended MOST_CRASHES workers it is given up. Other jobs go on
 in the meantime.
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import structlog
 
@@ -23,9 +26,9 @@ from perseus.service.domain.commands import SlowPlan
 from perseus.service.domain.errors import InternalError, SolverCrashedError, SolverTimeoutError
 from perseus.service.solving.fair_queue import FairQueue
 from perseus.service.solving.tally import LaneTally
-from perseus.service.solving.work import POINT_COUNT, solve_explaining
-from perseus.service.solving.worker import Worker, WorkerDiedError, WorkError
-from perseus.solver import Frontier, Pipeline
+from perseus.service.solving.work import POINT_COUNT, refine, solve_explaining
+from perseus.service.solving.worker import Answer, Worker, WorkerDiedError, WorkError
+from perseus.solver import Frontier, Pipeline, Plan, Refinement
 
 log = structlog.get_logger(__name__)
 
@@ -45,11 +48,10 @@ OnRetry = Callable[[str, int, float], None]
 
 @dataclass(slots=True, eq=False)
 class _Wanted:
-    problem: Pipeline
-    slow: SlowPlan | None
-    set_latency_s: float
+    work: Callable[..., object]
+    arguments: tuple[object, ...]
     on_retry: OnRetry
-    answer: asyncio.Future[Frontier]
+    answer: asyncio.Future[Any]
     turn_s: float
     is_gone: asyncio.Event = field(default_factory=asyncio.Event)
     worker: Worker | None = None
@@ -138,11 +140,20 @@ class JobLane:
             SolverTimeoutError: it takes longer than the limit.
             InternalError: the solver has a fault.
         """
+        return await self._do(job_id, on_retry, solve_explaining, problem, POINT_COUNT, slow, set_latency_s)
+
+    async def refine(self, job_id: str, refinement: Refinement, on_retry: OnRetry) -> Plan:
+        """Make a plan of a job's frontier with all means. In everything else as `solve`."""
+        return await self._do(job_id, on_retry, refine, refinement)
+
+    async def _do(
+        self, job_id: str, on_retry: OnRetry, work: Callable[..., Answer], *arguments: object
+    ) -> Answer:
         while (older := self._wanted.get(job_id)) is not None:
             older.answer.cancel()
             await older.is_gone.wait()
-        answer: asyncio.Future[Frontier] = asyncio.get_running_loop().create_future()
-        wanted = self._wanted[job_id] = _Wanted(problem, slow, set_latency_s, on_retry, answer, self._turn_s)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        wanted = self._wanted[job_id] = _Wanted(work, arguments, on_retry, answer, self._turn_s)
         self._queue.put(job_id)
         self._dispatch()
         try:
@@ -204,17 +215,15 @@ class JobLane:
 
     async def _take_turn(self, job_id: str, wanted: _Wanted, worker: Worker) -> float | None:
         """Solve a problem for as long as its turn is. Return when it is to have another, if it is to."""
-        work = asyncio.ensure_future(
-            worker.run(solve_explaining, wanted.problem, POINT_COUNT, wanted.slow, wanted.set_latency_s)
-        )
+        work = asyncio.ensure_future(worker.run(wanted.work, *wanted.arguments))
         try:
             if not await self._is_done_in_turn(work, wanted.turn_s):
                 wanted.turn_s *= 2
                 log.info("problem is put back", job_id=job_id, next_turn_s=wanted.turn_s)
                 return self._clock()
-            frontier = work.result()
+            answer = work.result()
             if not wanted.answer.done():
-                wanted.answer.set_result(frontier)
+                wanted.answer.set_result(answer)
             return None
         except WorkerDiedError as error:
             self.tally.crash_count += 1
@@ -241,7 +250,7 @@ class JobLane:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-    async def _is_done_in_turn(self, work: asyncio.Future[Frontier], turn_s: float) -> bool:
+    async def _is_done_in_turn(self, work: asyncio.Future[object], turn_s: float) -> bool:
         """Wait for an answer until the turn is over and somebody else is ready.
 
         Raises:

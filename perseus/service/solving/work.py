@@ -1,6 +1,7 @@
 """What workers do: all that takes seconds of a processor. Runs in their processes."""
 
 from collections import OrderedDict
+from dataclasses import replace
 
 from perseus.service.domain.commands import SlowPlan
 from perseus.solver import (
@@ -8,6 +9,7 @@ from perseus.solver import (
     LagError,
     Pipeline,
     Plan,
+    Refinement,
     explaining_lag_s,
     fastest_clock_plan,
     solve,
@@ -15,6 +17,9 @@ from perseus.solver import (
 )
 
 POINT_COUNT = 100
+
+CONFIDENCE = 0.95
+"""The probability with which a plan keeps its iteration time, for all that measurements' errors can do."""
 
 KEPT_FRONTIERS = 4
 """That a process remembers: a large one has many megabytes, and clients ask for plan after plan of one."""
@@ -30,6 +35,7 @@ def solve_explaining(
 ) -> Frontier:
     """Solve a problem, with the lag between stages that explains a slow plan, if there is one.
 
+    Measured times are planned with so that plans keep theirs with the probability CONFIDENCE.
     `set_latency_s`: how long the GPUs take to set a clock; 0 for plans whose clocks change at once.
 
     Raises:
@@ -38,7 +44,7 @@ def solve_explaining(
     """
     if slow is not None:
         problem = with_lag(problem, _lag_s(problem, slow))
-    return solve(problem, point_count=point_count, set_latency_s=set_latency_s)
+    return solve(problem, point_count=point_count, set_latency_s=set_latency_s, confidence=CONFIDENCE)
 
 
 def plan_of(key: int, frontier: Frontier | None, iteration_time_s: float) -> Plan:
@@ -55,9 +61,16 @@ def plan_of(key: int, frontier: Frontier | None, iteration_time_s: float) -> Pla
     return frontier.plan(iteration_time_s)
 
 
+def refine(refinement: Refinement) -> Plan:
+    """Make one plan of a frontier with all means."""
+    return refinement.plan()
+
+
 def _lag_s(problem: Pipeline, slow: SlowPlan) -> float:
     stock = fastest_clock_plan(problem)
-    lag_s = explaining_lag_s(problem, slow.plan, slow.median_time_s, stock, slow.baseline_time_s)
+    lag_s = explaining_lag_s(
+        problem, _as_measured(slow.plan, problem), slow.median_time_s, stock, slow.baseline_time_s
+    )
     if lag_s is None:
         raise LagError(
             f"no lag between stages explains iterations of {slow.median_time_s:.6f} s, "
@@ -66,3 +79,19 @@ def _lag_s(problem: Pipeline, slow: SlowPlan) -> float:
             baseline_time_s=slow.baseline_time_s,
         )
     return lag_s
+
+
+def _as_measured(plan: Plan, problem: Pipeline) -> Plan:
+    """Return a plan with the times that were measured, where it was made with others: with a margin."""
+    measured_s = {(*key, m.clock_mhz): m.time_s for key, some in problem.profiles.items() for m in some}
+    stages = tuple(
+        tuple(
+            planned._replace(
+                duration_s=measured_s.get((c.stage, c.chunk, c.kind, planned.clock_mhz), planned.duration_s)
+            )
+            for planned in stage
+            for c in [planned.computation]
+        )
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages)

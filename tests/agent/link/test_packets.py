@@ -12,6 +12,7 @@ from perseus.agent.link.packets import (
     MAX_JSON_BYTES,
     MAX_OBJECTS,
     MAX_PACKET_BYTES,
+    MAX_RELATIVE_WORK_PERMILLE,
     ComputationMark,
     Edge,
     Finish,
@@ -47,7 +48,10 @@ messages: st.SearchStrategy[Message] = st.one_of(
     ),
     st.builds(Membership, identifiers),
     st.builds(Reply, st.booleans(), texts, texts, st.booleans()),
-    st.builds(IterationMark, edges, iterations, int64, int32),
+    st.builds(
+        IterationMark, st.just(Edge.BEGIN), iterations, int64, st.integers(0, MAX_RELATIVE_WORK_PERMILLE)
+    ),
+    st.builds(IterationMark, st.just(Edge.END), iterations, int64, st.just(0), int32),
     st.builds(ComputationMark, edges, iterations, int32, computations, int64),
     st.builds(WaitMark, edges, iterations, int64),
     st.builds(Finish, int64),

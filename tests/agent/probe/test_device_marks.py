@@ -92,7 +92,7 @@ class ProbeStub(Probe):
     def is_connected(self) -> bool:
         return self.has_agent
 
-    def begin_iteration(self, time_ns: int | None = None) -> None:
+    def begin_iteration(self, time_ns: int | None = None, *, relative_work: float | None = None) -> None:
         self.begun_count += 1
         if self.has_agent:
             self.marks.append(("begin iteration", time_ns))

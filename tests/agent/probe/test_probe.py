@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -147,6 +148,19 @@ def test_marks_carry_identity_and_order(agent: AgentStub, monkeypatch: pytest.Mo
     assert isinstance(marks[-1], Finish)
 
 
+def test_an_iteration_may_tell_its_relative_work(agent: AgentStub, caplog: pytest.LogCaptureFixture) -> None:
+    probe = connect(agent.path)
+    for work in (None, 1.2504, 0.001, 1000, 0.0, -1.0, math.nan, math.inf, 1e9, "much"):
+        with probe.iteration(relative_work=work):  # type: ignore[arg-type]
+            pass
+    probe.close()
+    begun = [mark for mark in agent.marks() if isinstance(mark, IterationMark) and mark.edge is Edge.BEGIN]
+    assert [mark.relative_work_permille for mark in begun] == [0, 1250, 1, 1_000_000, 0, 0, 0, 0, 0, 0]
+    warned = [record for record in caplog.records if "relative_work" in record.message]
+    assert len(warned) == 1
+    assert "expected 0.001 to 1000, found 0.0" in warned[0].message
+
+
 def test_a_block_that_raises_has_no_end(agent: AgentStub) -> None:
     probe = connect(agent.path)
     with pytest.raises(KeyError), probe.iteration(), probe.computation(Kind.FORWARD, 0):
@@ -176,7 +190,7 @@ def test_a_full_socket_drops_marks_without_waiting(
         pass
     assert probe.dropped_mark_count == dropped, "there is room again"
     told = [mark.dropped_mark_count for mark in agent.marks() if isinstance(mark, IterationMark)]
-    assert told == [dropped, dropped], "and the agent is told"
+    assert told == [0, dropped], "and the agent is told, at the end"
     probe.close()
     assert f"{dropped} marks dropped" in caplog.text
 

@@ -935,3 +935,18 @@ def test_a_computation_during_which_the_clock_changed_is_no_sample(bench: Bench)
     counts = {(s.kind, s.clock_mhz): s.computation_count for s in estimate.samples}
     forward_count = sum(count for (kind, _), count in counts.items() if kind is Kind.FORWARD)
     assert forward_count == estimate.iteration_count, "F1 only"
+
+
+def test_relative_work_is_told_with_its_iteration() -> None:
+    bench = Bench().accepted()
+    commands: list[Command] = []
+    for number, permille in enumerate((0, 1250)):
+        bench.do(IterationMark(Edge.BEGIN, number, int(bench.now_s * 1e9), permille))
+        for computation in bench.order:
+            bench.mark(Edge.BEGIN, number, computation)
+            bench.now_s += 0.1
+            bench.mark(Edge.END, number, computation)
+        commands += bench.iteration(Edge.END, number)
+    commands += bench.after(10.0, Tick())
+    works = [row.relative_work for message in telemetry(commands) for row in message.iterations]
+    assert works == [0.0, 1.25]

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_rows_become_columns() -> None:
         RANK,
         (
             IterationRow(7, 3, 0.8, 240.0, True, 0),
-            IterationRow(8, 3, 0.9, 250.0, False, 0x40, 5.0, 600.0, 0.01),
+            IterationRow(8, 3, 0.9, 250.0, False, 0x40, 5.0, 600.0, 0.01, relative_work=1.25),
         ),
         (
             ComputationRow(7, F0, 0.1, 0.05, 1410),
@@ -128,6 +129,9 @@ def test_rows_become_columns() -> None:
     assert list(batch.iterations.gap_time_s) == [0.0, 5.0]
     assert list(batch.iterations.gap_energy_j) == [0.0, 600.0]
     assert list(batch.iterations.gap_slowed_time_s) == [0.0, 0.01]
+    assert list(batch.iterations.relative_work) == [0.0, 1.25]
+    untold = replace(telemetry, iterations=telemetry.iterations[:1])
+    assert not translate.request(Batch(6, untold, 0)).telemetry.iterations.relative_work
     assert list(batch.computations.kind) == [1, 2]
     assert list(batch.computations.microbatch) == [0, 2]
     assert list(batch.computations.chunk) == [0, 1]

@@ -118,6 +118,7 @@ def said(agent: FakeAgent) -> list[ConnectRequest]:
         telemetry.iterations.gap_time_s,
         telemetry.iterations.gap_energy_j,
         telemetry.iterations.gap_slowed_time_s,
+        telemetry.iterations.relative_work,
     ):
         column.extend([0.5] * len(telemetry.iterations.iteration))
     telemetry.iterations.capped_clock_mhz.extend([1000] * len(telemetry.iterations.iteration))

@@ -66,7 +66,7 @@ def test_a_plan_that_breaks_its_promise_is_withdrawn_within_six_iterations_and_t
     assert broken.median_time_s > 1.01 * broken.promised_time_s
     (correction,) = cluster.announced(evidence.ProfileCorrected)
     assert correction.stage == 1
-    assert correction.ratio == pytest.approx(1.3)
+    assert correction.ratio == pytest.approx(1.3, rel=0.002)  # of the time planned, margin included
     cluster.run_until(JobState.PLANNED)
     cluster.run(BLOCK)
     cluster.expect(JobState.PLANNED)

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 from perseus.service.domain.bounds import MAX_DURATION_S, MAX_SLOWDOWN_FACTOR, MIN_DURATION_S, check_range
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.model import STOCK_MHZ, PlannedClocks, Straggler
+from perseus.service.domain.model import (
+    STOCK_MHZ,
+    NoSlowdown,
+    NoSlowdownBasis,
+    PlannedClocks,
+    Straggler,
+)
 from perseus.service.domain.specification import OperatingPolicy
 from perseus.solver import Frontier, Kind, Pipeline, Plan, PlannedComputation
 
@@ -52,12 +58,27 @@ def overhead_s(frontier: Frontier, baseline_time_s: float) -> float:
     return max(0.0, baseline_time_s - frontier.baseline.iteration_time_s)
 
 
-def planned_clocks(frontier: Frontier, target_s: float, at_stock: Collection[int]) -> PlannedClocks:
-    """Return the slowest realised plan that keeps a target time; below T_min there is none.
+def no_slowdown(frontier: Frontier, baseline_time_s: float) -> NoSlowdown:
+    """Return what is not slower than stock, on the frontier's scale.
+
+    That is the all-max iteration as it is planned with; not T_min, which is shorter where the highest clock
+    is not the fastest for every computation. A measured baseline (0 where there is none) can only lower it:
+    what that holds beyond the all-max plan is not the computations' to use up (`overhead_s`).
+    """
+    planned_s = frontier.baseline.iteration_time_s
+    if 0 < baseline_time_s < planned_s:
+        return NoSlowdown(max(frontier.t_min_s, baseline_time_s), NoSlowdownBasis.BASELINE)
+    return NoSlowdown(planned_s, NoSlowdownBasis.ALL_MAX)
+
+
+def planned_clocks(
+    plan: Plan, frontier: Frontier, target_s: float, at_stock: Collection[int]
+) -> PlannedClocks:
+    """Return a plan for a target time as it is offered. What set latency costs is taken from the point there.
 
     Stages `at_stock` have no clock in it: the frontier knows of one only, which stands for stock.
     """
-    plan = with_fixed(frontier.plan_within(target_s), frontier.pipeline)
+    plan = with_fixed(plan, frontier.pipeline)
     stages = tuple(
         tuple(planned._replace(clock_mhz=STOCK_MHZ) for planned in computations)
         if stage in at_stock
@@ -109,7 +130,10 @@ def target_times_s(
 
 
 def _own_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float) -> float:
-    """Return the iteration time that a pipeline may take that waits for nobody: from T_min to T*."""
+    """Return the iteration time that a pipeline may take that waits for nobody: from T_min to T*.
+
+    A slowdown is against stock.
+    """
     if policy.deadline is not None:
         pace_s = policy.deadline.time_s / policy.deadline.iteration_count
         wanted_s = pace_s - overhead_s(frontier, baseline_time_s)
@@ -119,7 +143,7 @@ def _own_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: fl
         first = bisect_left(powers_w, -policy.max_average_power_w, key=lambda power_w: -power_w)
         return frontier.points[min(first, len(frontier.points) - 1)].iteration_time_s
     else:
-        wanted_s = frontier.t_min_s * (1 + policy.max_slowdown_percent / 100)
+        wanted_s = no_slowdown(frontier, baseline_time_s).time_s * (1 + policy.max_slowdown_percent / 100)
     return max(frontier.t_min_s, min(wanted_s, frontier.t_star_s))
 
 

@@ -5,19 +5,26 @@ that is being solved is solved in vain: it is to be dropped, and should there be
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 
 from perseus.service.domain import evidence
 from perseus.service.domain.commands import DropSolve, SlowPlan, Solve
 from perseus.service.domain.measured import JobIteration
-from perseus.service.domain.model import Clocks, EventType, PlannedClocks, Straggler
+from perseus.service.domain.model import Clocks, EventType, NoSlowdown, PlannedClocks, Straggler
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.caps import CapWatch
+from perseus.service.job.planning.exact_plans import ExactPlans
 from perseus.service.job.planning.guard import GuardRules, promise_of_s
 from perseus.service.job.planning.offers import OfferBoard
-from perseus.service.job.planning.operating_point import planned_clocks, straggler_time_s, target_times_s
+from perseus.service.job.planning.operating_point import (
+    no_slowdown,
+    planned_clocks,
+    straggler_time_s,
+    target_times_s,
+)
 from perseus.service.job.planning.plan_watch import PlanWatch, Verdict
 from perseus.service.job.planning.set_latency import SetLatency
 from perseus.service.job.profiling.profiler import Profiler
@@ -25,7 +32,16 @@ from perseus.service.job.profiling.stage_profiles import build_problem, is_power
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.job.ranks.usable_clocks import stages_at_stock
 from perseus.service.job.stragglers.straggler_book import StragglerBook
-from perseus.solver import Frontier, Schedule, common_lag_s, with_lag
+from perseus.solver import (
+    Frontier,
+    Plan,
+    ProfileError,
+    Refinement,
+    Schedule,
+    common_lag_s,
+    replay,
+    with_lag,
+)
 
 
 class Planner:
@@ -67,6 +83,9 @@ class Planner:
         self._baseline = baseline
         self._stragglers = stragglers
         self._journal = journal
+        self._exact = ExactPlans(journal)
+        # The set latency that plans now offered were made with; None if they are from before a restart.
+        self._made_for_s: float | None = None
         # What the next frontier has to explain.
         self._slow: SlowPlan | None = None
         # By version of the plans in use, what iterations are judged by.
@@ -81,6 +100,7 @@ class Planner:
         if not self.is_solving:
             clocks_mhz = self._ranks.usable_clocks_mhz()
             problem = build_problem(self._profiler.profiles, self._schedule, clocks_mhz)
+            self._exact.drop()
             self.is_solving = True
             self.latency.settle()
             self._journal.do(Solve(with_lag(problem, self.lag_s), self._slow, self.latency.planned_s))
@@ -103,11 +123,15 @@ class Planner:
     def take_frontier(self, frontier: Frontier) -> None:
         """Plan on a new frontier."""
         self.frontier = frontier
+        self._exact.forget()
+        self._remember_plans(frontier)
         self.lag_s = common_lag_s(frontier.pipeline)
+        margin = frontier.margin
         self._journal.announce(
             EventType.SOLVED,
             f"frontier from T_min {frontier.t_min_s:.6f} s to T_slow {frontier.t_slow_s:.6f} s"
-            + (f", for a set latency of {frontier.set_latency_s:.3f} s" if frontier.set_latency_s else ""),
+            + (f", for a set latency of {frontier.set_latency_s:.3f} s" if frontier.set_latency_s else "")
+            + (f", with a margin of {margin.time_share:.2%} for noisy measurements" if margin else ""),
             evidence.Solved(
                 t_min_s=frontier.t_min_s,
                 t_star_s=frontier.t_star_s,
@@ -116,10 +140,26 @@ class Planner:
                 t_min_energy_j=frontier.points[0].energy_j,
                 point_count=len(frontier.points),
                 transfer_lag_s=self.lag_s,
+                confidence=margin.confidence if margin else 0.0,
+                margin_time_percent=100 * margin.time_share if margin else 0.0,
+                margin_energy_percent=100 * frontier.margin_energy_share,
                 set_latency_s=frontier.set_latency_s,
                 latency_cost_percent=frontier.points[0].latency_cost_percent,
             ),
         )
+
+    def _remember_plans(self, frontier: Frontier) -> None:
+        """Let plans in force be among those known: after a restart, nothing is offered anew for nothing.
+
+        They keep their clocks for the set latency that they were made with, and for no other.
+        """
+        before_s, self._made_for_s = self._made_for_s, frontier.set_latency_s
+        if before_s is not None and before_s != frontier.set_latency_s:
+            return
+        for clocks in {id(offer.clocks): offer.clocks for offer in self._offers}.values():
+            if isinstance(clocks, PlannedClocks):
+                with suppress(ProfileError):  # it has clocks that are not to be had any more, or stock
+                    self._exact.remember(replay(frontier.pipeline, clocks.plan.clocks_mhz))
 
     def drop_frontier(self, slow: SlowPlan | None = None) -> None:
         """It was solved for other clocks, as is the one that is being solved, or led to broken promises.
@@ -127,11 +167,13 @@ class Planner:
         The next one is to explain the slow plan.
         """
         self.frontier = None
+        self._exact.forget()
         self.stop_solving()
         self._slow = slow
 
     def stop_solving(self) -> None:
         """What is being solved, if anything is, is of no use any more."""
+        self._exact.drop()
         if self.is_solving and not self.is_in_vain:
             self.is_in_vain = True
             self._journal.do(DropSolve())
@@ -143,6 +185,11 @@ class Planner:
             f"solving begins again in {delay_s:.1f} s: {cause}",
             evidence.SolveRetried(cause, crash_count, delay_s),
         )
+
+    @property
+    def no_slowdown(self) -> NoSlowdown | None:
+        """What is not slower than stock; None while there is no frontier to measure it by."""
+        return no_slowdown(self.frontier, self._baseline.time_s) if self.frontier else None
 
     def straggler_times_s(self) -> dict[int, float]:
         """Return T' of each straggler; 0 while there is no frontier to measure it by."""
@@ -190,12 +237,30 @@ class Planner:
         at_stock = stages_at_stock(self._ranks.usable_clocks_mhz())
         for target_s in sorted(set(targets_s)):
             same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
-            self._offers.wish(same, planned_clocks(self.frontier, target_s, at_stock))
+            plan = self._exact.plan_within(self.frontier, target_s)
+            self._offers.wish(same, planned_clocks(plan, self.frontier, target_s, at_stock))
+        if not self.is_solving:
+            self._exact.want(self.frontier, dict.fromkeys(sorted(targets_s, reverse=True)))
+
+    def take_plan(self, refinement: Refinement, plan: Plan) -> bool:
+        """Take the plan of exactly an iteration time; tell whether it was awaited."""
+        return self.frontier is not None and self._exact.take(self.frontier, refinement, plan)
+
+    def do_without_plan(self, refinement: Refinement, cause: str) -> bool:
+        """There will be no such plan: the frontier's point stays. Tell whether it was awaited."""
+        is_awaited = self.frontier is not None and self._exact.take(self.frontier, refinement, None)
+        if is_awaited:
+            self._journal.announce(
+                EventType.SOLVE_FAILED,
+                f"no plan of exactly {refinement.deadline_s:.6f} s, the next one stays: {cause}",
+                evidence.SolveFailed(cause),
+            )
+        return is_awaited
 
     def _policy_in_use(self) -> OperatingPolicy:
         """Return the policy; but where the blocking power is only assumed, none that allows a slowdown.
 
-        It is assumed too low, if anything: T* would come out too late, and the slowdown cost energy.
+        It is assumed too low, if anything: T* would come out too late, and a slowdown cost energy.
         """
         if self.policy.max_average_power_w is None and not is_power_known(self._profiler.profiles):
             return OperatingPolicy()
@@ -242,3 +307,4 @@ class Planner:
     def validate(self) -> None:
         """Check what must always hold."""
         assert self.is_solving or not self.is_in_vain
+        assert self._exact.refining is None or (self.frontier is not None and not self.is_solving)

@@ -17,7 +17,15 @@ from perseus.service.domain.profiling import ClockGivenUpReason
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.ranks.usable_clocks import UsableClocks, stages_at_stock
-from perseus.solver import Kind, Measurement, Pipeline, ProfileKey, Schedule, interpolate_clocks
+from perseus.solver import (
+    Kind,
+    Measurement,
+    Pipeline,
+    ProfileKey,
+    Schedule,
+    interpolate_clocks,
+    shrink_profiles,
+)
 
 ASSUMED_BLOCKING_SHARE = 0.25
 """What a waiting GPU is assumed to draw where nobody measured it, as a share of the least power that its
@@ -110,7 +118,7 @@ def blocking_power_w(profiles: Sequence[StageProfile], stage_count: int) -> tupl
     this power × time: the lower the power, the sooner that ends. So nothing is slowed for a saving that only
     an assumption promises, while one that is slowed saves at least what is predicted. What a too low power
     gets wrong is how much *longer iterations* cost: T* comes out too late. Therefore nobody's own pace goes
-    beyond T_min on an assumption (`planning.planner`); who waits for a straggler anyway moves up to T_slow,
+    beyond stock's on an assumption (`planning.planner`); who waits for a straggler anyway moves up to T_slow,
     which comes out too early. A cap on power is held against the assumed power.
     """
     told_w: dict[int, float] = {}
@@ -174,25 +182,31 @@ def curves(profiles: Iterable[StageProfile], stage: int) -> dict[StageKey, list[
 def build_problem(profiles: Sequence[StageProfile], schedule: Schedule, clocks_mhz: UsableClocks) -> Pipeline:
     """Return what the solver has to solve, from at least two measured clocks of each stage.
 
-    Of a stage's `clocks_mhz` those are planned on that were measured or, interpolated, lie between; of one
-    that stays at stock the highest one measured. A FIXED computation takes the mean of its times over the
-    clocks.
+    Measurements are shrunk to what is to be expected of them, for all their errors. Of a stage's `clocks_mhz`
+    those are planned on that were measured or, interpolated, lie between; of one that stays at stock the
+    highest one measured. A FIXED computation takes the mean of its times over the clocks.
     """
     by_key: dict[ProfileKey, tuple[Measurement, ...]] = {}
     fixed_s: dict[ProfileKey, float] = {}
     at_stock = stages_at_stock(clocks_mhz)
-    for stage in range(schedule.stage_count):
-        for (chunk, kind), measured in curves(profiles, stage).items():
-            if kind is Kind.FIXED:
-                fixed_s[stage, chunk, kind] = math.fsum(m.time_s for m in measured) / len(measured)
-            elif stage in at_stock:
-                by_key[stage, chunk, kind] = (measured[-1],)
-            else:
-                lowest_mhz, highest_mhz = measured[0].clock_mhz, measured[-1].clock_mhz
-                between_mhz = [mhz for mhz in clocks_mhz[stage] if lowest_mhz < mhz < highest_mhz]
-                by_key[stage, chunk, kind] = tuple(
-                    m for m in interpolate_clocks(measured, between_mhz) if m.clock_mhz in clocks_mhz[stage]
-                )
+    shrunk = shrink_profiles(
+        {
+            (stage, *key): tuple(found)
+            for stage in range(schedule.stage_count)
+            for key, found in curves(profiles, stage).items()
+        }
+    )
+    for (stage, chunk, kind), measured in shrunk.items():
+        if kind is Kind.FIXED:
+            fixed_s[stage, chunk, kind] = math.fsum(m.time_s for m in measured) / len(measured)
+        elif stage in at_stock:
+            by_key[stage, chunk, kind] = (measured[-1],)
+        else:
+            lowest_mhz, highest_mhz = measured[0].clock_mhz, measured[-1].clock_mhz
+            between_mhz = [mhz for mhz in clocks_mhz[stage] if lowest_mhz < mhz < highest_mhz]
+            by_key[stage, chunk, kind] = tuple(
+                m for m in interpolate_clocks(measured, between_mhz) if m.clock_mhz in clocks_mhz[stage]
+            )
     return Pipeline(
         schedule=schedule,
         profiles=by_key,

@@ -6,7 +6,8 @@ Theory of operation
 Each iteration gives every pipeline a figure, its *slowness*: the log of its span over the one that its own
 plan promises. The plan comes first: with two pipelines, peers can not say who is slow. What most of its peers
 have in common, a profile that is off or a shift of the whole job (drift), is taken off, unless it is in their
-favour. Without a plan (at stock, while clocks are held) a pipeline is compared with its peers alone.
+favour. Without a plan (at stock, while clocks are held) a pipeline is compared with its peers alone. Where a
+trainer says how much work an iteration holds for a pipeline, that is how much longer it may take.
 
 Spans jump. How much is learned from all pipelines together (`noise`), and before that is known it is taken to
 be much. Against it, evidence that a pipeline has another *level* of slowness adds up (`sequential_test`),
@@ -173,7 +174,8 @@ class StragglerDetector:
         is_fresh = spans.versions != self._versions
         self._versions = spans.versions
         spans_s = np.where(is_fresh, np.nan, spans.spans_s)
-        slowness = _slowness(spans_s, spans.planned_s, spans.versions, self._test.levels)
+        per_work_s = spans_s / spans.relative_work
+        slowness = _slowness(per_work_s, spans.planned_s, spans.versions, self._test.levels)
         self._test.add(slowness, self._noise)
         self._noise.add(slowness)
         self._row = (self._row + 1) % _REMEMBERED

@@ -49,6 +49,7 @@ class IterationSpans:
         slowest_stages: the stage that fell behind its plan (without one, behind its peers) the most.
         stage_ratios: how much it fell behind, as the ratio of the times that it computed.
         clock_event_reasons: NVML's bits, of all ranks together.
+        relative_work: the most that a rank said of its pipeline; 1 where none did.
     """
 
     iteration: int
@@ -58,6 +59,7 @@ class IterationSpans:
     slowest_stages: IntColumn
     stage_ratios: FloatColumn
     clock_event_reasons: IntColumn
+    relative_work: FloatColumn | float = 1.0
 
 
 class SpanGraph:
@@ -109,11 +111,13 @@ class _Open:
     Attributes:
         durations_s: of shape (computations, pipelines), NaN for what is not known.
         clock_event_reasons: NVML's bits, by pipeline.
+        relative_work: by pipeline; 0 where it is not told.
         reports: by stage, what its ranks told, by (pipeline, tensor): durations in the order of the stage.
     """
 
     durations_s: FloatColumn
     clock_event_reasons: IntColumn
+    relative_work: FloatColumn
     reports: list[dict[tuple[int, int], Sequence[float]]]
 
 
@@ -165,6 +169,9 @@ class SpanBook:
         for number, reasons in zip(finished.iteration, finished.clock_event_reasons, strict=True):
             if reasons:
                 self._open_iteration(number).clock_event_reasons[rank.pipeline] |= reasons
+        for number, work in zip(finished.iteration, finished.relative_work, strict=False):  # or it is empty
+            told = self._open_iteration(number).relative_work
+            told[rank.pipeline] = max(told[rank.pipeline], work)
 
     def _add_others(self, rank: Coordinates, computations: ComputationColumns) -> None:
         columns = self._columns(rank.stage, computations)
@@ -201,6 +208,7 @@ class SpanBook:
             slowest_stages=stages,
             stage_ratios=ratios,
             clock_event_reasons=reasons,
+            relative_work=np.where(found.relative_work > 0, found.relative_work, 1.0),
         )
 
     def _columns(self, stage: int, computations: ComputationColumns) -> NDArray[np.int64]:
@@ -236,6 +244,7 @@ class SpanBook:
             entry = self._open[iteration] = _Open(
                 np.full(shape, np.nan).T,
                 np.zeros(self._pipeline_count, np.int64),
+                np.zeros(self._pipeline_count),
                 [{} for _ in self._stages],
             )
             if len(self._open) > _OPEN_LIMIT:

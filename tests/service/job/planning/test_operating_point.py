@@ -6,15 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.service.domain.model import Straggler
+from perseus.service.domain.model import NoSlowdown, NoSlowdownBasis, Straggler
 from perseus.service.domain.specification import Deadline, OperatingPolicy
-from perseus.service.job.planning.operating_point import planned_clocks, straggler_time_s, target_times_s
-from perseus.solver import Kind
+from perseus.service.job.planning.operating_point import (
+    no_slowdown,
+    planned_clocks,
+    straggler_time_s,
+    target_times_s,
+)
+from perseus.solver import Frontier, Kind, Measurement, Pipeline, one_forward_one_backward, solve
 from tests.service.frontiers import FRONTIER
 
 
 def test_a_plan_has_the_fixed_computations_in_their_places_without_a_clock() -> None:
-    plan = planned_clocks(FRONTIER, 1.1 * FRONTIER.t_min_s, at_stock=()).plan
+    target_s = 1.1 * FRONTIER.t_min_s
+    plan = planned_clocks(FRONTIER.plan_within(target_s), FRONTIER, target_s, at_stock=()).plan
     for order, stage in zip(FRONTIER.pipeline.schedule.orders, plan.stages, strict=True):
         assert tuple(planned.computation for planned in stage) == order
         for planned in stage:
@@ -74,3 +80,42 @@ def test_a_power_cap_is_kept_at_the_shortest_iteration_time_that_does(cap_w: flo
     powers_w = {point.iteration_time_s: point.energy_j / point.iteration_time_s for point in FRONTIER.points}
     keeping_s = [time_s for time_s, power_w in powers_w.items() if power_w <= cap_w]
     assert planned_s == (min(keeping_s) if keeping_s else FRONTIER.points[-1].iteration_time_s)
+
+
+@pytest.fixture(scope="module")
+def slow_at_the_top() -> Frontier:
+    """Stage 1 is the heavier, and a little slower at its highest clock than at the next."""
+    profiles = {
+        (stage, 0, kind): tuple(
+            Measurement(mhz, time_s * weight * work, energy_j * weight * work)
+            for mhz, time_s, energy_j in (
+                (1410, 0.1005, 42.0),
+                (1395, 0.1000, 40.0),
+                (1200, 0.112, 34.0),
+                (1000, 0.130, 31.0),
+            )
+        )
+        for stage, weight in ((0, 1.0), (1, 1.3))
+        for kind, work in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0))
+    }
+    return solve(Pipeline(one_forward_one_backward(2, 6), profiles, (50.0, 50.0)), point_count=12)
+
+
+def test_no_slowdown_is_measured_against_stock_not_against_t_min(slow_at_the_top: Frontier) -> None:
+    stock_s = slow_at_the_top.baseline.iteration_time_s
+    assert stock_s == pytest.approx(1.005 * slow_at_the_top.t_min_s)
+    assert no_slowdown(slow_at_the_top, 0.0) == NoSlowdown(stock_s, NoSlowdownBasis.ALL_MAX)
+    (own_s,) = target_times_s(slow_at_the_top, OperatingPolicy(), 0.0, {}, 1)
+    assert own_s == min(stock_s, slow_at_the_top.t_star_s)
+    saved_j = slow_at_the_top.plan_within(slow_at_the_top.t_min_s).energy_j
+    assert slow_at_the_top.plan_within(own_s).energy_j < saved_j
+
+
+def test_a_measured_baseline_lowers_what_is_no_slowdown_and_never_raises_it(
+    slow_at_the_top: Frontier,
+) -> None:
+    stock_s, t_min_s = slow_at_the_top.baseline.iteration_time_s, slow_at_the_top.t_min_s
+    between_s = (stock_s + t_min_s) / 2
+    assert no_slowdown(slow_at_the_top, between_s) == NoSlowdown(between_s, NoSlowdownBasis.BASELINE)
+    assert no_slowdown(slow_at_the_top, 0.5 * t_min_s) == NoSlowdown(t_min_s, NoSlowdownBasis.BASELINE)
+    assert no_slowdown(slow_at_the_top, 2 * stock_s) == NoSlowdown(stock_s, NoSlowdownBasis.ALL_MAX)

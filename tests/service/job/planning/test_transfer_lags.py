@@ -90,7 +90,7 @@ def test_the_plan_that_leaves_transfers_their_time_keeps_its_promise_and_saves()
     (broken,) = cluster.announced(evidence.PromiseBroken)
     before, after = cluster.announced(evidence.Solved)
     assert before.transfer_lag_s == 0
-    assert after.transfer_lag_s == pytest.approx(LAG_S)
+    assert after.transfer_lag_s == pytest.approx(LAG_S, rel=0.01)
     cluster.run(3 * BLOCK)
     cluster.expect(JobState.PLANNED)
     assert len(cluster.announced(evidence.PromiseBroken)) == 1
@@ -135,7 +135,7 @@ def test_a_restarted_coordinator_knows_the_lag_and_makes_the_same_plans() -> Non
     cluster.run(BLOCK)
     record = cluster.stored().record
     assert record is not None
-    assert record.lag_s == pytest.approx(LAG_S)
+    assert record.lag_s == pytest.approx(LAG_S, rel=0.01)
     before, versions = cluster.machine.solved_frontier(), list(cluster.offered_versions)
     cluster.restart()
     cluster.join_all()
@@ -161,4 +161,4 @@ def test_a_frontier_that_was_asked_for_to_explain_a_slow_plan_is_planned_on() ->
     cluster.run(2 * BLOCK)
     (later,) = cluster.problems
     assert later.slow is None
-    assert common_lag_s(later.problem) == pytest.approx(LAG_S)
+    assert common_lag_s(later.problem) == pytest.approx(LAG_S, rel=0.01)

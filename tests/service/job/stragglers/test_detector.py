@@ -37,6 +37,7 @@ class Series:
         paces: Sequence[float] | NDArray[np.float64],
         version: int | None = None,
         reasons: Sequence[int] = (),
+        work: Sequence[float] | NDArray[np.float64] = (),
     ) -> list[Finding]:
         self.iteration += 1
         planned_s = np.full(self.count, PLANNED_S if self.is_planned else np.nan)
@@ -49,6 +50,7 @@ class Series:
                 slowest_stages=np.zeros(self.count, np.int64),
                 stage_ratios=np.array(paces),
                 clock_event_reasons=np.array(reasons or [0] * self.count),
+                relative_work=np.array(work) if len(work) else 1.0,
             )
         )
 
@@ -383,3 +385,19 @@ def test_amid_jitter_a_straggler_that_recovers_is_itself_again_within_a_few_iter
     for paces in jitter[60:72]:
         series.feed(paces)
     assert series.detector.factor(1) is None
+
+
+def test_more_work_that_the_trainer_tells_is_no_slowness() -> None:
+    """Sequences of varying length: spans jump by 30 %, and the work that is told explains all of it."""
+    random = np.random.default_rng(3)
+    series = Series(8, learned=0)
+    for _ in range(400):
+        work = np.exp(0.3 * random.standard_normal(8))
+        assert series.feed(work * np.exp(0.001 * random.standard_normal(8)), work=work) == []
+    slow = np.array([1.05] + [1.0] * 7)
+    found = []
+    for _ in range(3):
+        work = np.exp(0.3 * random.standard_normal(8))
+        found += series.feed(slow * work * np.exp(0.001 * random.standard_normal(8)), work=work)
+    assert {finding.pipeline for finding in found} == {0}
+    assert found[0].slowdown_factor == pytest.approx(1.05, rel=0.005)

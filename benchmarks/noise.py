@@ -1,0 +1,166 @@
+"""What noisy profiles do to plans: whether promises are kept, and what is given away for that.
+
+Published profiles are taken for the truth. Every time and every energy is measured with an error of its own;
+a plan is made on that raw, shrunk, or shrunk and with a margin, and replayed on the truth. Seeded. Draws
+`docs/images/noise.png` as well.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks.harness import GPUS, Cell, Column, Table, main, published_pipeline
+from perseus.solver import Measurement, Pipeline, fastest_clock_plan, replay, shrink_profiles, with_margin
+from perseus.solver.computation import Computation
+from perseus.solver.graph import build_event_graph
+from perseus.solver.profile import PS_PER_S
+from perseus.solver.rounding import Rounder
+from perseus.solver.sweep import sweep_frontier
+
+MICROBATCHES = 12
+NOISES = (0.005, 0.01, 0.02)
+FACTORS = (1.0, 1.05)
+"""Deadlines, over the iteration with all at their highest clocks as it is known to who plans."""
+SEED_COUNT = 8
+CONFIDENCE = 0.95
+WAYS = ("raw", "shrunk", "with margin")
+PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "noise.png"
+
+_UPDATES_PER_COMPUTATION = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A plan's deadline, what it promised, and what came of it, s and J; energies until the deadline."""
+
+    deadline_s: float
+    promised_s: float
+    true_s: float
+    true_j: float
+
+
+def run() -> Sequence[Table]:
+    rows: list[tuple[Cell, ...]] = []
+    for gpu in GPUS:
+        truth = published_pipeline(gpu, MICROBATCHES)
+        for noise in (0.0, *NOISES):
+            for way, made in _promises(truth, noise).items():
+                rows += [
+                    (GPUS[gpu], 100 * noise, way, factor, *_figures(truth, made, factor))
+                    for factor in FACTORS
+                ]
+    table = Table(
+        f"Plans on noisy profiles, GPT-3 175B, 8 stages, {MICROBATCHES} microbatches",
+        (
+            Column("GPU"),
+            Column("noise, %", ".1f"),
+            Column("planned on"),
+            Column("deadline, × all-max", ".2f"),
+            Column("true time over promise: median, %", "+.2f"),
+            Column("95 % below, %", "+.2f"),
+            Column("true time over the truth's deadline: median, %", "+.2f"),
+            Column("energy given away: median, %", "+.2f"),
+            Column("margin: mean, %", ".2f"),
+        ),
+        tuple(rows),
+        f"{SEED_COUNT} draws each; times and energies of each of the published clocks err independently, by "
+        "a standard deviation that is told. Energy given away: of the plan, replayed on the truth until the "
+        "later of its end and the truth's deadline, over the one that was made on the truth; below 0 where a "
+        "plan is later than that. Margin: added to the all-max iteration, for 95 % of promises to be kept.",
+    )
+    draw(table, PICTURE)
+    return [table]
+
+
+def _promises(truth: Pipeline, noise: float) -> Mapping[str, list[tuple[list[Promise], float]]]:
+    """Return for each way and draw the promises, one per factor, and the margin."""
+    found: dict[str, list[tuple[list[Promise], float]]] = {way: [] for way in WAYS}
+    for seed in range(SEED_COUNT if noise else 1):
+        raw = _measured(truth, noise, np.random.default_rng(seed))
+        shrunk = replace(raw, profiles=shrink_profiles(raw.profiles))
+        padded, margin = with_margin(shrunk, CONFIDENCE)
+        for way, known, share in zip(
+            WAYS, (raw, shrunk, padded), (0.0, 0.0, margin.time_share if margin else 0.0), strict=True
+        ):
+            found[way].append((_plan(truth, known), share))
+    return found
+
+
+def _measured(truth: Pipeline, noise: float, random: np.random.Generator) -> Pipeline:
+    def measure(m: Measurement) -> Measurement:
+        time, energy = 1 + noise * random.standard_normal(2)
+        return Measurement(
+            m.clock_mhz, m.time_s * time, m.energy_j * energy, noise * m.time_s, noise * m.energy_j
+        )
+
+    return replace(truth, profiles={key: tuple(map(measure, some)) for key, some in truth.profiles.items()})
+
+
+def _plan(truth: Pipeline, known: Pipeline) -> list[Promise]:
+    """Plan on what is known, and see on the truth what comes of it."""
+    graph = build_event_graph(known)
+    sweep, rounder = sweep_frontier(graph), Rounder(graph)
+    all_max_s, true_all_max_s = (fastest_clock_plan(each).iteration_time_s for each in (known, truth))
+    promises = []
+    for factor in FACTORS:
+        deadline_ps = max(sweep.t_min_ps, round(factor * all_max_s * PS_PER_S))
+        choice = rounder.round(sweep.event_times_at(deadline_ps), deadline_ps)
+        choice = rounder.improve(choice, deadline_ps, _UPDATES_PER_COMPUTATION * len(choice))
+        clocks_mhz: dict[Computation, int] = {
+            c: graph.options[p][k].clock_mhz
+            for c, p, k in zip(graph.computations, graph.profile_of, choice, strict=True)
+        }
+        promised, true = replay(known, clocks_mhz), replay(truth, clocks_mhz)
+        until_s = factor * true_all_max_s
+        promises.append(
+            Promise(until_s, promised.iteration_time_s, true.iteration_time_s, true.energy_until_j(until_s))
+        )
+    return promises
+
+
+def _figures(
+    truth: Pipeline, made: Sequence[tuple[list[Promise], float]], factor: float
+) -> tuple[float, float, float, float, float]:
+    at = FACTORS.index(factor)
+    promises = [each[at] for each, _ in made]
+    clean = _plan(truth, truth)[at]
+    late = [100 * (each.true_s / each.promised_s - 1) for each in promises]
+    return (
+        float(np.median(late)),
+        float(np.quantile(late, 0.95)),
+        float(np.median([100 * (each.true_s / each.deadline_s - 1) for each in promises])),
+        float(np.median([100 * (each.true_j / clean.true_j - 1) for each in promises])),
+        100 * float(np.mean([share for _, share in made])),
+    )
+
+
+def draw(table: Table, path: Path) -> None:
+    """Draw medians and 95 % points of true time over promise, and the energy given away."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    axes = figure.subplots(2, len(GPUS), sharex=True, sharey="row", squeeze=False)
+    for column, gpu in enumerate(GPUS.values()):
+        for way, color in zip(WAYS, ("tab:red", "tab:orange", "tab:blue"), strict=True):
+            for factor, line in zip(FACTORS, ("-", "--"), strict=True):
+                rows = [row for row in table.rows if (row[0], row[2], row[3]) == (gpu, way, factor)]
+                noises = [float(row[1] or 0) for row in rows]
+                label = f"{way}, {factor:g} ×"
+                late = [float(row[5] or 0) for row in rows]
+                axes[0][column].plot(noises, late, line, color=color, marker="o", label=label)
+                given = [float(row[7] or 0) for row in rows]
+                axes[1][column].plot(noises, given, line, color=color, marker="o")
+        axes[0][column].set_title(gpu)
+        axes[1][column].set_xlabel("noise of each measurement, %")
+        for row in axes:
+            row[column].axhline(0, color="gray", linewidth=0.5)
+            row[column].grid(alpha=0.3)
+    axes[0][0].set_ylabel("true time over promise,\n95 % of draws are below, %")
+    axes[1][0].set_ylabel("energy given away, median, %")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main("noise", run)

@@ -1,0 +1,99 @@
+"""The plans that are made for the very iteration times that are wanted. Part of the state machine.
+
+A frontier's points answer at once, and lie a step apart. For each iteration time that is wanted, the plan of
+exactly that is made by a worker, which takes about as long as a few sweeps; when it is there, it is offered
+in the point's place if it pays. It is kept: the same iteration time, or one a little longer, has it at once.
+
+One plan is made at a time. What is no longer wanted by then is dropped.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from perseus.service.domain.commands import DropSolve, Refine
+from perseus.service.job.journal import Journal
+from perseus.solver import Frontier, Plan, Refinement
+
+KEPT_PLANS = 16
+"""That a job remembers."""
+
+LEAST_GAIN = 0.0002
+"""The share of an iteration's energy that a plan has to save to take another one's place."""
+
+
+class ExactPlans:
+    """The plans of one frontier that were made for wanted iteration times.
+
+    Attributes:
+        refining: the plan that is being made, if one is.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self.refining: Refinement | None = None
+        self._refining_s = 0.0
+        self._journal = journal
+        # By the iteration time that they were made for, the one that was wanted last at the end; None where
+        # the plan can't be made, or does not pay.
+        self._plans: OrderedDict[float, Plan | None] = OrderedDict()
+
+    def forget(self) -> None:
+        """There is another frontier, or none."""
+        self._plans.clear()
+        self.drop()
+
+    def remember(self, plan: Plan) -> None:
+        """Take a plan made before, replayed on the frontier's pipeline: if it is as good, it may stay."""
+        self._keep(plan.iteration_time_s, plan)
+
+    def drop(self) -> None:
+        """What is being made is of no use any more, or something else is to be solved."""
+        if self.refining is not None:
+            self.refining = None
+            self._journal.do(DropSolve())
+
+    def plan_within(self, frontier: Frontier, iteration_time_s: float) -> Plan:
+        """Return the best plan known that is not slower than that; at once."""
+        point = frontier.plan_within(iteration_time_s)
+        kept = [plan for plan in self._plans.values() if plan is not None]
+        within = [plan for plan in kept if plan.iteration_time_s <= iteration_time_s]
+        best = min(within, key=lambda plan: plan.effective_energy_j, default=point)
+        return best if _pays(best, point, iteration_time_s) else point
+
+    def want(self, frontier: Frontier, iteration_times_s: Iterable[float]) -> None:
+        """See to it that the plans for these iteration times are made, the first of them first."""
+        wanted_s = [min(time_s, frontier.t_slow_s) for time_s in iteration_times_s]
+        for time_s in wanted_s:
+            if time_s in self._plans:
+                self._plans.move_to_end(time_s)
+        missing_s = [time_s for time_s in wanted_s if self._is_missing(frontier, time_s)]
+        if self.refining is not None and self._refining_s not in missing_s:
+            self.drop()
+        if self.refining is None and missing_s:
+            self._refining_s = missing_s[0]
+            self.refining = frontier.refinement(self._refining_s)
+            self._journal.do(Refine(self.refining))
+
+    def take(self, frontier: Frontier, refinement: Refinement, plan: Plan | None) -> bool:
+        """Take a plan that was made, None if it could not be; tell whether it was awaited."""
+        if refinement is not self.refining:
+            return False
+        self.refining = None
+        time_s = self._refining_s
+        if plan is not None and not _pays(plan, self.plan_within(frontier, time_s), time_s):
+            plan = None
+        self._keep(time_s, plan)
+        return True
+
+    def _keep(self, time_s: float, plan: Plan | None) -> None:
+        self._plans[time_s] = plan
+        while len(self._plans) > KEPT_PLANS:
+            self._plans.popitem(last=False)
+
+    def _is_missing(self, frontier: Frontier, time_s: float) -> bool:
+        return time_s not in self._plans and not frontier.is_exact(time_s)
+
+
+def _pays(plan: Plan, other: Plan, iteration_time_s: float) -> bool:
+    """Tell whether a plan is better than another one by enough, where both are waited for until then."""
+    gain_j = other.effective_energy_j - plan.effective_energy_j
+    return gain_j > LEAST_GAIN * other.energy_until_j(iteration_time_s)

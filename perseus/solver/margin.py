@@ -1,0 +1,154 @@
+"""A margin for noisy measurements, so that a plan keeps its iteration time with a stated probability.
+
+The times of all computations of a kind on a stage err together, and an iteration is as long as its longest
+path: where a plan has made many paths equally long, one of them is longer than expected most of the time,
+even if each by itself is as expected. So plans are made on times that are longer by a margin, some standard
+errors of each. How many is found by emulation: a short and a long plan are made with about the margin that is
+needed, errors are drawn, and both replayed: by how much they are late says how many it takes.
+
+A GPU that is done before its margin is used up waits. That is paid for, and part of the energy that is
+planned with.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus.solver.errors import SolverError
+from perseus.solver.graph import Dependency, EventGraph, build_event_graph
+from perseus.solver.pipeline import Pipeline, ProfileKey
+from perseus.solver.plan import fastest_clock_plan
+from perseus.solver.profile import PS_PER_S, Measurement
+from perseus.solver.rounding import Rounder
+from perseus.solver.sweep import sweep_frontier
+
+FloatArray = NDArray[np.float64]
+
+_DRAW_COUNT = 400
+_SEED = 0
+_PROBES = (1.0, 1.1)
+"""Iteration times, as factors of the shortest, at which plans are tried."""
+
+_LEAST_TRIED = 0.5
+_MOST = 4.0
+"""Standard errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """What was added to measured times.
+
+    Attributes:
+        confidence: the probability with which a plan keeps its iteration time.
+        error_count: standard errors that were added to each time.
+        time_share: by what share the all-max iteration became longer by that.
+    """
+
+    confidence: float
+    error_count: float
+    time_share: float
+
+
+def with_margin(pipeline: Pipeline, confidence: float) -> tuple[Pipeline, Margin | None]:
+    """Return the pipeline with times that plans keep with this probability, and what was added.
+
+    What comes back has no standard errors of times any more: they are accounted for. Where none were known it
+    is the pipeline as it was, without a margin.
+
+    Raises:
+        SolverError: the confidence is no probability from 0.5 to below 1.
+        PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
+    """
+    if not 0.5 <= confidence < 1:
+        raise SolverError(
+            f"confidence: expected a probability from 0.5 to less than 1, found {confidence}",
+            found=confidence,
+        )
+    if not any(m.time_se_s for some in pipeline.profiles.values() for m in some):
+        return pipeline, None
+    tried = max(_LEAST_TRIED, NormalDist().inv_cdf(confidence))
+    error_count = min(_MOST, max(0.0, tried * _share_needed(pipeline, tried, confidence)))
+    padded = _padded(pipeline, error_count)
+    time_share = _all_max_s(padded) / _all_max_s(pipeline) - 1
+    return padded, Margin(confidence, error_count, time_share)
+
+
+def _padded(pipeline: Pipeline, error_count: float) -> Pipeline:
+    """Return the pipeline with so many standard errors added to each time."""
+
+    def pad(stage: int, m: Measurement) -> Measurement:
+        more_s = error_count * m.time_se_s
+        waiting_j = pipeline.blocking_power_w[stage] * more_s
+        return replace(m, time_s=m.time_s + more_s, energy_j=m.energy_j + waiting_j, time_se_s=0.0)
+
+    return replace(
+        pipeline,
+        profiles={key: tuple(pad(key[0], m) for m in some) for key, some in pipeline.profiles.items()},
+    )
+
+
+def _all_max_s(pipeline: Pipeline) -> float:
+    return fastest_clock_plan(pipeline).iteration_time_s
+
+
+def _share_needed(pipeline: Pipeline, error_count: float, confidence: float) -> float:
+    """Return what share of this many standard errors is needed by the plan that needs the most."""
+    graph = build_event_graph(_padded(pipeline, error_count))
+    emulate = _emulator(pipeline, graph, error_count)
+    rounder = Rounder(graph)
+    sweep = sweep_frontier(graph)
+    shares = []
+    for factor in _PROBES:
+        deadline_ps = min(round(factor * sweep.t_min_ps), sweep.t_slow_ps)
+        expected_s, padded_s, drawn_s = emulate(rounder.round(sweep.event_times_at(deadline_ps), deadline_ps))
+        late_s = float(np.quantile(drawn_s, confidence)) - expected_s
+        shares.append(late_s / (padded_s - expected_s) if padded_s > expected_s else 0.0)
+    return max(shares)
+
+
+def _emulator(
+    pipeline: Pipeline, graph: EventGraph, error_count: float
+) -> Callable[[Sequence[int]], tuple[float, float, FloatArray]]:
+    """Return what tells the iteration times of chosen options: as expected, with the margin, and drawn."""
+    measured: Mapping[ProfileKey, Mapping[int, Measurement]] = {
+        key: {m.clock_mhz: m for m in some} for key, some in pipeline.profiles.items()
+    }
+    row_of = {key: row for row, key in enumerate(measured)}
+    drawn = np.random.default_rng(_SEED).standard_normal((len(measured), _DRAW_COUNT))
+    # Errors in standard errors: none, those of the margin, the draws. The last row is for what has none.
+    errors = np.zeros((len(measured) + 1, 2 + _DRAW_COUNT))
+    errors[:-1, 1] = error_count
+    errors[:-1, 2:] = drawn
+
+    def emulate(choice: Sequence[int]) -> tuple[float, float, FloatArray]:
+        times_s, deviations_s, rows = [], [], []
+        for c, profile, option in zip(graph.computations, graph.profile_of, choice, strict=True):
+            by_clock = measured.get((c.stage, c.chunk, c.kind))
+            if by_clock is None:
+                times_s.append(pipeline.fixed_times_s[c])
+                deviations_s.append(0.0)
+                rows.append(-1)
+            else:
+                m = by_clock[graph.options[profile][option].clock_mhz]
+                times_s.append(m.time_s)
+                deviations_s.append(m.time_se_s)
+                rows.append(row_of[c.stage, c.chunk, c.kind])
+        durations_s = np.array(times_s)[:, None] + np.array(deviations_s)[:, None] * errors[rows]
+        ends_s = _longest_s(graph.dependencies, durations_s)
+        return float(ends_s[0]), float(ends_s[1]), ends_s[2:]
+
+    return emulate
+
+
+def _longest_s(dependencies: Sequence[Dependency], durations_s: FloatArray) -> FloatArray:
+    """Return the iteration time of each column of durations, one row a computation, in their order."""
+    starts_s = np.zeros_like(durations_s)
+    # Sorted by the earlier one, so whatever leads to a computation comes before what leads from it.
+    for earlier, later, lag_ps in dependencies:
+        ready_s = starts_s[earlier] + durations_s[earlier] + lag_ps / PS_PER_S
+        np.maximum(starts_s[later], ready_s, out=starts_s[later])
+    found: FloatArray = (starts_s + durations_s).max(axis=0)
+    return found

@@ -1,0 +1,163 @@
+"""What noisy measurements of one computation say together: each clock shrunk towards its neighbours.
+
+A plan picks the clocks that look best. Of noisy measurements these are the ones that err in their own favour,
+so the plan takes longer, and saves less, than it promises: the winner's curse. It goes away where each figure
+is replaced by what is to be expected of it, given all clocks of the computation.
+
+Over the logarithm of the clock, the logarithm of a time or an energy is taken to be a straight line, plus a
+smooth deviation (an integrated Wiener process, whose posterior mean is a cubic smoothing spline), plus a
+deviation of each clock's own, plus the error of measurement, whose size is known:
+
+    y_i = a + b x_i + g(x_i) + u_i + e_i,   e_i ~ N(0, s_i²)
+
+How smooth the first deviation is and how large the second are not known; a grid of both is gone through, each
+weighted by how likely it makes the measurements (their restricted likelihood). Where errors are small against
+what the clocks have of their own, be it jitter or a cliff, u explains it and the measurements stay what they
+are; where they are large, the line and the smooth deviation count. Errors that are smaller than all that is
+seen shrink nothing.
+
+Computations that were measured at the same clocks of the same GPUs have much of their curves in common, kinks
+too. That is found from all of them together, and each is shrunk towards it.
+
+See G. Wahba, Spline models for observational data, ch. 1 and 4, and B. Efron, Tweedie's formula and selection
+bias (2011), for why expectations are not cursed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus.solver.computation import Kind
+from perseus.solver.pipeline import ProfileKey
+from perseus.solver.profile import Measurement
+
+FloatArray = NDArray[np.float64]
+
+LEAST_CLOCKS = 5
+"""Of fewer, nothing is said: two are the line's."""
+
+_SMOOTH_SCALES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Of the integrated Wiener process: how far the slope wanders over one unit of the logarithm of the clock."""
+
+_OWN_SCALES = (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.04)
+"""Standard deviations of what a clock has of its own, as shares."""
+
+_FARTHEST = 4.0
+"""Standard errors: what is further from its measurement is no expectation, but a model that does not fit."""
+
+_MOST_SHARE = 0.5
+"""A larger standard error than this share says nothing of the logarithm."""
+
+
+def shrink(measurements: Sequence[Measurement]) -> tuple[Measurement, ...]:
+    """Return one computation's measurements, by rising clock, with what is to be expected of each.
+
+    Their standard errors become those of the expectations. Times and energies are looked at by themselves;
+    either stays as it is where a clock's standard error is not known (0), is more than half of the figure, or
+    where there are fewer than LEAST_CLOCKS.
+    """
+    (found,) = _shrink_alike([measurements])
+    return found
+
+
+def shrink_profiles(
+    profiles: Mapping[ProfileKey, tuple[Measurement, ...]],
+) -> dict[ProfileKey, tuple[Measurement, ...]]:
+    """Return the profiles with all measurements shrunk, as `shrink` does.
+
+    Computations that were measured at the same clocks tell of each other: what their curves have in common, a
+    GPU that no longer gets faster at its highest clocks, say, is found from all of them first, and each is
+    shrunk towards that. FIXED computations are each by itself, as clocks are nothing to them.
+    """
+    alike: dict[object, list[ProfileKey]] = {}
+    for key, measured in profiles.items():
+        clocks_mhz = tuple(sorted(m.clock_mhz for m in measured))
+        alike.setdefault(key if key[2] is Kind.FIXED else clocks_mhz, []).append(key)
+    return {
+        key: found
+        for keys in alike.values()
+        for key, found in zip(keys, _shrink_alike([profiles[key] for key in keys]), strict=True)
+    }
+
+
+def _shrink_alike(curves: Sequence[Sequence[Measurement]]) -> list[tuple[Measurement, ...]]:
+    """Return the measurements of computations that were measured at the same clocks, shrunk."""
+    measured = [sorted(curve, key=lambda m: m.clock_mhz) for curve in curves]
+    x = np.log([m.clock_mhz for m in measured[0]])
+    times = _shrink(x, [[(m.time_s, m.time_se_s) for m in curve] for curve in measured])
+    energies = _shrink(x, [[(m.energy_j, m.energy_se_j) for m in curve] for curve in measured])
+    return [
+        tuple(
+            replace(m, time_s=time_s, time_se_s=time_se_s, energy_j=energy_j, energy_se_j=energy_se_j)
+            for m, (time_s, time_se_s), (energy_j, energy_se_j) in zip(curve, *figures, strict=True)
+        )
+        for curve, *figures in zip(measured, times, energies, strict=True)
+    ]
+
+
+def _shrink(
+    x: FloatArray, curves: Sequence[Sequence[tuple[float, float]]]
+) -> list[list[tuple[float, float]]]:
+    """Return (value, standard error) of each clock of each curve."""
+    found = [list(curve) for curve in curves]
+    values = np.array([[value for value, _ in curve] for curve in curves])
+    shares = np.array([[error for _, error in curve] for curve in curves]) / values
+    known = np.flatnonzero(((shares > 0) & (shares <= _MOST_SHARE)).all(axis=1))
+    if len(x) < LEAST_CLOCKS or not len(known):
+        return found
+    y = np.log(values[known])
+    common, common_deviations = np.zeros(len(x)), np.zeros(len(x))
+    if len(known) > 1:
+        weights = shares[known] ** -2.0
+        weighed = (weights * (y - y.mean(axis=1)[:, None])).sum(axis=0) / weights.sum(axis=0)
+        common, common_deviations = _expect(x, weighed, weights.sum(axis=0) ** -0.5)
+    for row, own in zip(known.tolist(), y, strict=True):
+        means, deviations = _expect(x, own - common, shares[row])
+        farthest = _FARTHEST * shares[row]
+        expected = np.exp(np.clip(means + common, own - farthest, own + farthest))
+        # No expectation is less certain than the measurement itself.
+        errors = expected * np.minimum(np.hypot(deviations, common_deviations), shares[row])
+        found[row] = list(zip(expected.tolist(), errors.tolist(), strict=True))
+    return found
+
+
+def _expect(x: FloatArray, y: FloatArray, errors: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the posterior means of what was measured, and their standard deviations; x rises."""
+    line = np.stack([np.ones_like(x), x - x.mean()], axis=1)
+    from_first = x - x[0]
+    lower = np.minimum(from_first[:, None], from_first)
+    wiener = lower**3 / 3 + np.abs(x[:, None] - x) * lower**2 / 2
+    error_variances = errors**2
+    weights, means, variances = [], [], []
+    for smooth, own in product(_SMOOTH_SCALES, _OWN_SCALES):
+        covariance = smooth**2 * wiener + np.diag(own**2 + error_variances)
+        likelihood, mean, variance = _posterior(covariance, line, y, error_variances)
+        weights.append(likelihood)
+        means.append(mean)
+        variances.append(variance)
+    weight = np.exp(np.array(weights) - max(weights))
+    weight /= weight.sum()
+    expected = weight @ np.array(means)
+    # The variance within the models, and between them.
+    spread = weight @ (np.array(variances) + (np.array(means) - expected) ** 2)
+    return expected, np.sqrt(np.maximum(spread, 0.0))
+
+
+def _posterior(
+    covariance: FloatArray, line: FloatArray, y: FloatArray, error_variances: FloatArray
+) -> tuple[float, FloatArray, FloatArray]:
+    """Return the restricted log likelihood, and the mean and variance of what is under the errors."""
+    root = np.linalg.cholesky(covariance)
+    white_line, white_y = np.linalg.solve(root, line), np.linalg.solve(root, y)
+    gram = white_line.T @ white_line
+    rest = white_y - white_line @ np.linalg.solve(gram, white_line.T @ white_y)
+    likelihood = -np.log(np.diag(root)).sum() - np.linalg.slogdet(gram)[1] / 2 - rest @ rest / 2
+    # What is left of the measurements once the errors' part is taken off: y - S V⁻¹ (y - line).
+    mean = y - error_variances * np.linalg.solve(root.T, rest)
+    inverse = np.linalg.inv(root)
+    basis = inverse.T @ white_line
+    precision = inverse.T @ inverse - basis @ np.linalg.solve(gram, basis.T)
+    return float(likelihood), mean, error_variances - error_variances**2 * np.diag(precision)

@@ -1,0 +1,193 @@
+"""The plan of exactly the wanted iteration time: offered when it is there, once, if it pays, and kept."""
+
+from dataclasses import replace
+
+import pytest
+
+from perseus.service.domain.commands import Command, DropSolve, Refine, SendOffer, Solve
+from perseus.service.domain.inputs import (
+    BaselineRequested,
+    Refined,
+    RefineFailed,
+    StragglerCleared,
+    StragglerReported,
+)
+from perseus.service.domain.model import EventType, JobState, PlannedClocks, Straggler
+from perseus.service.job.journal import Journal
+from perseus.service.job.planning.exact_plans import KEPT_PLANS, LEAST_GAIN, ExactPlans
+from perseus.solver import Plan, Refinement
+from tests.service.frontiers import FRONTIER
+from tests.service.service_fakes import Cluster, make_spec
+
+MIDDLE_S = 1.07 * FRONTIER.t_min_s
+
+
+def book() -> tuple[ExactPlans, Journal]:
+    journal = Journal(1)
+    journal.begin(0.0)
+    return ExactPlans(journal), journal
+
+
+def wanted(commands: list[Command]) -> list[Refinement]:
+    return [command.refinement for command in commands if isinstance(command, Refine)]
+
+
+def cheaper(iteration_time_s: float, by_share: float) -> Plan:
+    """The point's plan, as if it took so much less energy."""
+    plan = FRONTIER.plan_within(iteration_time_s)
+    saved_j = by_share * plan.energy_until_j(iteration_time_s)
+    return replace(plan, effective_energy_j=plan.effective_energy_j - saved_j)
+
+
+def test_the_point_answers_until_the_plan_is_there() -> None:
+    plans, journal = book()
+    point = FRONTIER.plan_within(MIDDLE_S)
+    plans.want(FRONTIER, [MIDDLE_S])
+    (refinement,) = wanted(journal.take())
+    assert plans.plan_within(FRONTIER, MIDDLE_S) == point
+    exact = cheaper(MIDDLE_S, 2 * LEAST_GAIN)
+    assert plans.take(FRONTIER, refinement, exact)
+    assert plans.plan_within(FRONTIER, MIDDLE_S) is exact
+    assert plans.plan_within(FRONTIER, 1.001 * MIDDLE_S) is exact
+    assert plans.plan_within(FRONTIER, FRONTIER.t_min_s) == FRONTIER.plan_within(FRONTIER.t_min_s)
+    plans.want(FRONTIER, [MIDDLE_S])
+    assert not journal.take()
+
+
+def test_a_plan_that_does_not_pay_changes_nothing_and_is_not_made_again() -> None:
+    plans, journal = book()
+    plans.want(FRONTIER, [MIDDLE_S])
+    (refinement,) = wanted(journal.take())
+    assert plans.take(FRONTIER, refinement, cheaper(MIDDLE_S, LEAST_GAIN / 2))
+    assert plans.plan_within(FRONTIER, MIDDLE_S) == FRONTIER.plan_within(MIDDLE_S)
+    plans.want(FRONTIER, [MIDDLE_S])
+    assert not journal.take()
+
+
+def test_what_is_no_longer_wanted_makes_way_and_its_answer_is_ignored() -> None:
+    plans, journal = book()
+    plans.want(FRONTIER, [MIDDLE_S])
+    (older,) = wanted(journal.take())
+    plans.want(FRONTIER, [1.01 * MIDDLE_S])
+    drop, refine = journal.take()
+    assert isinstance(drop, DropSolve)
+    assert isinstance(refine, Refine)
+    assert not plans.take(FRONTIER, older, cheaper(MIDDLE_S, 0.1))
+    assert plans.plan_within(FRONTIER, MIDDLE_S) == FRONTIER.plan_within(MIDDLE_S)
+
+
+def test_exact_points_are_not_made_again() -> None:
+    plans, journal = book()
+    plans.want(FRONTIER, [FRONTIER.t_min_s, FRONTIER.baseline.iteration_time_s, 99.0])
+    assert not journal.take()
+
+
+def test_a_bounded_number_is_kept() -> None:
+    plans, journal = book()
+    times_s = [MIDDLE_S * (1 + k / 1000) for k in range(KEPT_PLANS + 1)]
+    for time_s in times_s:
+        plans.want(FRONTIER, [time_s])
+        (refinement,) = wanted(journal.take())
+        plans.take(FRONTIER, refinement, None)
+    plans.want(FRONTIER, times_s[1:])
+    assert not journal.take()
+    plans.want(FRONTIER, times_s[:1])
+    assert len(wanted(journal.take())) == 1
+
+
+class PatientCluster(Cluster):
+    """Plans wait to be made."""
+
+    def __init__(self) -> None:
+        super().__init__(make_spec())
+        self.waiting: list[Refinement] = []
+
+    def tell(self, event: object) -> list[Command]:
+        commands = super().tell(event)  # type: ignore[arg-type]
+        self.waiting += wanted(commands)
+        return [command for command in commands if not isinstance(command, Refine)]
+
+
+@pytest.fixture
+def cluster() -> PatientCluster:
+    cluster = PatientCluster()
+    cluster.join_all()
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.iterate(3)
+    assert not cluster.waiting
+    return cluster
+
+
+def offered(commands: list[Command]) -> set[int]:
+    return {command.rank.pipeline for command in commands if isinstance(command, SendOffer)}
+
+
+def planned_j(cluster: Cluster, pipeline: int) -> float:
+    clocks = cluster.machine._offers[pipeline].clocks
+    assert isinstance(clocks, PlannedClocks)
+    return clocks.plan.effective_energy_j
+
+
+def test_a_straggler_is_answered_at_once_and_once_more(cluster: PatientCluster) -> None:
+    report = StragglerReported(Straggler(0, slowdown_factor=1.0731))
+    commands = cluster.tell(report)
+    assert offered(commands) == {1}
+    cluster.carry_out(commands)
+    (refinement,) = cluster.waiting
+    exact = refinement.plan()
+    point_j = planned_j(cluster, 1)
+    commands = cluster.tell(Refined(refinement, exact))
+    if exact.effective_energy_j < point_j - LEAST_GAIN * exact.energy_until_j(refinement.deadline_s):
+        assert offered(commands) == {1}
+        assert planned_j(cluster, 1) == exact.effective_energy_j
+    else:
+        assert offered(commands) == set()
+    cluster.carry_out(commands)
+    cluster.iterate(3)
+    # The next time the plan is there at once.
+    cluster.send(StragglerCleared(0))
+    at_once_j = planned_j(cluster, 1)
+    cluster.iterate(3)
+    cluster.send(report)
+    assert planned_j(cluster, 1) <= point_j < at_once_j
+    assert len(cluster.waiting) == 1
+
+
+def test_a_plan_that_can_not_be_made_leaves_the_point_in_force(cluster: PatientCluster) -> None:
+    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.0731)))
+    before_j = planned_j(cluster, 1)
+    (refinement,) = cluster.waiting
+    commands = cluster.tell(RefineFailed(refinement, "made up"))
+    assert offered(commands) == set()
+    assert planned_j(cluster, 1) == before_j
+    cluster.expect(JobState.PLANNED)
+    assert any(
+        getattr(command, "happening", None) and command.happening.type is EventType.SOLVE_FAILED  # type: ignore[union-attr]
+        for command in commands
+    )
+    cluster.tell(RefineFailed(refinement, "again"))
+    assert len(cluster.waiting) == 1
+
+
+def test_a_plan_that_comes_while_the_baseline_is_measured_waits_for_its_end(cluster: PatientCluster) -> None:
+    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.0731)))
+    (refinement,) = cluster.waiting
+    cluster.send(BaselineRequested("once"))
+    cluster.expect(JobState.BASELINE)
+    commands = cluster.tell(Refined(refinement, refinement.plan()))
+    assert offered(commands) == set()
+    cluster.carry_out(commands)
+    cluster.iterate_until(JobState.PLANNED)
+    assert len(cluster.waiting) == 1
+
+
+def test_one_problem_at_a_time(cluster: PatientCluster) -> None:
+    """A drift that asks for another frontier drops the plan that is being made."""
+    cluster.send(StragglerReported(Straggler(0, slowdown_factor=1.0731)))
+    assert len(cluster.waiting) == 1
+    cluster.machine._planner.solve()
+    commands = cluster.machine._journal.take()
+    assert [type(command) for command in commands if isinstance(command, DropSolve | Solve)] == [
+        DropSolve,
+        Solve,
+    ]

@@ -1,0 +1,138 @@
+"""Noisy measurements shrunk to what is to be expected of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus.solver import Kind, Measurement, shrink, shrink_profiles
+from perseus.solver.shrinkage import LEAST_CLOCKS
+from tests.solver.pipelines import published_pipeline
+
+CLOCKS_MHZ = range(900, 1411, 15)
+
+
+def smooth(clock_mhz: int) -> tuple[float, float]:
+    """Time and energy of a computation of which a part does not depend on the clock."""
+    time_s = 0.02 + 0.05 * 1410 / clock_mhz
+    return time_s, time_s * (60 + 240 * (clock_mhz / 1410) ** 3)
+
+
+def noisy(share: float, seed: int) -> list[Measurement]:
+    random = np.random.default_rng(seed)
+    found = []
+    for mhz in CLOCKS_MHZ:
+        time_s, energy_j = smooth(mhz)
+        times, energies = 1 + share * random.standard_normal(2)
+        found.append(Measurement(mhz, time_s * times, energy_j * energies, share * time_s, share * energy_j))
+    return found
+
+
+def root_mean_square(measured: tuple[Measurement, ...] | list[Measurement]) -> tuple[float, float]:
+    """Errors of times and energies, as shares."""
+    errors = [
+        (m.time_s / time_s - 1, m.energy_j / energy_j - 1)
+        for m in measured
+        for time_s, energy_j in [smooth(m.clock_mhz)]
+    ]
+    times, energies = np.sqrt(np.mean(np.square(errors), axis=0))
+    return float(times), float(energies)
+
+
+@pytest.mark.parametrize("share", [0.005, 0.01, 0.02])
+def test_noise_on_a_smooth_curve_becomes_less_than_half(share: float) -> None:
+    raw = [root_mean_square(noisy(share, seed)) for seed in range(10)]
+    found = [root_mean_square(shrink(noisy(share, seed))) for seed in range(10)]
+    assert np.all(np.mean(found, axis=0) < np.mean(raw, axis=0) / 2)
+
+
+def test_standard_errors_say_how_far_expectations_are_off() -> None:
+    deviations = [
+        (m.time_s - smooth(m.clock_mhz)[0]) / m.time_se_s
+        for seed in range(20)
+        for m in shrink(noisy(0.01, seed))
+    ]
+    assert 0.6 < np.std(deviations) < 1.4
+
+
+def test_clean_measurements_stay_what_they_are_cliffs_too() -> None:
+    """The published A40 profile has steps of 2.4 % between clocks; errors of 0.01 % change nothing."""
+    for measured in published_pipeline("a40", 8).profiles.values():
+        told = [
+            Measurement(m.clock_mhz, m.time_s, m.energy_j, 1e-4 * m.time_s, 1e-4 * m.energy_j)
+            for m in measured
+        ]
+        for before, after in zip(sorted(told, key=lambda m: m.clock_mhz), shrink(told), strict=True):
+            assert after.time_s == pytest.approx(before.time_s, rel=3e-4)
+            assert after.energy_j == pytest.approx(before.energy_j, rel=3e-4)
+
+
+def test_without_standard_errors_nothing_changes() -> None:
+    measured = tuple(Measurement(m.clock_mhz, m.time_s, m.energy_j) for m in noisy(0.01, 0))
+    assert shrink(measured) == measured
+
+
+def test_times_and_energies_are_looked_at_by_themselves() -> None:
+    measured = [Measurement(m.clock_mhz, m.time_s, m.energy_j, 0.0, m.energy_se_j) for m in noisy(0.01, 0)]
+    for before, after in zip(measured, shrink(measured), strict=True):
+        assert (after.time_s, after.time_se_s) == (before.time_s, 0.0)
+        assert after.energy_j != before.energy_j
+        assert after.energy_se_j <= before.energy_se_j * 1.05
+
+
+def test_too_few_clocks_say_nothing_of_each_other() -> None:
+    few = tuple(noisy(0.01, 0)[: LEAST_CLOCKS - 1])
+    assert shrink(few) == few
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(1e-6, 1e3), st.floats(1e-3, 1e6), st.floats(1e-6, 0.4), st.floats(1e-6, 0.4)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_whatever_was_measured_makes_measurements(rows: list[tuple[float, float, float, float]]) -> None:
+    measured = [
+        Measurement(1000 + 15 * k, time_s, energy_j, time_s * time_share, energy_j * energy_share)
+        for k, (time_s, energy_j, time_share, energy_share) in enumerate(rows)
+    ]
+    found = shrink(measured)
+    assert [m.clock_mhz for m in found] == [m.clock_mhz for m in measured]
+    for before, after in zip(measured, found, strict=True):
+        assert after.time_se_s / after.time_s <= before.time_se_s / before.time_s * (1 + 1e-9)
+        assert min(m.time_s for m in measured) / 100 < after.time_s < 100 * max(m.time_s for m in measured)
+
+
+def test_computations_of_the_same_clocks_tell_of_each_other() -> None:
+    """A GPU that gets no faster at its highest clocks: a smooth curve alone would make too much of them."""
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+
+    def true_s(mhz: int, weight: float) -> float:
+        return weight * smooth(min(mhz, 1350))[0]
+
+    errors = []
+    for seed in range(10):
+        random = np.random.default_rng(seed)
+        profiles = {
+            (stage, 0, kind): tuple(
+                Measurement(mhz, time_s * (1 + 0.01 * random.standard_normal()), 1.0, 0.01 * time_s)
+                for mhz in CLOCKS_MHZ
+                for time_s in [true_s(mhz, 1 + 0.1 * stage)]
+            )
+            for stage in range(4)
+            for kind in kinds
+        }
+        together = shrink_profiles(profiles)
+        for key, measured in profiles.items():
+            highest = [true_s(m.clock_mhz, 1 + 0.1 * key[0]) for m in together[key]][-1]
+            errors.append((shrink(measured)[-1].time_s / highest - 1, together[key][-1].time_s / highest - 1))
+    alone, pooled = np.mean(errors, axis=0)
+    assert abs(pooled) < 0.0025 < abs(alone)
+
+
+def test_fixed_computations_are_each_by_themselves() -> None:
+    measured = tuple(noisy(0.01, 0))
+    profiles = {(0, 0, Kind.FIXED): measured, (0, 0, Kind.FORWARD): tuple(noisy(0.01, 1))}
+    assert shrink_profiles(profiles)[0, 0, Kind.FIXED] == shrink(measured)

@@ -3,6 +3,7 @@
 import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -10,6 +11,7 @@ from perseus.certificates import Authority
 from perseus.demo.security import Security
 from perseus.metrics import names
 from perseus.service.domain.errors import AddressUnavailableError
+from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.server import running
 from perseus.service.web import listening as web_listening
 from perseus.v1 import job_pb2, job_service_pb2
@@ -126,6 +128,26 @@ async def test_series_do_not_grow_with_ranks_unless_asked_for(tmp_path: Path) ->
 
             await until(has_job)  # an answer serves for a second
     assert counts["job-1"] == counts["job-64"]
+
+
+async def test_no_work_over_ranks_is_done_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def walk(_: RankTable) -> NoReturn:
+        raise AssertionError("all ranks are looked at")
+
+    http = f"127.0.0.1:{free_port()}"
+    async with connected(make_settings(tmp_path, http=http)) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+        await agent.iterate(4)
+        with monkeypatch.context() as patched:
+            patched.setattr(RankTable, "__iter__", walk)
+            samples = await scrape(f"http://{http}/metrics")
+    assert value(samples, "perseus_job_quarantines_total", job_id="job") == 0
+    assert value(samples, "perseus_job_measured_seconds", job_id="job") > 0
 
 
 async def test_a_job_that_can_not_be_read_is_put_aside_and_the_others_are_told(

@@ -39,6 +39,11 @@ def agent(
     observe: Annotated[bool | None, _flag("observe", "--observe")] = None,
     restore_folder: Annotated[Path | None, _flag("restore_folder")] = None,
     restore_clocks: Annotated[str | None, _flag("restore_clocks")] = None,
+    metrics_listen: Annotated[str | None, _flag("metrics_listen")] = None,
+    metrics_token_file: Annotated[Path | None, _flag("metrics_token_file")] = None,
+    metrics_tls_certificate: Annotated[Path | None, _flag("metrics_tls_certificate")] = None,
+    metrics_tls_key: Annotated[Path | None, _flag("metrics_tls_key")] = None,
+    job_mapping_folder: Annotated[Path | None, _flag("job_mapping_folder")] = None,
     log_level: Annotated[str | None, _flag("log_level")] = None,
     log_format: Annotated[str | None, _flag("log_format")] = None,
     restore: Annotated[
@@ -67,6 +72,11 @@ def agent(
         "observe": observe,
         "restore_folder": restore_folder,
         "restore_clocks": restore_clocks,
+        "metrics_listen": metrics_listen,
+        "metrics_token_file": metrics_token_file,
+        "metrics_tls_certificate": metrics_tls_certificate,
+        "metrics_tls_key": metrics_tls_key,
+        "job_mapping_folder": job_mapping_folder,
         "log_level": log_level,
         "log_format": log_format,
     }
@@ -94,12 +104,13 @@ def _serve(settings: AgentSettings) -> None:
 
     from perseus.agent.gpu import GpuError
     from perseus.agent.sidecar.shell import run
+    from perseus.metrics.exposition import MetricsUnavailableError
     from perseus.tls.files import TlsError
     from perseus.tls.tokens import TokenFileError
 
     try:
         asyncio.run(run(settings, int(lifeline) if lifeline is not None else None))
-    except (OSError, GpuError, TlsError, TokenFileError) as error:
+    except (OSError, GpuError, TlsError, TokenFileError, MetricsUnavailableError) as error:
         fail(said(error) if isinstance(error, OSError) else str(error), FAILURE)
 
 

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.logs import LogFormat, LogLevel
-from perseus.tls.address import check_address
+from perseus.tls.address import check_address, host_and_port
 from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
 from perseus.tls.tokens import default_token_file
 
@@ -37,6 +37,13 @@ class CoordinatorSettings(BaseSettings):
     )
     listen: str = Field(
         default="127.0.0.1:50051", description="Address and port, or unix:PATH; port 0 takes a free one."
+    )
+    http: str | None = Field(
+        default=None,
+        description="Address and port where /metrics is served over HTTP, or HTTPS with tls_certificate.",
+    )
+    metrics_ranks: bool = Field(
+        default=False, description="Tell of every rank in the metrics, too: four series for each."
     )
     operator_token_file: Path = Field(
         default_factory=default_token_file,
@@ -189,6 +196,20 @@ class CoordinatorSettings(BaseSettings):
     def _is_no_contradiction(cls, insecure: bool, info: ValidationInfo) -> bool:
         check_insecure(insecure, info.data.get("tls_certificate"), "tls_certificate")
         return insecure
+
+    @field_validator("http")
+    @classmethod
+    def _is_an_address(cls, http: str | None, info: ValidationInfo) -> str | None:
+        if http is None:
+            return None
+        if host_and_port(http) is None:
+            raise ValueError("expected HOST:PORT, with a port from 0 to 65535")
+        return check_plaintext(
+            http,
+            has_tls=info.data.get("tls_certificate") is not None,
+            insecure=bool(info.data.get("insecure")),
+            wanted="tls_certificate and tls_key",
+        )
 
     @field_validator("listen")
     @classmethod

@@ -25,7 +25,8 @@ layout:
     u8     u8       u8    u8    i32         i32    i32      i64        i64
 
 Fields that a type does not use are zero. Times are CLOCK_MONOTONIC, which both processes share. The ordinal
-of an iteration's begin is its relative work in thousandths, 0 where the trainer does not tell it.
+of an iteration's begin is its relative work in thousandths, 0 where the trainer does not tell it; that of its
+end counts the marks that the probe has dropped on this connection so far.
 
 Standard library only: this module is imported into the trainer.
 
@@ -154,13 +155,14 @@ class IterationMark:
     """An iteration begins or ends.
 
     `relative_work_permille`: at its begin, its work relative to a typical one's, in thousandths; 0 if not
-    told.
+    told. `dropped_mark_count`: at its end, marks dropped on the connection so far.
     """
 
     edge: Edge
     iteration: int
     time_ns: int
     relative_work_permille: int = 0
+    dropped_mark_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +245,10 @@ def encode(message: Message) -> bytes:
         case Reply(ok, reason, text, is_notice):
             told = {"type": "reply", "ok": ok, "reason": reason, "message": text}
             return _encode_json({**told, "is_notice": True} if is_notice else told)
-        case IterationMark(edge, iteration, time_ns, relative_work_permille):
-            mark_type = MarkType.ITERATION_BEGIN if edge is Edge.BEGIN else MarkType.ITERATION_END
-            return mark_packer(mark_type)(0, 0, 0, relative_work_permille, iteration, time_ns)
+        case IterationMark(Edge.BEGIN, iteration, time_ns, relative_work_permille):
+            return mark_packer(MarkType.ITERATION_BEGIN)(0, 0, 0, relative_work_permille, iteration, time_ns)
+        case IterationMark(_, iteration, time_ns, _, dropped_mark_count):
+            return mark_packer(MarkType.ITERATION_END)(0, 0, 0, dropped_mark_count, iteration, time_ns)
         case ComputationMark(edge, iteration, ordinal, computation, time_ns):
             mark_type = MarkType.COMPUTATION_BEGIN if edge is Edge.BEGIN else MarkType.COMPUTATION_END
             return mark_packer(mark_type)(
@@ -465,7 +468,7 @@ def _decode_mark(packet: bytes | bytearray | memoryview) -> Message:
                 )
             return IterationMark(Edge.BEGIN, iteration, time_ns, ordinal)
         case MarkType.ITERATION_END:
-            return IterationMark(Edge.END, iteration, time_ns)
+            return IterationMark(Edge.END, iteration, time_ns, dropped_mark_count=ordinal)
         case MarkType.COMPUTATION_BEGIN | MarkType.COMPUTATION_END:
             if not Kind.FORWARD <= kind <= Kind.FIXED:
                 raise MalformedPacket(f"mark: expected kind {Kind.FORWARD} to {Kind.FIXED}, found {kind}")

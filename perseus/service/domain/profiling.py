@@ -87,15 +87,20 @@ class ProfilingBudget:
             ProfilingLimit.ENERGY: self.extra_energy_j,
         }[limit]
 
-    def used_up(self, cost: ProfilingCost) -> ProfilingLimit | None:
-        """Return what is used up, if anything is."""
-        used = {
+    def used(self, cost: ProfilingCost, limit: ProfilingLimit) -> float:
+        """Return what is used of the figure that a limit is about."""
+        return {
             ProfilingLimit.ITERATION_COUNT: cost.iteration_count,
             ProfilingLimit.TIME: cost.time_s,
             ProfilingLimit.EXTRA_TIME: cost.extra_time_s,
             ProfilingLimit.ENERGY: cost.extra_energy_j,
-        }
-        return next((limit for limit, figure in used.items() if figure >= self.limit_of(limit)), None)
+        }[limit]
+
+    def used_up(self, cost: ProfilingCost) -> ProfilingLimit | None:
+        """Return what is used up, if anything is."""
+        return next(
+            (limit for limit in ProfilingLimit if self.used(cost, limit) >= self.limit_of(limit)), None
+        )
 
 
 @dataclass(frozen=True, slots=True)

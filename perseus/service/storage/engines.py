@@ -37,6 +37,9 @@ _LOCK_PATIENCE_S = 2.0
 
 _LOCK_LOOK_S = 0.1
 
+_SQLITE_SIZE = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
+_POSTGRESQL_SIZE = "SELECT pg_database_size(current_database())"
+
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 
 # By the beginning of SQLite's error name.
@@ -73,12 +76,14 @@ class Opened:
         name: the database for people, without a password.
         missing: says what has become of its files since they were opened, None if nothing.
         errors: what it raises where it fails.
+        size_query: asks for its size in bytes.
     """
 
     connection: Connection
     name: str
     missing: Callable[[], str | None]
     errors: tuple[type[Exception], ...]
+    size_query: str
 
     def close(self) -> None:
         """Close it."""
@@ -176,7 +181,7 @@ def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
         engine, "begin", lambda connection: connection.connection.cursor().execute("BEGIN IMMEDIATE")
     )
     connection = engine.connect()
-    return Opened(connection, str(path), _WatchedFiles(path).missing, _errors(engine))
+    return Opened(connection, str(path), _WatchedFiles(path).missing, _errors(engine), _SQLITE_SIZE)
 
 
 def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
@@ -243,7 +248,7 @@ def _connect_postgresql(url: URL, name: str, is_read_only: bool) -> Opened:
         _abandon(connection, engine)
         cause = "it is locked: is another coordinator running on it?"
         raise DatabaseUnavailableError(database=name, cause=cause)
-    return Opened(connection, name, lambda: None, _errors(engine))
+    return Opened(connection, name, lambda: None, _errors(engine), _POSTGRESQL_SIZE)
 
 
 def _try_lock(connection: Connection) -> bool:

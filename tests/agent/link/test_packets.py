@@ -53,7 +53,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(
         IterationMark, st.just(Edge.BEGIN), iterations, int64, st.integers(0, MAX_RELATIVE_WORK_PERMILLE)
     ),
-    st.builds(IterationMark, st.just(Edge.END), iterations, int64),
+    st.builds(IterationMark, st.just(Edge.END), iterations, int64, st.just(0), int32),
     st.builds(ComputationMark, edges, iterations, int32, computations, int64),
     st.builds(WaitMark, edges, iterations, int64),
     st.builds(Finish, int64),

@@ -121,6 +121,15 @@ async def test_the_epoch_stays_when_the_store_is_opened_again(open_store: Open) 
     await again.close()
 
 
+async def test_a_database_tells_its_size(open_store: Open) -> None:
+    store = await open_store()
+    before_bytes = await store.size_bytes()
+    assert before_bytes > 0
+    await store.write([NewRun(make_spec(f"job-{number}"), 1, 12.5) for number in range(2000)])
+    assert await store.size_bytes() > before_bytes
+    await store.close()
+
+
 async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> None:
     cluster = Cluster(make_spec())
     cluster.join_all()

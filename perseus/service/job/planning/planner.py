@@ -17,7 +17,7 @@ from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.exact_plans import ExactPlans
-from perseus.service.job.planning.guard import GuardRules
+from perseus.service.job.planning.guard import GuardRules, promise_of_s
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.operating_point import (
     no_slowdown,
@@ -298,6 +298,13 @@ class Planner:
             baseline.gap_time_s if baseline is not None else None,
             partial(caps.explain, clocks, self._ranks.usable_clocks_mhz(), self._stragglers.pipelines),
         )
+
+    def promised_time_s(self) -> float | None:
+        """Return the iteration time that the plans offered now promise, if there are any."""
+        _, planned_s = self._offers.planned_range_s
+        if self.frontier is None or not planned_s:
+            return None
+        return promise_of_s(planned_s, self.frontier, self._baseline.time_s)
 
     def validate(self) -> None:
         """Check what must always hold."""

@@ -13,6 +13,7 @@ coordinator stops at its next commit. It never connects again by itself, since a
 
 import os
 import sqlite3
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,11 @@ _LOCK = 0x7065727365757301
 """The advisory lock's key: "perseus" and 1, of nobody else we hope."""
 
 _CONNECT_TIMEOUT_S = 10
+
+_LOCK_PATIENCE_S = 2.0
+"""The server takes a moment to notice that whoever held the lock is gone, killed and started again, say."""
+
+_LOCK_LOOK_S = 0.1
 
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 
@@ -226,7 +232,9 @@ def _connect_postgresql(url: URL, name: str, is_read_only: bool) -> Opened:
         connection.exec_driver_sql("SET synchronous_commit = on")
         if is_read_only:
             connection.exec_driver_sql("SET default_transaction_read_only = on")
-        is_ours = connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_LOCK})").scalar()
+        patience_ends_s = time.monotonic() + _LOCK_PATIENCE_S
+        while not (is_ours := _try_lock(connection)) and time.monotonic() < patience_ends_s:
+            time.sleep(_LOCK_LOOK_S)
         connection.commit()
     except BaseException:
         _abandon(connection, engine)
@@ -236,6 +244,10 @@ def _connect_postgresql(url: URL, name: str, is_read_only: bool) -> Opened:
         cause = "it is locked: is another coordinator running on it?"
         raise DatabaseUnavailableError(database=name, cause=cause)
     return Opened(connection, name, lambda: None, _errors(engine))
+
+
+def _try_lock(connection: Connection) -> bool:
+    return bool(connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_LOCK})").scalar())
 
 
 def _errors(engine: Engine) -> tuple[type[Exception], ...]:

@@ -1,5 +1,7 @@
 """`perseus jobs` and `perseus coordinator`, against a real coordinator process."""
 
+import csv
+import json
 import socket
 import subprocess
 import sys
@@ -287,3 +289,21 @@ def test_agent_with_emulated_gpus_needs_their_folder() -> None:
     result = CliRunner().invoke(app, ["agent", "--gpu-backend", "emulated"])
     assert result.exit_code == 2
     assert "EMULATED_GPUS" in result.output
+
+
+@pytest.mark.parametrize(
+    "view", ["list", "runs gpt3", "show gpt3", "ranks gpt3", "events gpt3", "report gpt3"]
+)
+def test_whatever_is_listed_or_shown_is_there_for_scripts(coordinator: Coordinator, view: str) -> None:
+    as_json = run(coordinator, *view.split(), "--format", "json")
+    assert (as_json.exit_code, as_json.stderr) == (0, "")
+    found = json.loads(as_json.stdout)
+    assert isinstance(found, list) == (view.split()[0] not in ("show", "report"))
+    as_csv = run(coordinator, *view.split(), "--format", "csv")
+    assert (as_csv.exit_code, as_csv.stderr) == (0, "")
+    header, *rows = csv.reader(as_csv.stdout.splitlines())
+    assert all(len(row) == len(header) for row in rows)
+    if view != "report gpt3":
+        assert len(rows) == (len(found) if isinstance(found, list) else 1)
+    if "job_id" in header:
+        assert "gpt3" in {row[header.index("job_id")] for row in rows}

@@ -166,6 +166,19 @@ JOB_PROFILING_BUDGET = _gauge(
     "Share of profiling's budget that is used, of what is used most.",
     "job_id",
 )
+JOB_PROFILING_TRIED = _gauge(
+    "job_profiling_tried_clocks",
+    "While profiling: clocks tried of the stage with the most, those given up included.",
+    "job_id",
+)
+JOB_PROFILING_MOST = _gauge(
+    "job_profiling_most_clocks", "While profiling: clocks that are tried of a stage at most.", "job_id"
+)
+JOB_PROFILING_LEFT = _gauge(
+    "job_profiling_remaining_seconds",
+    "While profiling: time until it is over at the latest, at the present pace.",
+    "job_id",
+)
 JOB_PLAN_SWITCHES = _counter("job_plan_switches", "Times that pipelines were given other plans.", "job_id")
 JOB_BROKEN_PROMISES = _counter(
     "job_broken_promises", "Times that the guard found plans' promises broken.", "job_id"
@@ -203,6 +216,9 @@ JOB = (
     JOB_PROFILING_EXTRA_TIME,
     JOB_PROFILING_EXTRA_ENERGY,
     JOB_PROFILING_BUDGET,
+    JOB_PROFILING_TRIED,
+    JOB_PROFILING_MOST,
+    JOB_PROFILING_LEFT,
     JOB_PLAN_SWITCHES,
     JOB_BROKEN_PROMISES,
     JOB_DETECTED,

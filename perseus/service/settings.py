@@ -205,7 +205,7 @@ class CoordinatorSettings(BaseSettings):
         if host_and_port(http) is None:
             raise ValueError("expected HOST:PORT, with a port from 0 to 65535")
         return check_plaintext(
-            http,
+            check_address(http, least_port=0),
             has_tls=info.data.get("tls_certificate") is not None,
             insecure=bool(info.data.get("insecure")),
             wanted="tls_certificate and tls_key",

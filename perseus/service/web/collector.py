@@ -193,6 +193,10 @@ def _put_profiling(readings: Readings, view: JobView) -> None:
     readings.put(names.JOB_PROFILING_EXTRA_ENERGY, cost.extra_energy_j, job_id)
     used = max(budget.used(cost, limit) / budget.limit_of(limit) for limit in ProfilingLimit)
     readings.put(names.JOB_PROFILING_BUDGET, max(0.0, used), job_id)
+    if (progress := view.profiling_progress) is not None:
+        readings.put(names.JOB_PROFILING_TRIED, progress.tried_clock_count, job_id)
+        readings.put(names.JOB_PROFILING_MOST, progress.max_clock_count, job_id)
+        readings.put(names.JOB_PROFILING_LEFT, progress.remaining_s, job_id)
 
 
 def _ratio(percent: float | None) -> float | None:

@@ -131,7 +131,7 @@ def test_beyond_loopback_it_wants_tls_and_a_token() -> None:
     for given in ("0.0.0.0:9464", "node:9464"):
         with pytest.raises(configuration.ConfigurationError, match="metrics_token_file"):
             configuration.load(AgentSettings, None, {"metrics_listen": given})
-    for given in ("70000", "-1", "127.0.0.1:", "nonsense"):
+    for given in ("70000", "-1", "127.0.0.1:", "nonsense", "::1:9464"):
         with pytest.raises(configuration.ConfigurationError, match=r"--metrics-listen: .*PORT"):
             configuration.load(AgentSettings, None, {"metrics_listen": given})
 

@@ -27,7 +27,8 @@ from tests.service.grpc_fakes import (
 from tests.service.web.scraping import Samples, free_port, get, scrape, value
 
 # Told only where there is something to tell.
-CONDITIONAL = {names.JOB_STALLED, names.JOB_STRAGGLER_TIME}
+PROFILING = {names.JOB_PROFILING_TRIED, names.JOB_PROFILING_MOST, names.JOB_PROFILING_LEFT}
+CONDITIONAL = {names.JOB_STALLED, names.JOB_STRAGGLER_TIME, *PROFILING}
 
 
 def series_of(samples: Samples, metrics: tuple[names.Metric, ...]) -> dict[str, set[frozenset[str]]]:
@@ -128,6 +129,22 @@ async def test_series_do_not_grow_with_ranks_unless_asked_for(tmp_path: Path) ->
 
             await until(has_job)  # an answer serves for a second
     assert counts["job-1"] == counts["job-64"]
+
+
+async def test_how_far_profiling_is_is_told_while_it_goes_on(tmp_path: Path) -> None:
+    http = f"127.0.0.1:{free_port()}"
+    async with connected(make_settings(tmp_path, http=http)) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
+        await agent.iterate(6)
+        job, samples = await client.job(), await scrape(f"http://{http}/metrics")
+    assert value(samples, "perseus_job_state", job_id="job", state="profiling") == 1
+    told = {metric: value(samples, metric.name, job_id="job") for metric in PROFILING}
+    assert told[names.JOB_PROFILING_TRIED] == job.profiling_progress.tried_clock_count
+    assert told[names.JOB_PROFILING_MOST] == job.profiling_progress.max_clock_count > 0
+    assert told[names.JOB_PROFILING_LEFT] >= 0
 
 
 async def test_no_work_over_ranks_is_done_unless_asked_for(

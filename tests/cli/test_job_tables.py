@@ -170,6 +170,9 @@ def test_an_event_is_one_line_even_of_a_type_that_is_not_known() -> None:
     shown = lines(event_table([solved, newer]))
     assert "7 2026-01-01 00:00:00 solved from [1] to [/2]" in shown
     assert "8 1970-01-01 00:00:00 99 new" in shown
+    unexplained = event_pb2.JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED
+    found = event_pb2.JobEvent(sequence=9, type=unexplained, message="0.2 s remain")
+    assert "9 1970-01-01 00:00:00 measurements_unexplained 0.2 s remain" in lines(event_table([found]))
 
 
 def test_a_gap_is_said_plainly() -> None:

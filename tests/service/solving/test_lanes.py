@@ -85,8 +85,21 @@ async def test_the_solvers_error_comes_back(jobs: JobLane, requests: RequestLane
     there, here = await jobs.solve("job", problem, slow, Retries()), solve_explaining(problem, slow=slow)
     assert common_lag_s(there.pipeline) == common_lag_s(here.pipeline) > 0
     assert there.points == here.points
-    with pytest.raises(LagError, match="no lag between stages explains"):
+    with pytest.raises(LagError, match="no lag between stages explains") as unexplained:
         await jobs.solve("job", problem, SlowPlan(plan, 10 * slow_s, stock_s), Retries())
+    predicted_s, predicted_stock_s = (
+        replay(problem, some.clocks_mhz).iteration_time_s for some in (plan, stock)
+    )
+    assert unexplained.value.times_s == pytest.approx(
+        {
+            "median_time_s": 10 * slow_s,
+            "baseline_time_s": stock_s,
+            "predicted_time_s": predicted_s,
+            "predicted_baseline_time_s": predicted_stock_s,
+            "residual_s": 10 * slow_s - stock_s - (predicted_s - predicted_stock_s),
+            "transfer_lag_s": 0.0,
+        }
+    )
 
 
 async def test_plans_are_made_elsewhere_as_here_and_frontiers_go_there_once(requests: RequestLane) -> None:

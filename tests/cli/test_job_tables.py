@@ -7,6 +7,7 @@ from perseus.cli.job_tables import (
     gap_text,
     job_facts,
     job_table,
+    no_slowdown,
     plan_table,
     rank_table,
     report_table,
@@ -51,6 +52,27 @@ def test_facts_are_told_as_they_are_and_only_if_they_are_known() -> None:
     assert "frontier T_min 1.000 s, T* 1.200 s, T_slow 1.500 s" in facts
     assert "stragglers pipeline 3, detected: 1.100 s" in facts
     assert not any(line.startswith(("finished", "clocks measured")) for line in facts)
+
+
+def test_what_is_no_slowdown_is_said_with_what_says_so() -> None:
+    all_max = job_pb2.NoSlowdownTime(iteration_time_s=1.02, basis=job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX)
+    measured = job_pb2.NoSlowdownTime(iteration_time_s=1.01, basis=job_pb2.NO_SLOWDOWN_BASIS_BASELINE)
+    assert no_slowdown(all_max) == "up to 1.020 s: every computation at its highest clock, as planned with"
+    assert no_slowdown(measured) == "up to 1.010 s: the stock baseline, measured shorter than planned with"
+    job = job_pb2.Job()
+    job.CopyFrom(JOB)
+    job.no_slowdown_time.CopyFrom(all_max)
+    assert f"no slowdown {no_slowdown(all_max)}" in lines(job_facts(job))
+    assert not any(line.startswith("no slowdown") for line in lines(job_facts(JOB)))
+
+
+def test_plans_are_held_against_stock_not_against_t_min() -> None:
+    job = job_pb2.Job()
+    job.CopyFrom(JOB)
+    job.no_slowdown_time.iteration_time_s = 1.1
+    found = lines(plan_table(job))
+    assert "3 1.000 s -9.1 %" in found
+    assert "0–2, 4–5 1.100 s +0.0 %" in found
 
 
 def test_pipelines_of_the_same_plan_share_a_line() -> None:

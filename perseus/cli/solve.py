@@ -110,11 +110,14 @@ def plan(
         ),
     ],
     iteration_time: Annotated[
-        float, typer.Option(help="The plan may not be slower than this, seconds.", show_default=False)
-    ],
+        float | None, typer.Option(help="The plan may not be slower than this, seconds.", show_default=False)
+    ] = None,
+    no_slowdown: Annotated[
+        bool, typer.Option("--no-slowdown", help="The plan may not be slower than the highest clocks.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
 ) -> None:
-    """Make the plan of least energy that is not slower than an iteration time."""
+    """Make the plan of least energy that is not slower than an iteration time, or than stock."""
     from google.protobuf import json_format
 
     with _without_pyplot():
@@ -123,10 +126,14 @@ def plan(
         from perseus.service.domain import errors
     from perseus.v1 import frontier_pb2
 
+    if (iteration_time is None) != no_slowdown:
+        fail("expected one of --iteration-time and --no-slowdown")
     check_destination("--output", output)
     try:
         message = json_format.Parse(frontier_file.read_text(encoding="utf-8"), frontier_pb2.Frontier())
         pipeline = translate_problems.problem_from_proto(message.problem)
+        if iteration_time is None:
+            iteration_time = solver.fastest_clock_plan(pipeline).iteration_time_s
         made = solver.plan_at(pipeline, iteration_time)
     except OSError as error:
         fail(f"{frontier_file}: can't be read: {error.strerror}")

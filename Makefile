@@ -26,7 +26,7 @@ NVML ?=
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
 .PHONY: demo test test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-languages \
-  test-postgresql torture torture-coordinator check bench protos contract clean
+  test-postgresql test-prometheus torture torture-coordinator check bench metrics protos contract clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -80,6 +80,11 @@ test-postgresql: $(STAMP)
 	tests/service/storage/install
 	$(BIN)/pytest --hypothesis-seed=0 tests/service/storage
 
+# Rules and board against a real Prometheus, which scrapes a coordinator and agents. Installs it, if root runs it.
+test-prometheus: $(STAMP)
+	tests/prometheus/install
+	$(BIN)/pytest tests/prometheus
+
 # The kill tests of `make test`, many more times, and a stranger's attack at full strength (as root); leaves figures in
 # docs/torture.md and docs/strangers.md.
 KILLS ?= 50
@@ -116,6 +121,10 @@ protos: $(STAMP)
 	  --python_out=$(OUT) --mypy_out=quiet:$(OUT) $(PROTOS:protos/%=%)
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc --proto_path=protos \
 	  --grpc_python_out=$(OUT) --mypy_grpc_out=quiet:$(OUT) $(SERVICES:protos/%=%)
+
+# The page about the metrics, after a change of their names; a test compares.
+metrics: $(STAMP)
+	$(BIN)/python -m perseus.metrics.document > docs/metrics.md
 
 # To be run, and looked at, when a change of the contract is meant: it is promised from then on.
 contract: $(STAMP)

@@ -32,8 +32,8 @@ _SMALL_JOBS = 32
 class TimedCluster(Cluster):
     """Times how long the machine takes for each batch of telemetry, and checks nothing meanwhile."""
 
-    def __init__(self, rank_count: int) -> None:
-        spec = make_spec(pipelines=rank_count // STAGES, stages=STAGES, microbatches=MICROBATCHES)
+    def __init__(self, rank_count: int, job_id: str = "job") -> None:
+        spec = make_spec(job_id, rank_count // STAGES, STAGES, microbatches=MICROBATCHES)
         super().__init__(spec, Rules(baseline_iterations=3, profiling=ProfilingRules(3, most_clocks=2)))
         self.seconds: dict[JobState, list[float]] = defaultdict(list)
         self.is_solving_allowed = True

@@ -6,7 +6,7 @@ here is which fields a certificate has, and files that are whole and readable by
 
 import ipaddress
 import os
-import tempfile
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -79,6 +79,10 @@ class Authority:
         The first name is the certificate's own. What was there before is replaced, each file at once: the key
         first, so that whoever looks in between finds a pair that does not match, and waits.
         """
+        certificate_file, key_file = (stem.with_name(stem.name + suffix) for suffix in (".pem", ".key"))
+        own = {(self.folder / name).resolve() for name in (CA_FILE, CA_KEY_FILE)}
+        if own & {certificate_file.resolve(), key_file.resolve()}:
+            raise CertificateError(f"{stem}: expected another place than the authority's own files")
         key = ec.generate_private_key(ec.SECP256R1())
         begins = begins or datetime.now(UTC) - _BACKDATED
         usage = ExtendedKeyUsageOID.SERVER_AUTH if is_server else ExtendedKeyUsageOID.CLIENT_AUTH
@@ -95,7 +99,6 @@ class Authority:
             )
             .sign(self._key, hashes.SHA256())
         )
-        certificate_file, key_file = (stem.with_name(stem.name + suffix) for suffix in (".pem", ".key"))
         _write(key_file, _key_pem(key), 0o600)
         _write(certificate_file, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
         return certificate_file, key_file
@@ -160,12 +163,15 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Put a file in place at once; nobody else could read it before it had its mode."""
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    """Put a file in place at once, where links lead; nobody could read it before. The umask holds."""
+    place = Path(os.path.realpath(path))
+    draft = place.with_name(f".perseus-{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-            os.fchmod(file.fileno(), mode)
-        Path(draft).replace(path)
+        draft.replace(place)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
-        Path(draft).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)

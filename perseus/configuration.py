@@ -82,4 +82,4 @@ def _explain(
         where = f"{env_prefix}{name}".upper()
     if problem["type"] == "extra_forbidden":
         return f"{where}: unknown setting"
-    return f"{where}: {problem['msg']}, found {problem['input']!r}"
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')}, found {problem['input']!r}"

@@ -6,6 +6,7 @@ extra `[plot]`; it is imported only here, and only when something is drawn.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,13 +54,26 @@ class Timeline:
     blocking_power_w: Sequence[float]
 
 
-def draw_frontier(path: Path, picture: FrontierPicture) -> None:
-    """Write the frontier as an image; the format follows the suffix.
+def image_format(path: Path) -> str:
+    """Return the image format that a path's suffix names; PNG where it has none.
 
     Raises:
         ImportError: matplotlib is not installed.
-        OSError: `path` can't be written.
         ValueError: the suffix is not that of an image format.
+    """
+    known = _figure(1.0, 1.0).canvas.get_supported_filetypes()
+    suffix = path.suffix.removeprefix(".").lower() or "png"
+    if suffix not in known:
+        raise ValueError(f"expected a suffix of {', '.join(sorted(known))}, found {suffix}")
+    return suffix
+
+
+def draw_frontier(picture: FrontierPicture, image_format: str) -> bytes:
+    """Return the frontier as an image.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: it is no image format.
     """
     figure = _figure(9.0, 5.5)
     axes = figure.add_subplot()
@@ -87,7 +101,9 @@ def draw_frontier(path: Path, picture: FrontierPicture) -> None:
     axes.set_title("Iteration time-energy frontier")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path)
+    image = BytesIO()
+    figure.savefig(image, format=image_format)
+    return image.getvalue()
 
 
 def draw_timelines(path: Path, timelines: Sequence[Timeline]) -> None:

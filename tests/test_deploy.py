@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from perseus import configuration
+from perseus.agent.restore.supervisor import STOP_S
 from perseus.agent.sidecar.local import _FILES_FOR_ALL_ELSE, _MAX_CONNECTIONS
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.cli.main import app
@@ -52,6 +53,10 @@ def test_records_outlive_the_service() -> None:
     assert service["StateDirectory"] == "perseus"
     assert "RemainAfterExit" not in service
     assert service["KillMode"] == "mixed"
+
+
+def test_a_stop_is_over_before_systemd_ends_it() -> None:
+    assert int(unit()["TimeoutStopSec"]) >= STOP_S + 2
 
 
 def test_every_capability_that_is_kept_has_its_reason() -> None:

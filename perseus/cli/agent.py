@@ -1,7 +1,6 @@
 """`perseus agent`: run the sidecar, bring back what a dead one left, or see what this node's GPUs offer."""
 
 import asyncio
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,7 +10,9 @@ import typer
 
 from perseus import configuration, logs
 from perseus.agent.sidecar.settings import AgentSettings
-from perseus.cli.terminal import FAILURE, console, error_console, fail
+from perseus.cli.progress import working
+from perseus.cli.rows import print_json
+from perseus.cli.terminal import FAILURE, error_console, fail, print_whole, said
 from perseus.printable import printable
 
 
@@ -38,6 +39,11 @@ def agent(
     observe: Annotated[bool | None, _flag("observe", "--observe")] = None,
     restore_folder: Annotated[Path | None, _flag("restore_folder")] = None,
     restore_clocks: Annotated[str | None, _flag("restore_clocks")] = None,
+    metrics_listen: Annotated[str | None, _flag("metrics_listen")] = None,
+    metrics_token_file: Annotated[Path | None, _flag("metrics_token_file")] = None,
+    metrics_tls_certificate: Annotated[Path | None, _flag("metrics_tls_certificate")] = None,
+    metrics_tls_key: Annotated[Path | None, _flag("metrics_tls_key")] = None,
+    job_mapping_folder: Annotated[Path | None, _flag("job_mapping_folder")] = None,
     log_level: Annotated[str | None, _flag("log_level")] = None,
     log_format: Annotated[str | None, _flag("log_format")] = None,
     restore: Annotated[
@@ -66,6 +72,11 @@ def agent(
         "observe": observe,
         "restore_folder": restore_folder,
         "restore_clocks": restore_clocks,
+        "metrics_listen": metrics_listen,
+        "metrics_token_file": metrics_token_file,
+        "metrics_tls_certificate": metrics_tls_certificate,
+        "metrics_tls_key": metrics_tls_key,
+        "job_mapping_folder": job_mapping_folder,
         "log_level": log_level,
         "log_format": log_format,
     }
@@ -93,13 +104,14 @@ def _serve(settings: AgentSettings) -> None:
 
     from perseus.agent.gpu import GpuError
     from perseus.agent.sidecar.shell import run
+    from perseus.metrics.exposition import MetricsUnavailableError
     from perseus.tls.files import TlsError
     from perseus.tls.tokens import TokenFileError
 
     try:
         asyncio.run(run(settings, int(lifeline) if lifeline is not None else None))
-    except (OSError, GpuError, TlsError, TokenFileError) as error:
-        fail(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error), FAILURE)
+    except (OSError, GpuError, TlsError, TokenFileError, MetricsUnavailableError) as error:
+        fail(said(error) if isinstance(error, OSError) else str(error), FAILURE)
 
 
 def _restore(settings: AgentSettings) -> None:
@@ -115,7 +127,8 @@ def _restore(settings: AgentSettings) -> None:
         return await restorer.restore_once()
 
     try:
-        done = asyncio.run(restore())
+        with working("Restoring GPUs"):
+            done = asyncio.run(restore())
     except GpuError as error:
         fail(str(error), FAILURE)
     for each in done:
@@ -141,7 +154,8 @@ def _self_test(settings: AgentSettings) -> None:
         with calling("nvmlInit", "GPUs", pynvml):
             pynvml.nvmlInit()
         node = node_findings()
-        gpus = asyncio.run(all_gpu_findings(NvmlBackend().listed(), gpu_findings))
+        with working("Asking GPUs"):
+            gpus = asyncio.run(all_gpu_findings(NvmlBackend().listed(), gpu_findings))
     except GpuError as error:
         fail(str(error), FAILURE)
 
@@ -150,7 +164,7 @@ def _self_test(settings: AgentSettings) -> None:
         for each in findings:
             value = "" if each.value is None else printable(str(each.value))
             table.add_row(each.name, value, printable(each.problem))
-        error_console.print(table)
+        print_whole(table, to=error_console)
 
     def values(findings: tuple[Finding, ...]) -> dict[str, object]:
         return {
@@ -162,6 +176,6 @@ def _self_test(settings: AgentSettings) -> None:
     for gpu in gpus:
         rows(printable(gpu.uuid), gpu.findings)
     report = {"node": values(node), "gpus": {gpu.uuid: values(gpu.findings) for gpu in gpus}}
-    console.print_json(json.dumps(report), ensure_ascii=True)
+    print_json(report)
     if not gpus or not all(gpu.is_usable for gpu in gpus):
         raise typer.Exit(FAILURE)

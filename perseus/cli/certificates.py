@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from perseus.cli.terminal import console, fail
+from perseus.cli.terminal import console, fail, said
 
 app = typer.Typer(help="Keep a small certificate authority, for TLS.", no_args_is_help=True)
 
@@ -82,8 +82,8 @@ def _mistakes() -> Iterator[None]:
     except CertificateError as error:
         fail(str(error))
     except OSError as error:
-        fail(f"{error.filename}: {error.strerror}")
+        fail(said(error))
 
 
 def _say(certificate: Path, key: Path) -> None:
-    console.print(f"certificate {certificate}, key {key}", highlight=False, soft_wrap=True)
+    console.print(f"certificate {certificate}, key {key}", highlight=False)

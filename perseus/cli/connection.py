@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from perseus.cli.terminal import BAD_INPUT, FAILURE, error_console, fail
+from perseus.cli.progress import working
+from perseus.cli.terminal import BAD_INPUT, FAILURE, fail, warn
 from perseus.printable import printable
-from perseus.tls.address import is_local
+from perseus.tls.address import check_address, is_local
 from perseus.tls.files import TlsError, TlsFiles
 from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
 from perseus.tls.tokens import TokenFileError, find_token
@@ -88,9 +89,7 @@ class Connection:
         except (TlsError, TokenFileError) as error:
             fail(str(error))
         if channels.is_exposed:
-            error_console.print(
-                f"warning: --insecure: plaintext to {self.coordinator}, on another machine", style="yellow"
-            )
+            warn(f"--insecure: plaintext to {self.coordinator}, on another machine")
         return channels
 
     def _checks(self) -> dict[str, Callable[[], object]]:
@@ -98,8 +97,11 @@ class Connection:
             "tls_certificate": lambda: check_needs(self.tls_certificate, self.tls_ca, "tls_ca"),
             "tls_key": lambda: check_together(self.tls_key, self.tls_certificate, "tls_certificate"),
             "insecure": lambda: check_insecure(self.insecure, self.tls_ca, "tls_ca"),
-            "coordinator": lambda: check_plaintext(
-                self.coordinator, has_tls=self.tls_ca is not None, insecure=self.insecure, wanted="tls_ca"
+            "coordinator": lambda: (
+                check_address(self.coordinator)
+                and check_plaintext(
+                    self.coordinator, has_tls=self.tls_ca is not None, insecure=self.insecure, wanted="tls_ca"
+                )
             ),
         }
 
@@ -112,6 +114,8 @@ def connecting(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
+        for name, value in given.items():
+            _check_text(name, value)
         connection = Connection(**{name: given.pop(name) for name in shared})
         command(**given, connection=connection)
 
@@ -123,6 +127,16 @@ def connecting(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature([*parameters, *flags])  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in (*parameters, *flags)}
     return run
+
+
+def _check_text(name: str, value: object) -> None:
+    """Exit where a text can't be sent: Python keeps bytes of an argument that are no UTF-8 as surrogates."""
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                fail(f"{name.upper()}: expected UTF-8, found {text}")
 
 
 @contextmanager
@@ -140,28 +154,42 @@ def connected(connection: Connection) -> Iterator["grpc.Channel"]:
     channels = connection.channels()
     with channels.open_blocking() as plain:
         try:
-            yield cast("grpc.Channel", EscapingChannel(plain))
+            yield cast("grpc.Channel", EscapingChannel(plain, f"Asking {connection.coordinator}"))
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                reason = channels.diagnosis_blocking() or error.details()
-                fail(f"no coordinator at {connection.coordinator}: {reason}", FAILURE)
+            where, code = connection.coordinator, error.code()
+            if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                with working("Looking for the reason"):
+                    reason = channels.diagnosis_blocking()
+                if code is grpc.StatusCode.UNAVAILABLE:
+                    fail(f"no coordinator at {where}: {reason or error.details()}", FAILURE)
+                fail(
+                    f"no answer in time from the coordinator at {where}: {reason or 'it is silent'}", FAILURE
+                )
             fail(error.details() or error.code().name, BAD_INPUT if error.code() in their_fault else FAILURE)
 
 
 class EscapingChannel:
     """A channel whose answers hold printable text only: it is what others have written.
 
-    Of a channel it has what the stubs of the contract use.
+    Of a channel it has what the stubs of the contract use. While an answer is waited for, that is shown.
     """
 
-    def __init__(self, channel: "grpc.Channel") -> None:
+    def __init__(self, channel: "grpc.Channel", description: str = "Asking") -> None:
         self._channel = channel
+        self._description = description
 
     def unary_unary(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
         """See `grpc.Channel.unary_unary`."""
-        return self._channel.unary_unary(
+        call = self._channel.unary_unary(
             method, response_deserializer=_escaping(response_deserializer), **options
         )
+
+        def ask(*arguments: Any, **more: Any) -> "Message":
+            with working(self._description):
+                answer: Message = call(*arguments, **more)
+            return answer
+
+        return ask
 
     def unary_stream(self, method: str, *, response_deserializer: "_Read", **options: Any) -> Any:
         """See `grpc.Channel.unary_stream`."""

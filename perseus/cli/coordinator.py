@@ -20,6 +20,8 @@ def _flag(name: str, *declarations: str) -> Any:
 def coordinator(
     config: Annotated[Path | None, typer.Option(help="TOML file with the settings below.")] = None,
     listen: Annotated[str | None, _flag("listen")] = None,
+    http: Annotated[str | None, _flag("http")] = None,
+    metrics_ranks: Annotated[bool | None, _flag("metrics_ranks", "--metrics-ranks")] = None,
     tls_certificate: Annotated[Path | None, _flag("tls_certificate")] = None,
     tls_key: Annotated[Path | None, _flag("tls_key")] = None,
     tls_client_ca: Annotated[Path | None, _flag("tls_client_ca")] = None,
@@ -71,6 +73,8 @@ def coordinator(
 
     flags = {
         "listen": listen,
+        "http": http,
+        "metrics_ranks": metrics_ranks,
         "tls_certificate": tls_certificate,
         "tls_key": tls_key,
         "tls_client_ca": tls_client_ca,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perseus.cli.terminal import FAILURE, check_destination, console, fail
+from perseus.cli.terminal import FAILURE, console, fail, print_whole, said
 
 if TYPE_CHECKING:
     from perseus.demo.summary import Measurements
@@ -45,19 +45,19 @@ def demo(
     from perseus.demo.story import DEMO_PLOT, judge, tell
     from perseus.demo.workload import DEMO
 
-    check_destination("--output", output / "summary.json" if output.exists() else output)
+    _check_folder(output)
     through_nvml = nvml is Nvml.STUB
     if script is not None:
         try:
             measurements = _run(show(script, output, _say, through_nvml=through_nvml))
         except ScriptError as error:
             fail(str(error))
-        console.print(phase_table(measurements.phases))
+        print_whole(phase_table(measurements.phases))
         console.print(f"Logs are in {output}.", highlight=False)
         return
     with LiveDisplay(console) as display:
         measurements = _run(tell(DEMO, DEMO_PLOT, output, display, through_nvml=through_nvml))
-    console.print(phase_table(measurements.phases))
+    print_whole(phase_table(measurements.phases))
     if (evaluations := measurements.evaluations) is not None and evaluations.later_count:
         console.print(
             f"Evaluations of {DEMO.evaluation_s:g} s between iterations, {evaluations.later_count} since the "
@@ -69,6 +69,14 @@ def demo(
     complaints = judge(measurements, DEMO_PLOT, DEMO)
     if complaints:
         fail("; ".join(complaints), FAILURE)
+
+
+def _check_folder(output: Path) -> None:
+    """Exit where no folder could be, before anything is started for it."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--output: {said(error)}")
 
 
 def _run(shown: "Coroutine[Any, Any, Measurements]") -> "Measurements":
@@ -90,4 +98,4 @@ def _run(shown: "Coroutine[Any, Any, Measurements]") -> "Measurements":
 
 
 def _say(message: str) -> None:
-    console.print(f"  {message}", highlight=False, soft_wrap=True)
+    console.print(f"  {message}", highlight=False)

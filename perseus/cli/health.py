@@ -1,11 +1,14 @@
-"""`perseus health`: whether a coordinator serves, for probes that speak no gRPC or no TLS of their own."""
+"""`perseus health`: whether a coordinator or an agent serves, for probes that don't speak what those do."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from perseus.cli.connection import Connection, connected, connecting
+from perseus.cli.progress import working
 from perseus.cli.terminal import FAILURE, console, fail
+from perseus.printable import printable
 
 
 @connecting
@@ -14,9 +17,23 @@ def health(
     service: Annotated[
         str, typer.Option(help="One service, such as perseus.v1.AgentService; all if not given.")
     ] = "",
+    agent: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SOCKET",
+            help="Ask the agent of this node that listens there instead, such as /run/perseus/agent.sock.",
+            show_default=False,
+        ),
+    ] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, max=600, help="Seconds to wait for an answer.")] = 5.0,
 ) -> None:
-    """Ask a coordinator whether it serves: exit code 0 if so, else 1 or 2, and a line that says why."""
+    """Ask a coordinator whether it serves, or an agent whether it has GPUs to serve: exit code 0 if so.
+
+    Else it is 1 or 2, and a line says why.
+    """
+    if agent is not None:
+        _ask_agent(agent, timeout_s)
+        return
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     with connected(connection) as channel:
@@ -27,3 +44,20 @@ def health(
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         fail(f"expected a coordinator that serves, found {status}", FAILURE)
     console.print(status, highlight=False)
+
+
+def _ask_agent(path: Path, timeout_s: float) -> None:
+    from perseus.agent.link.packets import MalformedPacket
+    from perseus.agent.sidecar.asking import ask_health
+
+    try:
+        with working("Asking the agent"):
+            answer = ask_health(path, timeout_s)
+    except TimeoutError:
+        fail(f"no answer within {timeout_s:g} s from the agent at {path}", FAILURE)
+    except (OSError, MalformedPacket) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        fail(f"no agent at {path}: {reason}", FAILURE)
+    if not answer.ok:
+        fail(f"expected an agent that serves, found {answer.message}", FAILURE)
+    console.print(printable(answer.message), highlight=False)

@@ -70,6 +70,7 @@ def job_facts(job: job_pb2.Job) -> Table:
         "ranks": ", ".join(f"{count} {state}" for state, count in ranks.items() if count),
         "policy": _policy(job.policy),
         "stock baseline": _baseline(job.baseline) if job.HasField("baseline") else "",
+        "profiling": progress_text(job.profiling_progress) if job.HasField("profiling_progress") else "",
         "clocks measured": str(job.profiled_clock_count or ""),
         "profiling took": profiling_cost(job.profiling_cost, job.profiling_budget)
         if job.profiling_cost.iteration_count
@@ -92,6 +93,15 @@ def job_facts(job: job_pb2.Job) -> Table:
         if value:
             table.add_row(name, Text(value))
     return table
+
+
+def progress_text(progress: job_pb2.ProfilingProgress) -> str:
+    """How far profiling is, and when it will be done."""
+    clocks = f"{progress.tried_clock_count} of at most {progress.max_clock_count} clocks tried"
+    if not progress.HasField("remaining_s"):
+        return clocks
+    minutes, seconds = divmod(round(progress.remaining_s), 60)
+    return f"{clocks}, done within {f'{minutes} min {seconds:02} s' if minutes else f'{seconds} s'}"
 
 
 def profiling_cost(cost: job_pb2.ProfilingCost, budget: job_pb2.ProfilingBudget) -> str:

@@ -4,13 +4,15 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from perseus.cli.connection import Connection, connected, connecting
-from perseus.cli.terminal import console, fail
+from perseus.cli.rows import Format, FormatOption, show_message, show_messages
+from perseus.cli.terminal import error_console, fail
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -21,13 +23,27 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 10.0
 _PAGE_SIZE = 1000
 
+# What the wire's whole numbers hold.
+MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
+
 _AGO = re.compile(r"(?P<count>[0-9]+)(?P<unit>[smhd])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+class WatchFormat(StrEnum):
+    """How what comes is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
 
 app = typer.Typer(help="Look at jobs, and steer them.", no_args_is_help=True)
 
 JobId = Annotated[str, typer.Argument(help="The job's identifier.", show_default=False)]
-RunNumber = Annotated[int, typer.Option("--run", min=0, help="A run of the job; 0 for the latest.")]
+RunNumber = Annotated[
+    int, typer.Option("--run", min=0, max=MAX_INT32, help="A run of the job; 0 for the latest.")
+]
 
 
 @app.command("list")
@@ -38,6 +54,7 @@ def list_jobs(
         list[str] | None,
         typer.Option(help="Only jobs in this state; may be given again.", show_default=False),
     ] = None,
+    form: FormatOption = Format.TABLE,
 ) -> None:
     """List all jobs."""
     from perseus.cli.job_tables import job_table
@@ -48,31 +65,33 @@ def list_jobs(
     )
     with _jobs(connection) as jobs:
         listed = [job for page in _pages(jobs.ListJobs, request) for job in page.jobs]
-    console.print(job_table(listed))
+    show_messages(form, listed, job_pb2.Job.DESCRIPTOR, lambda: job_table(listed))
 
 
 @app.command()
 @connecting
-def runs(connection: Connection, job_id: JobId) -> None:
+def runs(connection: Connection, job_id: JobId, form: FormatOption = Format.TABLE) -> None:
     """List all runs of a job, the latest first."""
     from perseus.cli.job_tables import run_table
-    from perseus.v1 import job_service_pb2
+    from perseus.v1 import job_pb2, job_service_pb2
 
     request = job_service_pb2.ListRunsRequest(job_id=job_id, page_size=_PAGE_SIZE)
     with _jobs(connection) as jobs:
         listed = [run for page in _pages(jobs.ListRuns, request) for run in page.runs]
-    console.print(run_table(listed))
+    show_messages(form, listed, job_pb2.Job.DESCRIPTOR, lambda: run_table(listed))
 
 
 @app.command()
 @connecting
-def show(connection: Connection, job_id: JobId, run_number: RunNumber = 0) -> None:
+def show(
+    connection: Connection, job_id: JobId, run_number: RunNumber = 0, form: FormatOption = Format.TABLE
+) -> None:
     """Show a job: its state and why, its stragglers, its plans."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
         request = job_service_pb2.GetJobRequest(job_id=job_id, run_number=run_number)
-        _show(jobs.GetJob(request, timeout=_TIMEOUT_S).job)
+        _show(jobs.GetJob(request, timeout=_TIMEOUT_S).job, form)
 
 
 @app.command()
@@ -85,9 +104,13 @@ def ranks(
         typer.Option(help="Only ranks in this state; may be given again.", show_default=False),
     ] = None,
     pipeline: Annotated[
-        int | None, typer.Option(help="Only ranks of this pipeline.", show_default=False)
+        int | None,
+        typer.Option(min=0, max=MAX_INT32, help="Only ranks of this pipeline.", show_default=False),
     ] = None,
-    stage: Annotated[int | None, typer.Option(help="Only ranks of this stage.", show_default=False)] = None,
+    stage: Annotated[
+        int | None, typer.Option(min=0, max=MAX_INT32, help="Only ranks of this stage.", show_default=False)
+    ] = None,
+    form: FormatOption = Format.TABLE,
 ) -> None:
     """List a job's ranks: who serves them, how far they are, which plan is in force."""
     from perseus.cli.job_tables import rank_table
@@ -102,37 +125,31 @@ def ranks(
     )
     with _jobs(connection) as jobs:
         listed = [rank for page in _pages(jobs.ListRanks, request) for rank in page.ranks]
-    console.print(rank_table(listed))
+    show_messages(form, listed, rank_pb2.Rank.DESCRIPTOR, lambda: rank_table(listed))
 
 
 @app.command()
 @connecting
-def watch(connection: Connection, job_id: JobId, run_number: RunNumber = 0) -> None:
-    """Print a job's events and iterations as they come, until it has ended or you press Ctrl-C."""
-    from perseus.cli.job_tables import gap_text
+def watch(
+    connection: Connection,
+    job_id: JobId,
+    run_number: RunNumber = 0,
+    form: Annotated[
+        WatchFormat,
+        typer.Option("--format", help="Lines for people; or json: an object a line."),
+    ] = WatchFormat.TEXT,
+) -> None:
+    """Print a job's events and iterations as they come, until it has ended or you press Ctrl-C.
+
+    While it is profiled, how far that is and when it will be done.
+    """
+    from perseus.cli.watching import Watching
     from perseus.v1 import job_service_pb2
 
-    with _jobs(connection) as jobs:
-        try:
-            request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)
-            for update in jobs.WatchJob(request):
-                if update.HasField("event"):
-                    at = update.event.create_time.ToDatetime().strftime("%H:%M:%S")
-                    console.print(f"{at}  {update.event.message}", highlight=False)
-                elif update.HasField("iteration"):
-                    found = update.iteration
-                    console.print(
-                        f"          pipeline {found.pipeline} iteration {found.iteration}: "
-                        f"{found.iteration_time_s:.3f} s, {found.energy_j:.0f} J, plan {found.plan_version}",
-                        highlight=False,
-                        style="dim",
-                    )
-                elif update.HasField("caught_up"):
-                    console.print("          so far; what follows is new", style="dim")
-                elif update.HasField("gap"):
-                    console.print(f"          {gap_text(update.gap)}", highlight=False, style="yellow")
-        except KeyboardInterrupt:
-            raise typer.Exit from None
+    request = job_service_pb2.WatchJobRequest(job_id=job_id, run_number=run_number)
+    with _jobs(connection) as jobs, Watching(as_json=form is WatchFormat.JSON) as watching:
+        for update in jobs.WatchJob(request):
+            watching.show(update)
 
 
 @app.command()
@@ -155,8 +172,11 @@ def events(
             show_default=False,
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many events, the earliest first.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, max=MAX_INT32, help="At most so many events, the earliest first.")
+    ] = 100,
     run_number: RunNumber = 0,
+    form: FormatOption = Format.TABLE,
 ) -> None:
     """List what has happened to a job."""
     from perseus.cli.job_tables import event_table
@@ -173,9 +193,10 @@ def events(
     with _jobs(connection) as jobs:
         listed = (event for page in _pages(jobs.ListJobEvents, request) for event in page.events)
         found = list(islice(listed, limit + 1))
-    console.print(event_table(found[:limit]))
+    shown = found[:limit]
+    show_messages(form, shown, event_pb2.JobEvent.DESCRIPTOR, lambda: event_table(shown))
     if len(found) > limit:
-        console.print(f"these are the first {limit}; there are more", style="dim", highlight=False)
+        error_console.print(f"these are the first {limit}; there are more", style="dim", highlight=False)
 
 
 @app.command()
@@ -183,7 +204,9 @@ def events(
 def straggler(
     connection: Connection,
     job_id: JobId,
-    pipeline: Annotated[int, typer.Argument(min=0, help="The slow pipeline, from 0.", show_default=False)],
+    pipeline: Annotated[
+        int, typer.Argument(min=0, max=MAX_INT32, help="The slow pipeline, from 0.", show_default=False)
+    ],
     factor: Annotated[
         float | None, typer.Option(help="Its iteration time as a factor of T_min.", show_default=False)
     ] = None,
@@ -191,6 +214,7 @@ def straggler(
         float | None, typer.Option(help="Its iteration time as measured, seconds.", show_default=False)
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="It is no longer slow.")] = False,
+    form: FormatOption = Format.TABLE,
 ) -> None:
     """Report that a pipeline is slow, or that it no longer is."""
     from perseus.v1 import job_service_pb2
@@ -200,44 +224,53 @@ def straggler(
     with _jobs(connection) as jobs:
         if clear:
             cleared = job_service_pb2.ClearStragglerRequest(job_id=job_id, pipeline=pipeline)
-            _show(jobs.ClearStraggler(cleared, timeout=_TIMEOUT_S).job)
+            _show(jobs.ClearStraggler(cleared, timeout=_TIMEOUT_S).job, form)
         else:
             report = job_service_pb2.ReportStragglerRequest(job_id=job_id, pipeline=pipeline)
             if factor is not None:
                 report.slowdown_factor = factor
             elif iteration_time_s is not None:
                 report.iteration_time_s = iteration_time_s
-            _show(jobs.ReportStraggler(report, timeout=_TIMEOUT_S).job)
+            _show(jobs.ReportStraggler(report, timeout=_TIMEOUT_S).job, form)
 
 
 @app.command()
 @connecting
-def report(connection: Connection, job_id: JobId, run_number: RunNumber = 0) -> None:
+def report(
+    connection: Connection, job_id: JobId, run_number: RunNumber = 0, form: FormatOption = Format.TABLE
+) -> None:
     """Show what was measured: time and energy, period by period, against the stock baseline."""
+    from rich.text import Text
+
     from perseus.cli.job_tables import no_slowdown, profiling_cost, report_table
-    from perseus.v1 import job_service_pb2
+    from perseus.v1 import job_pb2, job_service_pb2
 
     request = job_service_pb2.GetReportRequest(job_id=job_id, run_number=run_number, page_size=_PAGE_SIZE)
     with _jobs(connection) as jobs:
         pages = list(_pages(jobs.GetReport, request))
-    console.print(report_table([period for page in pages for period in page.periods]))
-    console.print(
-        f"profiling took {profiling_cost(pages[-1].profiling_cost, pages[-1].profiling_budget)}",
-        highlight=False,
+    last, periods = pages[-1], [period for page in pages for period in page.periods]
+    if form is Format.CSV:
+        show_messages(form, periods, job_pb2.ReportPeriod.DESCRIPTOR, lambda: "")
+        return
+    whole = job_service_pb2.GetReportResponse(
+        periods=periods, profiling_cost=last.profiling_cost, profiling_budget=last.profiling_budget
     )
-    if pages[-1].HasField("no_slowdown_time"):
-        console.print(f"no slowdown: {no_slowdown(pages[-1].no_slowdown_time)}", highlight=False)
+    facts = [f"profiling took {profiling_cost(last.profiling_cost, last.profiling_budget)}"]
+    if last.HasField("no_slowdown_time"):
+        whole.no_slowdown_time.CopyFrom(last.no_slowdown_time)
+        facts.append(f"no slowdown: {no_slowdown(last.no_slowdown_time)}")
+    show_message(form, whole, lambda: (report_table(periods), *map(Text, facts)))
 
 
 @app.command()
 @connecting
-def rebaseline(connection: Connection, job_id: JobId) -> None:
+def rebaseline(connection: Connection, job_id: JobId, form: FormatOption = Format.TABLE) -> None:
     """Measure the stock baseline again: a few iterations at stock, then the plans return."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
         request = job_service_pb2.MeasureBaselineRequest(job_id=job_id, request_id=uuid.uuid4().hex)
-        _show(jobs.MeasureBaseline(request, timeout=_TIMEOUT_S).job)
+        _show(jobs.MeasureBaseline(request, timeout=_TIMEOUT_S).job, form)
 
 
 @app.command()
@@ -253,11 +286,15 @@ def policy(
         float | None, typer.Option(help="Time for the remaining iterations, seconds.", show_default=False)
     ] = None,
     iterations: Annotated[
-        int | None, typer.Option(help="The remaining iterations, with a deadline.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, max=MAX_INT64, help="The remaining iterations, with a deadline.", show_default=False
+        ),
     ] = None,
     max_average_power_w: Annotated[
         float | None, typer.Option(help="Cap on a pipeline's average power, watts.", show_default=False)
     ] = None,
+    form: FormatOption = Format.TABLE,
 ) -> None:
     """Set where on the frontier a job runs while no straggler holds it up."""
     from perseus.v1 import job_pb2, job_service_pb2
@@ -279,27 +316,27 @@ def policy(
         wanted.no_slowdown.SetInParent()
     with _jobs(connection) as jobs:
         request = job_service_pb2.SetPolicyRequest(job_id=job_id, policy=wanted)
-        _show(jobs.SetPolicy(request, timeout=_TIMEOUT_S).job)
+        _show(jobs.SetPolicy(request, timeout=_TIMEOUT_S).job, form)
 
 
 @app.command()
 @connecting
-def finish(connection: Connection, job_id: JobId) -> None:
+def finish(connection: Connection, job_id: JobId, form: FormatOption = Format.TABLE) -> None:
     """End a job: all of its GPUs go back to stock."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
-        _show(jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job)
+        _show(jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job, form)
 
 
 @app.command()
 @connecting
-def resume(connection: Connection, job_id: JobId) -> None:
+def resume(connection: Connection, job_id: JobId, form: FormatOption = Format.TABLE) -> None:
     """Let a job that was put back to stock go on: the baseline is measured, then it is planned again."""
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
-        _show(jobs.ResumeJob(job_service_pb2.ResumeJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job)
+        _show(jobs.ResumeJob(job_service_pb2.ResumeJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job, form)
 
 
 @app.command()
@@ -348,14 +385,14 @@ def _time(text: str) -> "datetime":
         if ago := _AGO.fullmatch(text):
             return datetime.now(UTC) - timedelta(**{_UNITS[ago["unit"]]: int(ago["count"])})
         given = datetime.fromisoformat(text)
+        return given.astimezone(UTC) if given.tzinfo is not None else given.replace(tzinfo=UTC)
     except (ValueError, OverflowError):
         fail(f"--since: expected a time such as 2026-01-31T12:00, or 90s, 15m, 2h or 7d, found {text!r}")
-    return given if given.tzinfo is not None else given.replace(tzinfo=UTC)
 
 
-def _show(job: "Job") -> None:
+def _show(job: "Job", form: Format) -> None:
     from perseus.cli.job_tables import job_facts, plan_table
 
-    console.print(job_facts(job), highlight=False)
-    if job.planned_iteration_time_s:
-        console.print(plan_table(job))
+    show_message(
+        form, job, lambda: (job_facts(job), *([plan_table(job)] if job.planned_iteration_time_s else []))
+    )

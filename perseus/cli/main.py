@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from perseus.agent.restore.supervisor import LIFELINE
 from perseus.cli import agent, certificates, coordinator, demo, health, jobs, solve, store, tokens
-from perseus.cli.terminal import FAILURE, console, fail
+from perseus.cli.environment import unknown
+from perseus.cli.terminal import FAILURE, console, fail, warn
 
 # Module that a command may miss → the extra that brings it.
 _EXTRAS = {
@@ -49,16 +51,19 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     show_version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    pass
+    if LIFELINE not in os.environ:  # who has it was started by a command that has said it
+        for complaint in unknown(os.environ, context.command):
+            warn(complaint)
 
 
 def main() -> None:
-    """Run the command line; no traceback for a missing extra or an interrupt."""
+    """Run the command line (`entry` is what is around it); no traceback for a missing extra."""
     # gRPC's core writes a line of its own to standard error for every handshake that fails.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:

@@ -1,22 +1,39 @@
 """`perseus solve` and `perseus plan`: a frontier from a profile, a plan from a frontier. No service."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from perseus.cli.terminal import check_destination, console, error_console, fail, write_whole
+from perseus.cli.destination import Destination
+from perseus.cli.progress import working
+from perseus.cli.rows import Format, FormatOption, show_rows
+from perseus.cli.terminal import FAILURE, console, error_console, fail
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from perseus.solver import Frontier, Plan
+
+# As the coordinator's limit_solve_computations and request_limit_s, for whose settings these stand here.
+_LIMIT_COMPUTATIONS = 8_192
+_MOST_COMPUTATIONS = 65_536
+_LIMIT_S = 120.0
+_ALARM_S = 0.2
+
+LimitComputations = Annotated[
+    int,
+    typer.Option(
+        min=1, max=_MOST_COMPUTATIONS, help="Refuse a problem of more computations, before it is solved."
+    ),
+]
+LimitS = Annotated[float, typer.Option(min=0.001, max=1e9, help="Give up after so long, seconds.")]
 
 
 class ScheduleChoice(StrEnum):
@@ -55,18 +72,27 @@ def solve(
     points: Annotated[int, typer.Option(min=3, max=10_000, help="Plans to realise on the frontier.")] = 100,
     output: Annotated[Path | None, typer.Option(help="Write the frontier here, as JSON.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the frontier here; the suffix names the format.")
+        Path | None, typer.Option(help="Draw the frontier here; the suffix names the format, PNG if none.")
     ] = None,
+    limit_computations: LimitComputations = _LIMIT_COMPUTATIONS,
+    limit_s: LimitS = _LIMIT_S,
+    form: FormatOption = Format.TABLE,
 ) -> None:
     """Compute the iteration time-energy frontier of one pipeline from its profile."""
     with _without_pyplot():
         from perseus import solver
 
-    check_destination("--output", output)
-    check_destination("--plot", plot)
+    destination = _checked("--output", output, profile)
+    picture = _checked("--plot", plot, profile)
+    if picture is not None:
+        _check_picture(picture)
+        if destination is not None:
+            picture.check_other_than(destination)
     try:
-        profiles = solver.shrink_profiles(solver.read_profile_csv(profile, gpus_per_stage))
+        with working("Reading"):
+            profiles = solver.shrink_profiles(solver.read_profile_csv(profile, gpus_per_stage))
         stage_count = 1 + max(stage for stage, _, _ in profiles)
+        _check_size(2 * stage_count * microbatches, points, limit_computations)
         make = {
             ScheduleChoice.ONE_FORWARD_ONE_BACKWARD: solver.one_forward_one_backward,
             ScheduleChoice.GPIPE: solver.gpipe,
@@ -76,30 +102,34 @@ def solve(
             profiles=profiles,
             blocking_power_w=(blocking_power_w * gpus_per_stage,) * stage_count,
         )
-        with _progress() as progress:
-            task = progress.add_task("Solving", total=1.0)
+        with _at_most(limit_s), working("Solving", is_measured=True) as report:
             frontier = solver.solve(
                 pipeline,
                 point_count=points,
                 confidence=confidence_percent / 100,
-                on_progress=lambda done: progress.update(task, completed=done),
+                on_progress=report,
             )
     except solver.SolverError as error:
         fail(str(error))
-    console.print(_frontier_table(frontier))
+    is_data = any(each.is_standard_output for each in (destination, picture) if each is not None)
+    if not is_data:
+        rows = _frontier_rows(frontier)
+        show_rows(form, rows, list(rows[0]), lambda: _frontier_table(rows))
     if frontier.margin is not None:
-        console.print(
+        (console if form is Format.TABLE and not is_data else error_console).print(
             f"Measurements are noisy: times have a margin of {100 * frontier.margin.time_share:.2f} %, so "
             f"that plans keep theirs {confidence_percent:g} times in 100. It costs "
             f"{100 * frontier.margin_energy_share:.2f} % of the energy.",
             highlight=False,
         )
-    if output is not None:
+    if destination is not None:
         from perseus.service.api.translate_problems import frontier_to_proto
 
-        _write_json("--output", output, frontier_to_proto(frontier))
-    if plot is not None:
-        _draw("--plot", plot, frontier)
+        with working("Writing"):
+            _write_json(destination, frontier_to_proto(frontier))
+    if picture is not None:
+        with working("Drawing"):
+            _draw(picture, frontier)
 
 
 def plan(
@@ -116,6 +146,9 @@ def plan(
         bool, typer.Option("--no-slowdown", help="The plan may not be slower than the highest clocks.")
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
+    limit_computations: LimitComputations = _LIMIT_COMPUTATIONS,
+    limit_s: LimitS = _LIMIT_S,
+    form: FormatOption = Format.TABLE,
 ) -> None:
     """Make the plan of least energy that is not slower than an iteration time, or than stock."""
     from google.protobuf import json_format
@@ -124,28 +157,35 @@ def plan(
         from perseus import solver
         from perseus.service.api import translate_problems
         from perseus.service.domain import errors
+        from perseus.service.domain.errors import cut
     from perseus.v1 import frontier_pb2
 
     if (iteration_time is None) != no_slowdown:
         fail("expected one of --iteration-time and --no-slowdown")
-    check_destination("--output", output)
+    destination = _checked("--output", output, frontier_file)
     try:
-        message = json_format.Parse(frontier_file.read_text(encoding="utf-8"), frontier_pb2.Frontier())
-        pipeline = translate_problems.problem_from_proto(message.problem)
+        with working("Reading"):
+            text = frontier_file.read_text(encoding="utf-8-sig")
+            message = json_format.Parse(text, frontier_pb2.Frontier())
+            translate_problems.check_problem_size(message.problem, 1, limit_computations)
+            pipeline = translate_problems.problem_from_proto(message.problem)
         if iteration_time is None:
             iteration_time = solver.fastest_clock_plan(pipeline).iteration_time_s
-        made = solver.plan_at(pipeline, iteration_time)
+        with _at_most(limit_s), working("Planning", is_measured=True) as report:
+            made = solver.plan_at(pipeline, iteration_time, on_progress=report)
     except OSError as error:
         fail(f"{frontier_file}: can't be read: {error.strerror}")
-    except (json_format.ParseError, UnicodeDecodeError) as error:
-        fail(f"{frontier_file}: expected a frontier as JSON, found: {error}")
+    except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
+        fail(f"{frontier_file}: expected a frontier as JSON, found: {cut(error)}")
     except solver.DeadlineError as error:
         fail(f"--iteration-time: {error}")
     except (solver.SolverError, errors.ServiceError) as error:
         fail(f"{frontier_file}: {error}")
-    console.print(_plan_table(made))
-    if output is not None:
-        _write_json("--output", output, translate_problems.plan_to_proto(made))
+    if destination is None or not destination.is_standard_output:
+        rows = _plan_rows(made)
+        show_rows(form, rows, list(rows[0]), lambda: _plan_table(made, rows))
+    if destination is not None:
+        _write_json(destination, translate_problems.plan_to_proto(made))
 
 
 @contextmanager
@@ -164,25 +204,63 @@ def _without_pyplot() -> Iterator[None]:
         del sys.modules["matplotlib"]
 
 
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-        console=error_console,
-        transient=True,
-    )
+def _checked(flag: str, path: Path | None, read: Path) -> Destination | None:
+    if path is None:
+        return None
+    destination = Destination(flag, path)
+    destination.check(read)
+    return destination
 
 
-def _frontier_table(frontier: "Frontier") -> Table:
-    """T_min, no slowdown where that is longer, T* and T_slow, against all-max waiting until the same time."""
-    table = Table(title="Iteration time-energy frontier of one pipeline")
-    table.add_column("")
-    for column in ("iteration time", "energy", "lower bound", "saving"):
-        table.add_column(column, justify="right")
+def _check_picture(picture: Destination) -> None:
+    from perseus.pictures import image_format
+
+    try:
+        image_format(picture.path)
+    except ValueError as error:
+        fail(f"{picture.flag}: {error}")
+
+
+def _check_size(computation_count: int, point_count: int, most: int) -> None:
+    from perseus.service.api.translate_problems import MAX_SOLVED_CHOICE_COUNT
+
+    if computation_count > most:
+        fail(
+            f"--microbatches: expected at most {most} computations (--limit-computations), "
+            f"found {computation_count}"
+        )
+    most_points = MAX_SOLVED_CHOICE_COUNT // computation_count
+    if point_count > most_points:
+        expected = f"at most {most_points} for {computation_count} computations"
+        fail(f"--points: expected {expected}, found {point_count}")
+
+
+class _TooLongError(Exception):
+    """The limit of time is over."""
+
+
+@contextmanager
+def _at_most(limit_s: float) -> Iterator[None]:
+    """Exit once the block takes longer. By a signal, which igraph looks for as well as Python does."""
+
+    def end(*_: object) -> NoReturn:
+        raise _TooLongError
+
+    before = signal.signal(signal.SIGALRM, end)
+    # Again and again: what a handler raises is lost where garbage is being collected.
+    signal.setitimer(signal.ITIMER_REAL, limit_s, _ALARM_S)
+    try:
+        yield
+    except _TooLongError:
+        fail(f"expected to be done within {limit_s:g} s (--limit-s), found more to do", FAILURE)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _frontier_rows(frontier: "Frontier") -> list[dict[str, Any]]:
+    """All-max, T_min, no slowdown where that is longer, T* and T_slow, against all-max that waits as long."""
     baseline = frontier.baseline
-    table.add_row("all-max", f"{baseline.iteration_time_s:.4f} s", f"{baseline.energy_j:.1f} J", "", "")
     not_slower = [
         index
         for index, point in enumerate(frontier.points)
@@ -194,50 +272,86 @@ def _frontier_table(frontier: "Frontier") -> Table:
         "T*": frontier.t_star_index,
         "T_slow": len(frontier.points) - 1,
     }
+    first = {"iteration_time_s": baseline.iteration_time_s, "energy_j": baseline.energy_j}
+    rows: list[dict[str, Any]] = [
+        {"point": "all-max", **first, "bound_energy_j": None, "saving_percent": None}
+    ]
     for name, index in marked.items():
         point = frontier.points[index]
         waiting_j = baseline.energy_until_j(max(point.iteration_time_s, baseline.iteration_time_s))
+        rows.append(
+            {
+                "point": name,
+                "iteration_time_s": point.iteration_time_s,
+                "energy_j": point.energy_j,
+                "bound_energy_j": point.bound_energy_j,
+                "saving_percent": 100 * (1 - point.energy_j / waiting_j),
+            }
+        )
+    return rows
+
+
+def _frontier_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Iteration time-energy frontier of one pipeline")
+    table.add_column("")
+    for column in ("iteration time", "energy", "lower bound", "saving"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        bound_j, saving_percent = row["bound_energy_j"], row["saving_percent"]
         table.add_row(
-            name,
-            f"{point.iteration_time_s:.4f} s",
-            f"{point.energy_j:.1f} J",
-            f"{point.bound_energy_j:.1f} J",
-            f"{100 * (1 - point.energy_j / waiting_j):.2f} %",
+            row["point"],
+            f"{row['iteration_time_s']:.4f} s",
+            f"{row['energy_j']:.1f} J",
+            f"{bound_j:.1f} J" if bound_j is not None else "",
+            f"{saving_percent:.2f} %" if saving_percent is not None else "",
         )
     table.caption = "saving: against all-max waiting until the same time; no slowdown: all-max's own time"
     return table
 
 
-def _plan_table(made: "Plan") -> Table:
+def _plan_rows(made: "Plan") -> list[dict[str, Any]]:
+    """A row for each kind of computation of each stage."""
+    rows = []
+    for stage, computations in enumerate(made.stages):
+        for kind in sorted({planned.computation.kind for planned in computations}, key=lambda k: k.value):
+            clocks_mhz = [p.clock_mhz for p in computations if p.computation.kind is kind]
+            rows.append(
+                {
+                    "stage": stage,
+                    "kind": kind.value,
+                    "computation_count": len(clocks_mhz),
+                    "lowest_clock_mhz": min(clocks_mhz),
+                    "highest_clock_mhz": max(clocks_mhz),
+                }
+            )
+    return rows
+
+
+def _plan_table(made: "Plan", rows: list[dict[str, Any]]) -> Table:
     table = Table(title=f"Plan of {made.iteration_time_s:.4f} s and {made.energy_j:.1f} J")
     table.add_column("stage", justify="right")
     table.add_column("kind")
     for column in ("computations", "lowest clock", "highest clock"):
         table.add_column(column, justify="right")
-    for stage, computations in enumerate(made.stages):
-        for kind in sorted({planned.computation.kind for planned in computations}, key=lambda k: k.value):
-            clocks_mhz = [p.clock_mhz for p in computations if p.computation.kind is kind]
-            table.add_row(
-                str(stage),
-                kind.value,
-                str(len(clocks_mhz)),
-                f"{min(clocks_mhz)} MHz",
-                f"{max(clocks_mhz)} MHz",
-            )
+    for row in rows:
+        table.add_row(
+            str(row["stage"]),
+            row["kind"],
+            str(row["computation_count"]),
+            f"{row['lowest_clock_mhz']} MHz",
+            f"{row['highest_clock_mhz']} MHz",
+        )
     return table
 
 
-def _write_json(flag: str, path: Path, message: "Message") -> None:
+def _write_json(destination: Destination, message: "Message") -> None:
     from google.protobuf import json_format
 
     text = json_format.MessageToJson(message, always_print_fields_with_no_presence=True)
-    try:
-        write_whole(path, lambda draft: draft.write_text(text + "\n", encoding="utf-8"))
-    except OSError as error:
-        fail(f"{flag}: {path} can't be written: {error.strerror}")
+    destination.write(lambda stream: stream.write(text.encode() + b"\n"))
 
 
-def _draw(flag: str, path: Path, frontier: "Frontier") -> None:
+def _draw(destination: Destination, frontier: "Frontier") -> None:
     from perseus import pictures
 
     picture = pictures.FrontierPicture(
@@ -249,9 +363,5 @@ def _draw(flag: str, path: Path, frontier: "Frontier") -> None:
         baseline_energy_j=frontier.baseline.energy_j,
         blocking_power_w=sum(frontier.pipeline.blocking_power_w),
     )
-    try:
-        write_whole(path, lambda draft: pictures.draw_frontier(draft, picture))
-    except ValueError as error:
-        fail(f"{flag}: {path}: {error}")
-    except OSError as error:
-        fail(f"{flag}: {path} can't be written: {error.strerror}")
+    image = pictures.draw_frontier(picture, pictures.image_format(destination.path))
+    destination.write(lambda stream: stream.write(image))

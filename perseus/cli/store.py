@@ -1,22 +1,17 @@
 """`perseus store`: check, export and import the coordinator's database, while no coordinator runs on it."""
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 
 from perseus import configuration
-from perseus.cli.terminal import (
-    BAD_INPUT,
-    FAILURE,
-    STORE_FAILED,
-    check_destination,
-    console,
-    fail,
-    write_whole,
-)
+from perseus.cli.destination import Destination
+from perseus.cli.progress import working
+from perseus.cli.terminal import BAD_INPUT, FAILURE, STORE_FAILED, console, fail, said
 from perseus.printable import printable
 from perseus.service.settings import CoordinatorSettings
 
@@ -44,19 +39,22 @@ def export_(
     """Write the whole database into a portable file."""
     from perseus.service.storage.archive import export_database
 
-    check_destination("FILE", file)
     source = _database(config, database)
+    destination = Destination("FILE", file)
+    destination.check(*(Path(f"{source}{end}") for end in ("", "-wal", "-shm") if "://" not in str(source)))
     if "://" not in str(source) and not Path(source).exists():
         fail(f"can not open the database {source}: there is no such file", FAILURE)
     counts: list[int] = []
 
-    def write(draft: Path) -> None:
-        with draft.open("w", encoding="utf-8") as stream:
-            counts.append(export_database(source, stream))
+    def write(stream: BinaryIO) -> None:
+        text = io.TextIOWrapper(stream, encoding="utf-8", write_through=True)
+        counts.append(export_database(source, text))
+        text.detach()
 
-    with _failing_clearly():
-        write_whole(file, write)
-    console.print(f"exported {counts[0]} rows to {file}", highlight=False, soft_wrap=True)
+    with _failing_clearly(), working("Exporting"):
+        destination.write(write)
+    if not destination.is_standard_output:
+        console.print(f"exported {counts[0]} rows to {file}", highlight=False)
 
 
 @app.command(name="import")
@@ -70,11 +68,11 @@ def import_(
 
     with _failing_clearly():
         try:
-            with file.open(encoding="utf-8") as stream:
+            with file.open(encoding="utf-8") as stream, working("Importing"):
                 count = import_database(_database(config, database), stream)
         except (ArchiveError, UnicodeDecodeError) as error:
             fail(f"{file}: {error}", BAD_INPUT)
-    console.print(f"imported {count} rows from {file}", highlight=False, soft_wrap=True)
+    console.print(f"imported {count} rows from {file}", highlight=False)
 
 
 def check_store(database: Path | str) -> None:
@@ -83,10 +81,10 @@ def check_store(database: Path | str) -> None:
 
     if "://" not in str(database) and not Path(database).exists():
         fail(f"can not open the database {database}: there is no such file", FAILURE)
-    with _failing_clearly():
+    with _failing_clearly(), working("Checking"):
         findings = check_database(database)
     for finding in findings:
-        console.print(printable(finding), highlight=False, soft_wrap=True)
+        console.print(printable(finding), highlight=False)
     if findings:
         raise typer.Exit(FAILURE)
     console.print("the store is whole", highlight=False)
@@ -110,4 +108,4 @@ def _failing_clearly() -> Iterator[None]:
     except StoreFailedError as error:
         fail(str(error), STORE_FAILED)
     except OSError as error:
-        fail(f"{error.filename}: {error.strerror}", FAILURE)
+        fail(said(error), FAILURE)

@@ -1,13 +1,10 @@
-"""What the commands share: consoles, exit codes, and files that are whole or not there."""
+"""What the commands share: consoles, exit codes, and how a mistake is said."""
 
-import os
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
 
 from perseus.printable import printable
 
@@ -18,9 +15,46 @@ FAILURE = 1
 STORE_FAILED = 3
 """Exit code of a coordinator whose database failed while it ran: a full disk, a lost connection."""
 
+
+class _Console(Console):
+    """A console that leaves a closed pipe to `entry`, as other outputs do."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """See `Console.on_broken_pipe`."""
+        raise BrokenPipeError
+
+
 # No markup and no emoji codes: what is shown is seldom ours alone, and a name is not to be read as a style.
-console = Console(markup=False, emoji=False)
+# Lines are as long as they are: whoever reads them, a terminal or a script, knows how to go on.
+console = _Console(soft_wrap=True, markup=False, emoji=False)
 error_console = Console(stderr=True, soft_wrap=True, markup=False, emoji=False)
+
+
+_ANY_WIDTH = 1_000_000
+
+
+def print_whole(*tables: RenderableType, to: Console = console) -> None:
+    """Print tables in which no word is cut or broken: in a pipe as wide as they are, a line for each row.
+
+    On a terminal texts go on in the next line of their cell, and a table that is too wide all the same goes
+    on as the terminal has it.
+    """
+    for table in tables:
+        measured = Measurement.get(to, to.options.update(width=_ANY_WIDTH), table)
+        width = max(to.width, measured.minimum) if to.is_terminal else measured.maximum
+        _Console(file=to.file, width=width, markup=False, emoji=False).print(table, crop=False)
+
+
+def said(error: OSError) -> str:
+    """Return an error of the system's in words: which file, and what of it; or the words it was made with."""
+    if error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+
+
+def warn(message: str) -> None:
+    """Say what looks wrong on standard error, and go on."""
+    error_console.print(f"warning: {printable(message)}", style="yellow", highlight=False)
 
 
 def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
@@ -29,28 +63,3 @@ def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
     lines = (printable(line) for line in message.split("\n"))
     error_console.print("\n".join(lines), highlight=False)
     raise typer.Exit(code)
-
-
-def check_destination(flag: str, path: Path | None) -> None:
-    """Exit unless a file could be put there, before any work is done for it."""
-    if path is not None and not path.parent.is_dir():
-        fail(f"{flag}: expected a path in an existing folder, found {path}")
-    if path is not None and path.is_dir():
-        fail(f"{flag}: expected a path for a file, found the folder {path}")
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then put it in place at once: never half a file under that name.
-
-    Raises:
-        OSError: the file can't be written.
-    """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(handle)
-    draft = Path(name)
-    try:
-        write(draft)
-        draft.chmod(0o644)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,10 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perseus.cli.connection import Connection, connected, connecting
-from perseus.cli.terminal import FAILURE, check_destination, console, error_console, fail
+from perseus.cli.destination import Destination
+from perseus.cli.rows import Format, FormatOption, show_messages
+from perseus.cli.terminal import FAILURE, console, error_console, fail
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
+    from rich.table import Table
+
+    from perseus.v1.token_service_pb2 import Token
 
 _TIMEOUT_S = 10.0
 _SCOPES = ("agent", "operator", "reader", "grid")
@@ -58,9 +64,10 @@ def create(
         if found is None:
             fail(f"--lasting: expected a time such as 90d, 12h or 30m, found {lasting!r}")
         expire_time = Timestamp(seconds=int(time.time()) + int(found["count"]) * _UNITS_S[found["unit"]])
-    check_destination("--output", output)
-    if output is not None and os.path.lexists(output):
-        fail(f"--output: expected a path for a new file, found {output}, which is there")
+    if output is not None:
+        Destination("--output", output).check()
+        if os.path.lexists(output):
+            fail(f"--output: expected a path for a new file, found {output}, which is there")
     request = token_service_pb2.CreateTokenRequest(
         name=name,
         scope=token_service_pb2.Scope.Value(f"SCOPE_{scope.upper()}"),
@@ -74,8 +81,12 @@ def create(
         return
     try:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(f"{made.secret}\n")
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(f"{made.secret}\n")
+        except BaseException:
+            output.unlink()
+            raise
     except OSError as error:
         fail(f"{output}: can't be written: {error.strerror}; revoke {name}, and make another", FAILURE)
     error_console.print(f"token {made.token.name} is in {output}", highlight=False)
@@ -83,15 +94,21 @@ def create(
 
 @app.command("list")
 @connecting
-def list_tokens(connection: Connection) -> None:
+def list_tokens(connection: Connection, form: FormatOption = Format.TABLE) -> None:
     """List all tokens, those that are revoked or expired too."""
-    from rich.table import Table
-
     from perseus.v1 import token_service_pb2, token_service_pb2_grpc
 
     with connected(connection) as channel:
         stub = token_service_pb2_grpc.TokenServiceStub(channel)
         tokens = stub.ListTokens(token_service_pb2.ListTokensRequest(), timeout=_TIMEOUT_S).tokens
+    show_messages(form, tokens, token_service_pb2.Token.DESCRIPTOR, lambda: _table(tokens))
+
+
+def _table(tokens: Iterable["Token"]) -> "Table":
+    from rich.table import Table
+
+    from perseus.v1 import token_service_pb2
+
     table = Table("name", "scope", "jobs", "made", "expires", "revoked")
     for token in tokens:
         table.add_row(
@@ -102,7 +119,7 @@ def list_tokens(connection: Connection) -> None:
             _shown(token.expire_time) if token.HasField("expire_time") else "never",
             _shown(token.revoke_time) if token.HasField("revoke_time") else "",
         )
-    console.print(table)
+    return table
 
 
 @app.command()

@@ -197,18 +197,16 @@ def _draw(
     before: job_service_pb2.GetTimelineResponse,
     after: job_service_pb2.GetTimelineResponse,
 ) -> None:
-    pictures.draw_frontier(
-        out_dir / "frontier.png",
-        pictures.FrontierPicture(
-            iteration_time_s=[point.iteration_time_s for point in frontier.points],
-            energy_j=[point.energy_j for point in frontier.points],
-            bound_energy_j=[point.bound_energy_j for point in frontier.points],
-            t_star_index=frontier.t_star_index,
-            baseline_time_s=frontier.baseline.iteration_time_s,
-            baseline_energy_j=frontier.baseline.energy_j,
-            blocking_power_w=sum(frontier.problem.blocking_power_w),
-        ),
+    picture = pictures.FrontierPicture(
+        iteration_time_s=[point.iteration_time_s for point in frontier.points],
+        energy_j=[point.energy_j for point in frontier.points],
+        bound_energy_j=[point.bound_energy_j for point in frontier.points],
+        t_star_index=frontier.t_star_index,
+        baseline_time_s=frontier.baseline.iteration_time_s,
+        baseline_energy_j=frontier.baseline.energy_j,
+        blocking_power_w=sum(frontier.problem.blocking_power_w),
     )
+    (out_dir / "frontier.png").write_bytes(pictures.draw_frontier(picture, "png"))
     powers_w = {
         (profile.stage, profile.kind): {
             measurement.clock_mhz: measurement.energy_j / measurement.time_s

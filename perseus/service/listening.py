@@ -65,6 +65,11 @@ class Port:
             return self._address
         return f"{self._address.rpartition(':')[0]}:{port}"
 
+    @property
+    def tls(self) -> TlsSource | None:
+        """The certificates in use; None for plaintext."""
+        return self._source
+
     async def close(self) -> None:
         """The server listens no longer."""
         if self._keeping is not None:

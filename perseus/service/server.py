@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import gc
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -17,6 +17,7 @@ from perseus.service.api.decoding import Decoding
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
 from perseus.service.api.reflection import enable_reflection
+from perseus.service.api.statuses import refusal_counts
 from perseus.service.api.token_service import TokenService
 from perseus.service.domain.errors import TokenFileUnusableError
 from perseus.service.domain.limits import Limits
@@ -34,6 +35,12 @@ from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.sql_store import SqlStore
 from perseus.service.watchdog import Watchdog
+from perseus.service.web.access import Access
+from perseus.service.web.app import make_app
+from perseus.service.web.collector import CoordinatorCollector
+from perseus.service.web.listening import listening
+from perseus.service.web.scrape import Scrape
+from perseus.tls.address import is_local
 from perseus.tls.tokens import TokenFileError, own_token
 from perseus.v1 import (
     agent_service_pb2,
@@ -223,7 +230,8 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
                 _watch_health(coordinator, health_servicer, watchdog, settings.late_limit_s)
             )
             try:
-                yield address
+                async with _serving_http(coordinator, settings, port, grants):
+                    yield address
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
@@ -233,6 +241,29 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
         await server.stop(settings.shutdown_grace_s)
         await port.close()
         log.info("stopped")
+
+
+@contextlib.asynccontextmanager
+async def _serving_http(
+    coordinator: Coordinator, settings: CoordinatorSettings, port: Port, grants: Mapping[str, Grant]
+) -> AsyncIterator[None]:
+    """Serve what there is over HTTP for the length of the block, if that is wanted."""
+    if settings.http is None:
+        yield
+        return
+    tls = port.tls
+    collector = CoordinatorCollector(
+        coordinator,
+        has_ranks=settings.metrics_ranks,
+        late_limit_s=settings.late_limit_s,
+        expiries_s=lambda: tls.material.expiries_s if tls is not None else {},
+        refusal_counts=refusal_counts,
+    )
+    is_open = settings.insecure or is_local(settings.http)
+    access = None if is_open else Access(coordinator.tokens, grants)
+    app = make_app(Scrape(collector.collect), access)
+    async with listening(app, settings.http, tls, settings.shutdown_grace_s):
+        yield
 
 
 async def _watch_health(

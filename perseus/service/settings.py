@@ -7,8 +7,12 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.logs import LogFormat, LogLevel
+from perseus.tls.address import check_address, host_and_port
 from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
 from perseus.tls.tokens import default_token_file
+
+# What a double, a column and a field of the wire hold alike.
+_MOST = 2**53
 
 
 class CoordinatorSettings(BaseSettings):
@@ -33,6 +37,13 @@ class CoordinatorSettings(BaseSettings):
     )
     listen: str = Field(
         default="127.0.0.1:50051", description="Address and port, or unix:PATH; port 0 takes a free one."
+    )
+    http: str | None = Field(
+        default=None,
+        description="Address and port where /metrics is served over HTTP, or HTTPS with tls_certificate.",
+    )
+    metrics_ranks: bool = Field(
+        default=False, description="Tell of every rank in the metrics, too: four series for each."
     )
     operator_token_file: Path = Field(
         default_factory=default_token_file,
@@ -66,7 +77,7 @@ class CoordinatorSettings(BaseSettings):
     )
     profile_clocks: int = Field(default=12, ge=2, le=1000, description="Clocks measured per stage, at most.")
     profile_budget_iterations: int = Field(
-        default=1000, ge=1, description="Iterations that profiling may take."
+        default=1000, ge=1, le=_MOST, description="Iterations that profiling may take."
     )
     profile_budget_s: float = Field(default=math.inf, gt=0, description="Seconds that profiling may take.")
     profile_budget_extra_s: float = Field(
@@ -95,7 +106,7 @@ class CoordinatorSettings(BaseSettings):
         default=120.0, gt=0, description="Seconds that a client's solve or plan may take."
     )
     limit_streams: int = Field(
-        default=16_384, ge=1, description="Agents and watchers of one principal at once, at most."
+        default=16_384, ge=1, le=_MOST, description="Agents and watchers of one principal at once, at most."
     )
     limit_messages_per_s: float = Field(
         default=20_000.0, ge=1, description="Messages a second that all agents of one principal may send."
@@ -104,14 +115,17 @@ class CoordinatorSettings(BaseSettings):
         default=1_000.0, ge=1, description="Messages a second that one agent may send."
     )
     limit_jobs: int = Field(
-        default=1_024, ge=1, description="Jobs that one principal has registered and that live, at most."
+        default=1_024,
+        ge=1,
+        le=_MOST,
+        description="Jobs that one principal has registered and that live, at most.",
     )
-    limit_ranks: int = Field(default=524_288, ge=1, description="Ranks of these jobs, at most.")
+    limit_ranks: int = Field(default=524_288, ge=1, le=_MOST, description="Ranks of these jobs, at most.")
     limit_computations: int = Field(
-        default=1_048_576, ge=1, description="Computations of the schedules of these jobs, at most."
+        default=1_048_576, ge=1, le=_MOST, description="Computations of the schedules of these jobs, at most."
     )
     limit_solves: int = Field(
-        default=8, ge=1, description="Solves and plans that one principal may wait for at once."
+        default=8, ge=1, le=_MOST, description="Solves and plans that one principal may wait for at once."
     )
     limit_solve_computations: int = Field(
         default=8_192, ge=1, le=65_536, description="Computations of a problem that a client has solved."
@@ -123,18 +137,23 @@ class CoordinatorSettings(BaseSettings):
         default=4_194_304, ge=65_536, le=2**30, description="Bytes of one message, unpacked, at most."
     )
     keep_events_days: float = Field(default=90.0, gt=0, le=36_500, description="Days that events are kept.")
-    keep_event_count: int = Field(default=100_000, ge=1, description="Events kept of each run, at most.")
+    keep_event_count: int = Field(
+        default=100_000, ge=1, le=_MOST, description="Events kept of each run, at most."
+    )
     keep_finished_days: float = Field(
         default=90.0, gt=0, le=36_500, description="Days before only the report is left of a run that ended."
     )
     keep_finished_count: int = Field(
-        default=1_000, ge=0, description="Runs that ended and of which more is kept than the report, at most."
+        default=1_000,
+        ge=0,
+        le=_MOST,
+        description="Runs that ended and of which more is kept than the report, at most.",
     )
     keep_telemetry_days: float = Field(
         default=30.0, gt=0, le=36_500, description="Days that it is known what telemetry an agent has sent."
     )
     keep_telemetry_count: int = Field(
-        default=100_000, ge=1, description="Agents of which that is known, at most."
+        default=100_000, ge=1, le=_MOST, description="Agents of which that is known, at most."
     )
     shutdown_grace_s: float = Field(
         default=5.0, ge=0, le=600, description="Time for open calls when stopping, seconds."
@@ -181,11 +200,25 @@ class CoordinatorSettings(BaseSettings):
         check_insecure(insecure, info.data.get("tls_certificate"), "tls_certificate")
         return insecure
 
+    @field_validator("http")
+    @classmethod
+    def _is_an_address(cls, http: str | None, info: ValidationInfo) -> str | None:
+        if http is None:
+            return None
+        if host_and_port(http) is None:
+            raise ValueError("expected HOST:PORT, with a port from 0 to 65535")
+        return check_plaintext(
+            check_address(http, least_port=0),
+            has_tls=info.data.get("tls_certificate") is not None,
+            insecure=bool(info.data.get("insecure")),
+            wanted="tls_certificate and tls_key",
+        )
+
     @field_validator("listen")
     @classmethod
     def _is_no_plaintext_to_others(cls, listen: str, info: ValidationInfo) -> str:
         return check_plaintext(
-            listen,
+            check_address(listen, least_port=0),
             has_tls=info.data.get("tls_certificate") is not None,
             insecure=bool(info.data.get("insecure")),
             wanted="tls_certificate and tls_key",

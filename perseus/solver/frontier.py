@@ -326,15 +326,19 @@ def solve(
     )
 
 
-def plan_at(pipeline: Pipeline, iteration_time_s: float) -> Plan:
+def plan_at(
+    pipeline: Pipeline, iteration_time_s: float, on_progress: Callable[[float], None] = lambda _: None
+) -> Plan:
     """Return the plan for one iteration time without solving for the rest of the frontier.
+
+    ``on_progress`` is called with the share of the work that is done, from 0 to 1.
 
     Raises:
         DeadlineError: the iteration time is shorter than T_min.
         PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
     """
     graph = build_event_graph(pipeline)
-    sweep = sweep_frontier(graph, stop_s=iteration_time_s)
+    sweep = sweep_frontier(graph, on_progress, stop_s=iteration_time_s)
     deadline_ps = _check_deadline(iteration_time_s, sweep)
     choice = refine(graph, Rounder(graph), sweep.event_times_at(deadline_ps), deadline_ps)
     return _assemble(pipeline, graph, choice)

@@ -1,9 +1,14 @@
 """Addresses as gRPC writes them, and which of them never leave the machine."""
 
 import ipaddress
+import os
+import re
 
 _LOCAL_SCHEMES = ("unix:", "unix-abstract:")
 _OTHER_SCHEMES = ("dns:", "ipv4:", "ipv6:")
+_MAX_PATH_BYTES = 107  # sockaddr_un, less the final zero
+# Letters of every script, and '_', which DNS knows though hosts' names do not; a '*' listens everywhere.
+_HOST = re.compile(r"\*|(?=.{1,253}\.?$)[\w-]{1,63}(\.[\w-]{1,63})*\.?")
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
@@ -15,9 +20,41 @@ def host_and_port(address: str) -> tuple[str, int] | None:
     if address.startswith("//"):  # dns://authority/host:port
         address = address[2:].partition("/")[2]
     host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdecimal() and int(port) < 2**16):
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 2**16):
         return None
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def check_address(address: str, *, least_port: int = 1) -> str:
+    """Return an address of a coordinator, HOST:PORT or unix:PATH, or as gRPC writes others.
+
+    Raises:
+        ValueError: it is none; says what was expected.
+    """
+    if address.startswith(_LOCAL_SCHEMES):
+        path = address.partition(":")[2].removeprefix("//")
+        size = len(os.fsencode(path))
+        if not 0 < size <= _MAX_PATH_BYTES or "\0" in path:
+            raise ValueError(f"expected unix:PATH with a path of 1 to {_MAX_PATH_BYTES} bytes")
+        return address
+    found = host_and_port(address)
+    if found is None or not found[0]:
+        raise ValueError(f"expected HOST:PORT with a port from {least_port} to 65535, or unix:PATH")
+    host, port = found
+    if port < least_port:
+        raise ValueError(f"expected a port from {least_port} to 65535")
+    if address.startswith(_OTHER_SCHEMES):
+        return address  # it may be several, or say whom to ask: gRPC's business
+    is_bracketed = "[" in address or "]" in address
+    try:
+        is_v6 = isinstance(ipaddress.ip_address(host), ipaddress.IPv6Address)
+    except ValueError:
+        is_v6 = False
+    if is_v6 and not is_bracketed:
+        raise ValueError("expected [HOST]:PORT around an IPv6 address")
+    if not is_v6 and (is_bracketed or not _HOST.fullmatch(host)):
+        raise ValueError("expected a host name, or an address (an IPv6 one in brackets), before the port")
+    return address
 
 
 def is_local(address: str) -> bool:

@@ -5,7 +5,7 @@ Every channel to a coordinator is opened here, so whatever clients must show of 
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -58,6 +58,11 @@ class Channels:
     def generation(self) -> int:
         """Rises whenever renewed certificates are taken."""
         return self._source.generation if self._source is not None else 0
+
+    @property
+    def expiries_s(self) -> Mapping[str, float]:
+        """By file of the certificates in use, the Unix time when it is of no use."""
+        return self._source.material.expiries_s if self._source is not None else {}
 
     def open(self, options: _Options = ()) -> grpc.aio.Channel:
         """A channel for the running event loop; the caller closes it."""

@@ -76,8 +76,8 @@ def diagnose(address: str, files: TlsFiles | None, timeout_s: float = TIMEOUT_S)
         )
     except _DismissedError:
         return dismissal(Shown.of(own_facts(files)) if files is not None else Shown(), time.time())
-    except OSError:
-        return None  # nobody there, or silent: that gRPC says as well
+    except (OSError, ValueError):
+        return None  # nobody there, silent, or no name that is ever looked up: that gRPC says as well
     return None
 
 

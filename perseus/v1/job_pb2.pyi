@@ -431,6 +431,36 @@ class ProfilingCost(google.protobuf.message.Message):
 Global___ProfilingCost: typing_extensions.TypeAlias = ProfilingCost
 
 @typing.final
+class ProfilingProgress(google.protobuf.message.Message):
+    """How far profiling is. It ends early where the plan's energy can hardly change any more."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRIED_CLOCK_COUNT_FIELD_NUMBER: builtins.int
+    MAX_CLOCK_COUNT_FIELD_NUMBER: builtins.int
+    REMAINING_S_FIELD_NUMBER: builtins.int
+    tried_clock_count: builtins.int
+    """Clocks tried so far of the stage with the most."""
+    max_clock_count: builtins.int
+    """As many are tried of a stage at most."""
+    remaining_s: builtins.float
+    """Seconds until it is over at the latest, if rounds take what they took until now. Absent before the first has
+    ended.
+    """
+    def __init__(
+        self,
+        *,
+        tried_clock_count: builtins.int = ...,
+        max_clock_count: builtins.int = ...,
+        remaining_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_remaining_s", b"_remaining_s", "remaining_s", b"remaining_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_remaining_s", b"_remaining_s", "max_clock_count", b"max_clock_count", "remaining_s", b"remaining_s", "tried_clock_count", b"tried_clock_count"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_remaining_s", b"_remaining_s"]) -> typing.Literal["remaining_s"] | None: ...
+
+Global___ProfilingProgress: typing_extensions.TypeAlias = ProfilingProgress
+
+@typing.final
 class ProfilingBudget(google.protobuf.message.Message):
     """What profiling may take; what is absent has no limit. Where a budget is used up, profiling ends with what it
     has; where that is not enough to plan on, the job goes back to stock.
@@ -500,6 +530,7 @@ class Job(google.protobuf.message.Message):
     PROFILING_BUDGET_FIELD_NUMBER: builtins.int
     SET_LATENCY_S_FIELD_NUMBER: builtins.int
     LATENCY_COST_PERCENT_FIELD_NUMBER: builtins.int
+    PROFILING_PROGRESS_FIELD_NUMBER: builtins.int
     NO_SLOWDOWN_TIME_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
@@ -573,6 +604,10 @@ class Job(google.protobuf.message.Message):
         """What profiling may take."""
 
     @property
+    def profiling_progress(self) -> Global___ProfilingProgress:
+        """While the job is in PROFILING: how far that is."""
+
+    @property
     def no_slowdown_time(self) -> Global___NoSlowdownTime:
         """What is not slower than stock; absent before the job is solved."""
 
@@ -614,13 +649,14 @@ class Job(google.protobuf.message.Message):
         profiling_budget: Global___ProfilingBudget | None = ...,
         set_latency_s: builtins.float = ...,
         latency_cost_percent: builtins.float = ...,
+        profiling_progress: Global___ProfilingProgress | None = ...,
         no_slowdown_time: Global___NoSlowdownTime | None = ...,
         spec: Global___JobSpec | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "epoch", b"epoch", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "epoch", b"epoch", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 

@@ -14,4 +14,4 @@ def test_a_script_that_does_not_attach_is_bad_input(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", "--script", str(script), "--output", str(output)])
     assert result.exit_code == 2
     assert f"{script}: expected `from … import attach`" in result.output
-    assert not output.exists()
+    assert not any(output.iterdir())

@@ -9,6 +9,7 @@ from perseus.cli.job_tables import (
     job_table,
     no_slowdown,
     plan_table,
+    progress_text,
     rank_table,
     report_table,
 )
@@ -73,6 +74,17 @@ def test_plans_are_held_against_stock_not_against_t_min() -> None:
     found = lines(plan_table(job))
     assert "3 1.000 s -9.1 %" in found
     assert "0–2, 4–5 1.100 s +0.0 %" in found
+
+
+def test_profiling_says_how_far_it_is_and_when_it_is_done() -> None:
+    progress = job_pb2.ProfilingProgress(tried_clock_count=5, max_clock_count=12)
+    assert progress_text(progress) == "5 of at most 12 clocks tried"
+    progress.remaining_s = 40.4
+    assert progress_text(progress) == "5 of at most 12 clocks tried, done within 40 s"
+    progress.remaining_s = 125
+    assert progress_text(progress).endswith("done within 2 min 05 s")
+    job = job_pb2.Job(job_id="gpt3", state=job_pb2.JOB_STATE_PROFILING, profiling_progress=progress)
+    assert "profiling 5 of at most 12 clocks tried, done within 2 min 05 s" in lines(job_facts(job))
 
 
 def test_pipelines_of_the_same_plan_share_a_line() -> None:

@@ -1,5 +1,7 @@
 """`perseus jobs` and `perseus coordinator`, against a real coordinator process."""
 
+import csv
+import json
 import socket
 import subprocess
 import sys
@@ -137,7 +139,7 @@ def test_report_of_a_job_without_measurements_is_empty(coordinator: Coordinator)
         (["policy", "gpt3", "--deadline-s", 60], "--iterations"),
         (["policy", "gpt3", "--max-slowdown-percent", 101], "max_slowdown_percent"),
         (["policy", "gpt3", "--deadline-s", 0, "--iterations", 5], "time_s"),
-        (["policy", "gpt3", "--deadline-s", 60, "--iterations", 0], "iteration_count"),
+        (["policy", "gpt3", "--deadline-s", 60, "--iterations", 0], "--iterations"),
         (["policy", "gpt3", "--max-average-power-w", "nan"], "max_average_power_w"),
         (["rebaseline", "gpt3"], "frontier"),
         (["delete", "gpt3"], "has not finished: it is waiting"),
@@ -156,7 +158,7 @@ def test_report_of_a_job_without_measurements_is_empty(coordinator: Coordinator)
         (["list", "--state", "lost"], "waiting, baseline"),
         (["ranks", "gpt3", "--state", "planned"], "expected, connected"),
         (["ranks", "gpt3", "--pipeline", 2], "0 to 1"),
-        (["ranks", "gpt3", "--stage", -1], "0 to 3"),
+        (["ranks", "gpt3", "--stage", -1], "--stage"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(
@@ -287,3 +289,21 @@ def test_agent_with_emulated_gpus_needs_their_folder() -> None:
     result = CliRunner().invoke(app, ["agent", "--gpu-backend", "emulated"])
     assert result.exit_code == 2
     assert "EMULATED_GPUS" in result.output
+
+
+@pytest.mark.parametrize(
+    "view", ["list", "runs gpt3", "show gpt3", "ranks gpt3", "events gpt3", "report gpt3"]
+)
+def test_whatever_is_listed_or_shown_is_there_for_scripts(coordinator: Coordinator, view: str) -> None:
+    as_json = run(coordinator, *view.split(), "--format", "json")
+    assert (as_json.exit_code, as_json.stderr) == (0, "")
+    found = json.loads(as_json.stdout)
+    assert isinstance(found, list) == (view.split()[0] not in ("show", "report"))
+    as_csv = run(coordinator, *view.split(), "--format", "csv")
+    assert (as_csv.exit_code, as_csv.stderr) == (0, "")
+    header, *rows = csv.reader(as_csv.stdout.splitlines())
+    assert all(len(row) == len(header) for row in rows)
+    if view != "report gpt3":
+        assert len(rows) == (len(found) if isinstance(found, list) else 1)
+    if "job_id" in header:
+        assert "gpt3" in {row[header.index("job_id")] for row in rows}

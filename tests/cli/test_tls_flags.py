@@ -29,24 +29,24 @@ def run(*arguments: object, **environment: str) -> Result:
     [
         (
             ["coordinator", "--listen", "0.0.0.0:0"],
-            f"--listen: Value error, {OTHERS.format('tls_certificate and tls_key')}, found '0.0.0.0:0'",
+            f"--listen: {OTHERS.format('tls_certificate and tls_key')}, found '0.0.0.0:0'",
         ),
-        (["coordinator", "--tls-certificate", "a.pem"], "COORDINATOR_TLS_KEY: Value error, expected a path"),
-        (["coordinator", "--tls-key", "a.key"], "--tls-key: Value error, expected tls_certificate beside it"),
+        (["coordinator", "--tls-certificate", "a.pem"], "COORDINATOR_TLS_KEY: expected a path"),
+        (["coordinator", "--tls-key", "a.key"], "--tls-key: expected tls_certificate beside it"),
         (
             ["coordinator", "--tls-client-ca", "ca.pem"],
-            "--tls-client-ca: Value error, expected tls_certificate beside it",
+            "--tls-client-ca: expected tls_certificate beside it",
         ),
         (
             ["coordinator", "--tls-certificate", "a", "--tls-key", "b", "--insecure"],
-            "--insecure: Value error, expected no tls_certificate beside it",
+            "--insecure: expected no tls_certificate beside it",
         ),
         (
             ["agent", "--coordinator", "coordinator.example:50051"],
-            f"--coordinator: Value error, {OTHERS.format('tls_ca')}, found 'coordinator.example:50051'",
+            f"--coordinator: {OTHERS.format('tls_ca')}, found 'coordinator.example:50051'",
         ),
-        (["agent", "--tls-certificate", "a"], "--tls-certificate: Value error, expected tls_ca beside it"),
-        (["agent", "--tls-ca", "a", "--insecure"], "--insecure: Value error, expected no tls_ca beside it"),
+        (["agent", "--tls-certificate", "a"], "--tls-certificate: expected tls_ca beside it"),
+        (["agent", "--tls-ca", "a", "--insecure"], "--insecure: expected no tls_ca beside it"),
         (
             ["jobs", "list", "--coordinator", "coordinator.example:50051"],
             f"--coordinator: {OTHERS.format('tls_ca')}, found coordinator.example:50051",

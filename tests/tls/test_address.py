@@ -2,7 +2,7 @@
 
 import pytest
 
-from perseus.tls.address import host_and_port, is_local
+from perseus.tls.address import check_address, host_and_port, is_local
 from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
 
 
@@ -55,6 +55,50 @@ def test_these_may_not(address: str) -> None:
         check_plaintext(address, has_tls=False, insecure=False, wanted="tls_ca")
     assert check_plaintext(address, has_tls=True, insecure=False, wanted="") == address
     assert check_plaintext(address, has_tls=False, insecure=True, wanted="") == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "host:1", "a.b-c_d.example.:65535", "10.0.0.1:7", "[::1]:7", "*:7", "höst:7", "unix:/a",
+        "unix:///a b", "unix-abstract:a", "dns:///host:7", "ipv4:10.0.0.1:7,10.0.0.2:7",
+    ],
+)  # fmt: skip
+def test_an_address_is_taken_as_it_is(address: str) -> None:
+    assert check_address(address) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("host", "HOST:PORT with a port from 1 to 65535"),
+        (":7", "HOST:PORT"),
+        ("host:", "HOST:PORT"),
+        ("host:65536", "65535"),
+        ("host:-1", "65535"),
+        ("host:+1", "65535"),
+        (f"host:{'9' * 5000}", "65535"),
+        ("host:0", "a port from 1 to 65535"),
+        ("::1:7", "expected [HOST]:PORT"),
+        ("[host]:7", "a host name"),
+        ("host]:7", "a host name"),
+        ("[/x]:7", "a host name"),
+        ("..:7", "a host name"),
+        (f"{'a' * 64}:7", "a host name"),
+        ("ho st:7", "a host name"),
+        ("http://host:7", "a host name"),
+        ("unix:", "a path of 1 to 107 bytes"),
+        (f"unix:/{'a' * 107}", "a path of 1 to 107 bytes"),
+    ],
+)
+def test_what_is_no_address_is_refused(address: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=r"^expected") as refused:
+        check_address(address)
+    assert expected in str(refused.value)
+
+
+def test_a_server_may_leave_its_port_open() -> None:
+    assert check_address("127.0.0.1:0", least_port=0) == "127.0.0.1:0"
 
 
 def test_host_and_port() -> None:

@@ -8,12 +8,15 @@ The transport is a Unix SOCK_SEQPACKET connection per rank: one packet is one me
                      answered
     agent → probe    Reply
 
+Whoever wants to know whether the agent is well says HealthQuestion first, and is answered by a Reply.
+
 A rank is announced to the coordinator once it has said what it belongs to, by its registration or its
 membership; unless its hello says that others have registered its job.
 
-Hello, Registration, Membership and Reply are JSON objects, as they are rare and worth reading in a trace. A
-registration with explicit orders may exceed what a socket buffer takes, so large ones are deflated. What
-a few bytes may grow to is bounded before it is read: inflated bytes, objects, lists, the lengths of texts.
+HealthQuestion, Hello, Registration, Membership and Reply are JSON objects, as they are rare and worth reading
+in a trace. A registration with explicit orders may exceed what a socket buffer takes, so large ones are
+deflated. What a few bytes may grow to is bounded before it is read: inflated bytes, objects, lists, lengths
+of texts.
 Reading the largest takes a while: who must not stand still reads those that are not `is_quick` in a thread,
 where the reading lets others have their turns. Marks are frequent: 32 bytes each, little-endian, all of one
 layout:
@@ -22,7 +25,8 @@ layout:
     u8     u8       u8    u8    i32         i32    i32      i64        i64
 
 Fields that a type does not use are zero. Times are CLOCK_MONOTONIC, which both processes share. The ordinal
-of an iteration's begin is its relative work in thousandths, 0 where the trainer does not tell it.
+of an iteration's begin is its relative work in thousandths, 0 where the trainer does not tell it; that of its
+end counts the marks that the probe has dropped on this connection so far.
 
 Standard library only: this module is imported into the trainer.
 
@@ -107,6 +111,11 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthQuestion:
+    """Somebody wants to know whether the agent is well."""
+
+
+@dataclass(frozen=True, slots=True)
 class Registration:
     """The job, as proto3 JSON of `perseus.v1.JobSpec`.
 
@@ -128,7 +137,9 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer to a Hello or a Registration. A refusal has a stable reason; the message is for people.
+    """Answer to a HealthQuestion, a Hello or a Registration.
+
+    A refusal has a stable reason; the message is for people.
 
     `is_notice`: it answers nothing, but says what became of the rank since.
     """
@@ -144,13 +155,14 @@ class IterationMark:
     """An iteration begins or ends.
 
     `relative_work_permille`: at its begin, its work relative to a typical one's, in thousandths; 0 if not
-    told.
+    told. `dropped_mark_count`: at its end, marks dropped on the connection so far.
     """
 
     edge: Edge
     iteration: int
     time_ns: int
     relative_work_permille: int = 0
+    dropped_mark_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +192,17 @@ class Finish:
     time_ns: int
 
 
-Message = Hello | Registration | Membership | Reply | IterationMark | ComputationMark | WaitMark | Finish
+Message = (
+    HealthQuestion
+    | Hello
+    | Registration
+    | Membership
+    | Reply
+    | IterationMark
+    | ComputationMark
+    | WaitMark
+    | Finish
+)
 
 
 def mark_packer(mark_type: MarkType) -> Callable[[int, int, int, int, int, int], bytes]:
@@ -194,6 +216,8 @@ def mark_packer(mark_type: MarkType) -> Callable[[int, int, int, int, int, int],
 def encode(message: Message) -> bytes:
     """The packet of a message. ValueError if it would exceed MAX_PACKET_BYTES."""
     match message:
+        case HealthQuestion():
+            return _encode_json({"type": "health"})
         case Hello(rank, gpu_uuid, is_registered, time_ns):
             return _encode_json(
                 {
@@ -221,9 +245,10 @@ def encode(message: Message) -> bytes:
         case Reply(ok, reason, text, is_notice):
             told = {"type": "reply", "ok": ok, "reason": reason, "message": text}
             return _encode_json({**told, "is_notice": True} if is_notice else told)
-        case IterationMark(edge, iteration, time_ns, relative_work_permille):
-            mark_type = MarkType.ITERATION_BEGIN if edge is Edge.BEGIN else MarkType.ITERATION_END
-            return mark_packer(mark_type)(0, 0, 0, relative_work_permille, iteration, time_ns)
+        case IterationMark(Edge.BEGIN, iteration, time_ns, relative_work_permille):
+            return mark_packer(MarkType.ITERATION_BEGIN)(0, 0, 0, relative_work_permille, iteration, time_ns)
+        case IterationMark(_, iteration, time_ns, _, dropped_mark_count):
+            return mark_packer(MarkType.ITERATION_END)(0, 0, 0, dropped_mark_count, iteration, time_ns)
         case ComputationMark(edge, iteration, ordinal, computation, time_ns):
             mark_type = MarkType.COMPUTATION_BEGIN if edge is Edge.BEGIN else MarkType.COMPUTATION_END
             return mark_packer(mark_type)(
@@ -350,6 +375,8 @@ def _decode_json(packet: bytes) -> Message:
             f"{message_type}: expected protocol version {PROTOCOL_VERSION}, found {str(version)[:20]}"
         )
     match message_type:
+        case "health":
+            return HealthQuestion()
         case "hello":
             rank = Rank(
                 _text(fields, "job_id", least=1),
@@ -380,7 +407,8 @@ def _decode_json(packet: bytes) -> Message:
             )
         case _:
             raise MalformedPacket(
-                f"packet: expected type hello, registration, membership or reply, found {message_type!r}"
+                "packet: expected type health, hello, registration, membership or reply, "
+                f"found {message_type!r}"
             )
 
 
@@ -440,7 +468,7 @@ def _decode_mark(packet: bytes | bytearray | memoryview) -> Message:
                 )
             return IterationMark(Edge.BEGIN, iteration, time_ns, ordinal)
         case MarkType.ITERATION_END:
-            return IterationMark(Edge.END, iteration, time_ns)
+            return IterationMark(Edge.END, iteration, time_ns, dropped_mark_count=ordinal)
         case MarkType.COMPUTATION_BEGIN | MarkType.COMPUTATION_END:
             if not Kind.FORWARD <= kind <= Kind.FIXED:
                 raise MalformedPacket(f"mark: expected kind {Kind.FORWARD} to {Kind.FIXED}, found {kind}")

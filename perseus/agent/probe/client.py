@@ -65,6 +65,7 @@ _JOB_EXISTS = "JOB_ALREADY_EXISTS"
 # How often a look is taken at what the agent says of itself: one costs the trainer a microsecond or two.
 _NOTICE_PERIOD_NS = 10**9
 _MOST_NOTICE_BYTES = 16 * 1024
+_MOST_TOLD_DROPPED = 2**31 - 1  # what a mark has room for
 # Training is over when finish() is called, so it may wait a moment for a full socket.
 _FINISH_TIMEOUT_S = 1.0
 
@@ -121,6 +122,8 @@ class Probe:
         self._iteration = 0
         self._ordinal = -1
         self._dropped_mark_count = 0
+        # Since the connection of now began: an agent counts what it is told on each.
+        self._dropped_on_line = 0
         self._has_mistaken_mark = False
         _probes.add(self)
 
@@ -281,7 +284,11 @@ class Probe:
     def end_iteration(self, time_ns: int | None = None) -> None:
         """The iteration ends."""
         try:
-            self._send(_pack_iteration_end(0, 0, 0, 0, self._iteration, time_ns or monotonic_ns()))
+            self._send(
+                _pack_iteration_end(
+                    0, 0, 0, self._dropped_on_line, self._iteration, time_ns or monotonic_ns()
+                )
+            )
         except (OSError, struct.error) as error:
             self._not_sent(error)
 
@@ -397,6 +404,7 @@ class Probe:
     def _not_sent(self, error: OSError | struct.error) -> None:
         if isinstance(error, BlockingIOError):
             self._dropped_mark_count += 1
+            self._dropped_on_line = min(self._dropped_on_line + 1, _MOST_TOLD_DROPPED)
         elif isinstance(error, OSError):
             self._lose(error)
         else:
@@ -424,6 +432,7 @@ class Probe:
             if self._rejoin is not None and (line := self._rejoin.look(monotonic_ns())) is not None:
                 _log.info("%s: joined the agent at %s", self._rank, self._path)
                 self._rejoin, self._socket, self._send = None, line, line.send
+                self._dropped_on_line = 0
                 self._is_unsent = self._membership is not None
             if self._socket is None:
                 return

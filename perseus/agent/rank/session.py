@@ -153,6 +153,16 @@ class Session:
         commands, self._commands = self._commands, []
         return commands
 
+    @property
+    def wanted_clock_mhz(self) -> int | None:
+        """The clock asked for last, None for stock."""
+        return self._keeper.wanted_mhz
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a plan, or a clock to measure, is in force."""
+        return self._in_force is not None
+
     def give_up(self) -> list[FromSession]:
         """End it whatever state it is in, after an error of our own; what is to be said once all is over."""
         self.has_ended = True

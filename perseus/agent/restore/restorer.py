@@ -7,7 +7,8 @@ whatever it was that failed.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeVar
 
@@ -45,6 +46,9 @@ class Restorer:
     """Looks through the records for GPUs to bring back, which `open_gpu` opens; every `retry_s`.
 
     `patience_s` is as for `RecordFolder.find`.
+
+    Attributes:
+        restore_counts: how often each GPU was brought back.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Restorer:
         retry_s: float = _RETRY_S,
         patience_s: float = 0.0,
     ) -> None:
+        self.restore_counts: Counter[str] = Counter()
         self._records = records
         self._open_gpu = open_gpu
         self._lanes = lanes
@@ -66,6 +71,11 @@ class Restorer:
         self._under_way: dict[str, asyncio.Task[None]] = {}
         # What was said of GPUs that could not be brought back, so that it is said once.
         self._not_restored: dict[str, str] = {}
+
+    @property
+    def not_restored(self) -> Collection[str]:
+        """GPUs that could not be brought back, and are tried again."""
+        return self._not_restored.keys() - {""}
 
     def is_taken(self, gpu_uuid: str) -> bool:
         """Whether a GPU is to be left alone, as it is served or about to be."""
@@ -151,6 +161,7 @@ class Restorer:
             return
         self._note(gpu_uuid, done.error)
         if done.error is None:
+            self.restore_counts[gpu_uuid] += 1
             _log.info("GPU restored", gpu=gpu_uuid)
 
     async def _try(self, gpu_uuid: str) -> Restoration | None:

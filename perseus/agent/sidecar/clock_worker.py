@@ -86,6 +86,16 @@ class ClockWorker:
         self._thread = threading.Thread(target=self._run, name=f"clocks of {gpu.uuid}", daemon=True)
         self._thread.start()
 
+    @property
+    def set_clock_mhz(self) -> int | None:
+        """What the driver was told last, or `STOCK`; any figure where `is_set_known` is not so."""
+        return self._in_force_mhz
+
+    @property
+    def is_set_known(self) -> bool:
+        """Whether it was told something, and did not fail at it."""
+        return self._in_force_mhz != _UNKNOWN_MHZ
+
     def request(self, target_mhz: int | None) -> None:
         """Want this clock, or `STOCK`, from now on, in place of all that was wanted before; returns at once.
 

@@ -6,18 +6,34 @@ The same thread looks at the GPU's limits now and then.
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from perseus.agent.clocks.patience import Patience
 from perseus.agent.energy.counter import ChangeDetector, CounterChange
-from perseus.agent.gpu import ClockEventReason, Gpu, is_transient
+from perseus.agent.gpu import ClockEventReason, Gpu, GpuError, is_transient
 from perseus.agent.sidecar.limits_watch import LimitsWatch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReading:
+    """What a GPU says of itself at a time; None where it says nothing."""
+
+    energy_j: float
+    power_w: float | None
+    sm_clock_mhz: int | None
 
 
 class CounterPoller:
     """Polls one GPU's counter on a thread of its own.
 
     `on_change` hears of every change, on that thread. An error that does not pass within a moment ends the
-    polling and goes to `on_error`.
+    polling and goes to `on_error`. Every `reading_interval_s`, if that is given, the rest is read, too.
+
+    Attributes:
+        reading: what was read last.
     """
 
     def __init__(
@@ -28,8 +44,12 @@ class CounterPoller:
         limits: LimitsWatch | None = None,
         *,
         interval_s: float = 0.005,
+        reading_interval_s: float | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.reading: GpuReading | None = None
+        self._reading_interval_s = reading_interval_s
+        self._read_at_s = float("-inf")
         self._gpu = gpu
         self._on_change = on_change
         self._on_error = on_error
@@ -81,4 +101,15 @@ class CounterPoller:
         capped_mhz = self._gpu.sm_clock_mhz() if reasons & ClockEventReason.THROTTLED else 0
         if self._limits is not None:
             self._limits.look(after_s)
+        if self._reading_interval_s is not None and after_s >= self._read_at_s + self._reading_interval_s:
+            self._read_at_s = after_s
+            self.reading = GpuReading(energy_j, _told(self._gpu.power_w), _told(self._gpu.sm_clock_mhz))
         return detector.poll(before_s, after_s, energy_j, reasons, capped_mhz)
+
+
+def _told(ask: Callable[[], T]) -> T | None:
+    """What a GPU answers; nothing where it does not tell: whoever needs the answer will meet the error."""
+    try:
+        return ask()
+    except GpuError:
+        return None

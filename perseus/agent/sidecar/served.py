@@ -52,9 +52,10 @@ from perseus.agent.rank.messages import (
 )
 from perseus.agent.rank.session import Session
 from perseus.agent.sidecar.clock_worker import STOCK, ClockResult, ClockWorker
-from perseus.agent.sidecar.counter_poller import CounterPoller
+from perseus.agent.sidecar.counter_poller import CounterPoller, GpuReading
 from perseus.agent.sidecar.estimator import Estimator
 from perseus.agent.sidecar.limits_watch import LimitsWatch, read_limits
+from perseus.agent.sidecar.vitals import GpuVitals
 
 _log = structlog.get_logger(__name__)
 
@@ -104,7 +105,7 @@ class ServedRank:
     `say` takes what is for the coordinator, `report` what went wrong with the GPU. Telemetry up to
     `after_sequence` was there before. `is_registered`: the trainer will not say what it belongs to. `owner`:
     whose process it is. `give_back` is called with what closes the GPU (and may block), once it is not needed
-    any more.
+    any more. `vitals` counts what is done; power and clock are read every `reading_interval_s`, if at all.
     """
 
     def __init__(
@@ -120,12 +121,15 @@ class ServedRank:
         say: Callable[[FromSession], None],
         report: Callable[[GpuError], None],
         give_back: Callable[[Callable[[], None]], Awaitable[None]],
+        vitals: GpuVitals,
+        reading_interval_s: float | None = None,
     ) -> None:
         self.rank = rank
         self.has_failed = False
         """Whether it ended as its GPU failed, which may come back."""
         self._gpu = gpu = opened.gpu
         self._give_back = give_back
+        self._vitals = vitals
         self._estimator = estimator
         self._observe = observe
         self._say = say
@@ -152,6 +156,7 @@ class ServedRank:
             LimitsWatch(
                 gpu, opened.description.limits, lambda limits: self._hand_over(self._limits_read, limits)
             ),
+            reading_interval_s=reading_interval_s,
         )
         self.handle(TrainerJoined())
 
@@ -159,6 +164,31 @@ class ServedRank:
     def gpu_uuid(self) -> str:
         """The GPU that the rank runs on."""
         return self._gpu.uuid
+
+    @property
+    def wanted_clock_mhz(self) -> int | None:
+        """The clock that the plan wants now, None for stock."""
+        return self._session.wanted_clock_mhz
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a plan, or a clock to measure, is in force."""
+        return self._session.has_plan
+
+    @property
+    def set_clock_mhz(self) -> int | None:
+        """What the driver was told last, None for stock; see `is_set_known`."""
+        return self._worker.set_clock_mhz
+
+    @property
+    def is_set_known(self) -> bool:
+        """Whether it was told something, and did not fail at it."""
+        return self._worker.is_set_known
+
+    @property
+    def reading(self) -> GpuReading | None:
+        """What the GPU said of itself last."""
+        return self._poller.reading
 
     @property
     def has_ended(self) -> bool:
@@ -246,6 +276,7 @@ class ServedRank:
     def _clock_result(self, result: ClockResult) -> None:
         match result.error:
             case None:
+                self._vitals.sets.add(result.in_force_at_s - result.begun_at_s)
                 self.handle(
                     ClockSet(result.target_mhz, result.in_force_at_s, result.begun_at_s, result.due_s)
                 )

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from perseus.agent.link.address import DEFAULT_SOCKET_PATH
 from perseus.agent.restore.records import ClockRange
 from perseus.logs import LogFormat, LogLevel
+from perseus.tls.address import check_address, host_and_port, is_local
 from perseus.tls.files import TlsFiles
 from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
 
@@ -73,6 +74,25 @@ class AgentSettings(BaseSettings):
     restore_clocks: str | None = Field(
         None, description="MIN,MAX in MHz: lock GPUs to this range when done, instead of unlocking them."
     )
+    metrics_tls_certificate: Path | None = Field(
+        None, description="PEM file with the certificate that scrapers of the metrics see; makes them HTTPS."
+    )
+    metrics_tls_key: Path | None = Field(
+        None, validate_default=True, description="PEM file with that certificate's private key."
+    )
+    metrics_token_file: Path | None = Field(
+        None, description="File with the token that scrapers of the metrics have to show."
+    )
+    metrics_listen: str | None = Field(
+        None,
+        description="[HOST:]PORT where /metrics is served over HTTP, on loopback unless a host is named; "
+        "needs perseus-energy[metrics], and beyond loopback a certificate and a token.",
+    )
+    job_mapping_folder: Path | None = Field(
+        None,
+        description="Folder with a file for each GPU that a job runs on, for dcgm-exporter's "
+        "--hpc-job-mapping-dir.",
+    )
     log_level: LogLevel = Field("info", description="Least severe log lines that are shown.")
     log_format: LogFormat = Field("console", description="How log lines look: console or json.")
 
@@ -98,11 +118,33 @@ class AgentSettings(BaseSettings):
     @classmethod
     def _is_no_plaintext_to_others(cls, coordinator: str, info: ValidationInfo) -> str:
         return check_plaintext(
-            coordinator,
+            check_address(coordinator),
             has_tls=info.data.get("tls_ca") is not None,
             insecure=bool(info.data.get("insecure")),
             wanted="tls_ca",
         )
+
+    @field_validator("metrics_tls_key")
+    @classmethod
+    def _goes_with_the_metrics_certificate(cls, key: Path | None, info: ValidationInfo) -> Path | None:
+        check_together(key, info.data.get("metrics_tls_certificate"), "metrics_tls_certificate")
+        return key
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _is_no_metrics_for_everybody(cls, listen: str | None, info: ValidationInfo) -> str | None:
+        if listen is None:
+            return None
+        address = listen if ":" in listen else f"127.0.0.1:{listen}"
+        if host_and_port(address) is None:
+            raise ValueError("expected [HOST:]PORT, with a port from 0 to 65535")
+        check_address(address, least_port=0)
+        needed = (info.data.get("metrics_tls_certificate"), info.data.get("metrics_token_file"))
+        if not is_local(address) and None in needed:
+            raise ValueError(
+                "expected metrics_tls_certificate and metrics_token_file for what other machines can reach"
+            )
+        return address
 
     @field_validator("emulated_gpus")
     @classmethod
@@ -135,6 +177,13 @@ class AgentSettings(BaseSettings):
         if self.tls_ca is None:
             return None
         return TlsFiles(self.tls_certificate, self.tls_key, self.tls_ca)
+
+    @property
+    def metrics_tls_files(self) -> TlsFiles | None:
+        """Where the certificates are that scrapers of the metrics see; None for plaintext."""
+        if self.metrics_tls_certificate is None:
+            return None
+        return TlsFiles(self.metrics_tls_certificate, self.metrics_tls_key)
 
     @property
     def stock(self) -> ClockRange | None:

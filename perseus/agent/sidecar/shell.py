@@ -37,6 +37,7 @@ from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import (
     ComputationMark,
     Finish,
+    HealthQuestion,
     Hello,
     IterationMark,
     MalformedPacket,
@@ -73,14 +74,19 @@ from perseus.agent.restore.guarded import GuardedGpu
 from perseus.agent.restore.records import RecordFolder
 from perseus.agent.restore.restorer import Restorer
 from perseus.agent.sidecar.backends import Backend, VisibleGpus, backend
+from perseus.agent.sidecar.collector import AgentCollector
 from perseus.agent.sidecar.complaints import Complaints
 from perseus.agent.sidecar.door import Door
 from perseus.agent.sidecar.estimator import Estimator
+from perseus.agent.sidecar.inventory import Inventory
+from perseus.agent.sidecar.job_mapping import JobMapping
 from perseus.agent.sidecar.listening import SocketAccess
 from perseus.agent.sidecar.local import HELLO_TIMEOUT_S, Line, LocalServer
+from perseus.agent.sidecar.metrics_server import serving_metrics_of
 from perseus.agent.sidecar.same_clock import check_clock
 from perseus.agent.sidecar.served import OpenedGpu, ServedRank, gpu_error_report
 from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.sidecar.vitals import Vitals
 from perseus.agent.stream import registration
 from perseus.agent.stream.coordinator import Coordinator
 from perseus.agent.stream.registration import Outcome, Registered, Registrar, Unreachable
@@ -97,6 +103,8 @@ _SWITCH_INTERVAL_S = 0.0005
 _REPORT_RETRY_S = 1.0
 # Of one trainer's GPU; a text may have a figure in it, and so be another every time.
 _MOST_REPORTS = 16
+# How often power and clock are read for the metrics.
+_READING_S = 1.0
 # How often a claim is judged again: one that nothing speaks for yet, and one that something does.
 _WATCH_UNPROVEN_S = 1.0
 _WATCH_S = 5.0
@@ -151,11 +159,18 @@ async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
     agent = Agent(settings, visible_gpus, gpus)
     access = SocketAccess(int(settings.socket_mode, 8), settings.socket_group)
     server = LocalServer(settings.socket, access, agent.converse)
+    metrics = contextlib.ExitStack()
+    try:
+        metrics.enter_context(serving_metrics_of(agent.collector, settings))
+    except BaseException:
+        await server.close()
+        raise
     working = asyncio.create_task(agent.work())
     _log.info("serving", socket=str(settings.socket), coordinator=settings.coordinator)
     try:
         yield working
     finally:
+        await asyncio.to_thread(metrics.close)
         await agent.stop()
         await server.close()
         working.cancel()
@@ -173,6 +188,8 @@ class _Trainer:
         self.is_registered = is_registered
         self.problem = problem
         self.told_problem = ""
+        self.dropped_mark_count = 0
+        self.gpu_index: int | None = None
         self.spec_fingerprint: str | None = None
         self.has_marked = asyncio.Event()
         self.gone = asyncio.Event()
@@ -189,6 +206,9 @@ class Agent:
     """All ranks of this node, and their coordinator.
 
     Trainers may use `gpus`; whatever a dead agent has left is restored on `all_gpus`.
+
+    Attributes:
+        collector: reads its metrics.
     """
 
     def __init__(self, settings: AgentSettings, gpus: Backend, all_gpus: Backend) -> None:
@@ -198,7 +218,9 @@ class Agent:
         lanes = Lanes()
         self._restorer = Restorer(self._records, all_gpus.open, lanes)
         self._ranks: dict[Rank, ServedRank] = {}
+        self._lanes = lanes
         self._door = Door(gpus, settings.grants, lanes)
+        self._inventory = Inventory(gpus, lanes)
         self._book = Book()
         self._trainers: dict[Rank, _Trainer] = {}
         self._complaints = Complaints(_log)
@@ -219,12 +241,18 @@ class Agent:
         self._is_stopping = False
         identity = AgentIdentity(uuid.uuid4().hex, version("perseus-energy"), socket.gethostname())
         self._coordinator = Coordinator(channels, identity, self, random.random)
+        self._vitals = Vitals()
+        self.collector = AgentCollector(self._ranks, self._coordinator, self._restorer, self._vitals)
+        self._mapping = JobMapping(settings.job_mapping_folder) if settings.job_mapping_folder else None
+        if self._mapping is not None:
+            self._mapping.clear()
 
     async def work(self) -> None:
         """Keep in touch with the coordinator, and let time pass. Ends when cancelled, or if a part fails."""
         async with asyncio.TaskGroup() as parts:
             self._connecting = parts.create_task(self._coordinator.run())
             parts.create_task(self._tick())
+            parts.create_task(self._inventory.tell())
             if not self._settings.observe:
                 parts.create_task(self._restorer.keep_restoring())
 
@@ -261,6 +289,9 @@ class Agent:
             hello = await self._hello(line)
             if hello is None:
                 return
+            if isinstance(hello, HealthQuestion):
+                line.reply(await self._health())
+                return
             admitted = await self._admit(hello, line)
             if isinstance(admitted, Refused):
                 self._turn_away(line, hello, admitted)
@@ -293,7 +324,16 @@ class Agent:
         finally:
             self._forget(trainer)
 
-    async def _hello(self, line: Line) -> Hello | None:
+    async def _health(self) -> Reply:
+        """Whether GPUs can be served; a coordinator that is away is no fault of the agent's."""
+        found = await self._inventory.look()
+        address = self._settings.coordinator
+        is_connected = self._coordinator.is_connected
+        coordinator = f"connected to {address}" if is_connected else f"not connected to {address}"
+        parts = [f"GPUs: {found.gpu_count}", f"ranks: {len(self._ranks)}", coordinator, *found.problems]
+        return Reply(found.gpu_count > 0, "" if found.gpu_count else "NO_GPU", "; ".join(parts))
+
+    async def _hello(self, line: Line) -> Hello | HealthQuestion | None:
         """The first packet of a connection; None if there is none to come."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -303,11 +343,12 @@ class Agent:
             self._complaints.complain(line.peer.uid, "connection refused", "HELLO_TIMEOUT", message=message)
             line.reply(Reply(False, "HELLO_TIMEOUT", message))
             return None
-        if hello is not None and not isinstance(hello, Hello):
+        if hello is not None and not isinstance(hello, Hello | HealthQuestion):
             raise MalformedPacket(f"expected a hello, found {type(hello).__name__}")
         return hello
 
     def _turn_away(self, line: Line, hello: Hello, refused: Refused) -> None:
+        self._vitals.refusal_counts[refused.reason] += 1
         self._complaints.complain(
             line.peer.uid, "rank refused", refused.reason, rank=str(hello.rank), message=refused.message
         )
@@ -423,12 +464,18 @@ class Agent:
                 say=self._coordinator.say,
                 report=lambda error: self._report(gpu_error_report(claim.rank, uuid, error, owner)),
                 give_back=lambda close: self._restorer.give_back(uuid, close),
+                vitals=self._vitals.opened(uuid),
+                reading_interval_s=_READING_S if self._settings.metrics_listen is not None else None,
             )
         except BaseException:
             await self._restorer.give_back(uuid, opened.close)
             raise
         self._ranks[claim.rank] = rank
         trainer.told_problem = ""
+        if self._mapping is not None and trainer.gpu_index is None:
+            with contextlib.suppress(GpuError):  # whoever serves it meets the same
+                trainer.gpu_index = (await self._lanes.run(uuid, lambda: self._gpus.look(uuid))).index
+                self._mapping.enter(trainer.gpu_index, claim.rank.job_id)
         _log.info("rank served", rank=str(rank.rank), gpu=rank.gpu_uuid, user=owner)
         return rank
 
@@ -474,6 +521,7 @@ class Agent:
 
     def _end(self, trainer: "_Trainer", refused: Refused) -> None:
         """What was good is not good any more: the rank ends, and its GPU goes back to stock."""
+        self._vitals.refusal_counts[refused.reason] += 1
         uid, rank = trainer.line.peer.uid, str(trainer.rank)
         self._complaints.complain(uid, "rank refused", refused.reason, rank=rank, message=refused.message)
         trainer.line.end(Reply(False, refused.reason, refused.message))
@@ -485,6 +533,10 @@ class Agent:
         match message:
             case IterationMark() | ComputationMark() | WaitMark() | Finish():
                 trainer.has_marked.set()
+                if isinstance(message, IterationMark) and message.dropped_mark_count:
+                    dropped_count = message.dropped_mark_count - trainer.dropped_mark_count
+                    trainer.dropped_mark_count = message.dropped_mark_count
+                    self._vitals.note_dropped(trainer.claim.gpu_uuid, max(0, dropped_count))
                 if rank in self._ranks:
                     self._ranks[rank].handle(message)
             case Registration():
@@ -496,7 +548,7 @@ class Agent:
                 self._specify(trainer, message.spec_fingerprint)
             case Membership(spec_fingerprint):
                 self._specify(trainer, spec_fingerprint)
-            case Hello() | Reply():
+            case HealthQuestion() | Hello() | Reply():
                 raise MalformedPacket(
                     f"expected a registration, a membership or a mark, found {type(message).__name__}"
                 )
@@ -512,6 +564,8 @@ class Agent:
     def _forget(self, trainer: "_Trainer") -> None:
         rank = trainer.rank
         self._ranks.pop(rank, None)
+        if self._mapping is not None and trainer.gpu_index is not None:
+            self._mapping.leave(trainer.gpu_index)
         self._book.end(trainer.claim)
         del self._trainers[rank]
         self._registrar.forget_rank(rank)
@@ -522,6 +576,7 @@ class Agent:
 
     def _report(self, report: GpuErrorReport) -> None:
         """Let the coordinator know what went wrong with a GPU, once; its log keeps it."""
+        self._vitals.note_error(report.gpu_uuid, report.reason)
         reports = self._reports[report.rank]
         if report not in reports:
             reports.append(report)

@@ -111,6 +111,11 @@ class Connection:
         """Whether a stream is open."""
         return self._outbox is not None
 
+    @property
+    def heard_at_s(self) -> float:
+        """When the coordinator said something last, CLOCK_MONOTONIC; 0 before."""
+        return self._heard_at_s
+
     def send(self, message: translate.Sendable) -> None:
         """Queue for the stream that is open; without one, forget it."""
         if self._outbox is not None:

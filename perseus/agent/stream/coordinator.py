@@ -5,7 +5,7 @@ gone, wait for the next stream where none is open. All else is said on the strea
 it would be out of date on the next.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, assert_never
 
 import structlog
@@ -55,13 +55,20 @@ class Listener(Protocol):
 
 
 class Coordinator:
-    """The coordinator that `channels` lead to (a `connection.Handler`); `random` is as for `Backoff`."""
+    """The coordinator that `channels` lead to (a `connection.Handler`); `random` is as for `Backoff`.
+
+    Attributes:
+        telemetry: what is kept for it.
+        lease_s: that it granted last, None before it did.
+    """
 
     def __init__(
         self, channels: Channels, agent: AgentIdentity, listener: Listener, random: Callable[[], float]
     ) -> None:
         self._listener = listener
-        self._ring = TelemetryRing()
+        self.telemetry = TelemetryRing()
+        self.lease_s: float | None = None
+        self._channels = channels
         self._farewells: list[RankLeft | GpuErrorReport] = []
         self._connection = Connection(channels, agent, self, random)
         self._once = Once(_log)
@@ -74,7 +81,17 @@ class Coordinator:
     @property
     def telemetry_sequence(self) -> int:
         """Number of the latest batch of telemetry, 0 before the first."""
-        return self._ring.sequence
+        return self.telemetry.sequence
+
+    @property
+    def heard_at_s(self) -> float:
+        """When it said something last, CLOCK_MONOTONIC; 0 before."""
+        return self._connection.heard_at_s
+
+    @property
+    def certificate_expiries_s(self) -> Mapping[str, float]:
+        """By file, the Unix time when a certificate on the way to it is of no use."""
+        return self._channels.expiries_s
 
     async def run(self) -> None:
         """Keep a stream open until `close`."""
@@ -88,7 +105,7 @@ class Coordinator:
         """Say it: telemetry and the end of a rank sooner or later, all else now or not at all."""
         match message:
             case Telemetry():
-                self._ring.append(message)
+                self.telemetry.append(message)
                 self._send_telemetry()
             case RankLeft() if not self.is_connected:
                 self._keep_farewell(message)
@@ -110,8 +127,9 @@ class Coordinator:
 
     def connected(self, welcome: Welcome) -> None:
         """See `connection.Handler.connected`."""
+        self.lease_s = welcome.lease_s
         self._acknowledge(welcome.acknowledged_sequence)
-        self._ring.rewind()
+        self.telemetry.rewind()
         # First of all: a rank that has left may be served for another trainer by now.
         farewells, self._farewells = self._farewells, []
         for farewell in farewells:
@@ -155,7 +173,7 @@ class Coordinator:
                 assert_never(message)
 
     def _drop_refused(self, refused: TelemetryRefused) -> None:
-        dropped_batch_count = self._ring.refuse(refused.sequence)
+        dropped_batch_count = self.telemetry.refuse(refused.sequence)
         if dropped_batch_count is not None:
             self._once.warn(
                 "telemetry refused, and dropped",
@@ -172,15 +190,15 @@ class Coordinator:
 
     def _acknowledge(self, sequence: int) -> None:
         try:
-            self._ring.acknowledge(sequence)
+            self.telemetry.acknowledge(sequence)
         except ValueError as error:
             _log.error("message ignored", reason=str(error))
-            expected = f"at most {self._ring.sequence}, the latest that was sent"
+            expected = f"at most {self.telemetry.sequence}, the latest that was sent"
             self._connection.send(
                 MessageRefused("INVALID_FIELD", "telemetry_ack.sequence", expected, str(sequence))
             )
 
     def _send_telemetry(self) -> None:
         if self.is_connected:
-            for batch in self._ring.sendable():
+            for batch in self.telemetry.sendable():
                 self._connection.send(batch)

@@ -57,6 +57,16 @@ class TelemetryRing:
         """Number of the latest batch, 0 before the first."""
         return self._sequence
 
+    @property
+    def kept_count(self) -> int:
+        """How many batches are not acknowledged."""
+        return len(self._kept)
+
+    @property
+    def dropped_batch_count(self) -> int:
+        """How many were dropped, for want of room or refused."""
+        return self._dropped_batch_count
+
     def append(self, telemetry: Telemetry) -> None:
         """Number and keep it, at the cost of the oldest where there is no room."""
         self._sequence += 1

@@ -25,6 +25,7 @@ from perseus.service.api.statuses import (
     MAPPED,
     STATUSES,
     MappedError,
+    count_refusal,
     error_info,
     refused_parts,
     to_status,
@@ -374,6 +375,7 @@ class _Stream:
         if not is_rank_refused or not message.HasField("rank"):
             self._refuse(error, message)
             return
+        count_refusal(error)
         refused = rank_refused(cut(message.job_id), message.rank, error)
         self._outbox.answer(ConnectResponse(rank_refused=refused))
 
@@ -399,6 +401,7 @@ class _Stream:
         )
 
     def _log_refusal(self, what: str, error: MappedError) -> None:
+        count_refusal(error)
         parts = refused_parts(error)
         key = (what, parts["reason"], _kind(parts["field"]))
         self._log_once("message of an agent refused", key, message=what, error=str(error))

@@ -7,6 +7,7 @@ fault of the coordinator's: its callers see INTERNAL, its log the traceback.
 
 import functools
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any as Anything
@@ -111,6 +112,15 @@ MappedError = errors.CoordinatorError | SolverError
 MAPPED = (errors.CoordinatorError, SolverError)
 
 
+refusal_counts: Counter[str] = Counter()
+"""What this process has refused or ended, by reason: calls, streams and messages on them."""
+
+
+def count_refusal(error: MappedError) -> None:
+    """Count what is refused on a stream; `to_status` counts what ends a call."""
+    refusal_counts[STATUSES[type(error)].reason] += 1
+
+
 def error_info(error: MappedError) -> ErrorInfo:
     """Return the error's reason and changing values."""
     reason = STATUSES[type(error)].reason
@@ -122,6 +132,7 @@ def error_info(error: MappedError) -> ErrorInfo:
 def to_status(error: MappedError) -> grpc.Status:
     """Return the error as what `context.abort_with_status` takes."""
     mapped_to = STATUSES[type(error)]
+    count_refusal(error)
     details = [_packed(error_info(error))]
     if mapped_to.is_retryable:
         # Those who are refused together are not to come again together.

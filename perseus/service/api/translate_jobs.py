@@ -211,6 +211,11 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
     if (baseline := view.baseline) is not None:
         job.baseline.iteration_time_s = baseline.time_s
         job.baseline.energy_j = baseline.energy_j
+    if (progress := view.profiling_progress) is not None:
+        job.profiling_progress.tried_clock_count = progress.tried_clock_count
+        job.profiling_progress.max_clock_count = progress.max_clock_count
+        if progress.remaining_s is not None:
+            job.profiling_progress.remaining_s = progress.remaining_s
     if view.finish_time_s is not None:
         job.finish_time.CopyFrom(time_to_proto(view.finish_time_s))
     if view.details is not None:

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
+from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost, ProfilingProgress
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Parallelism
 from perseus.service.domain.stall import Stall
 from perseus.service.domain.telemetry import ClockStatistics
@@ -363,6 +363,8 @@ class JobView:
     """Clocks measured of the stage with the fewest."""
     profiling_cost: ProfilingCost
     profiling_budget: ProfilingBudget
+    profiling_progress: ProfilingProgress | None
+    """While it is in PROFILING."""
     t_min_s: float
     t_star_s: float
     t_slow_s: float

@@ -87,12 +87,33 @@ class ProfilingBudget:
             ProfilingLimit.ENERGY: self.extra_energy_j,
         }[limit]
 
-    def used_up(self, cost: ProfilingCost) -> ProfilingLimit | None:
-        """Return what is used up, if anything is."""
-        used = {
+    def used(self, cost: ProfilingCost, limit: ProfilingLimit) -> float:
+        """Return what is used of the figure that a limit is about."""
+        return {
             ProfilingLimit.ITERATION_COUNT: cost.iteration_count,
             ProfilingLimit.TIME: cost.time_s,
             ProfilingLimit.EXTRA_TIME: cost.extra_time_s,
             ProfilingLimit.ENERGY: cost.extra_energy_j,
-        }
-        return next((limit for limit, figure in used.items() if figure >= self.limit_of(limit)), None)
+        }[limit]
+
+    def used_up(self, cost: ProfilingCost) -> ProfilingLimit | None:
+        """Return what is used up, if anything is."""
+        return next(
+            (limit for limit in ProfilingLimit if self.used(cost, limit) >= self.limit_of(limit)), None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilingProgress:
+    """How far profiling is.
+
+    Attributes:
+        tried_clock_count: clocks tried so far of the stage with the most, those given up included.
+        max_clock_count: as many are tried of a stage at most.
+        remaining_s: until it is over at the latest, if rounds take what they took until now; None before the
+            first has ended.
+    """
+
+    tried_clock_count: int
+    max_clock_count: int
+    remaining_s: float | None

@@ -29,6 +29,7 @@ from perseus.service.domain.errors import (
     SpecMismatchError,
     TimelineNotReadyError,
 )
+from perseus.service.domain.figures import JobFigures
 from perseus.service.domain.inputs import (
     Abandoned,
     AgentDisconnected,
@@ -216,6 +217,7 @@ class JobMachine:
             profiled_clock_count=self.profiler.least_clock_count,
             profiling_cost=self.profiler.cost,
             profiling_budget=self._profiling_budget,
+            profiling_progress=self.profiler.progress if self.state is JobState.PROFILING else None,
             t_min_s=frontier.t_min_s if frontier else 0.0,
             t_star_s=frontier.t_star_s if frontier else 0.0,
             t_slow_s=frontier.t_slow_s if frontier else 0.0,
@@ -244,6 +246,21 @@ class JobMachine:
     def view(self) -> JobView:
         """Return the job as others may see it, with its details."""
         return replace(self.summary(), details=self.details())
+
+    def figures(self) -> JobFigures:
+        """Return what metrics tell beyond the summary: no work over its ranks, either."""
+        found = self.log.latest_period()
+        period, saving = found if found and found[0].versions == self._offers.versions else (None, None)
+        return JobFigures(
+            latest=self.log.latest,
+            totals=self.log.totals,
+            period=period,
+            saving=saving,
+            promised_time_s=self._planner.promised_time_s(),
+            detected_count=sum(straggler.is_detected for straggler in self._stragglers),
+            straggler_time_s=max(self._planner.straggler_times_s().values(), default=None),
+            switch_count=self._offers.switch_count,
+        )
 
     def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
         """Yield the wanted ranks from an index on, each with its index in the order of all ranks.

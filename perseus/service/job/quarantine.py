@@ -15,6 +15,7 @@ from perseus.service.domain.commands import Announce, Command, RefuseRank, Store
 from perseus.service.domain.errors import JobQuarantinedError, cut
 from perseus.service.domain.events import Happening
 from perseus.service.domain.evidence import Evidence, Quarantined, StateChanged
+from perseus.service.domain.figures import JobFigures
 from perseus.service.domain.inputs import (
     Abandoned,
     AgentDisconnected,
@@ -203,6 +204,7 @@ class QuarantinedRun:
             profiled_clock_count=0,
             profiling_cost=record.profiling_cost,
             profiling_budget=self._rules.profiling.budget,
+            profiling_progress=None,
             t_min_s=0.0,
             t_star_s=0.0,
             t_slow_s=0.0,
@@ -230,6 +232,10 @@ class QuarantinedRun:
     def view(self) -> JobView:
         """Return the job as others may see it, with its details."""
         return replace(self.summary(), details=self.details())
+
+    def figures(self) -> JobFigures:
+        """Return what metrics tell beyond the summary: nothing is measured any more."""
+        return JobFigures(detected_count=sum(each.is_detected for each in self._record.stragglers))
 
     def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
         """Yield the wanted ranks from an index on, each with its index in the order of all ranks."""

@@ -48,7 +48,12 @@ class _Agent:
 
 
 class Agents:
-    """All agents with a stream. None but the awaited methods waits."""
+    """All agents with a stream. None but the awaited methods waits.
+
+    Attributes:
+        taken_count, repeated_count, passed_count: batches of telemetry that were taken, that had been taken
+            before, and that are to be had no more, as they were refused.
+    """
 
     def __init__(self, store: JobStore, writer: Writer, live: LiveRuns) -> None:
         self._store = store
@@ -57,6 +62,12 @@ class Agents:
         self._agents: dict[str, _Agent] = {}
         self._gpus = GpuIndex(self._is_on_gpu)
         self._checking = asyncio.Lock()
+        self.taken_count = self.repeated_count = self.passed_count = 0
+
+    @property
+    def stream_count(self) -> int:
+        """How many agents have a stream."""
+        return len(self._agents)
 
     @property
     def lease_s(self) -> float:
@@ -212,19 +223,25 @@ class Agents:
         if agent is None or not agent.is_greeted:  # the last word of a stream that is being replaced
             return
         if sequence <= agent.received_sequence:
-            self.pass_telemetry(instance_id, sequence)
+            self.repeated_count += 1
+            self._acknowledge(agent, instance_id, sequence)
             return
         run, acknowledge = self._live.find(job_id), partial(agent.port.acknowledge, sequence)
         self._live.handle(
             run, event, [TelemetrySequence(instance_id, sequence, agent.principal)], [acknowledge]
         )
         agent.received_sequence = sequence
+        self.taken_count += 1
 
     def pass_telemetry(self, instance_id: str, sequence: int) -> None:
-        """Acknowledge a batch that was refused or taken before, so that the agent doesn't send it again."""
+        """Acknowledge a batch that was refused, so that the agent doesn't send it again."""
+        self.passed_count += 1
         agent = self._agents.get(instance_id)
         if agent is None or not agent.is_greeted:  # the last word of a stream that is being replaced
             return
+        self._acknowledge(agent, instance_id, sequence)
+
+    def _acknowledge(self, agent: _Agent, instance_id: str, sequence: int) -> None:
         entries: list[Entry] = []
         if sequence > agent.received_sequence:
             agent.received_sequence = sequence

@@ -44,6 +44,11 @@ class Coordinator:
         agents: what agents say.
         tokens: who they are.
         quotas: what each of them has, and may have.
+        live: the jobs' latest runs.
+        writer: what stores.
+        job_solver, request_solver: what solves.
+        store_size_bytes: of the database, None until it is known.
+        lag_s, late_total_s: by how much the loop's last turn of a second was late, and all of them so far.
     """
 
     def __init__(
@@ -57,19 +62,21 @@ class Coordinator:
     ) -> None:
         self._store = store
         self._retention = retention
-        self._writer = Writer(store)
+        self.writer = Writer(store)
         self._clock = JobClock(TICK_S, time.monotonic)
-        self._late_s = 0.0
-        self._live = LiveRuns(store, self._writer, job_solver, rules, self._clock)
+        self.lag_s = self.late_total_s = 0.0
+        self.store_size_bytes: int | None = None
+        self.job_solver, self.request_solver = job_solver, request_solver
+        self.live = LiveRuns(store, self.writer, job_solver, rules, self._clock)
         self.quotas = Quotas(limits or Limits(), time.monotonic)
-        self.jobs = Jobs(store, self._writer, request_solver, self._live, self.quotas)
-        self.agents = Agents(store, self._writer, self._live)
-        self.tokens = Tokens(store, self._writer)
+        self.jobs = Jobs(store, self.writer, request_solver, self.live, self.quotas)
+        self.agents = Agents(store, self.writer, self.live)
+        self.tokens = Tokens(store, self.writer)
 
     async def start(self) -> None:
         """Load what is stored, and go on with it."""
         await self.jobs.load()
-        await self._live.load()
+        await self.live.load()
         self.agents.load()
         await self.tokens.load()
 
@@ -79,7 +86,7 @@ class Coordinator:
         Raises:
             Exception: the store failed. Nothing can be promised any more: stop.
         """
-        work = (self._writer.run(), self._tick(), self._prune(), self._store.watch())
+        work = (self.writer.run(), self._tick(), self._prune(), self._store.watch())
         parts = [asyncio.ensure_future(part) for part in work]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -93,12 +100,13 @@ class Coordinator:
 
     async def _tick(self) -> None:
         while True:
-            self._late_s = self._clock.tick(self._writer.kept_s())
-            if self._late_s > TICK_S:
+            self.lag_s = self._clock.tick(self.writer.kept_s())
+            self.late_total_s += self.lag_s
+            if self.lag_s > TICK_S:
                 log.warning(
-                    "event loop stood still: leases are credited with it", late_s=round(self._late_s, 3)
+                    "event loop stood still: leases are credited with it", late_s=round(self.lag_s, 3)
                 )
-            self._live.tick()
+            self.live.tick()
             self.tokens.tick()
             await asyncio.sleep(TICK_S)
 
@@ -107,23 +115,25 @@ class Coordinator:
         while True:
             pruned = await self._store.prune(self._retention, time.time())
             self.jobs.retire(self._retention, time.time())
+            if pruned.is_done:
+                self.store_size_bytes = await self._store.size_bytes()
             await asyncio.sleep(PRUNE_ROUND_S if pruned.is_done else PRUNE_STEP_S)
 
     def late_s(self) -> float:
         """For how long something has waited to be stored, or the event loop has stood still, seconds."""
-        return max(self._late_s, self._writer.late_s())
+        return max(self.lag_s, self.writer.late_s())
 
     def drain(self) -> None:
         """Tell all agents and watchers that the coordinator is about to stop."""
         self.agents.drain()
-        for run in self._live:
+        for run in self.live:
             for watcher in run.watchers:
                 watcher.end(DrainingError())
 
     async def flush(self) -> None:
         """Wait until everything that happened so far is stored and carried out."""
-        await self._writer.flush()
+        await self.writer.flush()
 
     async def close(self) -> None:
         """Drop what is being solved."""
-        await self._live.close()
+        await self.live.close()

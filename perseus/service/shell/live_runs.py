@@ -54,7 +54,7 @@ from perseus.service.domain.inputs import (
     SolveRetried,
     Tick,
 )
-from perseus.service.domain.model import FaultyPart, JobView, Rank
+from perseus.service.domain.model import EventType, FaultyPart, JobView, Rank
 from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob, UnreadableJob
 from perseus.service.domain.specification import Coordinates, JobSpec
 from perseus.service.job.machine import JobMachine
@@ -103,6 +103,7 @@ class LiveRun:
         record, ranks, last_sequence: what the machine gave out last; all that counts of it should it fail.
         stored_record: the last record that is stored.
         watchers: who watches it.
+        event_counts: its events since the coordinator began with it, by type.
     """
 
     machine: Machine
@@ -112,6 +113,7 @@ class LiveRun:
     last_sequence: int = 0
     watchers: set[Watcher] = field(default_factory=set)
     solving: asyncio.Task[Any] | None = None
+    event_counts: Counter[EventType] = field(default_factory=Counter)
 
     @property
     def job_id(self) -> str:
@@ -440,6 +442,7 @@ class LiveRuns:
                 case Announce(happening):
                     event = JobEvent(job_id, number, time.time(), happening)
                     run.last_sequence = happening.sequence
+                    run.event_counts[happening.type] += 1
                     to_store.append(event)
                     then.append(partial(self._publish, run, event))
                 case ReportIteration() if not run.watchers:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Protocol
 
+from perseus.metrics.distribution import Distribution
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.events import JobEvent
 from perseus.service.domain.records import IterationRows, record_key
@@ -30,6 +31,8 @@ CROWD = 1024
 """Work that waits; when there is more, whoever reads what makes more is to await admission first. Readers
 outnumber the one writer by thousands: without this, more than can be done leaves it no turn at all. It is two
 full groups: one gathers while the other is stored."""
+
+_COMMIT_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 TURN_S = 0.005
 """How long actions keep the event loop at a time."""
@@ -114,14 +117,19 @@ class Writer:
 
     Attributes:
         keeper: who is told of a run that wants what can't be stored.
+        commits: what commits took.
+        entry_count: how many entries they had.
+        waiting_count: how much work waits to be stored and carried out.
     """
 
     def __init__(self, store: JobStore) -> None:
         self.keeper: RunKeeper | None = None
+        self.commits = Distribution(_COMMIT_BOUNDS_S)
+        self.entry_count = 0
         self._store = store
         self._work: list[Work] = []
         self._has_work = asyncio.Event()
-        self._waiting_count = 0
+        self.waiting_count = 0
         # Readers that are kept waiting, in order, and since when each is.
         self._kept: deque[tuple[asyncio.Future[None], float]] = deque()
         # Since when the oldest work waits that is not stored and carried out, if there is any.
@@ -140,15 +148,18 @@ class Writer:
             work, self._work = self._work, []
             taken_s = time.monotonic()
             while entries := [entry for item in work for entry in item.entries]:
+                latest, begun_s = _latest(entries), time.monotonic()
                 try:
-                    await self._store.write(_latest(entries))
+                    await self._store.write(latest)
+                    self.commits.add(time.monotonic() - begun_s)
+                    self.entry_count += len(latest)
                     break
                 except UnstorableEntryError as error:
                     self._spoil(work, error)
             turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
             for item in work:
                 woken_count += item.carry_out()
-                self._waiting_count -= 1
+                self.waiting_count -= 1
                 if woken_count >= WOKEN_AT_ONCE or time.monotonic() >= turn_ends_s:
                     await asyncio.sleep(0)  # readers, and leases, must not wait for thousands of offers
                     turn_ends_s, woken_count = time.monotonic() + TURN_S, 0
@@ -157,7 +168,7 @@ class Writer:
 
     async def _admit(self) -> None:
         """Let the next few readers go on, as many as there is room for."""
-        room_count = CROWD - self._waiting_count
+        room_count = CROWD - self.waiting_count
         admitted_count = 0
         while self._kept and admitted_count < room_count:
             reader, _ = self._kept.popleft()
@@ -186,7 +197,7 @@ class Writer:
     @property
     def is_crowded(self) -> bool:
         """Whether so much waits that whoever reads what makes more is to await admission first."""
-        return self._waiting_count > CROWD or bool(self._kept)
+        return self.waiting_count > CROWD or bool(self._kept)
 
     async def admission(self) -> None:
         """Wait, after those who wait already, until there is room for more work."""
@@ -194,6 +205,11 @@ class Writer:
         self._kept.append((reader, time.monotonic()))
         self._has_work.set()
         await reader
+
+    @property
+    def kept_count(self) -> int:
+        """How many readers are kept waiting."""
+        return len(self._kept)
 
     def kept_s(self) -> float:
         """For how long the reader that is next has been kept waiting, seconds."""
@@ -213,7 +229,7 @@ class Writer:
             self._waiting_since_s = time.monotonic()
         work = Work(entries, then, on_error)
         self._work.append(work)
-        self._waiting_count += 1
+        self.waiting_count += 1
         self._has_work.set()
         return work
 

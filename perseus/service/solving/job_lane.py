@@ -25,6 +25,7 @@ import structlog
 from perseus.service.domain.commands import SlowPlan
 from perseus.service.domain.errors import InternalError, SolverCrashedError, SolverTimeoutError
 from perseus.service.solving.fair_queue import FairQueue
+from perseus.service.solving.tally import LaneTally
 from perseus.service.solving.work import POINT_COUNT, refine, solve_explaining
 from perseus.service.solving.worker import Answer, Worker, WorkerDiedError, WorkError
 from perseus.solver import Frontier, Pipeline, Plan, Refinement
@@ -60,7 +61,11 @@ class _Wanted:
 
 
 class JobLane:
-    """Solves jobs' problems in its own worker processes."""
+    """Solves jobs' problems in its own worker processes.
+
+    Attributes:
+        tally: what became of them.
+    """
 
     def __init__(
         self,
@@ -80,6 +85,7 @@ class JobLane:
             clock: any that never goes back.
             draw: a number from 0 to 1 by lot, for the jitter.
         """
+        self.tally = LaneTally()
         self._limit_s = limit_s
         self._turn_s = turn_s
         self._clock = clock
@@ -91,6 +97,16 @@ class JobLane:
             worker.start()
         self._idle = list(self._workers)
         self._wake: asyncio.TimerHandle | None = None
+
+    @property
+    def waiting_count(self) -> int:
+        """How many problems wait for a turn."""
+        return sum(wanted.worker is None for wanted in self._wanted.values())
+
+    @property
+    def busy_count(self) -> int:
+        """How many problems have theirs."""
+        return len(self._wanted) - self.waiting_count
 
     @property
     def process_ids(self) -> Sequence[int | None]:
@@ -141,7 +157,8 @@ class JobLane:
         self._queue.put(job_id)
         self._dispatch()
         try:
-            return await answer
+            with self.tally.problem(self._clock):
+                return await answer
         finally:
             if wanted.attempt is not None:
                 wanted.attempt.cancel()
@@ -209,6 +226,7 @@ class JobLane:
                 wanted.answer.set_result(answer)
             return None
         except WorkerDiedError as error:
+            self.tally.crash_count += 1
             wanted.crash_count += error.is_of_its_work
             wanted.failed_start_count += not error.is_of_its_work
             if wanted.crash_count >= MOST_CRASHES:

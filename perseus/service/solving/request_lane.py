@@ -5,6 +5,7 @@ past the deadline) takes the worker along: it is killed, and another one started
 """
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from perseus.service.domain.errors import (
     SolverCrashedError,
     SolverTimeoutError,
 )
+from perseus.service.solving.tally import LaneTally
 from perseus.service.solving.work import KEPT_FRONTIERS, plan_of, solve_explaining
 from perseus.service.solving.worker import Worker, WorkerDiedError, WorkError
 from perseus.solver import Frontier, Pipeline, Plan
@@ -56,18 +58,33 @@ class _Slot:
 
 
 class RequestLane:
-    """Does what callers ask, a few things at a time."""
+    """Does what callers ask, a few things at a time.
+
+    Attributes:
+        tally: what became of it.
+    """
 
     def __init__(self, process_count: int, limit_s: float) -> None:
         """Let callers come: the first ones start the workers.
 
         What takes longer than `limit_s`, waiting aside, is ended.
         """
+        self.tally = LaneTally()
         self._limit_s = limit_s
         self._slots = [_Slot() for _ in range(process_count)]
         self._idle = deque(self._slots)
         self._waiting: deque[asyncio.Future[_Slot]] = deque()
         self._most_waiting = MOST_WAITING * process_count
+
+    @property
+    def waiting_count(self) -> int:
+        """How many callers wait for a process."""
+        return len(self._waiting)
+
+    @property
+    def busy_count(self) -> int:
+        """How many have one."""
+        return len(self._slots) - len(self._idle)
 
     @property
     def process_ids(self) -> Sequence[int | None]:
@@ -82,8 +99,9 @@ class RequestLane:
             SolverBusyError: too many callers wait.
             SolverCrashedError, InternalError, SolverTimeoutError: it came to nothing.
         """
-        async with self._slot() as slot:
-            return await self._run(slot.worker.run(solve_explaining, problem, point_count))
+        with self.tally.problem(time.monotonic):
+            async with self._slot() as slot:
+                return await self._run(slot.worker.run(solve_explaining, problem, point_count))
 
     async def plan(self, frontier: Frontier, iteration_time_s: float) -> Plan:
         """Return a plan of a frontier (`Frontier.plan`).
@@ -92,8 +110,9 @@ class RequestLane:
             DeadlineError: no plan is as fast as that.
             SolverBusyError, SolverCrashedError, InternalError, SolverTimeoutError: as for `solve`.
         """
-        async with self._slot() as slot:
-            return await self._run(slot.plan(frontier, iteration_time_s))
+        with self.tally.problem(time.monotonic):
+            async with self._slot() as slot:
+                return await self._run(slot.plan(frontier, iteration_time_s))
 
     def close(self) -> None:
         """End the workers."""
@@ -106,6 +125,7 @@ class RequestLane:
         except TimeoutError:
             raise SolverTimeoutError(limit_s=f"{self._limit_s:g}") from None
         except WorkerDiedError as error:
+            self.tally.crash_count += 1
             raise SolverCrashedError(cause=error) from None
         except WorkError as error:
             raise InternalError(cause=error) from None

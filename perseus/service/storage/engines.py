@@ -13,6 +13,7 @@ coordinator stops at its next commit. It never connects again by itself, since a
 
 import os
 import sqlite3
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,20 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from perseus.service.domain.errors import DatabaseUnavailableError
+from perseus.service.storage.schema import tables_of_others
 
 _LOCK = 0x7065727365757301
 """The advisory lock's key: "perseus" and 1, of nobody else we hope."""
 
 _CONNECT_TIMEOUT_S = 10
+
+_LOCK_PATIENCE_S = 2.0
+"""The server takes a moment to notice that whoever held the lock is gone, killed and started again, say."""
+
+_LOCK_LOOK_S = 0.1
+
+_SQLITE_SIZE = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
+_POSTGRESQL_SIZE = "SELECT pg_database_size(current_database())"
 
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
 
@@ -66,12 +76,14 @@ class Opened:
         name: the database for people, without a password.
         missing: says what has become of its files since they were opened, None if nothing.
         errors: what it raises where it fails.
+        size_query: asks for its size in bytes.
     """
 
     connection: Connection
     name: str
     missing: Callable[[], str | None]
     errors: tuple[type[Exception], ...]
+    size_query: str
 
     def close(self) -> None:
         """Close it."""
@@ -153,6 +165,7 @@ def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
             connection = sqlite3.connect(path, timeout=1.0, isolation_level=None)
         try:
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            _refuse_others(path, connection)  # before anything of the file is changed
             connection.execute("PRAGMA journal_mode = WAL")
             # The log is flushed at every commit: what was acknowledged must survive a power cut.
             connection.execute("PRAGMA synchronous = FULL")
@@ -168,7 +181,15 @@ def _connect_sqlite(path: Path, is_read_only: bool) -> Opened:
         engine, "begin", lambda connection: connection.connection.cursor().execute("BEGIN IMMEDIATE")
     )
     connection = engine.connect()
-    return Opened(connection, str(path), _WatchedFiles(path).missing, _errors(engine))
+    return Opened(connection, str(path), _WatchedFiles(path).missing, _errors(engine), _SQLITE_SIZE)
+
+
+def _refuse_others(path: Path, connection: sqlite3.Connection) -> None:
+    """Leave another application's file alone."""
+    names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    if tables := tables_of_others(name for name in names if not name.startswith("sqlite_")):
+        cause = f"expected an empty database or one of Perseus, found tables {', '.join(tables)}"
+        raise DatabaseUnavailableError(database=path, cause=cause)
 
 
 class _WatchedFiles:
@@ -216,7 +237,9 @@ def _connect_postgresql(url: URL, name: str, is_read_only: bool) -> Opened:
         connection.exec_driver_sql("SET synchronous_commit = on")
         if is_read_only:
             connection.exec_driver_sql("SET default_transaction_read_only = on")
-        is_ours = connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_LOCK})").scalar()
+        patience_ends_s = time.monotonic() + _LOCK_PATIENCE_S
+        while not (is_ours := _try_lock(connection)) and time.monotonic() < patience_ends_s:
+            time.sleep(_LOCK_LOOK_S)
         connection.commit()
     except BaseException:
         _abandon(connection, engine)
@@ -225,7 +248,11 @@ def _connect_postgresql(url: URL, name: str, is_read_only: bool) -> Opened:
         _abandon(connection, engine)
         cause = "it is locked: is another coordinator running on it?"
         raise DatabaseUnavailableError(database=name, cause=cause)
-    return Opened(connection, name, lambda: None, _errors(engine))
+    return Opened(connection, name, lambda: None, _errors(engine), _POSTGRESQL_SIZE)
+
+
+def _try_lock(connection: Connection) -> bool:
+    return bool(connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_LOCK})").scalar())
 
 
 def _errors(engine: Engine) -> tuple[type[Exception], ...]:

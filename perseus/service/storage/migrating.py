@@ -21,6 +21,8 @@ _OLDEST_VERSION, _LAST_VERSION = 4, 5
 
 def schema_of(connection: Connection) -> str | None:
     """Return the schema that a database has, as the name of its migration; None if it is empty."""
+    if tables := schema.tables_of_others(inspect(connection).get_table_names()):
+        raise ValueError(f"expected an empty database or one of Perseus, found tables {', '.join(tables)}")
     revision = MigrationContext.configure(connection).get_current_revision()
     if revision is not None:
         return revision
@@ -28,8 +30,6 @@ def schema_of(connection: Connection) -> str | None:
         version = int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
         if version:
             return f"{version:04}"
-    if tables := inspect(connection).get_table_names():
-        raise ValueError(f"expected an empty database or one of Perseus, found tables {', '.join(tables)}")
     return None
 
 

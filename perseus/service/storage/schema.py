@@ -4,6 +4,7 @@ Values are kept as JSON text beside the keys that they are looked up by. No fore
 run are written and deleted by the same few statements, and `checking` finds what points nowhere.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from sqlalchemy import (
@@ -185,3 +186,12 @@ OF_RUNS = (
     events,
 )
 """What is deleted with a job."""
+
+
+_IN_EVERY_SCHEMA = {"coordinator", "events", "offers"}
+
+
+def tables_of_others(tables: Iterable[str]) -> list[str]:
+    """Return the tables of a database that is another application's; none of one that is ours, or empty."""
+    found = set(tables) - {"alembic_version"}
+    return [] if found >= _IN_EVERY_SCHEMA else sorted(found)

@@ -182,6 +182,11 @@ class SqlStore(JobStore):
         """See JobStore."""
         return await self._run(partial(reading.load_tokens, self._connection))
 
+    async def size_bytes(self) -> int:
+        """See JobStore."""
+        query = self._opened.size_query
+        return int(await self._run(lambda: self._connection.exec_driver_sql(query).scalar() or 0))
+
     async def watch(self) -> None:
         """See JobStore."""
         await self._has_failed.wait()

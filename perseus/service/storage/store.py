@@ -173,6 +173,10 @@ class JobStore(abc.ABC):
         """Delete some of what is no longer to be kept at this time of the wall clock: a small step."""
 
     @abc.abstractmethod
+    async def size_bytes(self) -> int:
+        """Return what the database takes on its disk, without its log."""
+
+    @abc.abstractmethod
     async def watch(self) -> None:
         """Wait until something fails, whoever asked for it, a reader even.
 

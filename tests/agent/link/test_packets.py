@@ -16,6 +16,7 @@ from perseus.agent.link.packets import (
     ComputationMark,
     Edge,
     Finish,
+    HealthQuestion,
     Hello,
     IterationMark,
     MalformedPacket,
@@ -39,6 +40,7 @@ texts = st.text(max_size=50)
 identifiers = texts.filter(str.isprintable)
 names = identifiers.filter(bool)
 messages: st.SearchStrategy[Message] = st.one_of(
+    st.just(HealthQuestion()),
     st.builds(Hello, st.builds(Rank, names, int32, int32, int32), names, st.booleans()),
     st.builds(
         Registration,
@@ -51,7 +53,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(
         IterationMark, st.just(Edge.BEGIN), iterations, int64, st.integers(0, MAX_RELATIVE_WORK_PERMILLE)
     ),
-    st.builds(IterationMark, st.just(Edge.END), iterations, int64),
+    st.builds(IterationMark, st.just(Edge.END), iterations, int64, st.just(0), int32),
     st.builds(ComputationMark, edges, iterations, int32, computations, int64),
     st.builds(WaitMark, edges, iterations, int64),
     st.builds(Finish, int64),
@@ -156,7 +158,7 @@ def test_hostile_json_is_refused_in_words_that_can_be_shown(text: bytes, is_defl
         ({"version": 1, "type": "hello"}, "hello: expected protocol version 2, found 1"),
         (
             {"version": 2, "type": "greeting"},
-            "expected type hello, registration, membership or reply, found 'greeting'",
+            "expected type health, hello, registration, membership or reply, found 'greeting'",
         ),
         ({"version": 2}, "field 'type': expected str, found null"),
         ({"version": True, "type": "hello"}, "field 'version': expected int, found true"),

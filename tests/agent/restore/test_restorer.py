@@ -49,14 +49,20 @@ def restorer(folder: RecordFolder, *answers: FakeGpu | Exception) -> Restorer:
 
 async def test_restoring_is_tried_until_it_succeeds(folder: RecordFolder) -> None:
     gpu = FakeGpu()
-    await restorer(folder, GpuDriverError("not yet"), GpuDriverError("not yet"), gpu).restore_all()
+    restoring = restorer(folder, GpuDriverError("not yet"), GpuDriverError("not yet"), gpu)
+    await restoring.restore_all()
     assert gpu.sets == [None]
     assert folder.gpu_uuids() == []
+    assert restoring.restore_counts == {UUID: 1}
+    assert restoring.not_restored == set()
 
 
 async def test_a_gpu_that_stays_away_is_said_once_and_keeps_its_record(folder: RecordFolder) -> None:
+    restoring = restorer(folder, GpuDriverError("not yet"), GpuLostError("fell off the bus"))
     with capture_logs() as logs, pytest.raises(RecordError, match="fell off the bus"):
-        await restorer(folder, GpuDriverError("not yet"), GpuLostError("fell off the bus")).restore_all()
+        await restoring.restore_all()
+    assert restoring.not_restored == {UUID}
+    assert restoring.restore_counts == {}
     assert [(line["event"], line["reason"]) for line in logs] == [
         ("GPU not restored", "not yet"),
         ("GPU not restored", "fell off the bus"),

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,17 @@ here = Path(sys.argv[1])
 with (here / "calls").open("a") as calls:
     print(*sys.argv[2:], file=calls, flush=True)
 if sys.argv[-1] == "--restore":
+    if (here / "hang").exists():
+        time.sleep(60)
     left = (here / "failures").read_text().splitlines()
     (here / "failures").write_text("".join(line + "\\n" for line in left[1:]))
     sys.exit(1 if left else 0)
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (here / "pid").write_text(str(os.getpid()))
+    time.sleep(60)
 def stop(*_):
-    sys.exit(0)
+    sys.exit(1 if sys.argv[2] == "serve badly" else 0)
 signal.signal(signal.SIGTERM, stop)
 (here / "pid").write_text(str(os.getpid()))
 if sys.argv[2] == "fail":
@@ -35,11 +42,22 @@ os.read(int(os.environ["PERSEUS_LIFELINE"]), 1)
 """
 
 
+# The same, with less patience.
+HASTY = """
+import sys
+from perseus.agent.restore import supervisor
+supervisor.STOP_S, supervisor._AGENT_STOP_S, supervisor._PAUSE_S = 1.5, 0.5, 0.1
+sys.exit(supervisor.main(sys.argv[1:]))
+"""
+
+
 class Supervised:
-    def __init__(self, folder: Path, argument: str, failures: int = 0) -> None:
+    def __init__(
+        self, folder: Path, argument: str, failures: int = 0, supervisor: Sequence[str] = SUPERVISOR
+    ) -> None:
         self.folder = folder
         (folder / "failures").write_text("x\n" * failures)
-        self.process = subprocess.Popen([*SUPERVISOR, sys.executable, "-c", AGENT, str(folder), argument])
+        self.process = subprocess.Popen([*supervisor, sys.executable, "-c", AGENT, str(folder), argument])
 
     def agent_pid(self) -> int:
         return int(self.until("pid"))
@@ -95,3 +113,36 @@ def test_an_agent_learns_that_its_supervisor_was_killed(tmp_path: Path) -> None:
     supervised.process.kill()
     supervised.process.wait()
     assert supervised.until("end") == "its supervisor is gone"
+
+
+@pytest.mark.parametrize(
+    ("argument", "failures", "hangs", "status"),
+    [
+        ("serve badly", 100, False, 1),
+        ("serve badly", 0, True, 1),
+        ("deaf", 100, False, 128 + signal.SIGKILL),
+        ("deaf", 0, True, 128 + signal.SIGKILL),
+        ("deaf", 0, False, 128 + signal.SIGKILL),
+    ],
+)
+def test_a_stop_is_over_in_time_whatever_can_not_be_restored(
+    tmp_path: Path, argument: str, failures: int, hangs: bool, status: int
+) -> None:
+    if hangs:
+        (tmp_path / "hang").touch()
+    supervised = Supervised(tmp_path, argument, failures, [sys.executable, "-c", HASTY])
+    supervised.agent_pid()
+    supervised.process.send_signal(signal.SIGTERM)
+    found, calls = supervised.end()
+    assert found == status
+    assert len(calls) < 30, "tried for as long as there is time, and no longer"
+    assert calls[1] == f"{argument} --restore"
+
+
+def test_a_stop_ends_what_goes_on_since_an_agent_died(tmp_path: Path) -> None:
+    (tmp_path / "hang").touch()
+    supervised = Supervised(tmp_path, "fail", supervisor=[sys.executable, "-c", HASTY])
+    while len((tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []) < 2:
+        time.sleep(0.01)
+    supervised.process.send_signal(signal.SIGTERM)
+    assert supervised.end() == (3, ["fail", "fail --restore"])

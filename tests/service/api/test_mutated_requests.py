@@ -269,7 +269,7 @@ async def check(path: Path, said: list[wire.ConnectRequest]) -> None:
             assert context.status.details.startswith("Connect: expected hello once")
         await coordinator.flush()
         assert said_by(coordinator, THEIRS) == before
-        for job in coordinator._live:
+        for job in coordinator.live:
             assert isinstance(job.machine, JobMachine), "no job is quarantined"
             job.machine.validate()
 

@@ -382,7 +382,7 @@ class World:
     async def seen(self) -> list[object]:
         """All that agents and watchers have seen of the job; times on the wall clock aside."""
         view = await self.coordinator.jobs.job(self.spec.job_id, LATEST, has_details=True)
-        found = await self.coordinator._live._store.events(self.spec.job_id, view.run_number, 0, 10_000)
+        found = await self.coordinator.live._store.events(self.spec.job_id, view.run_number, 0, 10_000)
         happenings = [event.happening for event in found]
         return [self.port.told, happenings, view.state, view.rank_counts, view.details]
 
@@ -415,7 +415,7 @@ async def live(path: Path, dice: Dice, *, with_faulty: bool) -> tuple[list[objec
                 worlds[0].join()
         assert not writing.done()
         state = (await coordinator.jobs.job(QUIET, LATEST, has_details=False)).state
-        assert sum(coordinator._live.fault_counts.values()) == (dice.faults if with_faulty else 0)
+        assert sum(coordinator.live.fault_counts.values()) == (dice.faults if with_faulty else 0)
         return await quiet.seen(), state
     finally:
         writing.cancel()

@@ -255,6 +255,7 @@ async def test_a_problem_that_takes_longer_than_the_limit_fails() -> None:
     try:
         with pytest.raises(SolverTimeoutError, match=r"longer than 0\.5 s"):
             await lane.solve("job", large_problem(), None, Retries())
+        assert (lane.tally.solved.count, lane.tally.failure_count, lane.tally.crash_count) == (0, 1, 0)
     finally:
         lane.close()
 
@@ -311,13 +312,19 @@ async def test_what_takes_too_long_is_ended() -> None:
 
 
 async def test_a_dead_worker_fails_its_caller_and_not_the_next(requests: RequestLane) -> None:
+    tally = requests.tally
+    before = (tally.solved.count, tally.failure_count, tally.crash_count)
     doomed = asyncio.create_task(requests.solve(large_problem(), 1000))
     await until(lambda: not requests._idle and requests._slots[0].worker.is_ready)
+    assert (requests.busy_count, requests.waiting_count) == (1, 0)
     await asyncio.sleep(0.1)
     kill(requests.process_ids[0])
     with pytest.raises(SolverCrashedError, match="SIGKILL"):
         await doomed
     assert (await requests.solve(make_problem(), 3)).points
+    now = (tally.solved.count, tally.failure_count, tally.crash_count)
+    assert [after - earlier for after, earlier in zip(now, before, strict=True)] == [1, 1, 1]
+    assert (requests.busy_count, requests.waiting_count) == (0, 0)
 
 
 async def test_too_many_callers_are_refused(requests: RequestLane) -> None:

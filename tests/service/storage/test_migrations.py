@@ -137,6 +137,18 @@ def test_a_new_database_is_of_the_schema_that_migrations_lead_to(database: Path 
     engine.dispose()
 
 
+def test_another_applications_file_keeps_its_journal(tmp_path: Path) -> None:
+    path = tmp_path / "photos.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE photos (x)")
+    connection.close()
+    content = path.read_bytes()
+    with pytest.raises(DatabaseUnavailableError, match="found tables photos"):
+        asyncio.run(SqlStore.open(path))
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
@@ -149,6 +161,15 @@ def test_a_new_database_is_of_the_schema_that_migrations_lead_to(database: Path 
         (
             "CREATE TABLE alembic_version (version_num TEXT); INSERT INTO alembic_version VALUES ('0099')",
             "found 0099, which is newer than this Perseus",
+        ),
+        (
+            "CREATE TABLE photos (x); PRAGMA user_version = 8",
+            "expected an empty database or one of Perseus, found tables photos",
+        ),
+        (
+            "CREATE TABLE alembic_version (version_num TEXT); INSERT INTO alembic_version VALUES ('0008'); "
+            "CREATE TABLE jobs (x); CREATE TABLE events (x)",
+            "found tables events, jobs",
         ),
     ],
 )

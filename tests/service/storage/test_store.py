@@ -1,5 +1,6 @@
 """What any store must do, on every engine."""
 
+import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -51,6 +52,7 @@ from perseus.service.storage.sql_store import SqlStore
 from perseus.service.storage.store import Entry, JobDeleted, JobEntry, JobStore, NewRun, TelemetrySequence
 from perseus.solver import Computation, Kind, Measurement
 from tests.service.service_fakes import EPOCH, Cluster, make_gpu, make_spec
+from tests.service.storage import postgresql
 
 Open = Callable[[], Awaitable[JobStore]]
 
@@ -117,6 +119,15 @@ async def test_the_epoch_stays_when_the_store_is_opened_again(open_store: Open) 
     assert await again.epoch() == epoch
     assert epoch
     await again.close()
+
+
+async def test_a_database_tells_its_size(open_store: Open) -> None:
+    store = await open_store()
+    before_bytes = await store.size_bytes()
+    assert before_bytes > 0
+    await store.write([NewRun(make_spec(f"job-{number}"), 1, 12.5) for number in range(2000)])
+    assert await store.size_bytes() > before_bytes
+    await store.close()
 
 
 async def test_a_whole_job_comes_back_as_it_was_written(open_store: Open) -> None:
@@ -413,6 +424,18 @@ async def test_a_database_in_use_is_refused(database: Path | str) -> None:
         await SqlStore.open(database)
     await store.close()
     await (await SqlStore.open(database)).close()
+
+
+async def test_a_lock_that_the_server_is_about_to_release_is_waited_for(
+    postgresql_server: postgresql.Server,
+) -> None:
+    database = postgresql_server.new_database()
+    store = await SqlStore.open(database)
+    opening = asyncio.create_task(SqlStore.open(database))
+    done, _ = await asyncio.wait({opening}, timeout=0.5)
+    assert not done, "it is held"
+    await store.close()
+    await (await opening).close()
 
 
 async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:

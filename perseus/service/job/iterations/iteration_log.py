@@ -14,6 +14,7 @@ from itertools import islice, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus.service.domain.figures import Totals
 from perseus.service.domain.measured import JobIteration, Period, Saving, saving
 from perseus.service.domain.model import (
     NO_VERSION,
@@ -58,12 +59,16 @@ class IterationLog:
         closed_through: the highest iteration that takes no more rows, -1 if none.
         periods: the report so far.
         iteration_time_s: that of the latest complete iteration of the job, 0 before the first.
+        latest: that iteration.
+        totals: all complete iterations that were put together here.
     """
 
     def __init__(self, ranks: Sequence[Coordinates], periods: Sequence[Period] = ()) -> None:
         self.closed_through = -1
         self.periods: list[Period] = list(periods)
         self.iteration_time_s = 0.0
+        self.latest: JobIteration | None = None
+        self.totals = Totals()
         self._index = {rank: index for index, rank in enumerate(ranks)}
         self._pipeline_count = ranks[-1].pipeline + 1
         self._ranks_per_pipeline = len(ranks) // self._pipeline_count
@@ -204,6 +209,10 @@ class IterationLog:
             else:
                 yield period, saving(period, stock) if stock is not None else None
 
+    def latest_period(self) -> tuple[Period, Saving | None] | None:
+        """Return the last period of the report, if there is one, and what it saves against stock."""
+        return next(self.report(len(self.periods) - 1)) if self.periods else None
+
     def _open_entry(self, iteration: int) -> _Open:
         entry = self._open.get(iteration)
         if entry is None:
@@ -247,6 +256,7 @@ class IterationLog:
             gap_slowed_time_s=max(entry.gap_slowed_time_s),
         )
         self.iteration_time_s = complete.iteration_time_s
+        self.latest, self.totals = complete, self.totals.with_iteration(complete)
         self._count(complete, wall_time_s)
         return complete
 

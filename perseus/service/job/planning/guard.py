@@ -69,8 +69,12 @@ class BrokenPromise:
 
 def promised_time_s(clocks: Sequence[PlannedClocks], frontier: Frontier, baseline_time_s: float) -> float:
     """Return what the pipelines' plans together promise for an iteration of the job."""
-    more_s = overhead_s(frontier, baseline_time_s)
-    return max(baseline_time_s, more_s + max(some.plan.iteration_time_s for some in clocks))
+    return promise_of_s(max(some.plan.iteration_time_s for some in clocks), frontier, baseline_time_s)
+
+
+def promise_of_s(planned_time_s: float, frontier: Frontier, baseline_time_s: float) -> float:
+    """Return what is promised where the slowest of the plans takes so long by itself."""
+    return max(baseline_time_s, overhead_s(frontier, baseline_time_s) + planned_time_s)
 
 
 class Guard:

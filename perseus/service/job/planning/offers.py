@@ -65,11 +65,13 @@ class OfferBoard:
     Attributes:
         version: the highest version used so far.
         iteration_time_s: that of the latest iteration, 0 if unknown; short iterations need a wider margin.
+        switch_count: how often pipelines were given other plans, since this was made.
     """
 
     def __init__(self, parallelism: Parallelism, ranks: RankTable, journal: Journal) -> None:
         self.version = NO_VERSION
         self.iteration_time_s = 0.0
+        self.switch_count = 0
         self._ranks = ranks
         self._journal = journal
         self._stages = range(parallelism.stage_count)
@@ -236,6 +238,7 @@ class OfferBoard:
     def _renew(self, changing: Mapping[int, Collection[int]], clocks: Clocks) -> None:
         """Give stages of pipelines a new version."""
         self.version += 1
+        self.switch_count += isinstance(clocks, PlannedClocks)
         for number, stages in changing.items():
             pipeline = self._pipelines[number]
             pipeline.late_count = 0

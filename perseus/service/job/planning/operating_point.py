@@ -33,17 +33,17 @@ def check_straggler(straggler: Straggler) -> None:
 
 
 def straggler_time_s(
-    straggler: Straggler, frontier: Frontier, baseline_time_s: float, policy: OperatingPolicy
+    straggler: Straggler, frontier: Frontier, baseline_time_s: float, planned_time_s: float
 ) -> float:
     """Return T': the straggler's iteration time on the frontier's scale, never below T_min.
 
-    A detected straggler is slower than its own plan by its factor, whatever that plan is.
+    A detected straggler is slower than its own plan by its factor, and `planned_time_s` is how long an
+    iteration under that takes.
 
     What a measured iteration holds beyond the computations is taken off.
     """
     if straggler.slowdown_factor is not None:
-        is_detected = straggler.is_detected
-        scale_s = _planned_time_s(frontier, policy, baseline_time_s) if is_detected else frontier.t_min_s
+        scale_s = planned_time_s if straggler.is_detected else frontier.t_min_s
         return scale_s * straggler.slowdown_factor
     assert straggler.iteration_time_s is not None
     return max(frontier.t_min_s, straggler.iteration_time_s - overhead_s(frontier, baseline_time_s))
@@ -124,12 +124,12 @@ def target_times_s(
     waited for, so every other pipeline may take min(T_slow, T'); the stragglers themselves must not get any
     slower.
     """
-    own_s = _own_time_s(frontier, policy, baseline_time_s)
+    own_s = own_time_s(frontier, policy, baseline_time_s)
     others_s = max([own_s, min(frontier.t_slow_s, max(straggler_times_s.values(), default=0.0))])
     return tuple(own_s if pipeline in straggler_times_s else others_s for pipeline in range(pipeline_count))
 
 
-def _own_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float) -> float:
+def own_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float) -> float:
     """Return the iteration time that a pipeline may take that waits for nobody: from T_min to T*.
 
     A slowdown is against stock.
@@ -145,11 +145,3 @@ def _own_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: fl
     else:
         wanted_s = no_slowdown(frontier, baseline_time_s).time_s * (1 + policy.max_slowdown_percent / 100)
     return max(frontier.t_min_s, min(wanted_s, frontier.t_star_s))
-
-
-def _planned_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float) -> float:
-    """Return the iteration time of the plan that such a pipeline has."""
-    own_s = _own_time_s(frontier, policy, baseline_time_s)
-    return max(
-        (t for point in frontier.points if (t := point.iteration_time_s) <= own_s), default=frontier.t_min_s
-    )

@@ -17,10 +17,11 @@ from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.caps import CapWatch
 from perseus.service.job.planning.exact_plans import ExactPlans
-from perseus.service.job.planning.guard import GuardRules
+from perseus.service.job.planning.guard import GuardRules, promise_of_s
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.operating_point import (
     no_slowdown,
+    own_time_s,
     planned_clocks,
     straggler_time_s,
     target_times_s,
@@ -205,12 +206,13 @@ class Planner:
 
     def straggler_times_s(self) -> dict[int, float]:
         """Return T' of each straggler; 0 while there is no frontier to measure it by."""
+        if self.frontier is None:
+            return {straggler.pipeline: 0.0 for straggler in self._stragglers}
+        baseline_s = self._baseline.time_s
+        own_s = own_time_s(self.frontier, self._policy_in_use(), baseline_s)
+        planned_s = self._exact.plan_within(self.frontier, own_s).iteration_time_s
         return {
-            straggler.pipeline: straggler_time_s(
-                straggler, self.frontier, self._baseline.time_s, self._policy_in_use()
-            )
-            if self.frontier
-            else 0.0
+            straggler.pipeline: straggler_time_s(straggler, self.frontier, baseline_s, planned_s)
             for straggler in self._stragglers
         }
 
@@ -308,6 +310,13 @@ class Planner:
             baseline.gap_time_s if baseline is not None else None,
             partial(caps.explain, clocks, self._ranks.usable_clocks_mhz(), self._stragglers.pipelines),
         )
+
+    def promised_time_s(self) -> float | None:
+        """Return the iteration time that the plans offered now promise, if there are any."""
+        _, planned_s = self._offers.planned_range_s
+        if self.frontier is None or not planned_s:
+            return None
+        return promise_of_s(planned_s, self.frontier, self._baseline.time_s)
 
     def validate(self) -> None:
         """Check what must always hold."""

@@ -38,6 +38,7 @@ from perseus.service.domain.profiling import (
     ProfilingBudget,
     ProfilingCost,
     ProfilingLimit,
+    ProfilingProgress,
 )
 from perseus.service.domain.records import ForgetProfile
 from perseus.service.domain.specification import Coordinates, Parallelism
@@ -45,6 +46,7 @@ from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.clock_choice import ClockChoice, choose_clocks
 from perseus.service.job.profiling.effort import Effort, RoundError, round_error
+from perseus.service.job.profiling.pace import Pace
 from perseus.service.job.profiling.stage_profiles import agree, is_power_known, merge, why_not_measured
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks, stages_at_stock
 from perseus.solver import Schedule
@@ -125,6 +127,7 @@ class Profiler:
         self._judged_cost: ProfilingCost | None = None
         self._limit: ProfilingLimit | None = None
         self.whole_round_count = 0
+        self._pace = Pace(rules.budget)
         self.given_up: tuple[GivenUpClock, ...] = ()
         # The stage and rank that the round was waiting for when the budget ended it.
         self._unmeasured: GivenUpClock | None = None
@@ -144,9 +147,15 @@ class Profiler:
         counts = Counter(profile.stage for profile in self.profiles)
         return min(counts[stage] for stage in range(self._parallelism.stage_count))
 
+    @property
+    def progress(self) -> ProfilingProgress:
+        """How far it is, while it goes on."""
+        return self._pace.progress(self.cost)
+
     def renew(self) -> None:
         """Begin with a whole budget, and with every clock that is not measured; what is measured is kept."""
         self.cost = ProfilingCost()
+        self._pace.restart()
         self.given_up = ()
         self._silent_s = self._silent_extra_s = 0.0
 
@@ -237,6 +246,8 @@ class Profiler:
         if end is None:
             at_stock = stages_at_stock(clocks_mhz)
             self._start_round(at_stock)
+            most_count = min(self._rules.most_clocks, max(map(len, clocks_mhz)))
+            self._pace.begin_round(self.cost, self._tried_count(), most_count)
             return HoldClocks(
                 tuple(
                     STOCK_MHZ if stage in at_stock else clock_mhz
@@ -275,7 +286,6 @@ class Profiler:
         doubt = f"the plan's energy may still change by {100 * choice.doubt:.2f} %"
         if not is_enough:
             doubt = "; ".join(["which is not enough", *map(str, self._find_obstacle())])
-        tried = [profile.stage for profile in self.profiles] + [clock.stage for clock in self.given_up]
         if 0 in choice.clocks_mhz:
             stage = choice.clocks_mhz.index(0)
             why = f"stage {stage} has no clock that can be measured, {doubt}"
@@ -283,7 +293,7 @@ class Profiler:
             why = f"{clocks}, all there are" + ("" if is_enough else f", {doubt}")
         elif choice.doubt <= self._rules.accuracy:
             why = f"{clocks}: the plan's energy can change by {100 * choice.doubt:.2f} %"
-        elif _most_at_a_stage(tried) >= self._rules.most_clocks:
+        elif self._tried_count() >= self._rules.most_clocks:
             why = f"{clocks}, as many as may be; {doubt}"
         elif limit is not None:
             budget = f"{self._rules.budget.limit_of(limit):g} {limit.value}"
@@ -291,6 +301,11 @@ class Profiler:
         else:
             return None
         return ProfileEnd(is_enough, None, why)
+
+    def _tried_count(self) -> int:
+        """Return how many clocks were tried of the stage with the most."""
+        tried = [profile.stage for profile in self.profiles] + [clock.stage for clock in self.given_up]
+        return _most_at_a_stage(tried)
 
     def _find_obstacle(self) -> list[GivenUpClock]:
         """Return what the budget did not wait for, or the first stage's failure, if there is one."""
@@ -325,6 +340,7 @@ class Profiler:
                 found = merge(stage, clock_mhz, self._estimates, self._parallelism, pipelines, held_mhz)
                 self.replace([found])
         self.whole_round_count += not missing
+        self._pace.end_round(self.cost)
         if len(missing) < len(counted_mhz):
             self._announce_round(held, pipelines)
         return True

@@ -142,9 +142,12 @@ class StragglerDetector:
 
     @property
     def suspects(self) -> list[int]:
-        """The pipelines of whose slowness there is a sign, but no proof yet."""
-        sign = self._test.threshold_above**_SUSPECTED_SHARE
-        return np.flatnonzero(self._test.evidence_above() >= sign).tolist()
+        """The pipelines of whose slowness there is a sign, but no proof yet.
+
+        None where that is all of them: then it is the job that has become slower, and nobody waits.
+        """
+        has_sign = self._test.evidence_above() >= self._test.threshold_above**_SUSPECTED_SHARE
+        return [] if has_sign.all() else np.flatnonzero(has_sign).tolist()
 
     def restore(self, pipeline: int, waited_factor: float) -> None:
         """Take a straggler that was found before a restart."""

@@ -39,7 +39,7 @@ def test_targets_keep_the_policy_and_wait_for_the_slowest(
     percent: float, stragglers: dict[int, float]
 ) -> None:
     times_s = {
-        p: straggler_time_s(Straggler(p, None, f), FRONTIER, 0.0, OperatingPolicy())
+        p: straggler_time_s(Straggler(p, None, f), FRONTIER, 0.0, FRONTIER.t_min_s)
         for p, f in stragglers.items()
     }
     targets_s = target_times_s(FRONTIER, OperatingPolicy(percent), 0.0, times_s, 5)
@@ -54,7 +54,7 @@ def test_targets_keep_the_policy_and_wait_for_the_slowest(
 
 @given(st.floats(0.01, 10), st.floats(0, 10))
 def test_seconds_never_fall_below_t_min_nor_rise(measured_s: float, baseline_s: float) -> None:
-    time_s = straggler_time_s(Straggler(0, measured_s), FRONTIER, baseline_s, OperatingPolicy())
+    time_s = straggler_time_s(Straggler(0, measured_s), FRONTIER, baseline_s, FRONTIER.t_min_s)
     assert FRONTIER.t_min_s <= time_s <= max(FRONTIER.t_min_s, measured_s)
 
 

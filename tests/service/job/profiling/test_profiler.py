@@ -5,6 +5,7 @@ import pytest
 from perseus.service.domain.commands import Announce, Command
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import STOCK_MHZ, EventType, HoldClocks, StockIteration
+from perseus.service.domain.profiling import ProfilingProgress
 from perseus.service.domain.specification import Parallelism
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.profiler import HOLD_LIMIT, Profiler, ProfilingRules
@@ -66,6 +67,17 @@ def test_a_pipeline_that_was_slow_in_a_round_does_not_count_in_it() -> None:
     assert not bench.goes_on()
     assert bench.measured_s() == pytest.approx({stage: true_s(stage) for stage in range(2)})
     assert bench.events() == [EventType.CLOCK_PROFILED]
+
+
+def test_it_says_how_far_it_is() -> None:
+    bench = Bench()
+    assert bench.profiler.progress == ProfilingProgress(0, min(12, len(CLOCKS_MHZ)), None)
+    bench.iterate(disturbed=set(), measured={0, 1})
+    bench.iterate(disturbed=set(), measured={0, 1})
+    assert not bench.goes_on()
+    progress = bench.profiler.progress
+    assert progress.tried_clock_count == 1
+    assert progress.remaining_s == pytest.approx((progress.max_clock_count - 1) * 2 * 0.8)
 
 
 def test_where_all_pipelines_are_slow_all_of_them_count() -> None:

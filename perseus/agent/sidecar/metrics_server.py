@@ -1,0 +1,204 @@
+"""The agent's metrics over HTTP: on threads of their own, so that no scraper keeps marks and clocks waiting.
+
+What is told is read on the event loop, which takes a moment; written it is on the scraper's thread. Where
+other machines can reach it, it speaks TLS and wants the token that is in a file.
+"""
+
+import asyncio
+import hmac
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+import structlog
+
+from perseus.agent.sidecar.collector import AgentCollector
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.metrics import names
+from perseus.metrics.exposition import check_installed, render
+from perseus.metrics.readings import Readings
+from perseus.tls.address import host_and_port
+from perseus.tls.files import Role, TlsSource
+from perseus.tls.server import server_context
+from perseus.tls.tokens import TokenFileError, read_token
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+_log = structlog.get_logger(__name__)
+
+_PATIENCE_S = 5.0
+"""With a scraper that says or takes nothing."""
+
+_MOST_AT_ONCE = 8
+
+
+@contextmanager
+def serving_metrics_of(collector: AgentCollector, settings: AgentSettings) -> Iterator[None]:
+    """Serve an agent's metrics for the length of the block, if that is wanted; call it on its event loop.
+
+    Raises:
+        MetricsUnavailableError, TlsError, TokenFileError, OSError: as `serving_metrics`.
+    """
+    if settings.metrics_listen is None:
+        yield
+        return
+    loop, files = asyncio.get_running_loop(), settings.metrics_tls_files
+    tls = TlsSource(files, Role.SERVER) if files is not None else None
+
+    async def read() -> Readings:
+        return collector.collect()
+
+    def collect() -> Readings:
+        readings = asyncio.run_coroutine_threadsafe(read(), loop).result(_PATIENCE_S)
+        for file, expiry_s in tls.material.expiries_s.items() if tls is not None else ():
+            readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
+        return readings
+
+    found = host_and_port(settings.metrics_listen)
+    assert found is not None  # the settings see to it
+    with serving_metrics(*found, collect, tls=tls, token_file=settings.metrics_token_file) as (host, port):
+        _log.info("metrics served", host=host, port=port)
+        yield
+
+
+@contextmanager
+def serving_metrics(
+    host: str,
+    port: int,
+    collect: Callable[[], Readings],
+    *,
+    tls: TlsSource | None = None,
+    token_file: Path | None = None,
+) -> Iterator[tuple[str, int]]:
+    """Serve /metrics for the length of the block, which gets the bound host and port.
+
+    `collect` is called on the threads of scrapers.
+
+    Raises:
+        MetricsUnavailableError: prometheus-client is not installed.
+        TokenFileError: there is no token in the file.
+        OSError: the address can't be had.
+    """
+    check_installed()
+    if token_file is not None:
+        read_token(token_file)
+    server = _Server((host, port), _Quiet, tls)
+    server.set_app(_app(collect, token_file))
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield host, int(server.server_address[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _app(
+    collect: Callable[[], Readings], token_file: Path | None
+) -> "Callable[[WSGIEnvironment, StartResponse], Iterable[bytes]]":
+    def answer(environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
+        def end(
+            status: str, body: bytes, content_type: str = "text/plain", *more: tuple[str, str]
+        ) -> list[bytes]:
+            start(status, [("Content-Type", content_type), ("Content-Length", str(len(body))), *more])
+            return [body]
+
+        if environ["PATH_INFO"] != "/metrics":
+            return end("404 Not Found", b"there is /metrics only\n")
+        if environ["REQUEST_METHOD"] != "GET":
+            return end("405 Method Not Allowed", b"expected GET\n")
+        if token_file is not None and not _shows(environ.get("HTTP_AUTHORIZATION", ""), token_file):
+            return end(
+                "401 Unauthorized", b"expected the token\n", "text/plain", ("WWW-Authenticate", "Bearer")
+            )
+        try:
+            body, content_type = render(collect(), environ.get("HTTP_ACCEPT", ""))
+        except Exception:  # a mistake of ours, or the agent ends: it concerns this scrape alone
+            _log.exception("metrics not told")
+            return end("500 Internal Server Error", b"the agent's log says more\n")
+        return end("200 OK", body, content_type)
+
+    return answer
+
+
+def _shows(authorization: str, token_file: Path) -> bool:
+    """Whether the token was shown that the file holds now."""
+    scheme, _, shown = authorization.partition(" ")
+    try:
+        token = read_token(token_file)
+    except TokenFileError as error:
+        _log.error("scraper refused", reason=str(error))
+        return False
+    return scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), token.encode())
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, but few at once; a handshake is the thread's own to wait for."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(
+        self, address: tuple[str, int], handler: type[WSGIRequestHandler], tls: TlsSource | None
+    ) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._tls = tls
+        self._generation = 0
+        self._context: ssl.SSLContext | None = None
+        self._lock = threading.Lock()
+        # Those that are answered, the oldest first.
+        self._open: dict[Any, None] = {}
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        """As the parent's, without asking the resolver for this machine's name."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = "", int(self.server_address[1])
+        self.setup_environ()
+
+    def get_request(self) -> tuple[Any, Any]:
+        connection, address = super().get_request()
+        connection.settimeout(_PATIENCE_S)
+        if self._tls is None:
+            return connection, address
+        self._tls.poll()
+        if self._generation != self._tls.generation or self._context is None:
+            self._generation, self._context = self._tls.generation, server_context(self._tls.material)
+        return self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """As the parent's. Where there are too many, the oldest makes way: who scrapes is done in no time."""
+        with self._lock:
+            if len(self._open) >= _MOST_AT_ONCE:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._open.pop(request, None)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that breaks off is no matter of the log's."""
+
+
+class _Quiet(WSGIRequestHandler):
+    """Logs no requests."""
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the parent's name
+        """Nothing."""

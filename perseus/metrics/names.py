@@ -1,0 +1,318 @@
+"""The metrics that there are: every name, what it means, and how many series it can have. Pure.
+
+Rules. Base units (seconds, joules, watts, hertz, bytes, ratios from 0 to 1), each in the name. Labels have
+few values: a job's identifier, one of an enumeration, a GPU of the node. What grows with a job's ranks is in
+`RANK`, and only where the operator asks for it. `job_id`, not `job`: that label is Prometheus' own. A figure
+that is not known is left out, rather than told as 0. Counters count since their process was started.
+
+`docs/metrics.md` is made from this (`document`), and tests hold what is scraped against it.
+"""
+
+import enum
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    """What Prometheus calls the type of a metric."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. A counter's name ends in `_total`."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+def _gauge(name: str, text: str, *labels: str) -> Metric:
+    return Metric(f"perseus_{name}", Kind.GAUGE, text, labels)
+
+
+def _counter(name: str, text: str, *labels: str) -> Metric:
+    return Metric(f"perseus_{name}_total", Kind.COUNTER, text, labels)
+
+
+def _histogram(name: str, text: str, *labels: str) -> Metric:
+    return Metric(f"perseus_{name}", Kind.HISTOGRAM, text, labels)
+
+
+# ---------------------------------------------------------------------- both processes
+
+BUILD_INFO = _gauge("build_info", "Always 1; the label says which version runs.", "version")
+CERTIFICATE_EXPIRY = _gauge(
+    "certificate_expiry_timestamp_seconds",
+    "Unix time at which a certificate in use expires, by its file; of CAs, the last of them.",
+    "file",
+)
+
+# ---------------------------------------------------------------------- the coordinator
+
+SERVING = _gauge("coordinator_serving", "1 while health says SERVING, 0 while the coordinator is late.")
+JOBS = _gauge("jobs", "Jobs by the state of their latest run.", "state")
+UNREADABLE_JOBS = _gauge("unreadable_jobs", "Jobs whose latest run can't be read from the store.")
+HIDDEN_JOBS = _gauge(
+    "hidden_jobs", "Unfinished jobs without series of their own, as there are too many; the newest have them."
+)
+JOB_FAULTS = _counter(
+    "job_faults", "Faults of the coordinator that put a job aside, by what it failed at.", "part"
+)
+
+LOOP_LAG = _gauge("loop_lag_seconds", "By how much the event loop's last turn of a second was late.")
+LOOP_LATE = _counter("loop_late_seconds", "Time by which the event loop's turns of a second were late.")
+AGENT_STREAMS = _gauge("agent_streams", "Agents with a stream.")
+WATCH_STREAMS = _gauge("watch_streams", "Watchers of jobs.")
+BATCHES = _counter(
+    "telemetry_batches",
+    "Batches of telemetry: taken, repeated (taken before, and sent again) or refused.",
+    "outcome",
+)
+REFUSALS = _counter(
+    "refusals", "Calls, streams and messages refused, by the stable reason (see errors.md).", "reason"
+)
+KEPT_READERS = _gauge("kept_streams", "Streams that wait until there is room for what they say.")
+
+STORE_LATE = _gauge("store_late_seconds", "For how long the oldest work has waited to be stored.")
+STORE_WAITING = _gauge("store_waiting", "Work that waits to be stored and carried out.")
+STORE_COMMIT = _histogram("store_commit_seconds", "What commits took, from asking for them.")
+STORE_ENTRIES = _counter("store_entries", "Records written.")
+STORE_SIZE = _gauge("store_size_bytes", "Size of the database, as of the last minute.")
+
+SOLVER_QUEUE = _gauge("solver_queue", "Problems that wait for a solver's process.", "lane")
+SOLVER_BUSY = _gauge("solver_busy", "Problems that a solver's process is at.", "lane")
+SOLVES = _histogram("solver_seconds", "What problems took, from asking to the answer.", "lane")
+SOLVER_FAILURES = _counter("solver_failures", "Problems that came to nothing.", "lane")
+SOLVER_CRASHES = _counter("solver_crashes", "Solver's processes that died.", "lane")
+
+SERVER = (
+    SERVING,
+    JOBS,
+    UNREADABLE_JOBS,
+    HIDDEN_JOBS,
+    JOB_FAULTS,
+    LOOP_LAG,
+    LOOP_LATE,
+    AGENT_STREAMS,
+    WATCH_STREAMS,
+    BATCHES,
+    REFUSALS,
+    KEPT_READERS,
+    STORE_LATE,
+    STORE_WAITING,
+    STORE_COMMIT,
+    STORE_ENTRIES,
+    STORE_SIZE,
+    SOLVER_QUEUE,
+    SOLVER_BUSY,
+    SOLVES,
+    SOLVER_FAILURES,
+    SOLVER_CRASHES,
+)
+
+# ---------------------------------------------------------------------- each job that has not finished
+
+JOB_STATE = _gauge("job_state", "1 for the state that the job is in, 0 for the others.", "job_id", "state")
+JOB_RUN = _gauge("job_run_number", "Which run of the job it is, from 1.", "job_id")
+JOB_RANKS = _gauge("job_ranks", "Ranks by whether an agent serves them.", "job_id", "state")
+JOB_STALLED = _gauge("job_stalled", "1 while the job does not get on, by why.", "job_id", "reason")
+JOB_ITERATIONS = _counter("job_iterations", "Iterations that all ranks have reported.", "job_id", "regular")
+JOB_TIME = _counter("job_seconds", "Time of these iterations and of the gaps between them.", "job_id")
+JOB_ENERGY = _counter("job_energy_joules", "Energy of these iterations and gaps, of all GPUs.", "job_id")
+JOB_ITERATION_TIME = _gauge("job_iteration_seconds", "Time of the latest iteration.", "job_id")
+JOB_ITERATION_ENERGY = _gauge("job_iteration_energy_joules", "Energy of the latest iteration.", "job_id")
+JOB_POWER = _gauge("job_power_watts", "Power of all GPUs over the latest iteration.", "job_id")
+JOB_BASELINE_TIME = _gauge("job_baseline_seconds", "Time of an iteration at stock.", "job_id")
+JOB_BASELINE_ENERGY = _gauge("job_baseline_energy_joules", "Energy of an iteration at stock.", "job_id")
+JOB_MEASURED = _gauge(
+    "job_measured_seconds", "Mean iteration time since the clocks in force came into force.", "job_id"
+)
+JOB_PROMISED = _gauge(
+    "job_promised_seconds", "Iteration time that the plans promise; known while planned.", "job_id"
+)
+JOB_SAVING = _gauge(
+    "job_saving_ratio",
+    "Energy saved of the stock baseline's, as measured since the clocks in force came into force.",
+    "job_id",
+)
+JOB_SAVING_ERROR = _gauge("job_saving_error_ratio", "Standard error of that saving.", "job_id")
+JOB_SLOWDOWN = _gauge(
+    "job_slowdown_ratio", "By how much iterations exceed the stock baseline, measured likewise.", "job_id"
+)
+JOB_FRONTIER = _gauge(
+    "job_frontier_seconds", "Iteration times of the frontier: T_min, T* and T_slow.", "job_id", "point"
+)
+JOB_STRAGGLERS = _gauge("job_stragglers", "Pipelines known to be slow, by who said so.", "job_id", "source")
+JOB_STRAGGLER_TIME = _gauge(
+    "job_straggler_seconds", "Iteration time T' of the slowest of them, on the frontier's scale.", "job_id"
+)
+JOB_PROFILED = _gauge("job_profiled_clocks", "Clocks measured of the stage with the fewest.", "job_id")
+JOB_PROFILING_ITERATIONS = _gauge(
+    "job_profiling_iterations", "Iterations that profiling has taken, of the whole run.", "job_id"
+)
+JOB_PROFILING_TIME = _gauge("job_profiling_seconds", "Time that they took.", "job_id")
+JOB_PROFILING_EXTRA_TIME = _gauge(
+    "job_profiling_extra_seconds", "Time that they took beyond stock.", "job_id"
+)
+JOB_PROFILING_EXTRA_ENERGY = _gauge(
+    "job_profiling_extra_energy_joules", "Energy that they took beyond stock; below 0 if less.", "job_id"
+)
+JOB_PROFILING_BUDGET = _gauge(
+    "job_profiling_budget_used_ratio",
+    "Share of profiling's budget that is used, of what is used most.",
+    "job_id",
+)
+JOB_PROFILING_TRIED = _gauge(
+    "job_profiling_tried_clocks",
+    "While profiling: clocks tried of the stage with the most, those given up included.",
+    "job_id",
+)
+JOB_PROFILING_MOST = _gauge(
+    "job_profiling_most_clocks", "While profiling: clocks that are tried of a stage at most.", "job_id"
+)
+JOB_PROFILING_LEFT = _gauge(
+    "job_profiling_remaining_seconds",
+    "While profiling: time until it is over at the latest, at the present pace.",
+    "job_id",
+)
+JOB_PLAN_SWITCHES = _counter("job_plan_switches", "Times that pipelines were given other plans.", "job_id")
+JOB_BROKEN_PROMISES = _counter(
+    "job_broken_promises", "Times that the guard found plans' promises broken.", "job_id"
+)
+JOB_DETECTED = _counter("job_stragglers_detected", "Times that a pipeline was found to be slow.", "job_id")
+JOB_GPU_ERRORS = _counter("job_gpu_errors", "Errors of GPUs that agents have told.", "job_id")
+JOB_QUARANTINES = _counter(
+    "job_quarantines", "Times that the job was put aside, as the coordinator failed at it.", "job_id"
+)
+
+JOB = (
+    JOB_STATE,
+    JOB_RUN,
+    JOB_RANKS,
+    JOB_STALLED,
+    JOB_ITERATIONS,
+    JOB_TIME,
+    JOB_ENERGY,
+    JOB_ITERATION_TIME,
+    JOB_ITERATION_ENERGY,
+    JOB_POWER,
+    JOB_BASELINE_TIME,
+    JOB_BASELINE_ENERGY,
+    JOB_MEASURED,
+    JOB_PROMISED,
+    JOB_SAVING,
+    JOB_SAVING_ERROR,
+    JOB_SLOWDOWN,
+    JOB_FRONTIER,
+    JOB_STRAGGLERS,
+    JOB_STRAGGLER_TIME,
+    JOB_PROFILED,
+    JOB_PROFILING_ITERATIONS,
+    JOB_PROFILING_TIME,
+    JOB_PROFILING_EXTRA_TIME,
+    JOB_PROFILING_EXTRA_ENERGY,
+    JOB_PROFILING_BUDGET,
+    JOB_PROFILING_TRIED,
+    JOB_PROFILING_MOST,
+    JOB_PROFILING_LEFT,
+    JOB_PLAN_SWITCHES,
+    JOB_BROKEN_PROMISES,
+    JOB_DETECTED,
+    JOB_GPU_ERRORS,
+    JOB_QUARANTINES,
+)
+
+# ---------------------------------------------------------------------- each rank, where asked for
+
+_RANK_LABELS = ("job_id", "pipeline", "stage", "tensor")
+RANK_CONNECTED = _gauge("rank_connected", "1 while an agent serves the rank.", *_RANK_LABELS)
+RANK_ITERATION = _gauge("rank_iteration", "The highest iteration that the rank reported.", *_RANK_LABELS)
+RANK_ON_CLOCK = _gauge(
+    "rank_on_clock_ratio", "Share of computing time at the planned clock, under the plan.", *_RANK_LABELS
+)
+RANK_SET_LATENCY = _gauge(
+    "rank_set_latency_seconds", "Median time until a clock that is set is in force.", *_RANK_LABELS
+)
+
+RANK = (RANK_CONNECTED, RANK_ITERATION, RANK_ON_CLOCK, RANK_SET_LATENCY)
+
+# ---------------------------------------------------------------------- the agent
+
+AGENT_CONNECTED = _gauge("agent_connected", "1 while the agent has a stream to the coordinator.")
+AGENT_LEASE = _gauge("agent_lease_seconds", "How long plans outlive the coordinator's last word.")
+AGENT_LEASE_LEFT = _gauge("agent_lease_left_seconds", "How much of that lease is left.")
+AGENT_BATCHES_KEPT = _gauge("agent_telemetry_batches_kept", "Batches that are not acknowledged yet.")
+AGENT_BATCHES = _counter("agent_telemetry_batches", "Batches of telemetry that the agent has made.")
+AGENT_BATCHES_DROPPED = _counter(
+    "agent_telemetry_batches_dropped", "Batches dropped: no room, or refused by the coordinator."
+)
+AGENT_TRAINERS_REFUSED = _counter(
+    "agent_trainers_refused", "Trainers turned away, by the stable reason.", "reason"
+)
+
+GPU_RANK = _gauge(
+    "gpu_rank_info",
+    "Always 1; the labels say which rank runs on the GPU.",
+    "gpu_uuid",
+    "job_id",
+    "pipeline",
+    "stage",
+    "tensor",
+)
+GPU_CLOCK_WANTED = _gauge(
+    "gpu_clock_wanted_hertz", "SM clock that the plan wants now; 0 is stock.", "gpu_uuid"
+)
+GPU_CLOCK_SET = _gauge(
+    "gpu_clock_set_hertz",
+    "SM clock that the driver was told last; 0 is stock, and it is left out after an error.",
+    "gpu_uuid",
+)
+GPU_CLOCK_IN_FORCE = _gauge("gpu_clock_in_force_hertz", "SM clock as the driver reads it.", "gpu_uuid")
+GPU_POWER = _gauge("gpu_power_watts", "Power as the driver reads it.", "gpu_uuid")
+GPU_ENERGY = _counter(
+    "gpu_energy_joules", "The GPU's energy counter: since its driver was loaded.", "gpu_uuid"
+)
+GPU_PLANNED = _gauge("gpu_planned", "1 while a plan, or a clock to measure, is in force.", "gpu_uuid")
+GPU_SETS = _histogram("gpu_clock_set_seconds", "What sets took until the clock was in force.", "gpu_uuid")
+GPU_RESTORES = _counter(
+    "gpu_restores", "Times that the GPU was brought back after an agent that died.", "gpu_uuid"
+)
+GPU_NOT_RESTORED = _gauge(
+    "gpu_not_restored", "1 while the GPU can't be brought back to stock, and is tried again.", "gpu_uuid"
+)
+GPU_ERRORS = _counter(
+    "gpu_errors", "Errors of the driver; one that repeats itself at once counts once.", "gpu_uuid", "reason"
+)
+GPU_MARKS_DROPPED = _counter(
+    "gpu_marks_dropped", "Marks that the trainers on the GPU dropped rather than wait.", "gpu_uuid"
+)
+
+AGENT = (
+    AGENT_CONNECTED,
+    AGENT_LEASE,
+    AGENT_LEASE_LEFT,
+    AGENT_BATCHES_KEPT,
+    AGENT_BATCHES,
+    AGENT_BATCHES_DROPPED,
+    AGENT_TRAINERS_REFUSED,
+    GPU_RANK,
+    GPU_CLOCK_WANTED,
+    GPU_CLOCK_SET,
+    GPU_CLOCK_IN_FORCE,
+    GPU_POWER,
+    GPU_ENERGY,
+    GPU_PLANNED,
+    GPU_SETS,
+    GPU_RESTORES,
+    GPU_NOT_RESTORED,
+    GPU_ERRORS,
+    GPU_MARKS_DROPPED,
+)
+
+BOTH = (BUILD_INFO, CERTIFICATE_EXPIRY)
+
+ALL = (*BOTH, *SERVER, *JOB, *RANK, *AGENT)

@@ -1,0 +1,203 @@
+"""The coordinator's state, as readings. Reads what is there: nothing waits, and nothing is counted here.
+
+A scrape costs what there are jobs, whatever their size; their ranks are looked at only where the operator
+asks for that. Many jobs are read in turns, between which the loop does what else there is. A job that the
+coordinator fails at here is put aside, as anywhere.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+
+from perseus.metrics import names
+from perseus.metrics.readings import Readings
+from perseus.service.domain.figures import JobFigures
+from perseus.service.domain.model import EventType, FaultyPart, JobState, JobView, RankFilter, RankState
+from perseus.service.domain.profiling import ProfilingLimit
+from perseus.service.shell.coordinator import Coordinator
+from perseus.service.shell.live_runs import LiveRun, Machine
+
+MOST_JOBS = 1_000
+"""Jobs with series of their own."""
+
+_TURN_JOBS = 32
+"""Jobs read at a time: some milliseconds."""
+
+_TURN_RANKS = 1_024
+
+
+class CoordinatorCollector:
+    """Reads a coordinator.
+
+    Args:
+        has_ranks: tell of every rank, too.
+        late_limit_s: from how much lateness on the coordinator does not serve.
+        expiries_s: by file of certificates, the Unix time when it is of no use.
+        refusal_counts: refusals so far, by reason.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        has_ranks: bool,
+        late_limit_s: float,
+        expiries_s: Callable[[], Mapping[str, float]],
+        refusal_counts: Mapping[str, int],
+    ) -> None:
+        self._coordinator = coordinator
+        self._has_ranks = has_ranks
+        self._late_limit_s = late_limit_s
+        self._expiries_s = expiries_s
+        self._refusal_counts = refusal_counts
+        self._version = version("perseus-energy")
+
+    async def collect(self) -> Readings:
+        """Read everything."""
+        readings = Readings()
+        self._read_process(readings)
+        unfinished = [run for run in self._coordinator.live if not run.machine.has_finished]
+        unfinished.sort(key=lambda run: run.machine.create_time_s)
+        readings.put(names.HIDDEN_JOBS, max(0, len(unfinished) - MOST_JOBS))
+        for number, run in enumerate(unfinished[-MOST_JOBS:]):
+            if number % _TURN_JOBS == 0:
+                await asyncio.sleep(0)
+            self._read_job(readings, run)
+            if self._has_ranks:
+                await self._read_ranks(readings, run)
+        return readings
+
+    # ------------------------------------------------------------------ the process
+
+    def _read_process(self, readings: Readings) -> None:
+        coordinator = self._coordinator
+        live, agents = coordinator.live, coordinator.agents
+        readings.put(names.BUILD_INFO, 1, self._version)
+        for file, expiry_s in self._expiries_s().items():
+            readings.put(names.CERTIFICATE_EXPIRY, expiry_s, file)
+        readings.put(names.SERVING, coordinator.late_s() <= self._late_limit_s)
+        states = Counter(run.machine.state for run in live)
+        for state in JobState:
+            readings.put(names.JOBS, states[state], state.value)
+        readings.put(names.UNREADABLE_JOBS, len(live.unreadable))
+        for part in FaultyPart:
+            readings.put(names.JOB_FAULTS, live.fault_counts[part], part.name.lower())
+        readings.put(names.LOOP_LAG, coordinator.lag_s)
+        readings.put(names.LOOP_LATE, coordinator.late_total_s)
+        readings.put(names.AGENT_STREAMS, agents.stream_count)
+        readings.put(names.WATCH_STREAMS, sum(len(run.watchers) for run in live))
+        readings.put(names.BATCHES, agents.taken_count, "taken")
+        readings.put(names.BATCHES, agents.repeated_count, "repeated")
+        readings.put(names.BATCHES, agents.passed_count, "refused")
+        for reason, count in sorted(self._refusal_counts.items()):
+            readings.put(names.REFUSALS, count, reason)
+        self._read_store(readings)
+        for name, lane in (("jobs", coordinator.job_solver), ("requests", coordinator.request_solver)):
+            readings.put(names.SOLVER_QUEUE, lane.waiting_count, name)
+            readings.put(names.SOLVER_BUSY, lane.busy_count, name)
+            readings.put(names.SOLVES, lane.tally.solved, name)
+            readings.put(names.SOLVER_FAILURES, lane.tally.failure_count, name)
+            readings.put(names.SOLVER_CRASHES, lane.tally.crash_count, name)
+
+    def _read_store(self, readings: Readings) -> None:
+        writer = self._coordinator.writer
+        readings.put(names.KEPT_READERS, writer.kept_count)
+        readings.put(names.STORE_LATE, writer.late_s())
+        readings.put(names.STORE_WAITING, writer.waiting_count)
+        readings.put(names.STORE_COMMIT, writer.commits)
+        readings.put(names.STORE_ENTRIES, writer.entry_count)
+        readings.put(names.STORE_SIZE, self._coordinator.store_size_bytes)
+
+    # ------------------------------------------------------------------ jobs
+
+    def _read_job(self, readings: Readings, run: LiveRun) -> None:
+        view, figures = self._coordinator.live.read(run, _shown)
+        _put_state(readings, view)
+        _put_measured(readings, view, figures)
+        _put_profiling(readings, view)
+        counts, job_id = run.event_counts, run.job_id
+        readings.put(names.JOB_PLAN_SWITCHES, figures.switch_count, job_id)
+        readings.put(names.JOB_BROKEN_PROMISES, counts[EventType.PROMISE_BROKEN], job_id)
+        readings.put(names.JOB_DETECTED, counts[EventType.STRAGGLER_DETECTED], job_id)
+        readings.put(names.JOB_GPU_ERRORS, counts[EventType.GPU_ERROR], job_id)
+        readings.put(names.JOB_QUARANTINES, counts[EventType.QUARANTINED], job_id)
+
+    async def _read_ranks(self, readings: Readings, run: LiveRun) -> None:
+        ranks = self._coordinator.live.read(run, lambda machine: list(machine.ranks(RankFilter())))
+        for index, rank in ranks:
+            if index % _TURN_RANKS == _TURN_RANKS - 1:
+                await asyncio.sleep(0)
+            place, clocks = rank.coordinates, rank.clocks
+            labels = (run.job_id, str(place.pipeline), str(place.stage), str(place.tensor))
+            readings.put(names.RANK_CONNECTED, rank.state is RankState.CONNECTED, *labels)
+            readings.put(names.RANK_ITERATION, rank.iteration if rank.iteration >= 0 else None, *labels)
+            if clocks is None:
+                continue
+            share = clocks.on_clock_time_s / clocks.computation_time_s if clocks.computation_time_s else None
+            readings.put(names.RANK_ON_CLOCK, share, *labels)
+            readings.put(names.RANK_SET_LATENCY, clocks.set_latency_s, *labels)
+
+
+def _shown(machine: Machine) -> tuple[JobView, JobFigures]:
+    return machine.summary(), machine.figures()
+
+
+def _put_state(readings: Readings, view: JobView) -> None:
+    job_id = view.job_id
+    for state in JobState:
+        if state is not JobState.FINISHED:
+            readings.put(names.JOB_STATE, view.state is state, job_id, state.value)
+    readings.put(names.JOB_RUN, view.run_number, job_id)
+    for rank_state in RankState:
+        readings.put(names.JOB_RANKS, view.rank_counts.get(rank_state, 0), job_id, rank_state.value)
+    if view.stall is not None:
+        readings.put(names.JOB_STALLED, 1, job_id, view.stall.reason.name.lower())
+
+
+def _put_measured(readings: Readings, view: JobView, figures: JobFigures) -> None:
+    job_id, latest, totals = view.job_id, figures.latest, figures.totals
+    if totals is not None:
+        readings.put(names.JOB_ITERATIONS, totals.regular_count, job_id, "yes")
+        readings.put(names.JOB_ITERATIONS, totals.irregular_count, job_id, "no")
+        readings.put(names.JOB_TIME, totals.time_s, job_id)
+        readings.put(names.JOB_ENERGY, totals.energy_j, job_id)
+    if latest is not None:
+        energy_j = sum(latest.pipeline_energy_j)
+        readings.put(names.JOB_ITERATION_TIME, latest.iteration_time_s, job_id)
+        readings.put(names.JOB_ITERATION_ENERGY, energy_j or None, job_id)
+        readings.put(names.JOB_POWER, energy_j / latest.iteration_time_s or None, job_id)
+    if view.baseline is not None:
+        readings.put(names.JOB_BASELINE_TIME, view.baseline.time_s, job_id)
+        readings.put(names.JOB_BASELINE_ENERGY, view.baseline.energy_j or None, job_id)
+    if figures.period is not None:
+        readings.put(names.JOB_MEASURED, figures.period.iteration_time_s, job_id)
+    readings.put(names.JOB_PROMISED, figures.promised_time_s, job_id)
+    if (saving := figures.saving) is not None:
+        readings.put(names.JOB_SAVING, _ratio(saving.energy_percent), job_id)
+        readings.put(names.JOB_SAVING_ERROR, _ratio(saving.energy_se_percent), job_id)
+        readings.put(names.JOB_SLOWDOWN, _ratio(saving.slowdown_percent), job_id)
+    for point, time_s in (("t_min", view.t_min_s), ("t_star", view.t_star_s), ("t_slow", view.t_slow_s)):
+        readings.put(names.JOB_FRONTIER, time_s or None, job_id, point)
+    readings.put(names.JOB_STRAGGLERS, figures.detected_count, job_id, "detected")
+    readings.put(names.JOB_STRAGGLERS, view.straggler_count - figures.detected_count, job_id, "reported")
+    readings.put(names.JOB_STRAGGLER_TIME, figures.straggler_time_s or None, job_id)
+
+
+def _put_profiling(readings: Readings, view: JobView) -> None:
+    job_id, cost, budget = view.job_id, view.profiling_cost, view.profiling_budget
+    readings.put(names.JOB_PROFILED, view.profiled_clock_count, job_id)
+    readings.put(names.JOB_PROFILING_ITERATIONS, cost.iteration_count, job_id)
+    readings.put(names.JOB_PROFILING_TIME, cost.time_s, job_id)
+    readings.put(names.JOB_PROFILING_EXTRA_TIME, cost.extra_time_s, job_id)
+    readings.put(names.JOB_PROFILING_EXTRA_ENERGY, cost.extra_energy_j, job_id)
+    used = max(budget.used(cost, limit) / budget.limit_of(limit) for limit in ProfilingLimit)
+    readings.put(names.JOB_PROFILING_BUDGET, max(0.0, used), job_id)
+    if (progress := view.profiling_progress) is not None:
+        readings.put(names.JOB_PROFILING_TRIED, progress.tried_clock_count, job_id)
+        readings.put(names.JOB_PROFILING_MOST, progress.max_clock_count, job_id)
+        readings.put(names.JOB_PROFILING_LEFT, progress.remaining_s, job_id)
+
+
+def _ratio(percent: float | None) -> float | None:
+    return None if percent is None else percent / 100

@@ -1,0 +1,46 @@
+"""One answer for all who scrape at once: what is read and written for one serves the others.
+
+The readings are taken on the event loop, in turns; written they are in a thread, as that takes as long as
+there are series, and the loop has agents to hear.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from perseus.metrics.exposition import render
+from perseus.metrics.readings import Readings
+
+FRESH_S = 1.0
+"""How long an answer serves: nobody scrapes more often, and whoever does costs nothing."""
+
+_MOST_FORMATS = 8
+"""Of an answer that are kept; a scraper chooses by its header."""
+
+
+class Scrape:
+    """Answers scrapes from what `collect` reads."""
+
+    def __init__(
+        self, collect: Callable[[], Awaitable[Readings]], monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._collect = collect
+        self._monotonic = monotonic
+        self._turn = asyncio.Lock()
+        self._taken_s = float("-inf")
+        self._answers: dict[str, tuple[bytes, str]] = {}
+        self._readings = Readings()
+
+    async def answer(self, accept: str) -> tuple[bytes, str]:
+        """Return the body, and its content type, for an Accept header."""
+        async with self._turn:
+            if self._monotonic() - self._taken_s >= FRESH_S:
+                self._readings = await self._collect()
+                self._taken_s = self._monotonic()
+                self._answers.clear()
+            if (known := self._answers.get(accept)) is not None:
+                return known
+            answer = await asyncio.to_thread(render, self._readings, accept)
+            if len(self._answers) < _MOST_FORMATS:
+                self._answers[accept] = answer
+            return answer

@@ -1,0 +1,251 @@
+"""What is scraped of an agent is what it does; and the files that tell dcgm-exporter of its jobs."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from perseus import configuration
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.physics import A100_SXM
+from perseus.agent.rank.messages import GpuErrorReason
+from perseus.agent.sidecar.job_mapping import JobMapping
+from perseus.agent.sidecar.metrics_server import serving_metrics
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.sidecar.shell import serving
+from perseus.agent.sidecar.vitals import NOT_SERVED, Vitals
+from perseus.certificates import Authority
+from perseus.metrics import names
+from perseus.metrics.readings import Readings
+from perseus.tls.files import Role, TlsFiles, TlsSource
+from tests.agent.coordinator_stub import Book, CoordinatorStub, until
+from tests.agent.sidecar.test_agent_shell import HELD_MHZ, ORDER, UUID, Trainer, hold, settings
+from tests.service.web.scraping import Samples, free_port, parsed, value
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Iterator[EmulatedGpu]:
+    (tmp_path / "gpus").mkdir()
+    gpu = EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, UUID)
+    yield gpu
+    gpu.close()
+
+
+def get(url: str, token: str = "", context: ssl.SSLContext | None = None) -> tuple[int, str]:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
+    try:
+        with urllib.request.urlopen(request, timeout=10, context=context) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def trusted(folder: Path) -> tuple[Path, Path, ssl.SSLContext]:
+    """A certificate for loopback, its key, and a client that trusts it."""
+    authority = Authority.create(folder / "ca", "test", timedelta(days=2))
+    certificate, key = authority.issue(
+        folder / "node", ["127.0.0.1"], is_server=True, ends=datetime.now(UTC) + timedelta(days=1)
+    )
+    return certificate, key, ssl.create_default_context(cafile=str(folder / "ca" / "ca.pem"))
+
+
+async def test_an_agent_at_work_is_told(tmp_path: Path, gpu: EmulatedGpu) -> None:
+    port, mapping = free_port(), tmp_path / "jobs"
+    coordinator = CoordinatorStub(Book(), ORDER)  # type: ignore[abstract] # it serves RegisterJob only
+    await coordinator.start(0)
+    certificate, key, context = trusted(tmp_path)
+    (tmp_path / "token").write_text("perseus_token")
+    given = settings(
+        tmp_path,
+        coordinator.port,
+        metrics_listen=f"127.0.0.1:{port}",
+        metrics_tls_certificate=certificate,
+        metrics_tls_key=key,
+        metrics_token_file=tmp_path / "token",
+        job_mapping_folder=mapping,
+    )
+    try:
+        async with serving(given):
+            trainer = Trainer(given.socket, gpu)
+            await coordinator.until(lambda book: len(book.all("telemetry")) > 0, "telemetry at stock")
+            coordinator.say(hold(1, trainer.iteration_count + 20))
+
+            samples: Samples = {}
+
+            async def is_told() -> bool:
+                nonlocal samples
+                url = f"https://127.0.0.1:{port}/metrics"
+                status, text = await asyncio.to_thread(get, url, "perseus_token", context)
+                assert status == 200, text
+                samples = parsed(text)
+                wanted = ("perseus_gpu_clock_wanted_hertz", frozenset({("gpu_uuid", UUID)}))
+                in_force = ("perseus_gpu_clock_in_force_hertz", frozenset({("gpu_uuid", UUID)}))
+                return samples.get(wanted) == samples.get(in_force) == HELD_MHZ * 1e6
+
+            while not await is_told():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            of_gpu = {"gpu_uuid": UUID}
+            assert value(samples, "perseus_gpu_clock_set_hertz", **of_gpu) == HELD_MHZ * 1e6
+            assert value(samples, "perseus_gpu_planned", **of_gpu) == 1
+            assert 0 < value(samples, "perseus_gpu_power_watts", **of_gpu) < 1000
+            assert value(samples, "perseus_gpu_energy_joules_total", **of_gpu) > 0
+            assert value(samples, "perseus_gpu_clock_set_seconds_count", **of_gpu) >= 1
+            assert value(samples, "perseus_gpu_marks_dropped_total", **of_gpu) == 0
+            assert value(samples, "perseus_agent_connected") == 1
+            ends_s = value(samples, "perseus_certificate_expiry_timestamp_seconds", file=str(certificate))
+            assert 0 < ends_s - time.time() <= 86400
+            lease_s = value(samples, "perseus_agent_lease_seconds")
+            assert 0 < value(samples, "perseus_agent_lease_left_seconds") <= lease_s
+            assert value(
+                samples, "perseus_gpu_rank_info", **of_gpu, job_id="job", pipeline="0", stage="0", tensor="0"
+            )
+            assert {path.name: path.read_text() for path in mapping.glob("[!.]*")} == {"0": "job\n"}
+            told = {name for name, _ in samples}
+            expected = {
+                f"{metric.name}_count" if metric.kind is names.Kind.HISTOGRAM else metric.name
+                for metric in (names.BUILD_INFO, *names.AGENT)
+            }
+            assert expected - told == {names.AGENT_TRAINERS_REFUSED.name}
+            await trainer.stop()
+            await until(lambda: not list(mapping.iterdir()), "no job on the GPU")
+    finally:
+        await coordinator.stop()
+
+
+def test_beyond_loopback_it_wants_tls_and_a_token() -> None:
+    assert (
+        configuration.load(AgentSettings, None, {"metrics_listen": "9464"}).metrics_listen == "127.0.0.1:9464"
+    )
+    for given in ("0.0.0.0:9464", "node:9464"):
+        with pytest.raises(configuration.ConfigurationError, match="metrics_token_file"):
+            configuration.load(AgentSettings, None, {"metrics_listen": given})
+    for given in ("70000", "-1", "127.0.0.1:", "nonsense", "::1:9464"):
+        with pytest.raises(configuration.ConfigurationError, match=r"--metrics-listen: .*PORT"):
+            configuration.load(AgentSettings, None, {"metrics_listen": given})
+
+
+def test_tls_and_token(tmp_path: Path) -> None:
+    certificate, key, context = trusted(tmp_path)
+    token_file = tmp_path / "token"
+    token_file.write_text("perseus_first\n")
+    source = TlsSource(TlsFiles(certificate, key), Role.SERVER)
+    with serving_metrics("127.0.0.1", 0, Readings, tls=source, token_file=token_file) as (host, port):
+        url = f"https://{host}:{port}"
+        assert get(f"{url}/metrics", context=context)[0] == 401
+        assert get(f"{url}/metrics", "perseus_wrong", context)[0] == 401
+        status, text = get(f"{url}/metrics", "perseus_first", context)
+        assert status == 200
+        assert list(text_string_to_metric_families(text))
+        token_file.write_text("perseus_second\n")
+        assert get(f"{url}/metrics", "perseus_first", context)[0] == 401
+        assert get(f"{url}/metrics", "perseus_second", context)[0] == 200
+        assert get(f"{url}/other", "perseus_second", context)[0] == 404
+
+
+def test_a_fault_concerns_one_scrape() -> None:
+    failures = [True]
+
+    def collect() -> Readings:
+        if failures:
+            failures.pop()
+            raise ArithmeticError("planted")
+        return Readings()
+
+    with serving_metrics("127.0.0.1", 0, collect) as (host, port):
+        assert get(f"http://{host}:{port}/metrics")[0] == 500
+        assert get(f"http://{host}:{port}/metrics")[0] == 200
+
+
+def test_those_who_say_nothing_keep_no_scraper_waiting() -> None:
+    with serving_metrics("127.0.0.1", 0, Readings) as (host, port), contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(contextlib.closing(socket.create_connection((host, port))))
+        assert get(f"http://{host}:{port}/metrics")[0] == 200
+
+
+def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
+    absent = (
+        "import sys\n"
+        "sys.modules['prometheus_client'] = None\n"
+        "from perseus.cli.main import main\n"
+        "sys.argv = ['perseus', 'agent', '--observe', '--metrics-listen=0', '--gpu-backend=emulated',"
+        f" '--emulated-gpus={tmp_path}', '--socket={tmp_path}/agent.sock', '--restore-folder={tmp_path}/r']\n"
+        "main()\n"
+    )
+    environment = {**os.environ, "HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", absent],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 1
+    assert "pip install 'perseus-energy[metrics]'" in done.stderr.replace("\n", " ").replace("  ", " ")
+    assert "Traceback" not in done.stderr
+
+
+def test_what_trainers_name_makes_no_series() -> None:
+    vitals = Vitals()
+    for number in range(1000):
+        vitals.note_error(f"GPU-made-up-{number}", GpuErrorReason.NOT_FOUND)
+        vitals.note_dropped(f"GPU-made-up-{number}", 7)
+    assert vitals.gpus.keys() == {NOT_SERVED}
+    assert vitals.gpus[NOT_SERVED].error_counts == {GpuErrorReason.NOT_FOUND: 1000}
+    own = vitals.opened("GPU-0")
+    vitals.note_error("GPU-0", GpuErrorReason.LOST)
+    vitals.note_dropped("GPU-0", 7)
+    assert (own.error_counts, own.dropped_mark_count) == ({GpuErrorReason.LOST: 1}, 7)
+
+
+class TestJobMapping:
+    def test_files_of_others_stay(self, tmp_path: Path) -> None:
+        (tmp_path / "0").write_text("4711\n")
+        mapping = JobMapping(tmp_path)
+        mapping.enter(0, "job")
+        assert (tmp_path / "0").read_text() == "4711\n"
+        mapping.leave(0)
+        assert (tmp_path / "0").read_text() == "4711\n"
+
+    def test_what_an_agent_that_died_left_is_removed(self, tmp_path: Path) -> None:
+        JobMapping(tmp_path).enter(3, "job")
+        JobMapping(tmp_path).enter(4, "job")
+        (tmp_path / "4").write_text("4711\n")  # the batch system's, since
+        JobMapping(tmp_path).clear()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["4"]
+
+    @pytest.mark.parametrize("job_id", ['a"b', "a\nb", "a\\b", "../a", "", "a" * 64, "ä", "A"])
+    def test_what_is_no_identifier_is_not_written(self, tmp_path: Path, job_id: str) -> None:
+        JobMapping(tmp_path).enter(0, job_id)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_the_exporter_can_read_it_whatever_the_umask(self, tmp_path: Path) -> None:
+        folder, before = tmp_path / "jobs", os.umask(0o077)
+        try:
+            mapping = JobMapping(folder)
+            mapping.clear()
+            mapping.enter(0, "job")
+        finally:
+            os.umask(before)
+        assert folder.stat().st_mode & 0o777 == 0o755
+        assert (folder / "0").stat().st_mode & 0o777 == 0o644
+
+    def test_a_folder_that_can_not_be_had_stands_in_nobodys_way(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        mapping = JobMapping(tmp_path / "file" / "folder")
+        mapping.clear()
+        mapping.enter(0, "job")
+        mapping.leave(0)

@@ -1,0 +1,105 @@
+"""Which GPUs there are, and what an agent says where there are none."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import typer
+from structlog.testing import capture_logs
+
+from perseus import configuration
+from perseus.agent.gpu import Gpu, GpuError, GpuNotFoundError, GpuUse
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.physics import A100_SXM
+from perseus.agent.sidecar.asking import ask_health
+from perseus.agent.sidecar.inventory import Found, Inventory
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.sidecar.shell import serving
+from perseus.cli.health import _ask_agent
+
+
+class Listing:
+    """A backend that lists what the test says."""
+
+    def __init__(self, *found: str | GpuError, error: GpuError | None = None) -> None:
+        self.found = list(found)
+        self.error = error
+        self.look_count = 0
+
+    def listed(self) -> list[str | GpuError]:
+        self.look_count += 1
+        if self.error is not None:
+            raise self.error
+        return self.found
+
+    def open(self, uuid: str) -> Gpu:
+        raise GpuNotFoundError(uuid)
+
+    def look(self, uuid: str) -> GpuUse:
+        raise GpuNotFoundError(uuid)
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected", "told"),
+    [
+        (Listing("a", "b"), Found(2), ["GPUs found"]),
+        (Listing("a", GpuError("GPU 1: lost")), Found(1, ("GPU 1: lost",)), ["GPU lost", "GPUs found"]),
+        (Listing(GpuError("GPU 0: lost")), Found(0, ("GPU 0: lost",)), ["no GPU can be served"]),
+        (
+            Listing(error=GpuError("no driver")),
+            Found(0, ("no driver",)),
+            ["no GPU can be served"],
+        ),
+    ],
+)
+async def test_what_there_is_and_is_wrong_is_told(backend: Listing, expected: Found, told: list[str]) -> None:
+    inventory = Inventory(backend, Lanes())
+    with capture_logs() as logs:
+        await inventory.tell()
+    assert await inventory.look() == expected
+    assert [line["event"] for line in logs] == told
+    assert [line["reason"] for line in logs if "reason" in line] == list(expected.problems)
+
+
+async def test_no_gpu_at_all_is_wrong_too() -> None:
+    found = await Inventory(Listing(), Lanes()).look()
+    assert found.gpu_count == 0
+    assert "no GPU" in found.problems[0]
+
+
+async def test_who_asks_often_is_told_the_same_for_a_moment() -> None:
+    now_s = 0.0
+    backend = Listing(error=GpuError("no driver"))
+    inventory = Inventory(backend, Lanes(), lambda: now_s)
+    assert (await inventory.look()).gpu_count == (await inventory.look()).gpu_count == 0
+    assert backend.look_count == 1
+    backend.error, backend.found, now_s = None, ["a"], 5.0
+    assert await inventory.look() == Found(1)
+
+
+async def test_an_agent_answers_whether_it_has_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus = tmp_path / "gpus"
+    gpus.mkdir()
+    given = {
+        "coordinator": "127.0.0.1:1",
+        "socket": tmp_path / "agent.sock",
+        "gpu_backend": "emulated",
+        "emulated_gpus": gpus,
+        "restore_folder": tmp_path / "restore",
+    }
+    settings = configuration.load(AgentSettings, None, given)
+    async with serving(settings):
+        answer = await asyncio.to_thread(ask_health, settings.socket, 10.0)
+        assert (answer.ok, answer.reason) == (False, "NO_GPU")
+        with pytest.raises(typer.Exit) as end:
+            await asyncio.to_thread(_ask_agent, settings.socket, 10.0)
+        assert end.value.exit_code == 1
+        assert "error: expected an agent that serves, found GPUs: 0; ranks: 0; " in capsys.readouterr().err
+    EmulatedGpu.create(gpus / "0", A100_SXM, "GPU-0").close()
+    async with serving(settings):
+        answer = await asyncio.to_thread(ask_health, settings.socket, 10.0)
+        assert answer.ok
+        assert answer.message == "GPUs: 1; ranks: 0; not connected to 127.0.0.1:1"

@@ -1,0 +1,36 @@
+"""What tests of several commands need."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+PROFILE = """stage,instruction,frequency,time,energy
+0,forward,1000,0.1,30
+0,forward,800,0.12,25
+0,backward,1000,0.2,60
+0,backward,800,0.24,50
+"""
+
+
+@pytest.fixture
+def full_device(tmp_path: Path) -> Path:
+    """A device that is always full; root, who could replace the machine's by mistake, gets another."""
+    if os.geteuid() != 0:
+        return Path("/dev/full")
+    path = tmp_path / "full"
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 7))
+        path.open("wb").close()
+    except OSError as error:
+        pytest.skip(f"no device can be made here: {error}")
+    return path
+
+
+@pytest.fixture
+def profile_file(tmp_path: Path) -> Path:
+    """A profile of one stage that can be solved."""
+    path = tmp_path / "profile.csv"
+    path.write_text(PROFILE)
+    return path

@@ -1,0 +1,47 @@
+"""Calls of the command as a user makes them: a process of its own, with its streams."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+COMMAND = [sys.executable, "-m", "perseus.cli"]
+
+
+class Ended(NamedTuple):
+    """How a process ended, and what it said."""
+
+    exit_code: int
+    stdout: bytes
+    stderr: str
+
+    @property
+    def error(self) -> str:
+        """The one line on standard error."""
+        lines = self.stderr.splitlines()
+        assert len(lines) == 1, self.stderr
+        return lines[0]
+
+
+def call(
+    *arguments: object,
+    cwd: Path,
+    environment: Mapping[str, str] | None = None,
+    stdout: Any = subprocess.PIPE,
+    options: Sequence[tuple[str, Any]] = (),
+) -> Ended:
+    """Run the command to its end."""
+    done = subprocess.run(
+        [*COMMAND, *(os.fsencode(str(each)) for each in arguments)],
+        cwd=cwd,
+        env={**os.environ, **(environment or {})},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        timeout=100,
+        check=False,
+        **dict(options),
+    )
+    return Ended(done.returncode, done.stdout or b"", done.stderr.decode("utf-8", "replace"))

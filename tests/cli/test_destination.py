@@ -1,0 +1,142 @@
+"""Where outputs go: what a shell's `>` does, and nothing half done."""
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import typer
+
+from perseus.cli.destination import Destination
+
+CONTENT = b"content"
+
+
+def write(path: Path, fill: Callable[[BinaryIO], object] = lambda stream: stream.write(CONTENT)) -> None:
+    destination = Destination("--output", path)
+    destination.check()
+    destination.write(fill)
+
+
+@pytest.fixture
+def _umask() -> Iterator[None]:
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.usefixtures("_umask")
+def test_a_new_file_has_the_umask_and_one_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.write_bytes(b"before")
+    old.chmod(0o604)
+    write(new)
+    write(old)
+    assert (mode(new), mode(old)) == (0o640, 0o604)
+    assert new.read_bytes() == old.read_bytes() == CONTENT
+
+
+def test_links_are_followed_to_where_they_lead(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "there").write_bytes(b"before")
+    (tmp_path / "first").symlink_to("second")
+    (tmp_path / "second").symlink_to(tmp_path / "folder" / "there")
+    (tmp_path / "dangling").symlink_to("folder/new")
+    write(tmp_path / "first")
+    write(tmp_path / "dangling")
+    assert (tmp_path / "first").is_symlink()
+    assert (tmp_path / "folder" / "there").read_bytes() == CONTENT
+    assert (tmp_path / "folder" / "new").read_bytes() == CONTENT
+    assert sorted(each.name for each in (tmp_path / "folder").iterdir()) == ["new", "there"]
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(path.read_bytes()))
+    reader.start()
+    write(path)
+    reader.join()
+    assert read == [CONTENT]
+    assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+def test_a_device_is_written_to(tmp_path: Path) -> None:
+    master, slave = os.openpty()
+    try:
+        path = Path(os.ttyname(slave))
+        write(path)
+        assert os.read(master, 100) == CONTENT
+        assert stat.S_ISCHR(path.stat().st_mode)
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+@pytest.mark.parametrize("name", ["/dev/fd/{}", "/proc/self/fd/{}"])
+def test_an_open_file_goes_on_where_it_is(tmp_path: Path, name: str) -> None:
+    with (tmp_path / "log").open("wb", buffering=0) as log:
+        log.write(b"first, ")
+        write(Path(name.format(log.fileno())))
+        log.write(b", last")
+    assert (tmp_path / "log").read_bytes() == b"first, content, last"
+
+
+def test_a_socket_is_written_to() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        write(Path(f"/dev/fd/{ours.fileno()}"))
+        assert theirs.recv(100) == CONTENT
+
+
+def test_a_full_device_is_named_and_stays(full_device: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as end:
+        write(full_device)
+    assert end.value.exit_code == 1
+    assert (
+        f"error: --output: {full_device} can't be written: No space left on device" in capsys.readouterr().err
+    )
+    assert stat.S_ISCHR(full_device.stat().st_mode)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_fails_leaves_everything_as_it_was(tmp_path: Path, error: BaseException, is_there: bool) -> None:
+    path = tmp_path / "file"
+    if is_there:
+        path.write_bytes(b"before")
+
+    def fail(stream: BinaryIO) -> None:
+        stream.write(CONTENT)
+        raise error
+
+    with pytest.raises((typer.Exit, KeyboardInterrupt, SystemExit)):
+        write(path, fail)
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"before"] * is_there
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write every file")
+def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch(mode=0o444)
+    with pytest.raises(typer.Exit):
+        write(path)
+    assert path.read_bytes() == b""
+
+
+def test_input_is_known_under_every_name(tmp_path: Path) -> None:
+    path, other = tmp_path / "file", tmp_path / "hard"
+    path.touch()
+    other.hardlink_to(path)
+    with pytest.raises(typer.Exit) as end:
+        Destination("--output", other).check(path)
+    assert end.value.exit_code == 2

@@ -1,0 +1,115 @@
+"""How every command ends: its streams, its signals, its exit code. In processes: that is what it is about."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.processes import COMMAND, call
+
+SOLVE = ["solve", "profile.csv", "--microbatches", "2", "--points", "3"]
+
+pytestmark = pytest.mark.usefixtures("profile_file")
+
+
+@pytest.mark.parametrize("form", ["table", "json", "csv"])
+def test_an_output_that_is_full_gets_one_line(tmp_path: Path, full_device: Path, form: str) -> None:
+    with full_device.open("wb") as full:
+        ended = call(*SOLVE, "--format", form, cwd=tmp_path, stdout=full)
+    assert (ended.exit_code, ended.error) == (
+        1,
+        "error: standard output can't be written: No space left on device",
+    )
+
+
+def test_an_output_that_is_closed_gets_one_line_and_no_other_file(tmp_path: Path) -> None:
+    ended = call(
+        *SOLVE,
+        "--output",
+        "frontier.json",
+        cwd=tmp_path,
+        stdout=None,
+        options=[("preexec_fn", lambda: os.close(1))],
+    )
+    assert (ended.exit_code, ended.error) == (
+        1,
+        "error: standard output can't be written: Bad file descriptor",
+    )
+    assert not (tmp_path / "frontier.json").exists()
+
+
+def test_a_missing_standard_error_disturbs_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, *SOLVE, "--output", "frontier.json"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: os.close(2),
+        check=True,
+        timeout=100,
+    )
+    assert b"T_min" in done.stdout
+    assert json.loads((tmp_path / "frontier.json").read_text())["tMinS"] > 0
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_a_reader_that_is_gone_ends_it_without_a_word(tmp_path: Path, form: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        ended = call(*SOLVE, "--format", form, cwd=tmp_path, stdout=pipe)
+    assert (ended.exit_code, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-16"])
+def test_any_encoding_will_do(tmp_path: Path, encoding: str) -> None:
+    environment = {"PYTHONIOENCODING": encoding}
+    table = call(*SOLVE, cwd=tmp_path, environment=environment)
+    assert (table.exit_code, table.stderr) == (0, "")
+    assert "T_slow" in table.stdout.decode(encoding)
+    shown = call("jobs", "--help", cwd=tmp_path, environment=environment)
+    assert shown.exit_code == 0, shown.stderr
+
+
+def test_output_on_standard_output_is_nothing_else(tmp_path: Path) -> None:
+    ended = call(*SOLVE, "--output", "/dev/stdout", cwd=tmp_path)
+    assert json.loads(ended.stdout)["tMinS"] > 0
+    with (tmp_path / "out").open("wb") as file:
+        assert call(*SOLVE, "--output", "/dev/stdout", cwd=tmp_path, stdout=file).exit_code == 0
+    assert (tmp_path / "out").read_bytes() == ended.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("when", ["importing", "solving"])
+def test_a_signal_ends_it_at_any_time_without_a_word(
+    tmp_path: Path, number: signal.Signals, when: str
+) -> None:
+    flags = ["--microbatches", "1500", "--limit-s", "90", "--output", "frontier.json"]
+    process = subprocess.Popen(
+        [*COMMAND, "solve", "profile.csv", *flags],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Whoever runs the tests in the background has it ignored, and then so have we.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        maps = Path(f"/proc/{process.pid}/maps")
+        # The first of our own that is imported, and the last that is needed.
+        wanted = {"importing": "_socket", "solving": "igraph/_igraph"}[when]
+        deadline_s = time.monotonic() + 60
+        while wanted not in maps.read_text():
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.002)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode in (128 + number, -number)
+    assert (stdout, stderr) == (b"", b"")
+    assert [each.name for each in tmp_path.iterdir()] == ["profile.csv"]

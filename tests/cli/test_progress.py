@@ -1,0 +1,42 @@
+"""Signs of life: on a terminal, of what takes a while, and nowhere else."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from perseus.cli import progress
+
+
+def test_nothing_is_shown_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.working("Working", is_measured=True) as report:
+        report(0.5)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("passed_s", "is_shown"), [(0.4, False), (0.6, True)])
+def test_what_is_quick_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch, passed_s: float, is_shown: bool
+) -> None:
+    now_s = 7.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    shown = progress._Patient()
+    shown.add_task("Working")
+    assert list(shown.get_renderables()) == []
+    now_s += passed_s
+    assert bool(list(shown.get_renderables())) == is_shown
+
+
+def test_how_far_it_is_is_shown_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "has_terminal", lambda: True)
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
+    terminal = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm", "COLUMNS": "100"})
+    monkeypatch.setattr(progress, "error_console", terminal)
+    with progress.working("Solving [/x]", is_measured=True) as report:
+        report(0.25)
+    assert isinstance(terminal.file, io.StringIO)
+    assert "Solving [/x]" in terminal.file.getvalue()
+    assert "25 %" in terminal.file.getvalue()
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,169 @@
+"""Rules and board, held against a real Prometheus that scrapes a coordinator and the agents of a job."""
+
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perseus.agent.gpu.physics import A100_SXM, Work
+from perseus.demo.cluster import Cluster
+from perseus.demo.workload import Workload
+from tests.metrics.test_names import board_queries
+from tests.prometheus.server import Prometheus
+
+DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
+RULES = DEPLOY / "perseus-rules.yml"
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("prometheus") is None or shutil.which("promtool") is None,
+    reason="needs prometheus and promtool; `make test-prometheus` installs them, as root on Debian",
+)
+
+WORKLOAD = Workload(
+    job_id="scraped",
+    pipeline_count=2,
+    stage_weights=(0.7, 1.0),
+    microbatch_count=4,
+    forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
+    backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
+    optimizer_s=0.01,
+    gpu=A100_SXM.with_clocks(4),
+)
+SCRAPES_S = 1
+LIMIT_S = 150.0
+
+COMPARISON = re.compile(r"(.+) [<>]=? [\d.]+")
+
+
+def promtool(*arguments: str) -> str:
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_rules_are_rules_and_fire_when_they_should() -> None:
+    assert re.search(r"SUCCESS: \d+ rules found", promtool("check", "rules", str(RULES)))
+    tests = (DEPLOY / "perseus-rules-test.yml").read_text()
+    alerts = set(re.findall(r"alert: (\w+)", RULES.read_text()))
+    assert {alert for alert in alerts if f"alertname: {alert}" not in tests} == set()
+    assert "SUCCESS" in promtool("test", "rules", str(DEPLOY / "perseus-rules-test.yml"))
+
+
+def test_the_example_is_a_configuration(tmp_path: Path) -> None:
+    text = (DEPLOY / "prometheus.yml").read_text()
+    for path in set(re.findall(r"/etc/[\w./-]+", text)):  # promtool wants them to be there
+        (tmp_path / Path(path).name).write_text("[]")
+        text = text.replace(path, str(tmp_path / Path(path).name))
+    (tmp_path / "prometheus.yml").write_text(text)
+    shutil.copy(RULES, tmp_path)
+    assert "SUCCESS" in promtool("check", "config", str(tmp_path / "prometheus.yml"))
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cluster]:
+    monkeypatch.setenv("PERSEUS_COORDINATOR_HTTP", "127.0.0.1:0")
+    monkeypatch.setenv("PERSEUS_AGENT_METRICS_LISTEN", "0")
+    with (
+        tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
+        Cluster(WORKLOAD, Path(run_dir), tmp_path / "logs") as cluster,
+    ):
+        yield cluster
+
+
+def logged(log: Path, event: str) -> dict[str, Any]:
+    entries = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    return next(entry for entry in entries if entry["event"] == event)
+
+
+def configuration(cluster: Cluster, logs: Path, rules: Path) -> dict[str, Any]:
+    coordinator = logged(logs / "coordinator.log", "listening for HTTP")["url"].removeprefix("https://")
+    agents = [
+        f"127.0.0.1:{logged(logs / f'agent-{pipeline}.log', 'metrics served')['port']}"
+        for pipeline in range(WORKLOAD.pipeline_count)
+    ]
+    security = cluster.security
+    return {
+        "global": {"scrape_interval": f"{SCRAPES_S}s", "evaluation_interval": f"{SCRAPES_S}s"},
+        "rule_files": [str(rules)],
+        "scrape_configs": [
+            {
+                "job_name": "perseus-coordinator",
+                "scheme": "https",
+                "authorization": {"credentials_file": str(security.token_file)},
+                "tls_config": {
+                    "ca_file": str(security.ca),
+                    "cert_file": str(security.client_certificate),
+                    "key_file": str(security.client_key),
+                },
+                "static_configs": [{"targets": [coordinator]}],
+            },
+            {"job_name": "perseus-agent", "static_configs": [{"targets": agents}]},
+        ],
+    }
+
+
+@pytest.mark.timeout(600)
+def test_everything_returns_data_and_alerts_fire_and_resolve(cluster: Cluster, tmp_path: Path) -> None:
+    # Sooner than an operator wants to be told; how soon that is, promtool has tested.
+    rules = tmp_path / "rules.yml"
+    rules.write_text(re.sub(r"for: \w+", "for: 2s", RULES.read_text()).replace("[15m]", "[20s]"))
+    cluster.start_agents(cluster.start_coordinator())
+    cluster.start_trainers()
+    with Prometheus(tmp_path, configuration(cluster, tmp_path / "logs", rules)) as prometheus:
+
+        def is_planned() -> bool:
+            cluster.check()
+            return bool(prometheus.query('perseus_job_state{state="planned"} == 1'))
+
+        prometheus.until(is_planned, "the job is planned", LIMIT_S)
+        assert prometheus.query("count(up == 1)")[0]["value"][1] == "3"
+        prometheus.until(lambda: not prometheus.firing("PerseusStraggler"), "nobody is slow", LIMIT_S)
+
+        cluster.degrade(1, 1.3)
+        prometheus.until(lambda: prometheus.firing("PerseusStraggler"), "the straggler is told", LIMIT_S)
+        (labels,) = prometheus.firing("PerseusStraggler")
+        assert (labels["job_id"], labels["severity"]) == ("scraped", "info")
+
+        left = {
+            query.replace("$__rate_interval", "20s").replace("$job_id", ".*") for query in board_queries()
+        }
+        left |= {_without_comparison(rule["query"]) for rule in prometheus.rules()}
+
+        def is_all_told() -> bool:
+            left.difference_update([query for query in left if prometheus.query(query)])
+            return not left
+
+        try:
+            prometheus.until(is_all_told, "every query returns data", LIMIT_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {sorted(left)}") from None
+        assert [rule["lastError"] for rule in prometheus.rules() if rule["health"] != "ok"] == []
+
+        cluster.degrade(1, 1.0)
+        prometheus.until(lambda: not prometheus.firing("PerseusStraggler"), "it is slow no more", LIMIT_S)
+
+        # All of them slow at once is nobody's straggling: the plans' promise is broken.
+        prometheus.until(is_planned, "the job is planned still", LIMIT_S)
+        for pipeline in range(WORKLOAD.pipeline_count):
+            cluster.degrade(pipeline, 1.4)
+        prometheus.until(
+            lambda: prometheus.firing("PerseusPromiseBroken"), "the broken promise is told", LIMIT_S
+        )
+        prometheus.until(
+            lambda: not prometheus.firing("PerseusPromiseBroken"), "and was the only one", LIMIT_S
+        )
+        cluster.stop_training()
+    cluster.stop_services()
+
+
+def _without_comparison(query: str) -> str:
+    """What a rule holds against a figure: it is there whether the alert fires or not."""
+    matched = COMPARISON.fullmatch(query)
+    assert matched is not None, query
+    return matched[1]

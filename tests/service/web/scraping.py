@@ -1,0 +1,45 @@
+"""A coordinator's metrics as a scraper sees them."""
+
+import socket
+import ssl
+from collections.abc import Mapping
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def parsed(text: str) -> Samples:
+    """By a sample's name and labels."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def get(
+    url: str, headers: Mapping[str, str] | None = None, context: ssl.SSLContext | None = None
+) -> tuple[int, str]:
+    """Status and body."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(url, headers=headers, ssl=context if context is not None else True) as response,
+    ):
+        return response.status, await response.text()
+
+
+async def scrape(url: str, context: ssl.SSLContext | None = None) -> Samples:
+    status, text = await get(url, context=context)
+    assert status == 200, text
+    return parsed(text)
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]

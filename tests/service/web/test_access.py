@@ -1,0 +1,95 @@
+"""Who may scrape, where others can reach it: a reader or an operator, by token or certificate."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from perseus.metrics.readings import Readings
+from perseus.service.domain.principals import Grant, Scope
+from perseus.service.shell.tokens import Tokens
+from perseus.service.shell.writer import Writer
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.web.access import Access
+from perseus.service.web.app import make_app
+from perseus.service.web.scrape import Scrape
+
+
+async def nothing() -> Readings:
+    return Readings()
+
+
+@pytest.fixture
+async def tokens(tmp_path: Path) -> AsyncIterator[Tokens]:
+    store = await SqlStore.open(tmp_path / "tokens.db")
+    writer = Writer(store)
+    writing = asyncio.create_task(writer.run())
+    yield Tokens(store, writer)
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    await store.close()
+
+
+async def answer(app: web.Application, headers: dict[str, str] | None = None) -> tuple[int, str]:
+    async with TestClient(TestServer(app)) as client:
+        response = await client.get("/metrics", headers=headers or {})
+        return response.status, await response.text()
+
+
+async def test_scopes(tokens: Tokens) -> None:
+    _, reader = await tokens.create("prometheus", Grant(Scope.READER), None)
+    _, operator = await tokens.create("admin", Grant(Scope.OPERATOR), None)
+    _, agent = await tokens.create("agents", Grant(Scope.AGENT, ("*",)), None)
+
+    def app() -> web.Application:
+        return make_app(Scrape(nothing), Access(tokens, {}))
+
+    assert (await answer(app()))[0] == 401
+    assert (await answer(app(), {"Authorization": "Basic abc"}))[0] == 401
+    assert (await answer(app(), {"Authorization": "Bearer perseus_wrong"}))[0] == 401
+    status, text = await answer(app(), {"Authorization": f"Bearer {agent}"})
+    assert status == 403
+    assert "expected" in text
+    assert agent not in text
+    assert (await answer(app(), {"Authorization": f"Bearer {reader}"}))[0] == 200
+    assert (await answer(app(), {"Authorization": f"Bearer {operator}"}))[0] == 200
+    await tokens.revoke("prometheus")
+    assert (await answer(app(), {"Authorization": f"Bearer {reader}"}))[0] == 401
+
+
+async def test_nobody_is_asked_where_there_is_no_need() -> None:
+    status, text = await answer(make_app(Scrape(nothing), None))
+    assert status == 200
+    assert "process_cpu_seconds_total" in text
+
+
+async def test_a_fault_is_answered_and_told_in_the_log_only() -> None:
+    async def failing() -> Readings:
+        raise ArithmeticError("planted")
+
+    status, text = await answer(make_app(Scrape(failing), None))
+    assert status == 500
+    assert "planted" not in text
+
+
+async def test_those_who_ask_at_once_share_an_answer() -> None:
+    count = 0
+
+    async def counted() -> Readings:
+        nonlocal count
+        count += 1
+        return Readings()
+
+    now_s = [time.monotonic()]
+    scrape = Scrape(counted, lambda: now_s[0])
+    text = await scrape.answer("text/plain")
+    assert await scrape.answer("text/plain") is text
+    assert "openmetrics" in (await scrape.answer("application/openmetrics-text; version=1.0.0"))[1]
+    assert count == 1
+    now_s[0] += 1.0
+    await scrape.answer("text/plain")
+    assert count == 2

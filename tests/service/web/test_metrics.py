@@ -1,0 +1,270 @@
+"""What is scraped of a coordinator is what it says over gRPC, under the names that there are."""
+
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from perseus.certificates import Authority
+from perseus.demo.security import Security
+from perseus.metrics import names
+from perseus.service.domain.errors import AddressUnavailableError
+from perseus.service.job.ranks.rank_table import RankTable
+from perseus.service.server import running
+from perseus.service.web import listening as web_listening
+from perseus.v1 import job_pb2, job_service_pb2
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    TIMEOUT_S,
+    FakeAgent,
+    connected,
+    make_settings,
+    refusal,
+    until,
+)
+from tests.service.web.scraping import Samples, free_port, get, scrape, value
+
+# Told only where there is something to tell.
+PROFILING = {names.JOB_PROFILING_TRIED, names.JOB_PROFILING_MOST, names.JOB_PROFILING_LEFT}
+CONDITIONAL = {names.JOB_STALLED, names.JOB_STRAGGLER_TIME, *PROFILING}
+
+
+def series_of(samples: Samples, metrics: tuple[names.Metric, ...]) -> dict[str, set[frozenset[str]]]:
+    """The labels' names of our samples, by metric; of histograms those beside the bucket's bound."""
+    found: dict[str, set[frozenset[str]]] = {}
+    for sample, labels in samples:
+        for metric in metrics:
+            plain = metric.name if metric.kind is not names.Kind.HISTOGRAM else f"{metric.name}_count"
+            if sample == plain:
+                found.setdefault(metric.name, set()).add(frozenset(name for name, _ in labels))
+    return found
+
+
+async def test_a_job_is_told_as_over_grpc(tmp_path: Path) -> None:
+    http = f"127.0.0.1:{free_port()}"
+    settings = make_settings(tmp_path, http=http, metrics_ranks=True)
+    async with connected(settings) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+        await agent.iterate(4)
+        _, reason, _ = await refusal(client.job("another"))
+        job, samples = await client.job(), await scrape(f"http://{http}/metrics")
+
+        def of_job(name: str, **labels: str) -> float:
+            return value(samples, f"perseus_job_{name}", job_id="job", **labels)
+
+        assert {state: of_job("state", state=state) for state in ("planned", "profiling", "stock")} == {
+            "planned": 1,
+            "profiling": 0,
+            "stock": 0,
+        }
+        assert of_job("ranks", state="connected") == 4
+        assert of_job("baseline_seconds") == job.baseline.iteration_time_s
+        assert of_job("frontier_seconds", point="t_min") == job.t_min_s
+        assert of_job("frontier_seconds", point="t_slow") == job.t_slow_s
+        assert of_job("profiled_clocks") == job.profiled_clock_count
+        assert of_job("iterations_total", regular="yes") == agent.ranks[ALL_PLACES[0]].iteration + 1
+        assert of_job("iteration_seconds") == pytest.approx(0.8)
+        assert of_job("power_watts") == pytest.approx(of_job("iteration_energy_joules") / 0.8)
+        assert of_job("promised_seconds") >= job.baseline.iteration_time_s
+        request = job_service_pb2.GetReportRequest(job_id="job")
+        period = (await client.jobs.GetReport(request, timeout=TIMEOUT_S)).periods[-1]
+        assert of_job("measured_seconds") == pytest.approx(period.iteration_time_s)
+        assert of_job("saving_ratio") == pytest.approx(period.saving.energy_percent / 100, abs=1e-12)
+        assert of_job("plan_switches_total") >= 1
+        assert of_job("broken_promises_total") == of_job("quarantines_total") == 0
+
+        assert value(samples, "perseus_jobs", state="planned") == 1
+        assert value(samples, "perseus_telemetry_batches_total", outcome="taken") == agent.sequence
+        assert value(samples, "perseus_agent_streams") == 1
+        assert value(samples, "perseus_refusals_total", reason=reason) >= 1
+        assert value(samples, "perseus_solver_seconds_count", lane="jobs") >= 1
+        assert value(samples, "perseus_store_commit_seconds_count") > 0
+        assert value(samples, "perseus_store_size_bytes") > 10_000
+        assert value(samples, "perseus_coordinator_serving") == 1
+        assert value(samples, "perseus_rank_iteration", job_id="job", pipeline="1", stage="0", tensor="0") > 0
+
+        wanted = (names.BUILD_INFO, *names.SERVER, *names.JOB, names.RANK_CONNECTED, names.RANK_ITERATION)
+        assert series_of(samples, wanted) == {
+            metric.name: {frozenset(metric.labels)} for metric in wanted if metric not in CONDITIONAL
+        }
+
+        straggling = job_service_pb2.ReportStragglerRequest(job_id="job", pipeline=0, slowdown_factor=1.2)
+        job = (await client.jobs.ReportStraggler(straggling, timeout=TIMEOUT_S)).job
+
+        async def is_told() -> bool:
+            nonlocal samples
+            samples = await scrape(f"http://{http}/metrics")
+            return of_job("stragglers", source="reported") == 1
+
+        await until(is_told)  # an answer serves for a second
+        assert of_job("straggler_seconds") == pytest.approx(1.2 * job.t_min_s)
+        await client.finish()
+
+        async def is_gone() -> bool:
+            nonlocal samples
+            samples = await scrape(f"http://{http}/metrics")
+            return value(samples, "perseus_jobs", state="finished") == 1
+
+        await until(is_gone)
+        assert not any(("job_id", "job") in labels for _, labels in samples), "an ended job has no series"
+
+
+async def test_series_do_not_grow_with_ranks_unless_asked_for(tmp_path: Path) -> None:
+    http = f"127.0.0.1:{free_port()}"
+    counts: dict[str, int] = {}
+    async with connected(make_settings(tmp_path, http=http)) as client:
+        for pipelines in (1, 64):
+            job_id = f"job-{pipelines}"
+            await client.register(job_id=job_id, pipelines=pipelines)
+
+            async def has_job(job_id: str = job_id) -> bool:
+                samples = await scrape(f"http://{http}/metrics")
+                counts[job_id] = sum(("job_id", job_id) in labels for _, labels in samples)
+                return counts[job_id] > 0
+
+            await until(has_job)  # an answer serves for a second
+    assert counts["job-1"] == counts["job-64"]
+
+
+async def test_how_far_profiling_is_is_told_while_it_goes_on(tmp_path: Path) -> None:
+    http = f"127.0.0.1:{free_port()}"
+    async with connected(make_settings(tmp_path, http=http)) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
+        await agent.iterate(6)
+        job, samples = await client.job(), await scrape(f"http://{http}/metrics")
+    assert value(samples, "perseus_job_state", job_id="job", state="profiling") == 1
+    told = {metric: value(samples, metric.name, job_id="job") for metric in PROFILING}
+    assert told[names.JOB_PROFILING_TRIED] == job.profiling_progress.tried_clock_count
+    assert told[names.JOB_PROFILING_MOST] == job.profiling_progress.max_clock_count > 0
+    assert told[names.JOB_PROFILING_LEFT] >= 0
+
+
+async def test_no_work_over_ranks_is_done_unless_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def walk(_: RankTable) -> NoReturn:
+        raise AssertionError("all ranks are looked at")
+
+    http = f"127.0.0.1:{free_port()}"
+    async with connected(make_settings(tmp_path, http=http)) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+        await agent.iterate(4)
+        with monkeypatch.context() as patched:
+            patched.setattr(RankTable, "__iter__", walk)
+            samples = await scrape(f"http://{http}/metrics")
+    assert value(samples, "perseus_job_quarantines_total", job_id="job") == 0
+    assert value(samples, "perseus_job_measured_seconds", job_id="job") > 0
+
+
+async def test_a_job_that_can_not_be_read_is_put_aside_and_the_others_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from perseus.service.job.iterations.iteration_log import IterationLog
+
+    http = f"127.0.0.1:{free_port()}"
+    async with connected(make_settings(tmp_path, http=http)) as client:
+        await client.register(job_id="bad")
+        await client.register(job_id="good")
+        before = IterationLog.latest_period
+        failed: list[IterationLog] = []
+
+        def latest_period(log: IterationLog) -> object:
+            if not failed:
+                failed.append(log)
+            if log is failed[0]:
+                raise ArithmeticError("planted")
+            return before(log)
+
+        monkeypatch.setattr(IterationLog, "latest_period", latest_period)
+        samples = await scrape(f"http://{http}/metrics")
+    assert value(samples, "perseus_job_state", job_id="bad", state="stock") == 1
+    assert value(samples, "perseus_job_quarantines_total", job_id="bad") == 1
+    assert value(samples, "perseus_job_state", job_id="good", state="waiting") == 1
+
+
+async def test_of_too_many_jobs_the_newest_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perseus.service.web.collector.MOST_JOBS", 2)
+    http = f"127.0.0.1:{free_port()}"
+    async with connected(make_settings(tmp_path, http=http)) as client:
+        for number in range(3):
+            await client.register(job_id=f"job-{number}")
+        samples = await scrape(f"http://{http}/metrics")
+    told = {dict(labels)["job_id"] for name, labels in samples if name == "perseus_job_run_number"}
+    assert told == {"job-1", "job-2"}
+    assert value(samples, "perseus_hidden_jobs") == 1
+    assert value(samples, "perseus_jobs", state="waiting") == 3
+
+
+def client_context(security: Security) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(security.ca))
+    context.load_cert_chain(security.client_certificate, security.client_key)
+    return context
+
+
+async def test_tls_is_grpcs_and_a_renewed_certificate_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_listening, "_LOOK_S", 0.02)
+    monkeypatch.setattr("perseus.service.listening._POLL_S", 0.02)
+    security = Security(tmp_path / "security")
+    http = f"127.0.0.1:{free_port()}"
+    settings = make_settings(
+        tmp_path,
+        http=http,
+        insecure=False,
+        tls_certificate=security.coordinator_certificate,
+        tls_key=security.coordinator_key,
+        tls_client_ca=security.ca,
+        operator_token_file=security.token_file,
+    )
+    url = f"https://{http}/metrics"
+    file = str(security.coordinator_certificate)
+    async with running(settings):
+        first = value(
+            await scrape(url, client_context(security)),
+            "perseus_certificate_expiry_timestamp_seconds",
+            file=file,
+        )
+        with pytest.raises(Exception, match=r"(?i)certificate required|disconnected|reset"):
+            await get(url, context=ssl.create_default_context(cafile=str(security.ca)))
+        other = Authority.create(tmp_path / "other", "another", timedelta(days=2))
+        renewed = other.folder / "ca.pem"
+        # Another authority's: it shows that what is served has changed.
+        certificate, key = other.issue(
+            tmp_path / "renewed",
+            ["localhost", "127.0.0.1"],
+            is_server=True,
+            ends=datetime.now(UTC) + timedelta(days=1),
+        )
+        security.coordinator_key.write_bytes(key.read_bytes())
+        security.coordinator_certificate.write_bytes(certificate.read_bytes())
+        context = ssl.create_default_context(cafile=str(renewed))
+        context.load_cert_chain(security.client_certificate, security.client_key)
+
+        async def is_renewed() -> bool:
+            try:
+                samples = await scrape(url, context)
+            except OSError:
+                return False
+            return value(samples, "perseus_certificate_expiry_timestamp_seconds", file=file) != first
+
+        await until(is_renewed)
+
+
+async def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
+    http = f"127.0.0.1:{free_port()}"
+    async with running(make_settings(tmp_path / "..", database=tmp_path / "a.db", http=http)):
+        with pytest.raises(AddressUnavailableError, match=http):
+            async with running(make_settings(tmp_path, database=tmp_path / "b.db", http=http)):
+                pass

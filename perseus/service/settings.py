@@ -70,7 +70,7 @@ class CoordinatorSettings(BaseSettings):
         default=3,
         ge=1,
         le=1000,
-        description="Iterations measured at each clock, on average: noisy ones get more.",
+        description="Iterations measured at a clock; noisier ones than others get more, clean ones fewer.",
     )
     profile_accuracy_percent: float = Field(
         default=0.3, gt=0, le=100, description="Profile until plans can change by no more energy than this."

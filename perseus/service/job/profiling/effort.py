@@ -4,7 +4,7 @@ What holding for one more iteration gains is least where a clock is known well a
 of all clocks add up to the least, for the same number of iterations in all, where each clock is held for as
 many as its noise, the error of a single iteration, is to the others' (Neyman's allocation): twice as noisy,
 twice as long, and not four times, which would make all equally sure and be no better than holding all for as
-long. So what is asked for, `iterations`, is what clocks get on average.
+long. So `iterations`, what is asked for, is what a clock gets that is as noisy as those before it.
 
 Three things bound that. What is known much better than profiling has to be is held no longer. What surely
 lies above the hull of the clocks measured before will be in no plan: its errors don't count. And a noisy
@@ -52,7 +52,7 @@ class Effort:
     """Spreads iterations over the clocks of a job."""
 
     def __init__(self, iterations: int, accuracy: float) -> None:
-        """`iterations`: at each clock, on average; `accuracy`: by what share energy may be mistaken."""
+        """`iterations`: at a clock as noisy as others; `accuracy`: by what share energy may be off."""
         self._iterations = iterations
         self._accuracy = accuracy
         # The noise of each round that has ended: joules, of a single iteration.

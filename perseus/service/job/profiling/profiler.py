@@ -64,7 +64,7 @@ class ProfilingRules:
     """How much profiling may cost, and how good it has to be.
 
     Attributes:
-        iterations: measured at each clock, on average; noisier ones get more, clean ones fewer (`effort`).
+        iterations: measured at a clock; at noisier ones than the others more, at clean ones fewer (`effort`).
         accuracy: by what share the plan's energy may still change.
         most_clocks: of a stage, those given up included.
         budget: what all rounds may take together.

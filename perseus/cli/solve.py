@@ -140,14 +140,17 @@ def plan(
         ),
     ],
     iteration_time: Annotated[
-        float, typer.Option(help="The plan may not be slower than this, seconds.", show_default=False)
-    ],
+        float | None, typer.Option(help="The plan may not be slower than this, seconds.", show_default=False)
+    ] = None,
+    no_slowdown: Annotated[
+        bool, typer.Option("--no-slowdown", help="The plan may not be slower than the highest clocks.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     limit_computations: LimitComputations = _LIMIT_COMPUTATIONS,
     limit_s: LimitS = _LIMIT_S,
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """Make the plan of least energy that is not slower than an iteration time."""
+    """Make the plan of least energy that is not slower than an iteration time, or than stock."""
     from google.protobuf import json_format
 
     with _without_pyplot():
@@ -157,6 +160,8 @@ def plan(
         from perseus.service.domain.errors import cut
     from perseus.v1 import frontier_pb2
 
+    if (iteration_time is None) != no_slowdown:
+        fail("expected one of --iteration-time and --no-slowdown")
     destination = _checked("--output", output, frontier_file)
     try:
         with working("Reading"):
@@ -164,6 +169,8 @@ def plan(
             message = json_format.Parse(text, frontier_pb2.Frontier())
             translate_problems.check_problem_size(message.problem, 1, limit_computations)
             pipeline = translate_problems.problem_from_proto(message.problem)
+        if iteration_time is None:
+            iteration_time = solver.fastest_clock_plan(pipeline).iteration_time_s
         with _at_most(limit_s), working("Planning", is_measured=True) as report:
             made = solver.plan_at(pipeline, iteration_time, on_progress=report)
     except OSError as error:

@@ -67,7 +67,10 @@ class CoordinatorSettings(BaseSettings):
         default=5, ge=1, le=1000, description="Iterations of the stock baseline."
     )
     profile_iterations: int = Field(
-        default=3, ge=1, le=1000, description="Iterations measured at each clock."
+        default=3,
+        ge=1,
+        le=1000,
+        description="Iterations measured at a clock; noisier ones than others get more, clean ones fewer.",
     )
     profile_accuracy_percent: float = Field(
         default=0.3, gt=0, le=100, description="Profile until plans can change by no more energy than this."

@@ -18,7 +18,7 @@ from perseus.solver.errors import (
 )
 from perseus.solver.fitting import FittedTimes, MeasuredIteration, emulated_iteration_time_s, fit_times
 from perseus.solver.frontier import Frontier, FrontierPoint, Refinement, plan_at, solve
-from perseus.solver.lag import common_lag_s, explaining_lag_s, with_lag
+from perseus.solver.lag import common_lag_s, explaining_lag_s, predicted_iteration_time_s, with_lag
 from perseus.solver.latency import LatencyReplay, replay_with_latency
 from perseus.solver.margin import Margin, with_margin
 from perseus.solver.measurements import interpolate_clocks, merge_measurements
@@ -76,6 +76,7 @@ __all__ = [
     "merge_measurements",
     "one_forward_one_backward",
     "plan_at",
+    "predicted_iteration_time_s",
     "read_profile_csv",
     "recheck",
     "replay",

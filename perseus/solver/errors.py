@@ -38,4 +38,11 @@ class DeadlineError(SolverError):
 
 
 class LagError(SolverError):
-    """No lag between stages explains measured iteration times."""
+    """No lag between stages explains measured iteration times.
+
+    `times_s` repeats the times of the message by name, in seconds.
+    """
+
+    def __init__(self, message: str, **times_s: float) -> None:
+        super().__init__(message, **times_s)
+        self.times_s = times_s

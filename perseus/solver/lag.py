@@ -95,6 +95,15 @@ def explaining_lag_s(
     return None
 
 
+def predicted_iteration_time_s(pipeline: Pipeline, plan: Plan) -> float:
+    """Return what an iteration takes with a plan's durations and the lag that is common to all transfers.
+
+    Raises:
+        PipelineError: the pipeline's transfers have different lags.
+    """
+    return _iteration_time_ps(pipeline, plan)(to_ps(common_lag_s(pipeline))) / PS_PER_S
+
+
 def _hops(pipeline: Pipeline) -> set[tuple[int, int]]:
     """Return the (sending stage, receiving stage) of activations; gradients travel the other way."""
     return {

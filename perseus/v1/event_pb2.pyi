@@ -97,6 +97,10 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """
     JOB_EVENT_TYPE_GPU_LIMITS_CHANGED: _JobEventType.ValueType  # 29
     """Somebody has changed a GPU's power limit or workload power profiles: its stage is profiled anew."""
+    JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED: _JobEventType.ValueType  # 30
+    """Iterations took longer than the plans in force promised, and no time that transfers could take explains it. The
+    job is planned on as before, without such times; plans that break their promise again end that.
+    """
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """What kind of thing happened to a job."""
@@ -169,6 +173,10 @@ planned without those clocks.
 """
 JOB_EVENT_TYPE_GPU_LIMITS_CHANGED: JobEventType.ValueType  # 29
 """Somebody has changed a GPU's power limit or workload power profiles: its stage is profiled anew."""
+JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED: JobEventType.ValueType  # 30
+"""Iterations took longer than the plans in force promised, and no time that transfers could take explains it. The
+job is planned on as before, without such times; plans that break their promise again end that.
+"""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 class _ClockGivenUpReason:
@@ -350,6 +358,7 @@ class JobEvent(google.protobuf.message.Message):
     EVENTS_DROPPED_FIELD_NUMBER: builtins.int
     CLOCK_CAPPED_FIELD_NUMBER: builtins.int
     GPU_LIMITS_CHANGED_FIELD_NUMBER: builtins.int
+    MEASUREMENTS_UNEXPLAINED_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Number of the event within its run, from 1."""
     type: Global___JobEventType.ValueType
@@ -460,6 +469,10 @@ class JobEvent(google.protobuf.message.Message):
     def gpu_limits_changed(self) -> Global___GpuLimitsChanged:
         """Of GPU_LIMITS_CHANGED."""
 
+    @property
+    def measurements_unexplained(self) -> Global___MeasurementsUnexplained:
+        """Of MEASUREMENTS_UNEXPLAINED."""
+
     def __init__(
         self,
         *,
@@ -492,10 +505,11 @@ class JobEvent(google.protobuf.message.Message):
         events_dropped: Global___EventsDropped | None = ...,
         clock_capped: Global___ClockCapped | None = ...,
         gpu_limits_changed: Global___GpuLimitsChanged | None = ...,
+        measurements_unexplained: Global___MeasurementsUnexplained | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped", "clock_capped", "gpu_limits_changed"] | None: ...
+    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped", "clock_capped", "gpu_limits_changed", "measurements_unexplained"] | None: ...
 
 Global___JobEvent: typing_extensions.TypeAlias = JobEvent
 
@@ -1451,3 +1465,43 @@ class GpuLimitsChanged(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["before_power_limit_w", b"before_power_limit_w", "before_workload_power_profiles", b"before_workload_power_profiles", "power_limit_w", b"power_limit_w", "rank", b"rank", "workload_power_profiles", b"workload_power_profiles"]) -> None: ...
 
 Global___GpuLimitsChanged: typing_extensions.TypeAlias = GpuLimitsChanged
+
+@typing.final
+class MeasurementsUnexplained(google.protobuf.message.Message):
+    """What was measured of a plan and of stock, and what the model says of them. Iterations of the model have no
+    overhead (the optimizer): only the differences between plan and stock compare.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MEDIAN_TIME_S_FIELD_NUMBER: builtins.int
+    BASELINE_TIME_S_FIELD_NUMBER: builtins.int
+    PREDICTED_TIME_S_FIELD_NUMBER: builtins.int
+    PREDICTED_BASELINE_TIME_S_FIELD_NUMBER: builtins.int
+    RESIDUAL_S_FIELD_NUMBER: builtins.int
+    TRANSFER_LAG_S_FIELD_NUMBER: builtins.int
+    median_time_s: builtins.float
+    """What iterations took under the plan, seconds: the median."""
+    baseline_time_s: builtins.float
+    """What they took at stock, seconds."""
+    predicted_time_s: builtins.float
+    """What the model says of the plan, seconds."""
+    predicted_baseline_time_s: builtins.float
+    """What the model says of the highest clocks, seconds."""
+    residual_s: builtins.float
+    """What is not explained, seconds: by how much more the plan differs from stock as measured than in the model."""
+    transfer_lag_s: builtins.float
+    """How long the model takes a transfer between stages, seconds; plans go on with it."""
+    def __init__(
+        self,
+        *,
+        median_time_s: builtins.float = ...,
+        baseline_time_s: builtins.float = ...,
+        predicted_time_s: builtins.float = ...,
+        predicted_baseline_time_s: builtins.float = ...,
+        residual_s: builtins.float = ...,
+        transfer_lag_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["baseline_time_s", b"baseline_time_s", "median_time_s", b"median_time_s", "predicted_baseline_time_s", b"predicted_baseline_time_s", "predicted_time_s", b"predicted_time_s", "residual_s", b"residual_s", "transfer_lag_s", b"transfer_lag_s"]) -> None: ...
+
+Global___MeasurementsUnexplained: typing_extensions.TypeAlias = MeasurementsUnexplained

@@ -7,6 +7,7 @@ from perseus.cli.job_tables import (
     gap_text,
     job_facts,
     job_table,
+    no_slowdown,
     plan_table,
     progress_text,
     rank_table,
@@ -52,6 +53,27 @@ def test_facts_are_told_as_they_are_and_only_if_they_are_known() -> None:
     assert "frontier T_min 1.000 s, T* 1.200 s, T_slow 1.500 s" in facts
     assert "stragglers pipeline 3, detected: 1.100 s" in facts
     assert not any(line.startswith(("finished", "clocks measured")) for line in facts)
+
+
+def test_what_is_no_slowdown_is_said_with_what_says_so() -> None:
+    all_max = job_pb2.NoSlowdownTime(iteration_time_s=1.02, basis=job_pb2.NO_SLOWDOWN_BASIS_ALL_MAX)
+    measured = job_pb2.NoSlowdownTime(iteration_time_s=1.01, basis=job_pb2.NO_SLOWDOWN_BASIS_BASELINE)
+    assert no_slowdown(all_max) == "up to 1.020 s: every computation at its highest clock, as planned with"
+    assert no_slowdown(measured) == "up to 1.010 s: the stock baseline, measured shorter than planned with"
+    job = job_pb2.Job()
+    job.CopyFrom(JOB)
+    job.no_slowdown_time.CopyFrom(all_max)
+    assert f"no slowdown {no_slowdown(all_max)}" in lines(job_facts(job))
+    assert not any(line.startswith("no slowdown") for line in lines(job_facts(JOB)))
+
+
+def test_plans_are_held_against_stock_not_against_t_min() -> None:
+    job = job_pb2.Job()
+    job.CopyFrom(JOB)
+    job.no_slowdown_time.iteration_time_s = 1.1
+    found = lines(plan_table(job))
+    assert "3 1.000 s -9.1 %" in found
+    assert "0–2, 4–5 1.100 s +0.0 %" in found
 
 
 def test_profiling_says_how_far_it_is_and_when_it_is_done() -> None:
@@ -182,6 +204,9 @@ def test_an_event_is_one_line_even_of_a_type_that_is_not_known() -> None:
     shown = lines(event_table([solved, newer]))
     assert "7 2026-01-01 00:00:00 solved from [1] to [/2]" in shown
     assert "8 1970-01-01 00:00:00 99 new" in shown
+    unexplained = event_pb2.JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED
+    found = event_pb2.JobEvent(sequence=9, type=unexplained, message="0.2 s remain")
+    assert "9 1970-01-01 00:00:00 measurements_unexplained 0.2 s remain" in lines(event_table([found]))
 
 
 def test_a_gap_is_said_plainly() -> None:

@@ -116,6 +116,38 @@ def test_plan_at_t_min_is_no_slower(frontier: Path, tmp_path: Path) -> None:
     assert plan["energyJ"] < load(frontier)["baseline"]["energyJ"]
 
 
+def test_no_slowdown_is_measured_against_the_highest_clocks_not_against_t_min(tmp_path: Path) -> None:
+    """Every forward is 5 % faster one clock below the highest."""
+    path, output = tmp_path / "profile.csv", tmp_path / "frontier.json"
+    faster = [
+        f"{stage},{kind},900,{time_s},{energy_j}"
+        for stage, weight in ((0, 1.0), (1, 1.5))
+        for kind, time_s, energy_j in (
+            ("forward", 0.095 * weight, 27 * weight),
+            ("backward", 0.21 * weight, 54 * weight),
+        )
+    ]
+    path.write_text(HEADER + "\n".join(rows() + faster) + "\n")
+    assert run("solve", path, "--microbatches", 4, "--output", output).exit_code == 0
+    stock_s = load(output)["baseline"]["iterationTimeS"]
+    assert load(output)["tMinS"] < 0.99 * stock_s
+    plans = []
+    for name, flags in (("none", ["--no-slowdown"]), ("asked", ["--iteration-time", stock_s])):
+        written = tmp_path / f"{name}.json"
+        result = run("plan", output, *flags, "--output", written)
+        assert result.exit_code == 0, result.output
+        plans.append(load(written))
+    assert plans[0] == plans[1]
+    assert 0.99 * stock_s < plans[0]["iterationTimeS"] <= stock_s
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-slowdown", "--iteration-time", 5.0]])
+def test_a_plan_has_one_bound(frontier: Path, flags: list[object]) -> None:
+    result = run("plan", frontier, *flags)
+    assert result.exit_code == 2
+    assert "expected one of --iteration-time and --no-slowdown" in text(result)
+
+
 @pytest.mark.parametrize("asked", ["0.01", "-1", "nan"])
 def test_plan_faster_than_t_min_is_refused(frontier: Path, tmp_path: Path, asked: str) -> None:
     result = run("plan", frontier, "--iteration-time", asked, "--output", tmp_path / "plan.json")

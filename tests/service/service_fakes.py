@@ -10,8 +10,10 @@ import numpy as np
 
 from perseus.service.domain.commands import Announce, Command, EndStream, Refine, SendOffer, Solve, Store
 from perseus.service.domain.errors import RankNotServedError
+from perseus.service.domain.evidence import MeasurementsUnexplained
 from perseus.service.domain.inputs import (
     Input,
+    LagNotFound,
     OfferAnswered,
     PlanInForce,
     RankJoined,
@@ -66,7 +68,7 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
 from perseus.service.solving.work import solve_explaining
-from perseus.solver import Computation, Kind, Schedule, SolverError
+from perseus.solver import Computation, Kind, LagError, Schedule, SolverError
 
 EPOCH = "epoch-of-the-tests"
 REGISTRATION = Registration("request", "fingerprint")
@@ -191,10 +193,12 @@ def check_plain(value: object) -> None:
         assert value is None or isinstance(value, enum.Enum) or type(value) in (int, float, bool, str), value
 
 
-def solved(command: Solve) -> Solved | SolveFailed:
+def solved(command: Solve) -> Solved | SolveFailed | LagNotFound:
     """What comes back of a problem."""
     try:
         return Solved(solve_explaining(command.problem, 8, command.slow, command.set_latency_s))
+    except LagError as error:
+        return LagNotFound(MeasurementsUnexplained(**error.times_s))
     except SolverError as error:
         return SolveFailed(str(error))
 

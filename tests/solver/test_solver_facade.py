@@ -47,6 +47,7 @@ def test_public_names() -> None:
         "merge_measurements",
         "one_forward_one_backward",
         "plan_at",
+        "predicted_iteration_time_s",
         "read_profile_csv",
         "recheck",
         "replay",

@@ -136,6 +136,8 @@ def _add_details(message: event_pb2.JobEvent, evidence: domain.Evidence) -> None
             message.clock_capped.CopyFrom(_clock_capped(evidence))
         case domain.GpuLimitsChanged():
             message.gpu_limits_changed.CopyFrom(_gpu_limits_changed(evidence))
+        case domain.MeasurementsUnexplained():
+            message.measurements_unexplained.CopyFrom(_measurements_unexplained(evidence))
         case Stall():
             message.stall.CopyFrom(_stall(evidence))
         case _:
@@ -333,6 +335,17 @@ def _clock_capped(evidence: domain.ClockCapped) -> event_pb2.ClockCapped:
         planned_clock_mhz=evidence.planned_clock_mhz,
         clock_event_reasons=evidence.clock_event_reasons,
         hold_s=evidence.hold_s,
+    )
+
+
+def _measurements_unexplained(evidence: domain.MeasurementsUnexplained) -> event_pb2.MeasurementsUnexplained:
+    return event_pb2.MeasurementsUnexplained(
+        median_time_s=evidence.median_time_s,
+        baseline_time_s=evidence.baseline_time_s,
+        predicted_time_s=evidence.predicted_time_s,
+        predicted_baseline_time_s=evidence.predicted_baseline_time_s,
+        residual_s=evidence.residual_s,
+        transfer_lag_s=evidence.transfer_lag_s,
     )
 
 

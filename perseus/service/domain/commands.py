@@ -69,7 +69,7 @@ class SlowPlan:
 
 @dataclass(frozen=True, slots=True)
 class Solve:
-    """Solve a problem; the answer comes back as Solved or SolveFailed.
+    """Solve a problem; the answer comes back as Solved or SolveFailed, or as LagNotFound.
 
     With a slow plan, the lag between stages that explains it is found first, and the problem solved with it.
     Plans keep their clocks long enough for GPUs that take `set_latency_s` to set one.

@@ -320,6 +320,22 @@ class GpuLimitsChanged:
     workload_power_profiles: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class MeasurementsUnexplained:
+    """No time that transfers could take explains how much longer a plan's iterations take than promised.
+
+    What was measured of the plan and of stock, and what the model says of them; `residual_s` is what remains
+    of the difference. `transfer_lag_s`: what the model takes for a transfer, and goes on with.
+    """
+
+    median_time_s: float
+    baseline_time_s: float
+    predicted_time_s: float
+    predicted_baseline_time_s: float
+    residual_s: float
+    transfer_lag_s: float
+
+
 Evidence = (
     Registered
     | StateChanged
@@ -345,6 +361,7 @@ Evidence = (
     | EventsDropped
     | ClockCapped
     | GpuLimitsChanged
+    | MeasurementsUnexplained
     | Stall
 )
 
@@ -375,6 +392,7 @@ EVIDENCE: Mapping[EventType, type[Evidence]] = {
     EventType.EVENTS_DROPPED: EventsDropped,
     EventType.CLOCK_CAPPED: ClockCapped,
     EventType.GPU_LIMITS_CHANGED: GpuLimitsChanged,
+    EventType.MEASUREMENTS_UNEXPLAINED: MeasurementsUnexplained,
     EventType.STALLED: Stall,
     EventType.STALL_ENDED: Stall,
 }

@@ -6,6 +6,7 @@ say.
 
 from dataclasses import dataclass
 
+from perseus.service.domain.evidence import MeasurementsUnexplained
 from perseus.service.domain.measured import KnownProfile
 from perseus.service.domain.model import Gpu, GpuErrorReason, RankLeftReason, RefusalReason, Straggler
 from perseus.service.domain.specification import Coordinates, OperatingPolicy, Registration
@@ -190,6 +191,13 @@ class SolveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class LagNotFound:
+    """There will be no frontier that explains the slow plan."""
+
+    found: MeasurementsUnexplained
+
+
+@dataclass(frozen=True, slots=True)
 class SolveRetried:
     """The solver's process died, `crash_count` by now over this problem; it goes on in `delay_s`."""
 
@@ -241,6 +249,7 @@ Input = (
     | ProfileFound
     | Solved
     | SolveFailed
+    | LagNotFound
     | SolveRetried
     | Refined
     | RefineFailed

@@ -103,6 +103,7 @@ class EventType(enum.Enum):
     EVENTS_DROPPED = "events dropped"
     CLOCK_CAPPED = "clock capped"
     GPU_LIMITS_CHANGED = "GPU limits changed"
+    MEASUREMENTS_UNEXPLAINED = "measurements unexplained"
 
 
 class FaultyPart(enum.Enum):

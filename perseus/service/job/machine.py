@@ -40,6 +40,7 @@ from perseus.service.domain.inputs import (
     FinishRequested,
     GpuErrorReported,
     Input,
+    LagNotFound,
     OfferAnswered,
     PlanInForce,
     PolicySet,
@@ -547,6 +548,9 @@ class JobMachine:
     def _on_solve_failed(self, event: SolveFailed, _now_s: float) -> None:
         self._course.take_failure(event.cause)
 
+    def _on_lag_not_found(self, event: LagNotFound, _now_s: float) -> None:
+        self._course.do_without_lag(event.found)
+
     def _on_refined(self, event: Refined, _now_s: float) -> None:
         self._course.take_plan(event.refinement, event.plan)
 
@@ -604,6 +608,7 @@ _HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
     Solved: JobMachine._on_solved,
     SolveRetried: JobMachine._on_solve_retried,
     SolveFailed: JobMachine._on_solve_failed,
+    LagNotFound: JobMachine._on_lag_not_found,
     Refined: JobMachine._on_refined,
     RefineFailed: JobMachine._on_refine_failed,
     Tick: JobMachine._on_tick,

@@ -24,6 +24,7 @@ from perseus.service.domain.inputs import (
     EpochRenewed,
     FinishRequested,
     Input,
+    LagNotFound,
     ProfileFound,
     RankLeft,
     RegisteredAgain,
@@ -146,7 +147,7 @@ class QuarantinedRun:
                 self._keep(replace(self._record, version=self._record.version + LOST_VERSIONS))
             case AgentDisconnected() | AgentLeft() | AgentHeard() | RankLeft() | Tick():
                 pass
-            case Solved() | SolveRetried() | SolveFailed() | ProfileFound():
+            case Solved() | SolveRetried() | SolveFailed() | LagNotFound() | ProfileFound():
                 pass
             case _:
                 raise self._error()

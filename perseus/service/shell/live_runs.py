@@ -41,9 +41,11 @@ from perseus.service.domain.errors import (
     LeaseExpiredError,
 )
 from perseus.service.domain.events import JobEvent
+from perseus.service.domain.evidence import MeasurementsUnexplained
 from perseus.service.domain.inputs import (
     EpochRenewed,
     Input,
+    LagNotFound,
     ProfileFound,
     Refined,
     RefineFailed,
@@ -64,7 +66,7 @@ from perseus.service.shell.watching import Watcher
 from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.storage.store import Entry, JobEntry, JobStore
-from perseus.solver import Refinement, SolverError
+from perseus.solver import LagError, Refinement, SolverError
 
 Result = TypeVar("Result")
 Made = TypeVar("Made")
@@ -549,6 +551,8 @@ class LiveRuns:
             self.handle(run, failed("it was of no use any more"))
         elif (error := solving.exception()) is None:
             self.handle(run, done(solving.result()))
+        elif isinstance(error, LagError):
+            self.handle(run, LagNotFound(MeasurementsUnexplained(**error.times_s)))
         elif isinstance(error, SolverError | CoordinatorError):
             self.handle(run, failed(str(error)))
         elif isinstance(error, Exception):

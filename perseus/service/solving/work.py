@@ -10,8 +10,10 @@ from perseus.solver import (
     Pipeline,
     Plan,
     Refinement,
+    common_lag_s,
     explaining_lag_s,
     fastest_clock_plan,
+    predicted_iteration_time_s,
     solve,
     with_lag,
 )
@@ -67,16 +69,21 @@ def refine(refinement: Refinement) -> Plan:
 
 
 def _lag_s(problem: Pipeline, slow: SlowPlan) -> float:
-    stock = fastest_clock_plan(problem)
-    lag_s = explaining_lag_s(
-        problem, _as_measured(slow.plan, problem), slow.median_time_s, stock, slow.baseline_time_s
-    )
+    planned, stock = _as_measured(slow.plan, problem), fastest_clock_plan(problem)
+    lag_s = explaining_lag_s(problem, planned, slow.median_time_s, stock, slow.baseline_time_s)
     if lag_s is None:
+        predicted_s = predicted_iteration_time_s(problem, planned)
+        predicted_stock_s = predicted_iteration_time_s(problem, stock)
+        residual_s = (slow.median_time_s - slow.baseline_time_s) - (predicted_s - predicted_stock_s)
         raise LagError(
             f"no lag between stages explains iterations of {slow.median_time_s:.6f} s, "
-            f"{slow.baseline_time_s:.6f} s at stock",
+            f"{slow.baseline_time_s:.6f} s at stock: {residual_s:.6f} s remain",
             median_time_s=slow.median_time_s,
             baseline_time_s=slow.baseline_time_s,
+            predicted_time_s=predicted_s,
+            predicted_baseline_time_s=predicted_stock_s,
+            residual_s=residual_s,
+            transfer_lag_s=common_lag_s(problem),
         )
     return lag_s
 

@@ -19,6 +19,8 @@ async def test_a_job_is_profiled_planned_replanned_and_finished(tmp_path: Path) 
         job = await client.job()
         assert job.profiled_clock_count == 6
         assert job.planned_iteration_time_s == [job.t_min_s, job.t_min_s]
+        assert job.t_min_s <= job.no_slowdown_time.iteration_time_s
+        assert job.no_slowdown_time.basis != job_pb2.NO_SLOWDOWN_BASIS_UNSPECIFIED
         assert {rank.in_force_version for rank in await client.ranks()} == {agent.offers[-1].version}
         assert all(
             [planned.kind for planned in offer.stage_plan.computations]
@@ -64,7 +66,9 @@ async def test_a_job_is_profiled_planned_replanned_and_finished(tmp_path: Path) 
         await asyncio.wait_for(agent.reader, TIMEOUT_S)
         assert (await client.job()).state == job_pb2.JOB_STATE_FINISHED
 
-        periods = (await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"))).periods
+        measured = await client.jobs.GetReport(job_service_pb2.GetReportRequest(job_id="job"))
+        assert measured.no_slowdown_time == job.no_slowdown_time
+        periods = measured.periods
         states = [period.state for period in periods]
         assert states[0] == job_pb2.JOB_STATE_BASELINE
         assert states[-1] == job_pb2.JOB_STATE_PLANNED

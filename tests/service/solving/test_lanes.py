@@ -73,6 +73,24 @@ async def test_a_problem_is_solved_elsewhere_as_here(jobs: JobLane, requests: Re
     assert (await requests.solve(problem, 100)).points == here.points
 
 
+async def test_an_exact_plan_is_made_elsewhere_as_here(jobs: JobLane) -> None:
+    frontier = solve(make_problem(), point_count=3)
+    refinement = frontier.refinement(1.03 * frontier.t_min_s)
+    there = await jobs.refine("job", refinement, Retries())
+    assert there == refinement.plan() == frontier.plan(1.03 * frontier.t_min_s)
+    assert frontier.plan_within(1.03 * frontier.t_min_s) != there, "no point of the frontier"
+
+
+async def test_an_exact_plan_makes_way_for_a_frontier_of_its_job(jobs: JobLane) -> None:
+    frontier = solve(make_problem(), point_count=3)
+    refinement = frontier.refinement(1.03 * frontier.t_min_s)
+    refining = asyncio.create_task(jobs.refine("job", refinement, Retries()))
+    await asyncio.sleep(0)
+    assert (await jobs.solve("job", make_problem(), None, Retries())).t_min_s == frontier.t_min_s
+    with pytest.raises(asyncio.CancelledError):
+        await refining
+
+
 async def test_the_solvers_error_comes_back(jobs: JobLane, requests: RequestLane) -> None:
     with pytest.raises(SolverError, match="found 1") as caught:
         await requests.solve(make_problem(), 1)
@@ -85,8 +103,21 @@ async def test_the_solvers_error_comes_back(jobs: JobLane, requests: RequestLane
     there, here = await jobs.solve("job", problem, slow, Retries()), solve_explaining(problem, slow=slow)
     assert common_lag_s(there.pipeline) == common_lag_s(here.pipeline) > 0
     assert there.points == here.points
-    with pytest.raises(LagError, match="no lag between stages explains"):
+    with pytest.raises(LagError, match="no lag between stages explains") as unexplained:
         await jobs.solve("job", problem, SlowPlan(plan, 10 * slow_s, stock_s), Retries())
+    predicted_s, predicted_stock_s = (
+        replay(problem, some.clocks_mhz).iteration_time_s for some in (plan, stock)
+    )
+    assert unexplained.value.times_s == pytest.approx(
+        {
+            "median_time_s": 10 * slow_s,
+            "baseline_time_s": stock_s,
+            "predicted_time_s": predicted_s,
+            "predicted_baseline_time_s": predicted_stock_s,
+            "residual_s": 10 * slow_s - stock_s - (predicted_s - predicted_stock_s),
+            "transfer_lag_s": 0.0,
+        }
+    )
 
 
 async def test_plans_are_made_elsewhere_as_here_and_frontiers_go_there_once(requests: RequestLane) -> None:

@@ -4,6 +4,11 @@ Such an iteration runs at stock from the first mark that differs, and from its b
 differed, too; but what precedes ran as planned. What it takes at stock is only known where some ran at stock.
 So they are held against those, and against what the plans promise, whichever is longer. A job whose latest
 iterations are mostly irregular, and take longer than that, has no use for its plans: stock is no slower.
+
+Medians decide, not evidence as with the guard. Evidence is for a level and its noise, and these iterations
+have neither: they are a mixture of evaluations, ramps and whatever else, of which few were seen. An error is
+cheap, too: it is no broken promise and costs no time, only what plans would have saved until regular
+iterations bring them back.
 """
 
 from collections import deque

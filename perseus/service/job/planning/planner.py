@@ -187,6 +187,18 @@ class Planner:
             evidence.SolveRetried(cause, crash_count, delay_s),
         )
 
+    def announce_unexplained(self, found: evidence.MeasurementsUnexplained) -> None:
+        """Tell that the model does not explain what was measured, and by how much it is off."""
+        measured_s = found.median_time_s - found.baseline_time_s
+        predicted_s = found.predicted_time_s - found.predicted_baseline_time_s
+        self._journal.announce(
+            EventType.MEASUREMENTS_UNEXPLAINED,
+            f"the plan's iterations take {measured_s:.6f} s more than stock's, of which the model explains "
+            f"{predicted_s:.6f} s; no time that transfers take explains the other {found.residual_s:.6f} s: "
+            "plans go on without",
+            found,
+        )
+
     @property
     def no_slowdown(self) -> NoSlowdown | None:
         """What is not slower than stock; None while there is no frontier to measure it by."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from perseus.service.domain.measured import StageKey, StageProfile
+from perseus.service.job.profiling.hull import Point, effective_point, height_j, lower_hull, slope_w
 from perseus.service.job.profiling.stage_profiles import blocking_power_w, curves, interpolate
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks
 from perseus.solver import Kind, Measurement, Schedule
@@ -140,7 +141,7 @@ class _Stage:
         left_mhz = [mhz for mhz in self._left_mhz if mhz >= reached_mhz]
         gaps_j = dict.fromkeys(left_mhz, 0.0)
         for key, count in self._counts.items():
-            hull = _hull([self._point(m) for m in self._measured[key]])
+            hull = lower_hull([effective_point(m, self._power_w) for m in self._measured[key]])
             for mhz in left_mhz:
                 gaps_j[mhz] += count * self._gap_j(hull, key, mhz)
         best_mhz, most_j = self._highest_measured_mhz(), 0.0
@@ -157,72 +158,33 @@ class _Stage:
         measured_mhz = (mhz for mhz in self.measured_mhz if mhz in self._usable_mhz)
         return max(measured_mhz, default=max(self._left_mhz, default=0))
 
-    def _gap_j(self, hull: Sequence["_Point"], key: StageKey, mhz: int) -> float:
+    def _gap_j(self, hull: Sequence[Point], key: StageKey, mhz: int) -> float:
         """What a computation at this clock may cost less than the chord says."""
         time_s = self._at(key, mhz).time_s
         gap_j = _gap_below_j(hull, time_s)
         if mhz > self.measured_mhz[-1]:
             above = [m for m in self.measured_mhz if m > mhz][-1:]
             around = [*above, next(m for m in self.measured_mhz if m < mhz)]
-            cheaper_j = min(self._point(self._at(key, m)).energy_j for m in around)
-            gap_j = min(gap_j, _height_j(hull, time_s) - cheaper_j)
+            cheaper_j = min(effective_point(self._at(key, m), self._power_w).energy_j for m in around)
+            gap_j = min(gap_j, height_j(hull, time_s) - cheaper_j)
         return max(0.0, gap_j)
 
     def _at(self, key: StageKey, clock_mhz: int) -> Measurement:
         return interpolate(self._measured[key], clock_mhz)
 
-    def _point(self, m: Measurement) -> "_Point":
-        return _Point(m.time_s, m.energy_j - self._power_w * m.time_s, m.energy_se_j)
 
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """Time and effective energy, and the energy's standard error."""
-
-    time_s: float
-    energy_j: float
-    error_j: float
-
-
-def _hull(points: Sequence[_Point]) -> list[_Point]:
-    """Return the lower convex hull, falling: what is both slower and dearer is left out."""
-    vertices: list[_Point] = []
-    for point in sorted(points, key=lambda point: (point.time_s, point.energy_j)):
-        if vertices and (point.energy_j >= vertices[-1].energy_j or point.time_s == vertices[-1].time_s):
-            continue
-        while len(vertices) >= 2 and _slope_w(vertices[-1], point) <= _slope_w(vertices[-2], vertices[-1]):
-            vertices.pop()
-        vertices.append(point)
-    return vertices
-
-
-def _gap_below_j(hull: Sequence[_Point], time_s: float) -> float:
+def _gap_below_j(hull: Sequence[Point], time_s: float) -> float:
     """How far below the hull the curve may lie at a time; beyond its end, along half its slope."""
     if len(hull) < 2 or time_s <= hull[0].time_s:
         return 0.0
     if time_s >= hull[-1].time_s:
-        return -_slope_w(hull[-2], hull[-1]) * (time_s - hull[-1].time_s) / 2
+        return -slope_w(hull[-2], hull[-1]) * (time_s - hull[-1].time_s) / 2
     right = bisect_right(hull, time_s, key=lambda point: point.time_s)
     before, after = hull[right - 1], hull[right]
     lowest_j = after.energy_j
     if right + 1 < len(hull):
-        lowest_j -= _slope_w(after, hull[right + 1]) * (after.time_s - time_s)
+        lowest_j -= slope_w(after, hull[right + 1]) * (after.time_s - time_s)
     if right >= 2:
-        slope_w = _slope_w(hull[right - 2], before)
-        lowest_j = max(lowest_j, before.energy_j + slope_w * (time_s - before.time_s))
-    return _height_j(hull, time_s) - lowest_j - math.hypot(before.error_j, after.error_j)
-
-
-def _height_j(hull: Sequence[_Point], time_s: float) -> float:
-    """Return the hull's effective energy at a time, flat beyond its ends."""
-    if time_s <= hull[0].time_s:
-        return hull[0].energy_j
-    if time_s >= hull[-1].time_s:
-        return hull[-1].energy_j
-    right = bisect_right(hull, time_s, key=lambda point: point.time_s)
-    before, after = hull[right - 1], hull[right]
-    return before.energy_j + _slope_w(before, after) * (time_s - before.time_s)
-
-
-def _slope_w(before: _Point, after: _Point) -> float:
-    return (after.energy_j - before.energy_j) / (after.time_s - before.time_s)
+        fall_w = slope_w(hull[right - 2], before)
+        lowest_j = max(lowest_j, before.energy_j + fall_w * (time_s - before.time_s))
+    return height_j(hull, time_s) - lowest_j - math.hypot(before.error_j, after.error_j)

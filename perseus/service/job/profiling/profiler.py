@@ -1,10 +1,10 @@
 """Profiling in vivo: rounds of held clocks, and when they are enough. Part of the state machine.
 
 In a round every stage holds one clock, its own (`clock_choice`), on all pipelines. It ends when all stages
-are measured, or when it lasted so long that what is missing will not come (a stage that computes in step with
-its energy counter, say): that clock is given up. Pipelines that were slow in a round do not count in it.
-A stage that stays at stock is measured at stock, which counts as its highest clock. One of which nothing is
-left to measure goes on with a clock that it has.
+are measured, well enough for how noisy they are (`effort`), or when it lasted so long that what is missing
+will not come (a stage that computes in step with its energy counter, say): that clock is given up. Pipelines
+that were slow in a round do not count in it. A stage that stays at stock is measured at stock, which counts
+as its highest clock. One of which nothing is left to measure goes on with a clock that it has.
 
 Profiling ends when the plan's energy can no longer change by more than the accuracy asked for, or when the
 budget is used up, within a round or after it. Whatever the ranks report, every iteration of the job counts
@@ -45,6 +45,7 @@ from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate
 from perseus.service.job.journal import Journal
 from perseus.service.job.profiling.clock_choice import ClockChoice, choose_clocks
+from perseus.service.job.profiling.effort import Effort, RoundError, round_error
 from perseus.service.job.profiling.pace import Pace
 from perseus.service.job.profiling.stage_profiles import agree, is_power_known, merge, why_not_measured
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, UsableClocks, stages_at_stock
@@ -63,7 +64,7 @@ class ProfilingRules:
     """How much profiling may cost, and how good it has to be.
 
     Attributes:
-        iterations: measured at each clock.
+        iterations: measured at a clock; at noisier ones than the others more, at clean ones fewer (`effort`).
         accuracy: by what share the plan's energy may still change.
         most_clocks: of a stage, those given up included.
         budget: what all rounds may take together.
@@ -111,6 +112,9 @@ class Profiler:
         # What a stage's estimate has to cover.
         self._needed = [frozenset((each.kind, each.chunk) for each in order) for order in schedule.orders]
         self._rules = rules
+        self._effort = Effort(rules.iterations, rules.accuracy)
+        # How many iterations every rank has to have measured before the round is looked at again.
+        self._wanted_count = self._effort.least_iterations
         self._journal = journal
         self._estimates: dict[Coordinates, EnergyEstimate] = {}
         self._disturbed: set[int] = set()
@@ -158,6 +162,7 @@ class Profiler:
     def forget(self) -> None:
         """What is measured is of no use any more."""
         self.profiles = self.known = ()
+        self._effort.restart()
         self._estimates.clear()
         self.renew()
         self._journal.store(ForgetProfile())
@@ -219,7 +224,7 @@ class Profiler:
         return sorted(
             rank
             for stage in self._counted_mhz(held, clocks_mhz)
-            for rank, _ in self._unmeasured_of(stage, held.clocks_mhz[stage], pipelines)
+            for rank, _ in self._unmeasured_of(stage, held.clocks_mhz[stage], pipelines, self._wanted_count)
         )
 
     def next_round(self, held: HoldClocks | None, clocks_mhz: UsableClocks) -> HoldClocks | ProfileEnd:
@@ -270,6 +275,7 @@ class Profiler:
         self._estimates = {rank: some for rank, some in self._estimates.items() if rank.stage in at_stock}
         self._disturbed.clear()
         self._held_count = 0
+        self._wanted_count = self._effort.least_iterations
         self._round_extra_s = 0.0
         self._unmeasured = None
         self._measured_ranks = []
@@ -316,11 +322,16 @@ class Profiler:
             return False
         pipelines = self._counting_pipelines()
         counted_mhz = self._counted_mhz(held, clocks_mhz)
+        least_count = min(self._wanted_count, self._rules.iterations)
         missing = {
             stage: unmeasured
             for stage in counted_mhz
-            if (unmeasured := list(self._unmeasured_of(stage, held.clocks_mhz[stage], pipelines)))
+            if (
+                unmeasured := list(self._unmeasured_of(stage, held.clocks_mhz[stage], pipelines, least_count))
+            )
         }
+        if not missing and counted_mhz:
+            self._effort.take_round(*self._judge_round(held, clocks_mhz))
         for stage, clock_mhz in counted_mhz.items():
             if stage in missing:
                 self._miss(stage, clock_mhz, missing[stage], is_given_up=has_lasted)
@@ -335,7 +346,28 @@ class Profiler:
         return True
 
     def _is_waiting(self, held: HoldClocks, clocks_mhz: UsableClocks) -> bool:
-        """Tell whether a rank that counts is not yet measured in a round."""
+        """Tell whether a rank that counts is not yet measured in a round, or all are not well enough."""
+        while not self._is_any_awaited(held, clocks_mhz):
+            if self._is_dear or self._effort.is_enough(*self._judge_round(held, clocks_mhz)):
+                return False
+            self._wanted_count += 1
+            self._measured_count = 0
+        return True
+
+    def _judge_round(self, held: HoldClocks, clocks_mhz: UsableClocks) -> tuple[int, RoundError]:
+        """Return how many iterations all that count have measured, and with what error."""
+        pipelines, tensors = self._counting_pipelines(), range(self._parallelism.tensor_count)
+        counted_mhz = self._counted_mhz(held, clocks_mhz)
+        found = [
+            merge(stage, clock_mhz, self._estimates, self._parallelism, pipelines, held.clocks_mhz[stage])
+            for stage, clock_mhz in counted_mhz.items()
+        ]
+        ranks = (Coordinates(p, stage, t) for p in pipelines for stage in counted_mhz for t in tensors)
+        iteration_count = min((self._estimates[rank].iteration_count for rank in ranks), default=0)
+        return iteration_count, round_error(found, self.profiles, self._schedule)
+
+    def _is_any_awaited(self, held: HoldClocks, clocks_mhz: UsableClocks) -> bool:
+        """Tell whether a rank that counts has not yet measured as many iterations as wanted."""
         if not self._measured_ranks:
             stages, pipelines = self._counted_mhz(held, clocks_mhz), range(self._parallelism.pipeline_count)
             tensors = range(self._parallelism.tensor_count)
@@ -357,7 +389,9 @@ class Profiler:
         is_left_out = (
             rank.pipeline in self._disturbed and len(self._disturbed) < self._parallelism.pipeline_count
         )
-        return not is_left_out and self._why_not_measured(rank, held.clocks_mhz[rank.stage]) is not None
+        if is_left_out:
+            return False
+        return self._why_not_measured(rank, held.clocks_mhz[rank.stage], self._wanted_count) is not None
 
     def _counted_mhz(self, held: HoldClocks, clocks_mhz: UsableClocks) -> dict[int, int]:
         """Return the stages that are measured in a round, and the clocks that they count as."""
@@ -378,19 +412,23 @@ class Profiler:
         return [pipeline for pipeline in everybody if pipeline not in self._disturbed] or everybody
 
     def _unmeasured_of(
-        self, stage: int, clock_mhz: int, pipelines: Sequence[int]
+        self, stage: int, clock_mhz: int, pipelines: Sequence[int], iteration_count: int
     ) -> Iterator[tuple[Coordinates, ClockGivenUpReason]]:
         """Yield the ranks of a stage that are not measured, and why not."""
         for pipeline in pipelines:
             for tensor in range(self._parallelism.tensor_count):
                 rank = Coordinates(pipeline, stage, tensor)
-                if (why := self._why_not_measured(rank, clock_mhz)) is not None:
+                if (why := self._why_not_measured(rank, clock_mhz, iteration_count)) is not None:
                     yield rank, why
 
-    def _why_not_measured(self, rank: Coordinates, clock_mhz: int) -> ClockGivenUpReason | None:
-        rules = self._rules
-        is_dear = self._round_extra_s >= rules.budget.extra_time_s / rules.most_clocks
-        count = 1 if is_dear else rules.iterations
+    @property
+    def _is_dear(self) -> bool:
+        return self._round_extra_s >= self._rules.budget.extra_time_s / self._rules.most_clocks
+
+    def _why_not_measured(
+        self, rank: Coordinates, clock_mhz: int, iteration_count: int
+    ) -> ClockGivenUpReason | None:
+        count = 1 if self._is_dear else iteration_count
         return why_not_measured(self._estimates.get(rank), self._needed[rank.stage], clock_mhz, count)
 
     def _miss(
@@ -453,7 +491,8 @@ class Profiler:
         for known in self.known:
             stage = known.stage
             ranks = [Coordinates(p, stage, t) for p in pipelines for t in range(shape.tensor_count)]
-            if any(self._why_not_measured(rank, STOCK_MHZ) is not None for rank in ranks):
+            count = self._rules.iterations
+            if any(self._why_not_measured(rank, STOCK_MHZ, count) is not None for rank in ranks):
                 others.append(known)
                 continue
             at_stock = merge(stage, clocks_mhz[stage][0], self._estimates, shape, pipelines, STOCK_MHZ)

@@ -1,6 +1,7 @@
 """Transfers between stages that make a plan slower than promised: found, planned for, and remembered."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from perseus.service.domain.commands import (
     Solve,
     Store,
 )
-from perseus.service.domain.inputs import SolveFailed
+from perseus.service.domain.inputs import FinishRequested, LagNotFound, SolveFailed
 from perseus.service.domain.model import STOCK, Clocks, EventType, JobState, PlannedClocks
 from perseus.service.job.planning.drift import BLOCK
 from perseus.service.job.planning.plan_watch import MOST_BROKEN_PROMISES
@@ -107,10 +108,60 @@ def test_the_plan_that_leaves_transfers_their_time_keeps_its_promise_and_saves()
     assert planned.energy_j < 0.95 * stock.energy_j
 
 
-def test_what_no_lag_explains_ends_at_stock() -> None:
+UNEXPLAINED = evidence.MeasurementsUnexplained(1.5, 1.3, 1.31, 1.3, 0.19, 0.0)
+
+
+def test_what_no_lag_explains_is_told_and_planned_on_without() -> None:
     cluster = WaitingCluster()
     cluster.break_promise()
-    commands = cluster.tell(SolveFailed("no lag between stages explains it"))
+    assert cluster.problems is not None
+    (before,) = cluster.problems
+    commands = cluster.tell(LagNotFound(UNEXPLAINED))
+    assert kinds(commands) == [EventType.MEASUREMENTS_UNEXPLAINED, Solve]
+    (told,) = (command.happening for command in commands if isinstance(command, Announce))
+    assert told.evidence == UNEXPLAINED
+    assert told.message == (
+        "the plan's iterations take 0.200000 s more than stock's, of which the model explains 0.010000 s; no "
+        "time that transfers take explains the other 0.190000 s: plans go on without"
+    )
+    (again,) = (command for command in commands if isinstance(command, Solve))
+    assert again == replace(before, slow=None)
+    cluster.expect(JobState.SOLVING)
+    commands = cluster.tell(solved(again))
+    assert kinds(commands)[:2] == [EventType.SOLVED, EventType.STATE_CHANGED]
+    cluster.expect(JobState.PLANNED)
+    assert common_lag_s(cluster.machine.solved_frontier().pipeline) == 0.0
+
+
+def test_plans_whose_iterations_stay_unexplained_break_their_promise_until_stock() -> None:
+    cluster = WaitingCluster()
+    cluster.break_promise()
+    assert cluster.problems is not None
+    for _ in range(MOST_BROKEN_PROMISES):
+        cluster.expect(JobState.SOLVING)
+        (again,) = (c for c in cluster.tell(LagNotFound(UNEXPLAINED)) if isinstance(c, Solve))
+        cluster.carry_out(cluster.tell(solved(again)))
+        for _ in range(3 * BLOCK):
+            if cluster.machine.state is not JobState.PLANNED:
+                break
+            cluster.run(1)
+    cluster.expect(JobState.STOCK)
+    assert len(cluster.announced(evidence.MeasurementsUnexplained)) == MOST_BROKEN_PROMISES
+    assert {found.transfer_lag_s for found in cluster.announced(evidence.Solved)} == {0.0}
+
+
+def test_an_unexplained_plan_that_is_of_no_use_any_more_is_not_told() -> None:
+    cluster = WaitingCluster()
+    cluster.break_promise()
+    cluster.send(FinishRequested())
+    assert kinds(cluster.tell(LagNotFound(UNEXPLAINED))) == []
+    cluster.expect(JobState.FINISHED)
+
+
+def test_where_solving_fails_the_job_ends_at_stock() -> None:
+    cluster = WaitingCluster()
+    cluster.break_promise()
+    commands = cluster.tell(SolveFailed("it takes longer than 1 s"))
     assert kinds(commands) == [EventType.SOLVE_FAILED, EventType.STATE_CHANGED]
     cluster.expect(JobState.STOCK)
 

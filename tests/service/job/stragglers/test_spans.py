@@ -121,6 +121,36 @@ def test_spans_come_from_durations_alone() -> None:
     assert some.take(0, (0, 0)) is None, "taken"
 
 
+def with_work(told: TelemetryBatch, relative_work: list[float]) -> TelemetryBatch:
+    return told._replace(iterations=told.iterations._replace(relative_work=relative_work))
+
+
+def test_a_pipelines_work_is_the_most_that_its_ranks_tell_and_1_where_none_does() -> None:
+    some = book(pipelines=3)
+    fill(some, pipelines=3)
+    some.add(Coordinates(0, 0, 0), with_work(batch([]), [0.8]))
+    some.add(Coordinates(0, 1, 0), with_work(batch([]), [1.25]))
+    some.add(Coordinates(0, 1, 0), with_work(batch([]), []))
+    some.add(Coordinates(1, 0, 0), with_work(batch([]), [0.0]))
+    spans = some.take(0, (0, 0, 0))
+    assert spans is not None
+    assert isinstance(spans.relative_work, np.ndarray)
+    assert spans.relative_work.tolist() == [1.25, 1.0, 1.0]
+    assert spans.spans_s.tolist() == [UNIFORM_S] * 3, "spans stay as measured"
+
+
+def test_work_belongs_to_the_iteration_that_it_was_told_of() -> None:
+    some = book()
+    for iteration, work in enumerate((2.0, 0.0)):
+        fill(some, iteration)
+        some.add(Coordinates(0, 0, 0), with_work(batch([], iteration), [work]))
+    for iteration, work in enumerate((2.0, 1.0)):
+        spans = some.take(iteration, (0, 0))
+        assert spans is not None
+        assert isinstance(spans.relative_work, np.ndarray)
+        assert spans.relative_work.tolist() == [work, 1.0]
+
+
 def test_the_backward_that_holds_the_reduction_counts_with_the_median_of_its_likes() -> None:
     some = book()
     fill(some)

@@ -1,0 +1,94 @@
+"""What a worker process answers gets to the job: exact plans, and that no lag explains a slow one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perseus.service.solving.job_lane import JobLane
+from perseus.solver import Frontier, LagError, Plan, Refinement
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    TIMEOUT_S,
+    Client,
+    FakeAgent,
+    connected,
+    make_settings,
+    until,
+)
+
+
+async def planned(client: Client) -> FakeAgent:
+    await client.register()
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+    return agent
+
+
+async def test_the_exact_plan_of_a_worker_takes_the_place_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few points, what lies between them is far from exact."""
+    monkeypatch.setattr("perseus.service.solving.job_lane.POINT_COUNT", 3)
+    made: list[tuple[Refinement, Plan]] = []
+    refine = JobLane.refine
+
+    async def noting(self: JobLane, job_id: str, refinement: Refinement, on_retry: Any) -> Plan:
+        plan = await refine(self, job_id, refinement, on_retry)
+        made.append((refinement, plan))
+        return plan
+
+    monkeypatch.setattr(JobLane, "refine", noting)
+    async with connected(make_settings(tmp_path)) as client:
+        agent = await planned(client)
+        policy = job_pb2.OperatingPolicy(max_slowdown_percent=7.0)
+        request = job_service_pb2.SetPolicyRequest(job_id="job", policy=policy)
+        job = (await client.jobs.SetPolicy(request, timeout=TIMEOUT_S)).job
+
+        async def is_offered() -> bool:
+            slower_s = [
+                plan.iteration_time_s for _, plan in made if plan.iteration_time_s > 1.02 * job.t_min_s
+            ]
+            return bool(slower_s) and (await client.job()).planned_iteration_time_s == slower_s * 2
+
+        await until(is_offered)
+        assert job.planned_iteration_time_s[0] < made[-1][1].iteration_time_s, "the next one came first"
+        refinement, plan = made[-1]
+        assert plan == refinement.plan()
+        await agent.iterate(4)
+        assert {rank.in_force_version for rank in await client.ranks()} == {agent.offers[-1].version}
+
+
+async def test_that_no_lag_explains_a_plan_is_told_and_the_job_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times_s = {
+        "median_time_s": 1.5,
+        "baseline_time_s": 1.3,
+        "predicted_time_s": 1.31,
+        "predicted_baseline_time_s": 1.3,
+        "residual_s": 0.19,
+        "transfer_lag_s": 0.0,
+    }
+    solve = JobLane.solve
+    asked = 0
+
+    async def failing_first(self: JobLane, *arguments: Any) -> Frontier:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise LagError("no lag between stages explains it", **times_s)
+        return await solve(self, *arguments)
+
+    monkeypatch.setattr(JobLane, "solve", failing_first)
+    async with connected(make_settings(tmp_path)) as client:
+        await planned(client)
+        await client.finish()
+        events = await client.events()
+    kinds = [event.type for event in events]
+    assert event_pb2.JOB_EVENT_TYPE_SOLVE_FAILED not in kinds
+    (told,) = (e for e in events if e.type == event_pb2.JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED)
+    assert told.measurements_unexplained == event_pb2.MeasurementsUnexplained(**times_s)
+    assert kinds.index(told.type) < kinds.index(event_pb2.JOB_EVENT_TYPE_SOLVED)

@@ -94,7 +94,7 @@ def test_a_signal_ends_it_at_any_time_without_a_word(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         # Whoever runs the tests in the background has it ignored, and then so have we.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup ignores one of them
     )
     try:
         maps = Path(f"/proc/{process.pid}/maps")

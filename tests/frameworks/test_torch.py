@@ -153,7 +153,8 @@ class Answer:
 
     def keep(self, case: Case, name: str, position: int, title: str) -> None:
         """Tell of it: compared with the same straggler without an answer."""
-        note = f"answered after {self.after_iterations} iterations"
+        plural = "" if self.after_iterations == 1 else "s"
+        note = f"answered after {self.after_iterations} iteration{plural}"
         keep(case, name, position, title, self.unanswered, self.answered, base="unanswered", note=note)
 
 

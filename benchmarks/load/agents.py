@@ -65,6 +65,17 @@ class Bodies:
         return found
 
 
+def _clocks(offer: pb.PlanOffer) -> tuple[int, ...]:
+    """One for each computation, or one for all; 0 for stock."""
+    match offer.WhichOneof("clocks"):
+        case "hold":
+            return (offer.hold.clock_mhz,)
+        case "stage_plan":
+            return tuple(each.clock_mhz for each in offer.stage_plan.computations)
+        case _:
+            return (0,)
+
+
 class Rank:
     """One rank: what is in force, what waits for its start iteration, and all that it was ever offered."""
 
@@ -91,9 +102,8 @@ class Rank:
     def check(self, offer: pb.PlanOffer, findings: Findings) -> None:
         """Hold an offer against all earlier ones."""
         said = f"{self.job_id} {self.place.pipeline}/{self.place.stage} version {offer.version}"
-        kind = offer.WhichOneof("clocks") or ""
-        content = getattr(offer, kind).SerializeToString(deterministic=True) if kind else b""
-        digest = hashlib.blake2b(kind.encode() + content, digest_size=8).digest()
+        # The clocks: when computations begin may be told anew, for the other stages may have got others.
+        digest = hashlib.blake2b(repr(_clocks(offer)).encode(), digest_size=8).digest()
         if self._clocks_of.setdefault((offer.epoch, offer.version), digest) != digest:
             findings.add("version reused", f"{said} carries other clocks than before")
         highest = self._highest_version.get(offer.epoch, 0)
@@ -109,13 +119,7 @@ class Rank:
         self.pending = None
         self.epoch, self.version, self.since = offer.epoch, offer.version, iteration
         self.history.append((iteration, offer.version))
-        match offer.WhichOneof("clocks"):
-            case "hold":
-                self.clocks = (offer.hold.clock_mhz,)
-            case "stage_plan":
-                self.clocks = tuple(each.clock_mhz for each in offer.stage_plan.computations)
-            case _:
-                self.clocks = (0,)
+        self.clocks = _clocks(offer)
         in_force = pb.PlanInForce(
             job_id=self.job_id,
             rank=self.place.to_proto(),

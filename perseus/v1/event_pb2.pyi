@@ -99,7 +99,7 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Somebody has changed a GPU's power limit or workload power profiles: its stage is profiled anew."""
     JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED: _JobEventType.ValueType  # 30
     """Iterations took longer than the plans in force promised, and no time that transfers could take explains it. The
-    job is planned on as before, without such times; plans that break their promise again end that.
+    job goes to stock: the same plans would be as slow again.
     """
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
@@ -175,7 +175,7 @@ JOB_EVENT_TYPE_GPU_LIMITS_CHANGED: JobEventType.ValueType  # 29
 """Somebody has changed a GPU's power limit or workload power profiles: its stage is profiled anew."""
 JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED: JobEventType.ValueType  # 30
 """Iterations took longer than the plans in force promised, and no time that transfers could take explains it. The
-job is planned on as before, without such times; plans that break their promise again end that.
+job goes to stock: the same plans would be as slow again.
 """
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
@@ -1491,7 +1491,7 @@ class MeasurementsUnexplained(google.protobuf.message.Message):
     residual_s: builtins.float
     """What is not explained, seconds: by how much more the plan differs from stock as measured than in the model."""
     transfer_lag_s: builtins.float
-    """How long the model takes a transfer between stages, seconds; plans go on with it."""
+    """How long a transfer between stages takes in the model, seconds."""
     def __init__(
         self,
         *,

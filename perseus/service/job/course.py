@@ -469,10 +469,10 @@ class Course:
             self._give_up_solving(cause)
 
     def do_without_lag(self, found: evidence.MeasurementsUnexplained) -> None:
-        """Plan as before: no lag explains the slow plan. If plans break their promise again, that counts."""
+        """No lag explains the slow plan: the same plan would be as slow again, so there is none."""
         if self._has_use_for_answer():
             self.planner.announce_unexplained(found)
-            self._solve()
+            self._fall_back("the model does not explain why the plan is slow")
 
     def _has_use_for_answer(self) -> bool:
         """Take note that there is an answer; one that is of no use any more may have to be asked for anew."""

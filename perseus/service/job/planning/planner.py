@@ -194,8 +194,7 @@ class Planner:
         self._journal.announce(
             EventType.MEASUREMENTS_UNEXPLAINED,
             f"the plan's iterations take {measured_s:.6f} s more than stock's, of which the model explains "
-            f"{predicted_s:.6f} s; no time that transfers take explains the other {found.residual_s:.6f} s: "
-            "plans go on without",
+            f"{predicted_s:.6f} s; no time that transfers take explains the other {found.residual_s:.6f} s",
             found,
         )
 

@@ -86,8 +86,13 @@ class Running:
                 await asyncio.sleep(0.1)
 
     async def events(self, *types: event_pb2.JobEventType.ValueType) -> list[event_pb2.JobEvent]:
+        """All of these types, once there are any: they are listed as soon as they are stored."""
         request = job_service_pb2.ListJobEventsRequest(job_id="job", types=types, page_size=1000)
-        return list((await self.jobs.ListJobEvents(request, timeout=TIMEOUT_S)).events)
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            while True:
+                if found := (await self.jobs.ListJobEvents(request, timeout=TIMEOUT_S)).events:
+                    return list(found)
+                await asyncio.sleep(0.1)
 
     async def plan(self, iteration_time_s: float) -> frontier_pb2.Plan:
         request = frontier_service_pb2.GetPlanRequest(job_id="job", iteration_time_s=iteration_time_s)

@@ -200,9 +200,10 @@ class Attachment:
             if not self._is_computing:
                 return function(*args, **kwargs)
             self._begin_wait()
-            result = function(*args, **kwargs)
-            self._end_wait()
-            return result
+            try:
+                return function(*args, **kwargs)
+            finally:  # training may catch what it raises, and compute on
+                self._end_wait()
 
         return waiting
 

@@ -325,7 +325,7 @@ class MeasurementsUnexplained:
     """No time that transfers could take explains how much longer a plan's iterations take than promised.
 
     What was measured of the plan and of stock, and what the model says of them; `residual_s` is what remains
-    of the difference. `transfer_lag_s`: what the model takes for a transfer, and goes on with.
+    of the difference. `transfer_lag_s`: what a transfer between stages takes in the model.
     """
 
     median_time_s: float

@@ -192,7 +192,7 @@ class SolveFailed:
 
 @dataclass(frozen=True, slots=True)
 class LagNotFound:
-    """There will be no frontier that explains the slow plan."""
+    """No frontier explains the slow plan: there will be none."""
 
     found: MeasurementsUnexplained
 

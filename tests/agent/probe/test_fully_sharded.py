@@ -140,3 +140,21 @@ def test_a_failure_of_ours_does_not_reach_the_training(
     assert marks.calls[-1] == ("close",)
     group.unshard()
     attachment.end(Kind.FORWARD, 0)
+
+
+def test_a_wait_that_raises_is_over(attached: tuple[Attachment, MarksStub, Group]) -> None:
+    """Training may catch it, and compute on."""
+    attachment, marks, group = attached
+
+    def broken() -> None:
+        raise RuntimeError("a peer is gone")
+
+    attachment.begin_iteration()
+    attachment.begin(Kind.FORWARD, 0)
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        attachment.waiting(broken)()
+    assert marks.calls[-2:] == [("begin_wait",), ("end_wait",)]
+    group.unshard()
+    assert marks.calls[-2:] == [("begin_wait",), ("end_wait",)]
+    assert len(marks.calls) == 6, "the second wait is marked as well"
+    attachment.end(Kind.FORWARD, 0)

@@ -33,6 +33,7 @@ START_TIMEOUT_S = 60.0
 MODEL = replace(A100_SXM.with_clocks(4), counter_period_s=0.02)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _POLL_S = 0.01
+_LAST_LINES = 20
 
 
 class Stack:
@@ -158,9 +159,18 @@ class Stack:
         begun_s = time.monotonic()
         while not is_true():
             waited_s = time.monotonic() - begun_s
-            assert waited_s < timeout_s, f"{what}: not within {timeout_s:g} s; logs in {self.folder}"
+            assert waited_s < timeout_s, f"{what}: not within {timeout_s:g} s\n{self._state()}"
             time.sleep(_POLL_S)
         return time.monotonic() - begun_s
+
+    def _state(self) -> str:
+        """What there is to know of a wait that has failed: nobody will find the folder."""
+        logs = [
+            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+            for path in sorted(self.folder.glob("*.log"))
+        ]
+        clock_mhz, locks = self._gpu.sm_clock_mhz(), Locks.read(self.gpu_file)
+        return "\n".join([f"{locks}, at {clock_mhz} MHz, a record: {self.has_record()}", *logs])
 
     def log(self, name: str) -> list[dict[str, object]]:
         """What a process has logged so far."""

@@ -46,7 +46,7 @@ def check_points(frontier: Frontier, latency_s: float) -> None:
             assert late.iteration_time_s <= max(MOST_SLOWDOWN * plan.iteration_time_s, baseline_late_s)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(pipelines(), st.floats(0.0, 3.0), st.floats(0.0, 1.0))
 def test_no_plan_is_late_on_random_pipelines(pipeline: Pipeline, latencies: float, where: float) -> None:
     """Of latencies from none to three times the longest computation.

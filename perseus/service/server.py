@@ -16,10 +16,12 @@ from perseus.service.api.authentication import Authentication
 from perseus.service.api.decoding import Decoding
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
+from perseus.service.api.ledger_service import LedgerService
 from perseus.service.api.reflection import enable_reflection
 from perseus.service.api.statuses import refusal_counts
 from perseus.service.api.token_service import TokenService
 from perseus.service.domain.errors import TokenFileUnusableError
+from perseus.service.domain.ledger import Rates
 from perseus.service.domain.limits import Limits
 from perseus.service.domain.principals import Grant
 from perseus.service.domain.profiling import ProfilingBudget
@@ -49,6 +51,8 @@ from perseus.v1 import (
     frontier_service_pb2_grpc,
     job_service_pb2,
     job_service_pb2_grpc,
+    ledger_service_pb2,
+    ledger_service_pb2_grpc,
     token_service_pb2,
     token_service_pb2_grpc,
 )
@@ -82,6 +86,7 @@ _SERVICES = (
     agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
     job_service_pb2.DESCRIPTOR.services_by_name["JobService"].full_name,
     frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"].full_name,
+    ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"].full_name,
     token_service_pb2.DESCRIPTOR.services_by_name["TokenService"].full_name,
 )
 
@@ -129,7 +134,9 @@ async def running(
         settings.keep_finished_count,
         settings.keep_telemetry_days * DAY_S,
         settings.keep_telemetry_count,
+        settings.keep_ledger_days * DAY_S,
     )
+    rates = Rates(settings.price_per_kwh, settings.intensity_g_per_kwh)
     rules = Rules(
         settings.lease_s,
         settings.baseline_iterations,
@@ -167,7 +174,7 @@ async def running(
         stack.callback(job_solver.close)
         request_solver = RequestLane(settings.request_processes, settings.request_limit_s)
         stack.callback(request_solver.close)
-        coordinator = Coordinator(store, job_solver, request_solver, rules, retention, limits)
+        coordinator = Coordinator(store, job_solver, request_solver, rules, retention, limits, rates)
         await coordinator.start()
         background = asyncio.ensure_future(coordinator.run())
         try:
@@ -216,6 +223,7 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(
         FrontierService(coordinator.jobs, coordinator.quotas), server
     )
+    ledger_service_pb2_grpc.add_LedgerServiceServicer_to_server(LedgerService(coordinator.ledger), server)
     token_service_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(coordinator.tokens), server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -5,10 +5,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from aiohttp import hdrs, web
+from aiohttp import ClientConnectionError, hdrs, web
 
-from perseus.service.api.statuses import STATUSES
-from perseus.service.domain.errors import AuthenticationError, LimitReachedError
+from perseus.service.api.statuses import MAPPED, STATUSES, unexpected
+from perseus.service.domain.errors import LimitReachedError
 from perseus.service.web.json_text import as_json
 
 HEARTBEAT_S = 15.0
@@ -75,7 +75,7 @@ class Listener:
         transport = request.transport
         if transport is not None:
             self._cut_off = transport.abort
-        with suppress(ConnectionResetError):  # it is gone
+        with suppress(ConnectionResetError, ClientConnectionError):  # it is gone
             try:
                 async for chunk in beginning:
                     check()
@@ -84,8 +84,11 @@ class Listener:
                     check()
                     await response.write(chunk)
                 reason = self._end_reason
-            except AuthenticationError as error:
-                reason = STATUSES[type(error)].reason
+            except (ConnectionResetError, ClientConnectionError):
+                raise
+            except Exception as error:
+                told = error if isinstance(error, MAPPED) else unexpected(error, request.path)
+                reason = STATUSES[type(told)].reason
             await response.write(event("end", as_json({"reason": reason})))
             await response.write_eof()
         return response

@@ -48,14 +48,15 @@ class Listener:
         """Tell it something, unless it has ended; one that does not keep up is cut off."""
         if self._end_reason:
             return
-        self._waiting_bytes += len(chunk)
-        if self._waiting_bytes > MOST_WAITING_BYTES:
+        if self._waiting_bytes + len(chunk) > MOST_WAITING_BYTES:
             self._waiting.clear()
+            self._waiting_bytes = 0
             self.end("READER_TOO_SLOW")
             if self._cut_off is not None:
                 self._cut_off()  # it does not read: it could not be told either
             return
         self._waiting.append(chunk)
+        self._waiting_bytes += len(chunk)
         self._wake.set()
 
     def end(self, reason: str) -> None:
@@ -77,9 +78,9 @@ class Listener:
             self._cut_off = transport.abort
         with suppress(ConnectionResetError, ClientConnectionError):  # it is gone
             try:
-                async for chunk in beginning:
+                async for first in beginning:
                     check()
-                    await response.write(chunk)
+                    await response.write(first)
                 while (chunk := await self._next()) is not None:
                     check()
                     await response.write(chunk)

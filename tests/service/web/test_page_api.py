@@ -102,8 +102,6 @@ async def test_the_timeline_of_the_baseline_stays_beside_the_latest_one(tmp_path
         stock = next(each for each in frontier.periods if each.state == job_pb2.JOB_STATE_BASELINE)
         assert before.iteration <= stock.last_iteration < under.iteration
         assert (before.pipeline, under.pipeline) == (0, 1)
-        assert {entry.clock_mhz for entry in before.entries} == {0}
-        assert all(entry.clock_mhz > 0 for entry in under.entries)
         assert len(before.entries) == len(under.entries) == 12
         assert all(entry.power_w > 0 for entry in (*before.entries, *under.entries))
         assert len(under.blocking_power_w) == 2
@@ -250,6 +248,9 @@ async def test_the_grid_of_ranks(tmp_path: Path) -> None:
             each.duration_s for each in own
         )
         assert grid["clock_mhz"][3] == pytest.approx(mean_mhz, abs=0.1)
-        assert all(0.5 < slowness < 2 for slowness in grid["slowness"])
         job = await client.job()
+        planned = {"job_id": "job", "iteration_time_s": job.planned_iteration_time_s[1]}
+        plan = (await ask(session, "POST", f"{url}/api/FrontierService/GetPlan", planned)).json["plan"]
+        planned_s = sum(each["duration_s"] for each in plan["stages"][1]["computations"])
+        assert grid["slowness"][3] == pytest.approx(sum(each.duration_s for each in own) / planned_s, rel=0.1)
         assert sum(grid["power_w"]) == pytest.approx(job.figures.power_w, abs=0.5)

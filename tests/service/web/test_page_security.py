@@ -86,7 +86,8 @@ async def test_who_can_not_log_in(tmp_path: Path) -> None:
         assert_refused(wrong, 401, "UNAUTHENTICATED", "TOKEN_UNKNOWN")
         agent = await ask(session, "POST", path, {"token": await token(server, Scope.AGENT)}, origin)
         assert_refused(agent, 403, "PERMISSION_DENIED", "SCOPE_TOO_NARROW")
-        for body in ({}, {"token": 5}, [], "x"):
+        bodies: tuple[object, ...] = ({}, {"token": 5}, [], "x")
+        for body in bodies:
             assert_refused(
                 await ask(session, "POST", path, body, origin), 400, "INVALID_ARGUMENT", "INVALID_FIELD"
             )

@@ -165,6 +165,7 @@ class JobFeed:
                 self._has_moved = True
                 self._gather(to_json(pb.WatchJobResponse(iteration=summary_to_proto(update))))
             case WatchGap():
+                self._sequence = max(self._sequence, update.last_missed_sequence)
                 self._gather(_gap_text(update))
             case CaughtUp():
                 pass  # each reader is told by itself

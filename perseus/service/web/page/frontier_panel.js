@@ -9,8 +9,8 @@ import { el, put, say, svg } from "./dom.js";
 import * as n from "./numbers.js";
 import { panel, waiting } from "./panel.js";
 
-const HEIGHT = 300;
-const MARGIN = { top: 62, right: 18, bottom: 40, left: 62 };
+const HEIGHT = 316;
+const MARGIN = { top: 78, right: 18, bottom: 40, left: 62 };
 const LABEL_ROW = 15;
 const MOST_BEYOND = 1.25;
 
@@ -37,7 +37,7 @@ export class FrontierPanel {
           el(
             "thead",
             {},
-            el("tr", {}, ["", "iteration", "energy", "time", "energy"].map((name, at) => el(at ? "th" : "td", at ? { scope: "col" } : {}, name))),
+            el("tr", {}, ["", "iteration time", "energy", "Δ time", "Δ energy"].map((name, at) => el(at ? "th" : "td", at ? { scope: "col" } : {}, name))),
           ),
           this._rows,
         ),
@@ -93,7 +93,7 @@ export class FrontierPanel {
         el(
           "tr",
           { class: tone },
-          el("th", { scope: "row" }, name),
+          el("th", { scope: "row" }, subscript(name)),
           el("td", {}, n.seconds(time_s)),
           el("td", {}, energy_j === null ? "–" : n.joules(energy_j)),
           el("td", {}, n.change(100 * (time_s / baseline.iteration_time_s - 1))),
@@ -206,7 +206,7 @@ function curve({ points }, scale) {
 function marks(places, scale, width) {
   const bottom = HEIGHT - MARGIN.bottom;
   const rowEnds = [];
-  return places.map(({ short, time_s, energy_j, tone }) => {
+  const drawn = places.map(({ short, time_s, energy_j, tone }) => {
     const isOutside = time_s > scale.edge_s;
     const x = scale.x(Math.min(time_s, scale.edge_s));
     const text = isOutside ? `${short} ${n.seconds(time_s)} →` : short;
@@ -216,18 +216,28 @@ function marks(places, scale, width) {
     if (row < 0) row = rowEnds.length;
     rowEnds[row] = middle + reach;
     const top = MARGIN.top - 8 - (row % 3) * LABEL_ROW;
-    const y = energy_j === null ? null : scale.y(energy_j);
-    return svg(
-      "g",
-      { class: `mark ${tone}` },
-      svg("line", { x1: x, x2: x, y1: top + 4, y2: bottom }),
-      svg("text", { x: middle, y: top, "text-anchor": "middle" }, text),
-      y === null ? null : dot(tone, x, y),
-    );
+    return {
+      line: svg("line", { class: tone, x1: x, x2: x, y1: top + 4, y2: bottom }),
+      dot: energy_j === null ? null : dot(tone, x, scale.y(energy_j)),
+      text: svg("text", { class: tone, x: middle, y: top, "text-anchor": "middle" }, lowered(text)),
+    };
   });
+  // What is to be read lies above all lines.
+  return svg("g", { class: "marks" }, ["line", "dot", "text"].map((part) => drawn.map((each) => each[part])));
+}
+
+/** "T_min" with its index lowered. */
+function lowered(text) {
+  const [symbol, index] = text.split("_");
+  return index ? [symbol, svg("tspan", { class: "index", dy: 3 }, index)] : symbol;
+}
+
+function subscript(text) {
+  const [symbol, index] = text.split("_");
+  return index ? [symbol, el("sub", {}, index)] : symbol;
 }
 
 function dot(tone, x, y) {
-  if (tone === "stock") return svg("rect", { x: x - 4, y: y - 4, width: 8, height: 8 });
-  return svg("circle", { cx: x, cy: y, r: tone === "force" ? 6 : 3.5 });
+  if (tone === "stock") return svg("rect", { class: tone, x: x - 4, y: y - 4, width: 8, height: 8 });
+  return svg("circle", { class: tone, cx: x, cy: y, r: tone === "force" ? 6 : 3.5 });
 }

@@ -3,10 +3,11 @@
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { el, put, say } from "./dom.js";
 import * as n from "./numbers.js";
-import { panel, waiting } from "./panel.js";
+import { choice, panel, waiting } from "./panel.js";
 import { onThemeChange, themeColour } from "./scales.js";
 
-const HEIGHT = 150;
+const HEIGHT = 206;
+const RECENT = 200;
 const FIGURES = [
   { key: "time_s", title: "iteration time", format: n.seconds, mean: "iteration_time_s" },
   { key: "energy_j", title: "energy, all GPUs", format: n.joules, mean: "energy_j" },
@@ -32,7 +33,16 @@ export class IterationsPanel {
     );
     this._body = el("div", {}, waiting("No iteration was measured yet."));
     this._content = el("div", {}, this._grounds, this._readout, this._keys);
-    this.element = panel("Iterations", this._body);
+    this._isRecent = true;
+    const reach = [
+      ["recent", `last ${RECENT}`],
+      ["all", "all"],
+    ];
+    const onReach = (key) => {
+      this._isRecent = key === "recent";
+      this._make();
+    };
+    this.element = panel("Iterations", this._body, choice("iterations-reach", "Iterations shown", reach, "recent", onReach));
     new ResizeObserver(() => this._resize()).observe(this.element);
     onThemeChange(() => this._make());
   }
@@ -104,7 +114,7 @@ export class IterationsPanel {
       height: HEIGHT,
       legend: { show: false },
       cursor: { sync: { key: "iterations" }, drag: { x: true, y: false }, points: { size: 7 } },
-      scales: { x: { time: false }, y: { range: (_, low, high) => this._range(at, low, high) } },
+      scales: { x: { time: false, range: (_, low, high) => this._reach(low, high) }, y: { range: (_, low, high) => this._range(at, low, high) } },
       axes: [
         { ...axis, size: at === 0 ? 8 : 32, values: (_, splits) => splits.map((value) => (at === 0 ? "" : n.fixed(value))) },
         { ...axis, size: 62, values: (_, splits) => splits.map(figure.format) },
@@ -119,6 +129,10 @@ export class IterationsPanel {
         setCursor: [(chart) => this._read(chart)],
       },
     };
+  }
+
+  _reach(low, high) {
+    return [this._isRecent ? Math.max(low, high - RECENT) : low, Math.max(high, low + 1)];
   }
 
   _range(at, low, high) {

@@ -44,7 +44,7 @@ export class JobView {
       el("div", { class: "pair" }, this._frontier.element, this._iterations.element),
       this._timeline.element,
       this._ranks.element,
-      el("div", { class: "pair" }, this._periods.element, this._controls?.element),
+      el("div", { class: "pair uneven" }, this._periods.element, this._controls?.element),
       this._events.element,
     );
     this._missing = el("p", { class: "empty", hidden: true });

@@ -23,14 +23,14 @@ export class JobsView {
     this._jobs = new Map();
     this._isWhole = false;
     this._sort = { column: COLUMNS[0], isDown: false };
-    this._rows = el("tbody", {});
+    this._rows = el("tbody", { role: "rowgroup" });
     this._figures = Object.fromEntries(["jobs", "under a plan", "power now", "energy saved"].map((name) => [name, figure(name)]));
     this._filter = el("input", { type: "search", placeholder: "Filter by name or state", "aria-label": "Filter jobs", oninput: () => this._show() });
     this._headers = COLUMNS.map((column) => this._header(column));
     this._table = el(
       "div",
       { class: "scroll jobs panel", tabindex: 0, role: "group", "aria-label": "Table of jobs" },
-      el("table", { class: "figures" }, el("thead", {}, el("tr", {}, this._headers)), this._rows),
+      el("table", { class: "figures", role: "table" }, el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, this._headers)), this._rows),
     );
     this._empty = waiting("Waiting for the coordinator…");
     this.element = el(
@@ -69,7 +69,7 @@ export class JobsView {
       this._sort = { column, isDown: isSame ? !this._sort.isDown : Boolean(column.isNumber) };
       this._show();
     };
-    return el("th", { scope: "col", class: column.isNumber ? "number" : false }, el("button", { type: "button", class: "sort", onclick }, column.name));
+    return el("th", { scope: "col", role: "columnheader", class: column.isNumber ? "number" : false }, el("button", { type: "button", class: "sort", onclick }, column.name));
   }
 
   _show() {
@@ -125,23 +125,25 @@ function row(job) {
   const { iteration_time_s, power_w, saving } = job.figures ?? {};
   const counts = job.rank_counts ?? {};
   const progress = job.profiling_progress;
-  const straggling = job.straggler_count ? ` ${n.count(job.straggler_count, "straggler")}.` : "";
-  const goesOn = progress ? profiling(progress) : `${job.state_reason ?? ""}${straggling}`;
+  const straggling = job.straggler_count ? n.count(job.straggler_count, "straggler") : "";
+  const goesOn = [progress ? profiling(progress) : job.state_reason, straggling].filter(Boolean).join("; ");
+  const number = (name, text, { kind = "", title = false } = {}) =>
+    el("td", { role: "cell", class: `number ${kind}`, "data-name": name, title }, text);
+  const isAttention = state.tone === "trouble" || job.straggler_count > 0;
+  // Roles are said, since on a narrow screen the rows are laid out as no table's are.
   return el(
     "tr",
-    {},
-    el("th", { scope: "row" }, el("a", { href: `#/jobs/${encodeURIComponent(job.job_id)}` }, job.job_id)),
-    el("td", {}, el("span", { class: `state ${state.tone}`, title: state.meaning }, state.name)),
-    el(
-      "td",
-      { class: "number", title: `pipelines × stages × tensor: ${layout(job.parallelism)}` },
-      `${n.fixed(counts.connected_count ?? 0)} of ${n.fixed(rankCount(job.parallelism))}`,
-    ),
-    el("td", { class: "number" }, iteration_time_s === undefined ? "–" : n.seconds(iteration_time_s)),
-    el("td", { class: "number" }, power_w === undefined ? "–" : n.watts(power_w)),
-    el("td", { class: "number strong" }, saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_se_percent)),
-    el("td", { class: "number" }, saving === undefined ? "–" : n.change(saving.slowdown_percent ?? 0)),
-    el("td", { class: `reason ${state.tone === "trouble" || job.straggler_count ? "attention" : ""}` }, goesOn),
+    { role: "row" },
+    el("th", { scope: "row", role: "rowheader" }, el("a", { href: `#/jobs/${encodeURIComponent(job.job_id)}` }, job.job_id)),
+    el("td", { role: "cell" }, el("span", { class: `state ${state.tone}`, title: state.meaning }, state.name)),
+    number("ranks", `${n.fixed(counts.connected_count ?? 0)} of ${n.fixed(rankCount(job.parallelism))}`, {
+      title: `pipelines × stages × tensor: ${layout(job.parallelism)}`,
+    }),
+    number("iteration", iteration_time_s === undefined ? "–" : n.seconds(iteration_time_s)),
+    number("power", power_w === undefined ? "–" : n.watts(power_w)),
+    number("saved", saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_se_percent), { kind: "strong" }),
+    number("slowdown", saving === undefined ? "–" : n.change(saving.slowdown_percent ?? 0)),
+    el("td", { role: "cell", class: `reason ${isAttention ? "attention" : ""}` }, goesOn),
   );
 }
 

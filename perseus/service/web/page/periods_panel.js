@@ -5,7 +5,8 @@ import * as n from "./numbers.js";
 import { panel, waiting } from "./panel.js";
 import { jobState } from "./words.js";
 
-const COLUMNS = ["period", "plan", "iterations", "iteration time", "energy", "slowdown", "saved"];
+// What counts comes first: on a narrow screen the rest is scrolled to.
+const COLUMNS = ["period", "saved", "slowdown", "iteration time", "energy", "iterations", "plan"];
 
 export class PeriodsPanel {
   constructor() {
@@ -36,18 +37,18 @@ function row(period) {
   const plans = versions.length > 3 ? `${versions[0]} … ${versions.at(-1)}` : versions.map((each) => each || "stock").join(", ");
   const [first, last] = [Number(period.first_iteration), Number(period.last_iteration)];
   const cells = [
-    plans,
-    `${n.fixed(first)}–${n.fixed(last)}`,
+    saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_se_percent),
+    saving ? changeOf(saving.slowdown_percent, saving.slowdown_se_percent) : "–",
     `${n.fixed(period.iteration_time_s, 3)}${isSingle ? "" : ` ± ${n.fixed(period.iteration_time_se_s, 3)}`} s`,
     period.energy_j ? energy(period.energy_j, isSingle ? null : period.energy_se_j) : "–",
-    saving ? changeOf(saving.slowdown_percent, saving.slowdown_se_percent) : "–",
-    saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_se_percent),
+    `${n.fixed(first)}–${n.fixed(last)}`,
+    plans,
   ];
   return el(
     "tr",
     {},
     el("th", { scope: "row" }, `${period.number} ${jobState(period).name}${period.has_straggler ? ", straggler" : ""}`),
-    cells.map((text, at) => el("td", { class: at === cells.length - 1 ? "strong" : false }, text)),
+    cells.map((text, at) => el("td", { class: at === 0 ? "strong" : false }, text)),
   );
 }
 

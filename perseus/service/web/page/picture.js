@@ -21,7 +21,6 @@ export class Picture {
   constructor(label, content) {
     this._content = content;
     this._selected = null;
-    this._width = 0;
     this.canvas = el("canvas", {
       tabindex: 0,
       role: "application",
@@ -30,8 +29,11 @@ export class Picture {
     });
     this._tip = el("div", { class: "tip", hidden: true, "aria-hidden": "true" });
     this._spoken = el("span", { class: "unseen", "aria-live": "polite" });
-    this._ground = el("div", { class: "ground" }, this.canvas, this._tip);
-    this.element = el("div", { class: "picture" }, this._ground, this._spoken);
+    this._ground = el("div", { class: "ground" }, this.canvas);
+    // The tip stands outside of what scrolls, where nothing cuts it off.
+    this._scroller = el("div", { class: "scroll" }, this._ground);
+    this._scroller.addEventListener("scroll", () => this._selected && this._showTip());
+    this.element = el("div", { class: "picture" }, this._scroller, this._tip, this._spoken);
     this._listen();
     new ResizeObserver(() => this.draw()).observe(this._ground);
     onThemeChange(() => this.draw());
@@ -43,7 +45,6 @@ export class Picture {
     if (width === 0) return;
     const height = Math.max(1, Math.ceil(this._content.height(width)));
     const ratio = window.devicePixelRatio || 1;
-    this._width = width;
     this.canvas.width = Math.round(width * ratio);
     this.canvas.height = Math.round(height * ratio);
     this.canvas.style.height = `${height}px`;
@@ -106,15 +107,15 @@ export class Picture {
     put(this._tip, el("strong", {}, title), lines.map((line) => el("span", {}, line)));
     this._tip.hidden = false;
     const { offsetWidth, offsetHeight } = this._tip;
-    const left = Math.min(Math.max(0, box.x + box.width / 2 - offsetWidth / 2), this._width - offsetWidth);
-    const above = box.y - offsetHeight - 6;
-    this._tip.style.left = `${Math.max(0, left)}px`;
-    this._tip.style.top = `${above >= -offsetHeight / 2 ? above : box.y + box.height + 6}px`;
+    const middle = box.x + box.width / 2 - this._scroller.scrollLeft;
+    const most = this._scroller.clientWidth - offsetWidth;
+    this._tip.style.left = `${Math.max(0, Math.min(most, middle - offsetWidth / 2))}px`;
+    this._tip.style.top = `${box.y - offsetHeight - 6}px`;
   }
 
   _reveal(cell) {
     const box = this._content.box(cell);
-    const scroller = this.element;
+    const scroller = this._scroller;
     if (!box || scroller.scrollWidth <= scroller.clientWidth) return;
     if (box.x < scroller.scrollLeft) scroller.scrollLeft = box.x - 40;
     else if (box.x + box.width > scroller.scrollLeft + scroller.clientWidth)

@@ -14,7 +14,7 @@ const LEAST_SLOWNESS_RANGE = 0.1;
 
 const FIGURES = {
   clock_mhz: { words: "clock", ramp: "cool", format: (mhz) => (mhz === 0 ? "stock" : `${n.fixed(mhz)} MHz`) },
-  slowness: { words: "slowness", ramp: "heat", format: (factor) => `${n.fixed(factor, 2)} ×` },
+  slowness: { words: "slowness", ramp: "heat", format: (factor) => `${n.fixed(factor, 2)}\u00a0×` },
   power_w: { words: "power", ramp: "heat", format: n.watts },
 };
 

@@ -68,8 +68,8 @@ export class ControlsPanel {
     this._baseline.disabled = state !== "JOB_STATE_PLANNED";
     this._resume.disabled = state !== "JOB_STATE_STOCK";
     this._finish.disabled = hasEnded;
-    this._pipeline.max = String(Math.max(0, (job.parallelism?.pipeline_count ?? 1) - 1));
-    this._showStragglers(full?.stragglers ?? []);
+    this._pipeline.max = String(job.parallelism.pipeline_count - 1);
+    this._showStragglers(full ? full.stragglers : []);
   }
 
   _showStragglers(stragglers) {

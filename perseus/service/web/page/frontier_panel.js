@@ -50,7 +50,7 @@ export class FrontierPanel {
 
   /** Take note of the job; `full` is it with its stragglers and each pipeline's planned time. */
   async update(job, full) {
-    this._job = full ?? job;
+    this._job = full;
     const key = `${job.run_number}/${job.t_min_s}/${job.t_star_s}/${job.t_slow_s}`;
     if (!job.t_min_s) {
       this._frontier = null;
@@ -131,17 +131,17 @@ function placesOf(frontier, job) {
     { name: "T_slow", short: "T_slow", time_s: frontier.t_slow_s, energy_j: at(frontier.t_slow_s), tone: "limit" },
   ];
   const groups = new Map();
-  for (const [pipeline, time_s] of (job.planned_iteration_time_s ?? []).entries())
+  for (const [pipeline, time_s] of (job.planned_iteration_time_s).entries())
     groups.set(time_s, [...(groups.get(time_s) ?? []), pipeline]);
   const isPlanned = job.state === "JOB_STATE_PLANNED";
   for (const [time_s, pipelines] of isPlanned ? groups : []) {
     const whose = groups.size > 1 ? `: pipeline ${n.ranges(pipelines)}` : "";
     places.push({ name: `in force${whose}`, short: "in force", time_s, energy_j: at(time_s), tone: "force" });
   }
-  for (const straggler of job.stragglers ?? []) {
+  for (const straggler of job.stragglers) {
     if (!straggler.iteration_time_s) continue;
     const how = straggler.is_detected ? "detected" : "reported";
-    const name = `T′, pipeline ${straggler.pipeline ?? 0}, ${how}`;
+    const name = `T′, pipeline ${straggler.pipeline}, ${how}`;
     places.push({ name, short: "T′", time_s: straggler.iteration_time_s, energy_j: null, tone: "straggler" });
   }
   return places.sort((one, other) => one.time_s - other.time_s);
@@ -155,7 +155,7 @@ function scaleOf(frontier, places, width) {
   const high_s = Math.max(t_slow_s, Math.min(wanted, farthest * MOST_BEYOND));
   const low_s = Math.min(t_min_s, baseline.iteration_time_s);
   const pad_s = 0.04 * Math.max(high_s - low_s, 1e-3 * high_s);
-  const energies = [...points.flatMap((point) => [point.energy_j, point.bound_energy_j ?? point.energy_j]), baseline.energy_j];
+  const energies = [...points.flatMap((point) => [point.energy_j, point.bound_energy_j]), baseline.energy_j];
   const [low_j, high_j] = [Math.min(...energies), Math.max(...energies)];
   const pad_j = 0.08 * Math.max(high_j - low_j, 1e-3 * high_j);
   const map = (from, to, first, last) => (value) => first + ((value - from) / (to - from)) * (last - first);
@@ -190,7 +190,7 @@ function axes(scale, width) {
 function curve({ points }, scale) {
   const path = (energy) => points.map((point, at) => `${at ? "L" : "M"}${scale.x(point.iteration_time_s)} ${scale.y(energy(point))}`).join("");
   return [
-    svg("path", { class: "bound", d: path((point) => point.bound_energy_j ?? point.energy_j) }),
+    svg("path", { class: "bound", d: path((point) => point.bound_energy_j) }),
     svg("path", { class: "realised", d: path((point) => point.energy_j) }),
     points.map((point) =>
       svg(

@@ -38,7 +38,7 @@ export class JobModel {
   }
 
   get pipelineCount() {
-    return this.job?.parallelism?.pipeline_count ?? 0;
+    return this.job ? this.job.parallelism.pipeline_count : 0;
   }
 
   /**
@@ -71,13 +71,13 @@ export class JobModel {
   /** Where other clocks came into force: `kind` is "plan", "hold" or "stock"; pipelines that changed together. */
   switches() {
     return this._changes("JOB_EVENT_TYPE_PLAN_IN_FORCE", (event) => {
-      const clocks = event.pipeline_clocks ?? {};
+      const clocks = event.pipeline_clocks;
       const kind = clocks.plan ? "plan" : clocks.hold ? "hold" : "stock";
       return {
-        iteration: Number(clocks.start_iteration ?? 0),
+        iteration: Number(clocks.start_iteration),
         kind,
-        pipeline: clocks.pipeline ?? 0,
-        version: Number(clocks.version ?? 0),
+        pipeline: clocks.pipeline,
+        version: Number(clocks.version),
       };
     });
   }
@@ -86,8 +86,8 @@ export class JobModel {
   findings() {
     const found = (type, isSlow) =>
       this._changes(type, (event) => ({
-        iteration: Number(event.straggler_finding?.iteration ?? 0),
-        pipeline: event.straggler_finding?.pipeline ?? 0,
+        iteration: Number(event.straggler_finding.iteration),
+        pipeline: event.straggler_finding.pipeline,
         isSlow,
       }));
     return [
@@ -111,7 +111,7 @@ export class JobModel {
   }
 
   _takeEvent(event) {
-    const sequence = Number(event.sequence ?? 0);
+    const sequence = Number(event.sequence);
     if (sequence <= this._lastSequence) return; // told again after a reconnect
     this._lastSequence = sequence;
     this.events.push(event);
@@ -119,8 +119,8 @@ export class JobModel {
   }
 
   _takeIteration(told) {
-    const number = Number(told.iteration ?? 0);
-    const pipeline = told.pipeline ?? 0;
+    const number = Number(told.iteration);
+    const pipeline = told.pipeline;
     let found = this._iterations.get(number);
     // Trainers that went back to a checkpoint tell the same numbers again.
     if (found?.told.has(pipeline)) {
@@ -133,8 +133,8 @@ export class JobModel {
       if (this._iterations.size > MOST_ITERATIONS) this._iterations.delete(this._iterations.keys().next().value);
     }
     found.told.add(pipeline);
-    found.time_s = Math.max(found.time_s, told.iteration_time_s ?? 0);
-    found.energy_j += told.energy_j ?? 0;
-    found.versions.add(Number(told.plan_version ?? 0));
+    found.time_s = Math.max(found.time_s, told.iteration_time_s);
+    found.energy_j += told.energy_j;
+    found.versions.add(Number(told.plan_version));
   }
 }

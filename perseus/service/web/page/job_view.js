@@ -17,7 +17,7 @@ import { jobState, layout, policy, profiling, profilingCost, rankCount } from ".
 
 const SHOW_EVERY_MS = 250;
 const ASK_EVERY_MS = 1_000;
-const REPORT_EVERY_MS = 10_000;
+const ASK_AGAIN_MS = 10_000;
 
 export class JobView {
   constructor(app, jobId) {
@@ -26,7 +26,7 @@ export class JobView {
     this._model = new JobModel();
     this._full = null;
     this._report = null;
-    this._reportAt = 0;
+    this._askedAt = 0;
     this._askedKey = "";
     this._isAsking = false;
     this._isDue = false;
@@ -50,14 +50,23 @@ export class JobView {
     this._missing = el("p", { class: "empty", hidden: true });
     this.element = el("div", {}, this._head, this._missing, this._panels);
     this._timer = setInterval(() => this._ask(), ASK_EVERY_MS);
+    this._watch(app);
+    this._isThere();
+  }
+
+  _watch(app) {
+    this._hasEnded = false;
     this._feed = new Feed(
       () => this._address(),
       ["updates"],
       (_, told) => this._take(told),
-      app.onFeed,
+      (state) => {
+        this._hasEnded = state.hasEnded;
+        app.onFeed(state);
+      },
       async () => (await app.mayGoOn()) && this._isThere(),
     );
-    this._isThere();
+    this._watchAgain = () => this._watch(app);
   }
 
   close() {
@@ -114,8 +123,12 @@ export class JobView {
   }
 
   _takeFull(job) {
-    if (!this._model.job || Number(job.last_event_sequence) >= Number(this._model.job.last_event_sequence)) this._model.take({ job });
+    const known = this._model.job;
+    const isOtherRun = job.run_number !== known?.run_number;
+    if (isOtherRun || Number(job.last_event_sequence) >= Number(known.last_event_sequence)) this._model.take({ job });
     this._full = job;
+    // The stream of a run ends with it; the next one has its own.
+    if (isOtherRun && this._hasEnded) this._watchAgain();
     this._scheduleShow();
   }
 
@@ -134,16 +147,16 @@ export class JobView {
     if (!job || this._isAsking || document.visibilityState !== "visible") return;
     const key = [job.run_number, job.state, job.straggler_count, job.min_planned_iteration_time_s, job.max_planned_iteration_time_s, job.figures?.straggler_iteration_time_s].join("/");
     const isOther = key !== this._askedKey;
-    if (!isOther && Date.now() - this._reportAt < REPORT_EVERY_MS) return;
+    if (!isOther && Date.now() - this._askedAt < ASK_AGAIN_MS) return;
     this._isAsking = true;
     try {
-      if (isOther) this._full = (await call("JobService", "GetJob", { job_id: this._jobId })).job;
+      this._takeFull((await call("JobService", "GetJob", { job_id: this._jobId })).job);
       this._report = await pages("JobService", "GetReport", { job_id: this._jobId, page_size: 1000 }, "periods");
       this._askedKey = key;
     } catch (error) {
       if (!(error instanceof CallError)) throw error;
     } finally {
-      this._reportAt = Date.now();
+      this._askedAt = Date.now();
       this._isAsking = false;
     }
     this._scheduleShow();
@@ -167,7 +180,7 @@ export class JobView {
     say(this._state, state.name);
     this._state.className = `state ${state.tone}`;
     this._state.title = state.meaning;
-    say(this._reason, job.state_reason ?? "");
+    say(this._reason, job.state_reason);
     this._reason.classList.toggle("attention", state.tone === "trouble");
     const facts = [
       `run ${job.run_number}`,
@@ -175,7 +188,7 @@ export class JobView {
       `registered ${n.clock(job.create_time)}`,
       job.finish_time ? `finished ${n.clock(job.finish_time)}` : "",
       job.set_latency_s ? `a clock takes ${n.milliseconds(job.set_latency_s)} to set` : "",
-      Number(job.profiling_cost?.iteration_count ?? 0) ? `profiling took ${profilingCost(job.profiling_cost)}` : "",
+      Number(job.profiling_cost.iteration_count) ? `profiling took ${profilingCost(job.profiling_cost)}` : "",
     ];
     say(this._facts, facts.filter(Boolean).join("  ·  "));
     const progress = job.profiling_progress;
@@ -194,7 +207,7 @@ export class JobView {
       say(aside, note);
       element.classList.toggle("attention", isAttention);
     };
-    const { baseline, figures = {}, rank_counts: counts = {} } = job;
+    const { baseline, figures = {}, rank_counts: counts } = job;
     const isBaseline = Boolean(baseline?.iteration_time_s);
     const promised = figures.promised_iteration_time_s;
     const stock_s = isBaseline ? `stock ${n.seconds(baseline.iteration_time_s)}` : "no baseline yet";
@@ -217,9 +230,9 @@ export class JobView {
     ].filter(([count]) => count > 0);
     set(
       "ranks",
-      `${n.fixed(counts.connected_count ?? 0)} of ${n.fixed(rankCount(job.parallelism))}`,
+      `${n.fixed(counts.connected_count)} of ${n.fixed(rankCount(job.parallelism))}`,
       trouble.map(([count, name]) => `${n.fixed(count)} ${name}`).join(", ") || "connected",
-      (counts.disconnected_count ?? 0) + (counts.lost_count ?? 0) > 0,
+      counts.disconnected_count + counts.lost_count > 0,
     );
     const rule = policy(job.policy);
     const limit_s = job.no_slowdown_time?.iteration_time_s;

@@ -14,7 +14,7 @@ const COLUMNS = [
   { name: "power", key: (job) => job.figures?.power_w ?? -1, isNumber: true },
   { name: "energy saved", key: (job) => job.figures?.saving?.energy_percent ?? -Infinity, isNumber: true },
   { name: "slowdown", key: (job) => job.figures?.saving?.slowdown_percent ?? -Infinity, isNumber: true },
-  { name: "what goes on", key: (job) => job.state_reason ?? "" },
+  { name: "what goes on", key: (job) => job.state_reason },
 ];
 
 export class JobsView {
@@ -123,12 +123,12 @@ export class JobsView {
 function row(job) {
   const state = jobState(job);
   const { iteration_time_s, power_w, saving } = job.figures ?? {};
-  const counts = job.rank_counts ?? {};
+  const counts = job.rank_counts;
   const progress = job.profiling_progress;
   const straggling = job.straggler_count ? n.count(job.straggler_count, "straggler") : "";
   const goesOn = [progress ? profiling(progress) : job.state_reason, straggling].filter(Boolean).join("; ");
   const number = (name, text, { kind = "", title = false } = {}) =>
-    el("td", { role: "cell", class: `number ${kind}`, "data-name": name, title }, text);
+    el("td", { role: "cell", class: `number ${kind} ${text === "–" ? "unknown" : ""}`, "data-name": name, title }, text);
   const isAttention = state.tone === "trouble" || job.straggler_count > 0;
   // Roles are said, since on a narrow screen the rows are laid out as no table's are.
   return el(
@@ -136,13 +136,13 @@ function row(job) {
     { role: "row" },
     el("th", { scope: "row", role: "rowheader" }, el("a", { href: `#/jobs/${encodeURIComponent(job.job_id)}` }, job.job_id)),
     el("td", { role: "cell" }, el("span", { class: `state ${state.tone}`, title: state.meaning }, state.name)),
-    number("ranks", `${n.fixed(counts.connected_count ?? 0)} of ${n.fixed(rankCount(job.parallelism))}`, {
+    number("ranks", `${n.fixed(counts.connected_count)} of ${n.fixed(rankCount(job.parallelism))}`, {
       title: `pipelines × stages × tensor: ${layout(job.parallelism)}`,
     }),
     number("iteration", iteration_time_s === undefined ? "–" : n.seconds(iteration_time_s)),
     number("power", power_w === undefined ? "–" : n.watts(power_w)),
     number("saved", saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_se_percent), { kind: "strong" }),
-    number("slowdown", saving === undefined ? "–" : n.change(saving.slowdown_percent ?? 0)),
+    number("slowdown", saving === undefined ? "–" : n.change(saving.slowdown_percent)),
     el("td", { role: "cell", class: `reason ${isAttention ? "attention" : ""}` }, goesOn),
   );
 }

@@ -19,11 +19,10 @@ const app = {
   /** Asked by a feed before it is opened again: a session that has ended leads to the login. */
   mayGoOn: async () => {
     const found = await session.show();
-    if (!isLoggedIn(found)) {
-      enter(found, "The session has ended.");
-      return false;
-    }
-    return true;
+    if (isLoggedIn(found)) return true;
+    // Stream and calls may notice at the same time.
+    if (!(view instanceof LoginView)) enter(found, "The session has ended.");
+    return false;
   },
 };
 
@@ -31,10 +30,7 @@ let view = null;
 let feed = null;
 let retrying = 0;
 
-document.addEventListener("session-ended", async () => {
-  // The stream may have noticed, too.
-  if (!(view instanceof LoginView)) enter(await session.show(), "The session has ended.");
-});
+document.addEventListener("session-ended", () => app.mayGoOn().catch(() => {})); // nobody answers: the feed says so
 window.addEventListener("hashchange", () => route(true));
 setInterval(() => feed && showFeed(feed), 1_000);
 start();

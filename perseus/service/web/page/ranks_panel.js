@@ -234,18 +234,18 @@ export class RanksPanel {
 
 function row(rank) {
   const { computation_time_s = 0, on_clock_time_s = 0 } = rank.clocks ?? {};
-  const held = clockReasons(rank.clock_event_reasons ?? 0);
+  const held = clockReasons(rank.clock_event_reasons);
   const limits = [
     rank.power_limit_w ? n.watts(rank.power_limit_w) : "",
     held ? `held by ${held}` : "",
     rank.capped_clock_mhz ? `reaches ${n.fixed(rank.capped_clock_mhz)} MHz` : "",
   ];
   const cells = [
-    rank.coordinates?.tensor ?? 0,
+    rank.coordinates.tensor,
     RANK_STATES[rank.state] ?? rank.state,
     rank.hostname || "–",
     [rank.gpu_model, rank.gpu_uuid].filter(Boolean).join(" ") || "–",
-    Number(rank.iteration ?? -1) < 0 ? "–" : n.fixed(Number(rank.iteration)),
+    Number(rank.iteration) < 0 ? "–" : n.fixed(Number(rank.iteration)),
     version(rank.offered_version),
     version(rank.in_force_version),
     computation_time_s > 0 ? n.percent((100 * on_clock_time_s) / computation_time_s) : "–",

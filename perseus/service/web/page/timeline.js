@@ -19,7 +19,7 @@ export class TimelineLayout {
     this.lanes = lanes.map((lane) => ({ ...lane, stages: byStage(lane.entries) }));
     const times = this.lanes.flatMap((lane) => [
       lane.iteration_time_s,
-      ...lane.entries.map((entry) => (entry.start_s ?? 0) + (entry.duration_s ?? 0)),
+      ...lane.entries.map((entry) => entry.start_s + entry.duration_s),
     ]);
     this.end_s = Math.max(1e-9, ...times);
     const rows = this.lanes.reduce((sum, lane) => sum + lane.stages.length, 0);
@@ -41,8 +41,8 @@ export class TimelineLayout {
   box({ lane, stage, index }, width) {
     const entry = this.entry({ lane, stage, index });
     if (!entry) return null;
-    const left = this.x(entry.start_s ?? 0, width);
-    const right = this.x((entry.start_s ?? 0) + (entry.duration_s ?? 0), width);
+    const left = this.x(entry.start_s, width);
+    const right = this.x(entry.start_s + entry.duration_s, width);
     return { x: left, y: this.tops[lane] + stage * this.row, width: Math.max(1, right - left), height: this.row - 1 };
   }
 
@@ -56,7 +56,7 @@ export class TimelineLayout {
       if (stage < 0 || stage >= stages.length) continue;
       const time_s = ((x - LABEL_WIDTH) / (width - LABEL_WIDTH - RIGHT)) * this.end_s;
       const index = stages[stage].findIndex(
-        (entry) => (entry.start_s ?? 0) <= time_s && time_s < (entry.start_s ?? 0) + (entry.duration_s ?? 0),
+        (entry) => entry.start_s <= time_s && time_s < entry.start_s + entry.duration_s,
       );
       if (index >= 0) return this.cell(lane, stage, index);
     }
@@ -74,9 +74,9 @@ export class TimelineLayout {
     const there = rows[here + (key === "ArrowUp" ? -1 : 1)];
     if (!there) return cell;
     const entry = row[cell.index];
-    const middle_s = (entry.start_s ?? 0) + (entry.duration_s ?? 0) / 2;
+    const middle_s = entry.start_s + entry.duration_s / 2;
     const entries = this.lanes[there[0]].stages[there[1]];
-    const distances = entries.map((each) => Math.abs((each.start_s ?? 0) + (each.duration_s ?? 0) / 2 - middle_s));
+    const distances = entries.map((each) => Math.abs(each.start_s + each.duration_s / 2 - middle_s));
     return this.cell(...there, distances.indexOf(Math.min(...distances)));
   }
 
@@ -165,9 +165,9 @@ export class TimelineLayout {
 }
 
 function byStage(entries) {
-  const count = entries.reduce((most, entry) => Math.max(most, (entry.stage ?? 0) + 1), 0);
+  const count = entries.reduce((most, entry) => Math.max(most, entry.stage + 1), 0);
   const stages = Array.from({ length: count }, () => []);
-  for (const entry of entries) stages[entry.stage ?? 0].push(entry);
-  for (const stage of stages) stage.sort((one, other) => (one.start_s ?? 0) - (other.start_s ?? 0));
+  for (const entry of entries) stages[entry.stage].push(entry);
+  for (const stage of stages) stage.sort((one, other) => one.start_s - other.start_s);
   return stages;
 }

@@ -12,7 +12,7 @@ import { kind } from "./words.js";
 const REFRESH_MS = 4_000;
 const COLOURS = {
   power: { words: "power", ramp: "heat", value: (entry) => entry.power_w ?? 0, format: n.watts },
-  clock: { words: "clock", ramp: "cool", value: (entry) => entry.clock_mhz ?? 0, format: (mhz) => `${n.fixed(mhz)} MHz` },
+  clock: { words: "clock", ramp: "cool", value: (entry) => entry.clock_mhz, format: (mhz) => `${n.fixed(mhz)} MHz` },
 };
 
 export class TimelinePanel {
@@ -146,7 +146,7 @@ export class TimelinePanel {
     const { value } = COLOURS[this._colour];
     return {
       colourOf: (entry) => (value(entry) > 0 ? this._colourOf(value(entry)) : this._colourOf(-Infinity)),
-      letterOf: (entry) => `${kind(entry.computation?.kind).letter}${entry.computation?.microbatch ?? 0}`,
+      letterOf: (entry) => `${kind(entry.computation.kind).letter}${entry.computation.microbatch}`,
       inkOn,
       time: (time_s) => `${Number(time_s.toFixed(3))} s`,
       ink: themeColour("--ink"),
@@ -165,9 +165,9 @@ export class TimelinePanel {
     const { computation = {} } = entry;
     const chunk = computation.chunk ? `, chunk ${computation.chunk}` : "";
     return [
-      `${kind(computation.kind).words} of microbatch ${computation.microbatch ?? 0}${chunk}`,
+      `${kind(computation.kind).words} of microbatch ${computation.microbatch}${chunk}`,
       `stage ${cell.stage}, ${this._lanes[cell.lane].short}`,
-      `${n.milliseconds(entry.duration_s ?? 0)}, begins at ${n.milliseconds(entry.start_s ?? 0)}`,
+      `${n.millisecondsentry.duration_s}, begins at ${n.millisecondsentry.start_s}`,
       `${entry.clock_mhz ? `${n.fixed(entry.clock_mhz)} MHz` : "stock clocks"}${entry.power_w ? `, ${n.watts(entry.power_w)}` : ""}`,
     ];
   }
@@ -181,11 +181,11 @@ export class TimelinePanel {
         el(
           "tr",
           {},
-          el("td", {}, `${lane.iteration ?? 0}, ${lane.short}`),
-          el("td", {}, String(entry.stage ?? 0)),
-          el("td", {}, `${kind(entry.computation?.kind).words} ${entry.computation?.microbatch ?? 0}`),
-          el("td", {}, n.milliseconds(entry.start_s ?? 0)),
-          el("td", {}, n.milliseconds(entry.duration_s ?? 0)),
+          el("td", {}, `${lane.iteration}, ${lane.short}`),
+          el("td", {}, Stringentry.stage),
+          el("td", {}, `${kind(entry.computation.kind).words} ${entry.computation.microbatch}`),
+          el("td", {}, n.millisecondsentry.start_s),
+          el("td", {}, n.millisecondsentry.duration_s),
           el("td", {}, entry.clock_mhz ? `${n.fixed(entry.clock_mhz)} MHz` : "stock"),
           el("td", {}, entry.power_w ? n.watts(entry.power_w) : "–"),
         ),
@@ -195,6 +195,6 @@ export class TimelinePanel {
 }
 
 function lane(name, short, told) {
-  const title = `${name}: iteration ${told.iteration ?? 0} of pipeline ${told.pipeline ?? 0}, ${n.seconds(told.iteration_time_s)}`;
+  const title = `${name}: iteration ${told.iteration} of pipeline ${told.pipeline}, ${n.seconds(told.iteration_time_s)}`;
   return { title, short, ...told };
 }

@@ -20,7 +20,7 @@ export const JOB_STATES = {
 /** A job's state; a newer coordinator may know more of them. */
 export function jobState(job) {
   const known = JOB_STATES[job.state];
-  return known ?? { name: bare(job.state ?? "JOB_STATE_UNKNOWN", "JOB_STATE_"), tone: "idle", meaning: "" };
+  return known ?? { name: bare(job.state, "JOB_STATE_"), tone: "idle", meaning: "" };
 }
 
 /** States of a rank, in the order in which they are listed. */
@@ -43,7 +43,7 @@ const KINDS = {
 
 /** A computation's kind in words, and as a letter. */
 export function kind(name) {
-  const [words, letter] = KINDS[name] ?? [bare(name ?? "", "COMPUTATION_KIND_"), "?"];
+  const [words, letter] = KINDS[name] ?? [bare(name, "COMPUTATION_KIND_"), "?"];
   return { words, letter };
 }
 
@@ -68,20 +68,20 @@ export function policy(rule = {}) {
 }
 
 /** Which version of a plan: "stock" where there is none. */
-export const version = (value) => (Number(value ?? 0) === 0 ? "stock" : `plan ${value}`);
+export const version = (value) => (Number(value) === 0 ? "stock" : `plan ${value}`);
 
 /** How far profiling is, and when it is done at the latest. */
 export function profiling(progress) {
-  const tried = `${progress.tried_clock_count ?? 0} of at most ${n.count(progress.max_clock_count ?? 0, "clock")} tried`;
+  const tried = `${progress.tried_clock_count} of at most ${n.count(progress.max_clock_count, "clock")} tried`;
   return progress.remaining_s === undefined ? tried : `${tried}, done within ${n.span(progress.remaining_s)}`;
 }
 
 /** What profiling has cost against as many iterations at stock. */
 export function profilingCost(cost) {
-  const time = n.signed(cost.extra_time_s ?? 0, 1);
+  const time = n.signed(cost.extra_time_s, 1);
   return (
-    `${n.count(Number(cost.iteration_count ?? 0), "iteration")} in ${n.span(cost.time_s ?? 0)}: ` +
-    `${time} s and ${(cost.extra_energy_j ?? 0) > 0 ? "+" : ""}${n.joules(cost.extra_energy_j ?? 0)} against stock`
+    `${n.count(Number(cost.iteration_count), "iteration")} in ${n.span(cost.time_s)}: ` +
+    `${time} s and ${(cost.extra_energy_j) > 0 ? "+" : ""}${n.joules(cost.extra_energy_j)} against stock`
   );
 }
 
@@ -106,7 +106,7 @@ export const EVENT_GROUPS = [
 
 /** An event's type without its prefix, and its group. */
 export function eventType(event) {
-  const type = String(event.type ?? "").replace("JOB_EVENT_TYPE_", "");
+  const type = String(event.type).replace("JOB_EVENT_TYPE_", "");
   const group = EVENT_GROUPS.find((each) => each.types.includes(type));
   return { type, group: group?.name ?? "job" };
 }
@@ -144,6 +144,7 @@ const UNITS = [
 /** A message's fields, those of its parts after a comma; the field's name tells the unit. */
 export function facts(message, prefix = "") {
   return Object.entries(message).flatMap(([key, value]) => {
+    if (value === "" || (Array.isArray(value) && value.length === 0)) return [];
     const unit = UNITS.find(([suffix]) => key.endsWith(suffix));
     const name = prefix + (unit ? key.slice(0, -unit[0].length) : key).replaceAll("_", " ");
     if (key === "rank") return [[prefix + "rank", place(value)]];

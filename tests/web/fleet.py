@@ -1,0 +1,31 @@
+"""A coordinator at rest whose jobs were brought where they are beforehand: many ranks, in seconds."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from benchmarks.batch_cost import TimedCluster
+from perseus.service.domain.model import JobState
+from perseus.service.job.machine import JobMachine
+from perseus.service.web.page_files import packaged_page
+from tests.service.web.page_server import PageServer, serving
+
+
+def machine(job_id: str, rank_count: int, state: JobState = JobState.PLANNED) -> JobMachine:
+    """A job with all its ranks, in a state."""
+    cluster = TimedCluster(rank_count, job_id)
+    if state is JobState.WAITING:
+        return cluster.machine
+    cluster.join_all()
+    cluster.iterate_until(state)
+    cluster.iterate(1 if state is JobState.PROFILING else 6)
+    return cluster.machine
+
+
+@asynccontextmanager
+async def fleet(folder: Path, machines: Iterable[JobMachine]) -> AsyncIterator[PageServer]:
+    """Serve the page of a coordinator that has these jobs."""
+    async with serving(folder, files=packaged_page()) as site:
+        for each in machines:
+            site.coordinator.live.begin(each, [], [])
+        yield site

@@ -29,8 +29,9 @@ from perseus.service.api.translate_jobs import (
 )
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
-from perseus.service.domain.model import IterationSummary, JobView
+from perseus.service.domain.model import IterationSummary
 from perseus.service.domain.specification import Registration
+from perseus.service.domain.views import JobView
 from perseus.service.shell.jobs import LATEST, Jobs
 from perseus.service.shell.quotas import Quotas
 from perseus.v1 import job_service_pb2 as pb
@@ -174,7 +175,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
         """See the contract."""
-        return timeline_to_proto(self._jobs.timeline(request.job_id, request.pipeline))
+        timeline = self._jobs.timeline(request.job_id, request.pipeline, from_baseline=request.from_baseline)
+        return timeline_to_proto(timeline)
 
     @mapped_stream
     async def WatchJob(

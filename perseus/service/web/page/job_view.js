@@ -97,8 +97,9 @@ export class JobView {
   }
 
   _address() {
-    const after = this._model.lastSequence;
-    return `api/watch/jobs/${encodeURIComponent(this._jobId)}${after ? `?after_sequence=${after}` : ""}`;
+    const { job, lastSequence } = this._model;
+    const from = lastSequence ? `?after_sequence=${lastSequence}&run_number=${job.run_number}` : "";
+    return `api/watch/jobs/${encodeURIComponent(this._jobId)}${from}`;
   }
 
   /** Whether there is such a job; says so if not. A stream alone does not tell why it can't be opened. */

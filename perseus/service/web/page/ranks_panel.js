@@ -137,7 +137,7 @@ export class RanksPanel {
     if (slowest < 0) return `${states}.`;
     const perPipeline = this._grid.stages * this._grid.tensors;
     const at = `pipeline ${Math.floor(slowest / perPipeline)}, stage ${Math.floor(slowest / this._grid.tensors) % this._grid.stages}`;
-    return `${states}. Slowest: ${at}, ${FIGURES.slowness.format(this._told.slowness[slowest])} its peers' time.`;
+    return `${states}. Slowest: ${at}, ${FIGURES.slowness.format(this._told.slowness[slowest])} the time expected of it.`;
   }
 
   _look() {

@@ -1,7 +1,7 @@
 """The pictures of docs/page.md: `python -m tests.web.pictures FOLDER`.
 
-Nothing on them is drawn by hand: a demo runs in processes of its own, and has a straggler; the large job and the
-list show jobs as state machines that were brought there.
+Nothing on them is drawn by hand: a demo runs in processes of its own, and has a straggler; the large job and
+the list show state machines that were brought there.
 """
 
 import asyncio

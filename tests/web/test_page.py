@@ -32,8 +32,6 @@ from tests.web.browser import (
 
 pytestmark = needs_chromium
 
-NARROW = "\N{NARROW NO-BREAK SPACE}"
-
 
 class Site:
     """A coordinator with a page, and a job of four ranks."""

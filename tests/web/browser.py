@@ -43,7 +43,8 @@ async def browsing(
         page.on("pageerror", lambda error: complaints.append(str(error)))
         yield page
         await browser.close()
-    assert [each for each in complaints if not any(words in each for words in expected)] == []
+    unexpected = [each for each in complaints if not any(words in each for words in expected)]
+    assert unexpected == [], "\n".join(unexpected)
 
 
 def figure(page: Page, name: str) -> Locator:

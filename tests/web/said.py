@@ -16,11 +16,11 @@ def watts(value_w: float) -> str:
 
 
 def percent(value: float) -> str:
-    return f"{value:.1f} %".replace("-", "−")
+    return f"{value:z.1f} %".replace("-", "−")
 
 
 def _scaled(value: float, unit: str, digits: int) -> str:
-    factor, prefix = next(each for each in _PREFIXES if value >= each[0])
+    factor, prefix = next((each for each in _PREFIXES if value >= each[0]), _PREFIXES[-1])
     shown = value / factor
     decimals = 0 if not prefix and shown >= 100 else digits - len(str(int(shown)))
     return f"{shown:.{decimals}f} {prefix}{unit}"

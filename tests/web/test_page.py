@@ -1,7 +1,6 @@
 """The page in a real browser, on a real coordinator with scripted agents: what it shows, and what it does."""
 
 import re
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, expect
 
-from perseus.v1 import frontier_service_pb2, job_pb2, job_service_pb2
+from perseus.v1 import agent_service_pb2, frontier_service_pb2, job_pb2, job_service_pb2, rank_pb2
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -255,15 +254,22 @@ async def test_what_ends_a_job_is_asked_twice(site: Site) -> None:
 
 async def test_texts_of_others_are_text(site: Site) -> None:
     markup = "<img src=x onerror=alert(1)>"
-    await site.client.register(request_id=uuid.uuid4().hex)
-    site.agent.hostname = markup
+    await site.client.register()
     await site.agent.join()
+    place = rank_pb2.RankCoordinates(pipeline=0, stage=0, tensor=0)
+    error = agent_service_pb2.GpuError(
+        job_id="job",
+        rank=place,
+        gpu_uuid=markup,
+        reason=rank_pb2.GPU_ERROR_REASON_NO_PERMISSION,
+        message=markup,
+    )
+    await site.agent.say(gpu_error=error)
     async with browsing() as page:
         await page.goto(site.of())
-        ranks = panel(page, "Ranks")
-        await ranks.get_by_text("The ranks of a stage, in full").click()
-        await expect(ranks.locator("tbody")).to_contain_text(markup)
-        await expect(panel(page, "Events")).to_contain_text(markup)
+        event = panel(page, "Events").locator("li").filter(has_text=markup)
+        await event.locator("summary").click()
+        await expect(event.locator("dl")).to_contain_text(markup)
         assert await page.locator("img").count() == 0
 
 

@@ -1,7 +1,7 @@
 /** Numbers for people: with their unit, as precise as they are read, always as wide as their neighbours. */
 
 const MINUS = "−";
-const NARROW = " ";
+const NARROW = "\u202f";
 const UNKNOWN = "–";
 
 /** A number with so many decimals; thousands set apart, a true minus, never "−0". */

@@ -21,6 +21,9 @@ export class TimelinePanel {
     this._pipeline = 0;
     this._colour = "power";
     this._lanes = [];
+    this._job = null;
+    this._stockKey = "";
+    this._stock = null;
     this._layout = new TimelineLayout([]);
     this._legend = el("span", {});
     this._picture = new Picture("Computations of the last iteration, stage by stage, before and under the plan.", {
@@ -87,9 +90,8 @@ export class TimelinePanel {
   update(model) {
     const last = Math.max(0, model.pipelineCount - 1);
     this._pipelineField.max = String(last);
-    const isFirst = !this._job;
+    const isFirst = !this._job?.figures?.iteration_time_s;
     this._job = model.job;
-    this._lastIteration = model.iterations().at(-1);
     if (isFirst) this._refresh();
   }
 
@@ -100,24 +102,29 @@ export class TimelinePanel {
   }
 
   async _refresh() {
-    if (!this._job || this._held.checked || document.visibilityState !== "visible") return;
+    // Before the first iteration there is none to ask for.
+    if (!this._job?.figures?.iteration_time_s || this._held.checked || document.visibilityState !== "visible") return;
     const pipeline = this._pipeline;
-    const request = { job_id: this._jobId, pipeline };
-    const [before, now] = await Promise.all([
-      this._timeline({ ...request, from_baseline: true }),
-      this._timeline(request),
-    ]);
+    const [before, now] = await Promise.all([this._stockTimeline(), this._timeline({ pipeline })]);
     if (pipeline !== this._pipeline || this._held.checked) return;
-    this._lanes = [
-      before && lane("Stock baseline", "at stock", before),
-      now && lane("Now", "now", now),
-    ].filter(Boolean);
+    this._lanes = [before && lane("Stock baseline", "at stock", before), now && lane("Now", "now", now)].filter(Boolean);
     this._show();
+  }
+
+  /** The baseline's: asked for once, and again when there is another one or its power has become known. */
+  async _stockTimeline() {
+    const { run_number, baseline, t_min_s } = this._job;
+    const key = baseline ? `${run_number}/${baseline.iteration_time_s}/${t_min_s}` : "";
+    if (key !== this._stockKey) {
+      this._stockKey = key;
+      this._stock = key ? await this._timeline({ from_baseline: true }) : null;
+    }
+    return this._stock;
   }
 
   async _timeline(request) {
     try {
-      const found = await call("JobService", "GetTimeline", request);
+      const found = await call("JobService", "GetTimeline", { job_id: this._jobId, ...request });
       return found.entries?.length ? found : null;
     } catch (error) {
       if (error instanceof CallError) return null; // none yet, or the feed says that nobody answers
@@ -167,7 +174,7 @@ export class TimelinePanel {
     return [
       `${kind(computation.kind).words} of microbatch ${computation.microbatch}${chunk}`,
       `stage ${cell.stage}, ${this._lanes[cell.lane].short}`,
-      `${n.millisecondsentry.duration_s}, begins at ${n.millisecondsentry.start_s}`,
+      `${n.milliseconds(entry.duration_s)}, begins at ${n.milliseconds(entry.start_s)}`,
       `${entry.clock_mhz ? `${n.fixed(entry.clock_mhz)} MHz` : "stock clocks"}${entry.power_w ? `, ${n.watts(entry.power_w)}` : ""}`,
     ];
   }
@@ -182,10 +189,10 @@ export class TimelinePanel {
           "tr",
           {},
           el("td", {}, `${lane.iteration}, ${lane.short}`),
-          el("td", {}, Stringentry.stage),
+          el("td", {}, String(entry.stage)),
           el("td", {}, `${kind(entry.computation.kind).words} ${entry.computation.microbatch}`),
-          el("td", {}, n.millisecondsentry.start_s),
-          el("td", {}, n.millisecondsentry.duration_s),
+          el("td", {}, n.milliseconds(entry.start_s)),
+          el("td", {}, n.milliseconds(entry.duration_s)),
           el("td", {}, entry.clock_mhz ? `${n.fixed(entry.clock_mhz)} MHz` : "stock"),
           el("td", {}, entry.power_w ? n.watts(entry.power_w) : "–"),
         ),

@@ -25,7 +25,7 @@ def machine(job_id: str, rank_count: int, state: JobState = JobState.PLANNED) ->
 @asynccontextmanager
 async def fleet(folder: Path, machines: Iterable[JobMachine]) -> AsyncIterator[PageServer]:
     """Serve the page of a coordinator that has these jobs."""
-    async with serving(folder, files=packaged_page()) as site:
+    async with serving(folder, is_at_rest=True, files=packaged_page()) as site:
         for each in machines:
             site.coordinator.live.begin(each, [], [])
         yield site

@@ -54,15 +54,19 @@ class PageServer:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, *, is_open: bool = True, files: Mapping[str, PageFile] = FILES
+    folder: Path,
+    *,
+    is_open: bool = True,
+    is_at_rest: bool = False,
+    files: Mapping[str, PageFile] = FILES,
 ) -> AsyncIterator[PageServer]:
-    """Serve the page; `is_open`: nobody is asked who they are."""
+    """Serve the page; `is_open`: nobody is asked who they are; `is_at_rest`: no lease runs, nothing is kept."""
     store = await SqlStore.open(folder / "jobs.db")
     job_solver, request_solver = JobLane(1, 60.0), RequestLane(1, 60.0)
     try:
         coordinator = Coordinator(store, job_solver, request_solver, Rules(30.0, 3), Retention())
         await coordinator.start()
-        background = asyncio.ensure_future(coordinator.run())
+        background = asyncio.ensure_future(asyncio.sleep(0) if is_at_rest else coordinator.run())
         jobs, quotas = coordinator.jobs, coordinator.quotas
         protos = (job_service_pb2.DESCRIPTOR, frontier_service_pb2.DESCRIPTOR)
         services = {name: each for file in protos for name, each in file.services_by_name.items()}

@@ -42,6 +42,8 @@ export class LoginView {
       el(
         "form",
         { onsubmit },
+        // Password managers want to know whose it is.
+        el("input", { type: "text", name: "username", autocomplete: "username", value: "perseus", hidden: true }),
         el("label", { for: "token" }, "Token"),
         field,
         el("p", { class: "note", id: "token-help" }, "A reader's token shows everything; an operator's controls jobs, too. ", el("code", {}, "perseus tokens create"), " makes one."),

@@ -60,7 +60,7 @@ async def serving(
     is_at_rest: bool = False,
     files: Mapping[str, PageFile] = FILES,
 ) -> AsyncIterator[PageServer]:
-    """Serve the page; `is_open`: nobody is asked who they are; `is_at_rest`: no lease runs, nothing is kept."""
+    """Serve the page; `is_open`: nobody is asked who they are; `is_at_rest`: no lease runs."""
     store = await SqlStore.open(folder / "jobs.db")
     job_solver, request_solver = JobLane(1, 60.0), RequestLane(1, 60.0)
     try:

@@ -285,9 +285,8 @@ async def _serving_http(
 def _host_names(address: str, names: str) -> frozenset[str]:
     """Return the names by which the coordinator may be asked over HTTP: its address's, and those set."""
     found = host_and_port(address)
-    return frozenset(
-        name.strip().lower() for name in (found[0] if found is not None else "", *names.split(","))
-    )
+    stripped = (name.strip().lower() for name in (found[0] if found is not None else "", *names.split(",")))
+    return frozenset(filter(None, stripped))
 
 
 async def _watch_health(

@@ -10,7 +10,7 @@ import grpc
 from perseus.service.api.authentication import caller
 from perseus.service.api.paging import Page
 from perseus.service.api.statuses import mapped, mapped_stream
-from perseus.service.api.translate_events import event_to_proto, filter_from_proto
+from perseus.service.api.translate_events import event_to_proto, filter_from_proto, gap_to_proto
 from perseus.service.api.translate_jobs import (
     budget_to_proto,
     cost_to_proto,
@@ -206,10 +206,4 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                             caught_up=pb.CaughtUp(last_event_sequence=update.last_event_sequence)
                         )
                     case WatchGap():
-                        yield pb.WatchJobResponse(
-                            gap=pb.WatchGap(
-                                first_missed_sequence=update.first_missed_sequence,
-                                last_missed_sequence=update.last_missed_sequence,
-                                missed_iteration_count=update.missed_iteration_count,
-                            )
-                        )
+                        yield pb.WatchJobResponse(gap=gap_to_proto(update))

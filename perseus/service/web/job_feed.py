@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from perseus.service.api.statuses import MAPPED, STATUSES, unexpected
-from perseus.service.api.translate_events import event_to_proto
+from perseus.service.api.translate_events import event_to_proto, gap_to_proto
 from perseus.service.api.translate_jobs import job_to_proto, summary_to_proto
 from perseus.service.domain.events import CaughtUp, EventFilter, JobEvent, WatchGap
 from perseus.service.domain.model import IterationSummary
@@ -124,9 +124,10 @@ class JobFeed:
         while begin < through:
             page = await self._jobs.events(self._job_id, self._run_number, EventFilter(), begin + 1, _PAGE)
             page = [each for each in page if each.happening.sequence <= through]
-            if not page:
-                break  # those that are missing were forgotten
-            begin = page[-1].happening.sequence
+            following = page[0].happening.sequence if page else through + 1
+            if following > begin + 1:  # those in between were forgotten
+                first.append(_gap_text(WatchGap(begin + 1, following - 1)))
+            begin = page[-1].happening.sequence if page else through
             yield self._chunk([*first, *map(self._event_text, page)], begin)
             first = []
             await asyncio.sleep(0)
@@ -164,12 +165,8 @@ class JobFeed:
                 self._has_moved = True
                 self._gather(to_json(pb.WatchJobResponse(iteration=summary_to_proto(update))))
             case WatchGap():
-                gap = pb.WatchGap(
-                    first_missed_sequence=update.first_missed_sequence,
-                    last_missed_sequence=update.last_missed_sequence,
-                    missed_iteration_count=update.missed_iteration_count,
-                )
-                self._gather(to_json(pb.WatchJobResponse(gap=gap)))
+                self._sequence = max(self._sequence, update.last_missed_sequence)
+                self._gather(_gap_text(update))
             case CaughtUp():
                 pass  # each reader is told by itself
 
@@ -216,6 +213,10 @@ class JobFeed:
             if len(self._events) > _KEPT_EVENTS:
                 del self._events[next(iter(self._events))]
         return text
+
+
+def _gap_text(gap: WatchGap) -> str:
+    return to_json(pb.WatchJobResponse(gap=gap_to_proto(gap)))
 
 
 class JobFeeds:

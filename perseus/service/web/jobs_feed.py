@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 
+from perseus.service.api.statuses import STATUSES, unexpected
 from perseus.service.api.translate_jobs import job_to_proto
 from perseus.service.domain.views import JobView
 from perseus.service.shell.live_runs import LiveRuns
@@ -35,7 +36,7 @@ class JobsFeed:
         """For the length of a block: tell a listener; the block gets what it is to be sent first."""
         self._listeners.add(listener)
         if self._work is None:
-            self._work = asyncio.create_task(self._run())
+            self._work = asyncio.create_task(self._guarded())
         try:
             yield self._beginning(listener)
         finally:
@@ -53,6 +54,13 @@ class JobsFeed:
         if self._whole is None:
             self._whole = _told(self._texts.values(), (), is_whole=True)
         yield self._whole
+
+    async def _guarded(self) -> None:
+        try:
+            await self._run()
+        except Exception as error:
+            self.end(STATUSES[type(unexpected(error, "JobsFeed"))].reason)
+            self._is_ready.set()
 
     async def _run(self) -> None:
         with self._live.changes() as changed:

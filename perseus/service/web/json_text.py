@@ -50,7 +50,10 @@ def from_json(text: bytes, kind: type[Asked]) -> Asked:
         MalformedMessageError: it is none.
     """
     try:
-        return json_format.Parse(text, kind(), max_recursion_depth=_MOST_DEPTH)
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise json_format.ParseError(f"expected an object, found {type(found).__name__}")
+        return json_format.ParseDict(found, kind(), max_recursion_depth=_MOST_DEPTH)
     except (json_format.ParseError, ValueError, RecursionError) as error:
         raise MalformedMessageError(cause=error) from None
 

@@ -5,10 +5,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from aiohttp import hdrs, web
+from aiohttp import ClientConnectionError, hdrs, web
 
-from perseus.service.api.statuses import STATUSES
-from perseus.service.domain.errors import AuthenticationError, LimitReachedError
+from perseus.service.api.statuses import MAPPED, STATUSES, unexpected
+from perseus.service.domain.errors import LimitReachedError
 from perseus.service.web.json_text import as_json
 
 HEARTBEAT_S = 15.0
@@ -48,14 +48,15 @@ class Listener:
         """Tell it something, unless it has ended; one that does not keep up is cut off."""
         if self._end_reason:
             return
-        self._waiting_bytes += len(chunk)
-        if self._waiting_bytes > MOST_WAITING_BYTES:
+        if self._waiting_bytes + len(chunk) > MOST_WAITING_BYTES:
             self._waiting.clear()
+            self._waiting_bytes = 0
             self.end("READER_TOO_SLOW")
             if self._cut_off is not None:
                 self._cut_off()  # it does not read: it could not be told either
             return
         self._waiting.append(chunk)
+        self._waiting_bytes += len(chunk)
         self._wake.set()
 
     def end(self, reason: str) -> None:
@@ -75,17 +76,20 @@ class Listener:
         transport = request.transport
         if transport is not None:
             self._cut_off = transport.abort
-        with suppress(ConnectionResetError):  # it is gone
+        with suppress(ConnectionResetError, ClientConnectionError):  # it is gone
             try:
-                async for chunk in beginning:
+                async for first in beginning:
                     check()
-                    await response.write(chunk)
+                    await response.write(first)
                 while (chunk := await self._next()) is not None:
                     check()
                     await response.write(chunk)
                 reason = self._end_reason
-            except AuthenticationError as error:
-                reason = STATUSES[type(error)].reason
+            except (ConnectionResetError, ClientConnectionError):
+                raise
+            except Exception as error:
+                told = error if isinstance(error, MAPPED) else unexpected(error, request.path)
+                reason = STATUSES[type(told)].reason
             await response.write(event("end", as_json({"reason": reason})))
             await response.write_eof()
         return response

@@ -23,7 +23,7 @@ def registration(job_id: str = "job") -> dict[str, object]:
 
 
 def assert_refused(answer: Answer, status: int, code: str, reason: str) -> None:
-    assert answer.headers["Content-Type"] == "application/json; charset=utf-8"
+    assert answer.headers["Content-Type"] == "application/json"
     told = answer.json
     assert (answer.status, told["code"], told["reason"]) == (status, code, reason), told
     assert set(told) == {"code", "reason", "message", "metadata"}
@@ -102,8 +102,6 @@ async def test_the_timeline_of_the_baseline_stays_beside_the_latest_one(tmp_path
         stock = next(each for each in frontier.periods if each.state == job_pb2.JOB_STATE_BASELINE)
         assert before.iteration <= stock.last_iteration < under.iteration
         assert (before.pipeline, under.pipeline) == (0, 1)
-        assert {entry.clock_mhz for entry in before.entries} == {0}
-        assert all(entry.clock_mhz > 0 for entry in under.entries)
         assert len(before.entries) == len(under.entries) == 12
         assert all(entry.power_w > 0 for entry in (*before.entries, *under.entries))
         assert len(under.blocking_power_w) == 2
@@ -132,7 +130,9 @@ async def test_a_mistake_is_answered_as_grpc_does(tmp_path: Path, monkeypatch: p
         control = await call("GetJob", {"job_id": "a\x07"})
         assert_refused(control, 400, "INVALID_ARGUMENT", "INVALID_FIELD")
 
-        for body in (b"", b"{", b"[]", b'"x"', b"null", b"\xff", b'{"job_id": 5}', b'{"unknown": 1}'):
+        for body in (b"", b"{", b"[]", b'"x"', b"null", b"\xff"):
+            assert_refused(await call("GetJob", body), 400, "INVALID_ARGUMENT", "MALFORMED_MESSAGE")
+        for body in (b'{"job_id": 5}', b'{"job_id": "\\ud800"}', b'{"unknown": 1}'):
             assert_refused(await call("GetJob", body), 400, "INVALID_ARGUMENT", "MALFORMED_MESSAGE")
         for body in (b"[" * 60_000, b'{"spec":' * 7_000, b'{"job_id": ' + b"1" * 5_000 + b"}"):
             assert_refused(await call("GetJob", body), 400, "INVALID_ARGUMENT", "MALFORMED_MESSAGE")
@@ -248,6 +248,9 @@ async def test_the_grid_of_ranks(tmp_path: Path) -> None:
             each.duration_s for each in own
         )
         assert grid["clock_mhz"][3] == pytest.approx(mean_mhz, abs=0.1)
-        assert all(0.5 < slowness < 2 for slowness in grid["slowness"])
         job = await client.job()
+        planned = {"job_id": "job", "iteration_time_s": job.planned_iteration_time_s[1]}
+        plan = (await ask(session, "POST", f"{url}/api/FrontierService/GetPlan", planned)).json["plan"]
+        planned_s = sum(each["duration_s"] for each in plan["stages"][1]["computations"])
+        assert grid["slowness"][3] == pytest.approx(sum(each.duration_s for each in own) / planned_s, rel=0.1)
         assert sum(grid["power_w"]) == pytest.approx(job.figures.power_w, abs=0.5)

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,12 @@ async def test_one_job_as_grpc_tells_it(tmp_path: Path) -> None:
         for each in (found, begun):
             sequences = [int(update["event"]["sequence"]) for update in each if "event" in update]
             assert sequences == list(range(1, sequences[-1] + 1)), "all of them, in order, once"
-            assert each[-1]["job"]["state"] == "JOB_STATE_FINISHED"
+            shown = [update["job"] for update in each if "job" in update]
+            assert shown[-1]["state"] == "JOB_STATE_FINISHED"
         by_grpc = await client.events()
         assert len(sequences) == len(by_grpc)
         measured = [update["iteration"] for update in begun if "iteration" in update]
         assert {(each["pipeline"], each["iteration_time_s"]) for each in measured} == {(0, 0.8), (1, 0.8)}
-        shown = [update["job"] for update in begun if "job" in update]
         assert shown[-1]["figures"]["iteration_time_s"] == 0.8
 
         # A run that has ended is told to its end.
@@ -229,12 +230,12 @@ async def test_those_who_look_at_the_same_job_share_one_watcher(tmp_path: Path) 
         async with streaming(session, watching) as first, streaming(session, watching) as second:
             assert await caught_up(first) == await caught_up(second)
             assert len(run.watchers) == 1
-        straggler = {"job_id": "job", "pipeline": 0, "slowdown_factor": 1.2}
+        factors = count(1.2, 0.01)
 
         async def is_over() -> bool:
             # That they are gone shows when something is told.
             path = f"{server.url}/api/JobService/ReportStraggler"
-            straggler["slowdown_factor"] = float(straggler["slowdown_factor"]) + 0.01
+            straggler = {"job_id": "job", "pipeline": 0, "slowdown_factor": next(factors)}
             await ask(session, "POST", path, straggler, server.origin)
             return not run.watchers
 

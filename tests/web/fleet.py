@@ -5,20 +5,36 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from benchmarks.batch_cost import TimedCluster
-from perseus.service.domain.model import JobState
+from perseus.service.domain.inputs import AgentDisconnected, RankLeft
+from perseus.service.domain.model import JobState, RankLeftReason
 from perseus.service.job.machine import JobMachine
 from perseus.service.web.page_files import packaged_page
 from tests.service.web.page_server import PageServer, serving
 
 
-def machine(job_id: str, rank_count: int, state: JobState = JobState.PLANNED) -> JobMachine:
-    """A job with all its ranks, in a state."""
+def machine(
+    job_id: str,
+    rank_count: int,
+    state: JobState = JobState.PLANNED,
+    *,
+    silent: Iterable[int] = (),
+    gone: int = -1,
+) -> JobMachine:
+    """A job with all its ranks, in a state.
+
+    `silent`: pipelines whose agents' streams end then; `gone`: one whose trainers have died.
+    """
     cluster = TimedCluster(rank_count, job_id)
     if state is JobState.WAITING:
         return cluster.machine
     cluster.join_all()
     cluster.iterate_until(state)
-    cluster.iterate(1 if state is JobState.PROFILING else 6)
+    cluster.iterate(6)
+    for pipeline in silent:
+        cluster.send(AgentDisconnected(f"agent-{pipeline}"))
+    for place in cluster.ranks:
+        if place.pipeline == gone:
+            cluster.send(RankLeft(place, f"agent-{gone}", RankLeftReason.TRAINER_GONE))
     return cluster.machine
 
 

@@ -9,6 +9,7 @@ from google.protobuf import json_format
 
 from perseus.service.api import job_service
 from perseus.service.domain.errors import InternalError
+from perseus.service.web import shared
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.service.grpc_fakes import ALL_PLACES, FakeAgent, connected, make_settings, spec_message
 from tests.service.web.page_server import Answer, ask, serving
@@ -213,7 +214,8 @@ async def test_every_answer_says_what_the_page_may_do(tmp_path: Path) -> None:
         assert statuses == {200, 401, 403, 404, 405}
 
 
-async def test_the_grid_of_ranks(tmp_path: Path) -> None:
+async def test_the_grid_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "MOST_FRESH_S", 0.0)  # each is made anew
     url = f"http://127.0.0.1:{free_port()}"
     async with (
         connected(make_settings(tmp_path, http=url.removeprefix("http://"))) as client,

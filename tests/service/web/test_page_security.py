@@ -255,6 +255,24 @@ async def test_over_tls_the_cookie_is_for_tls_and_this_host_only(tmp_path: Path)
         assert downgraded.status == 403
 
 
+async def test_a_coordinator_on_loopback_asks_who_looks_and_lets_anybody_scrape(tmp_path: Path) -> None:
+    http, file = f"127.0.0.1:{free_port()}", tmp_path / "operator.token"
+    settings = make_settings(
+        tmp_path, http=http, http_hosts="Board, other", insecure=False, operator_token_file=file
+    )
+    async with running(settings), browser() as session:
+        url = f"http://{http}"
+        jobs = f"{url}/api/JobService/ListJobs"
+        assert (await ask(session, "GET", f"{url}/metrics")).status == 200
+        assert_refused(await ask(session, "POST", jobs, {}), 401, "UNAUTHENTICATED", "CREDENTIAL_MISSING")
+        login = {"token": file.read_text().strip()}
+        assert (await ask(session, "POST", f"{url}/session", login, {"Origin": url})).json["may_control"]
+        assert (await ask(session, "POST", jobs, {})).json["jobs"] == []
+        for host, status in (("board", 200), ("other:80", 200), ("third", 403)):
+            answer = await ask(session, "GET", f"{url}/session", headers={"Host": host})
+            assert answer.status == status, host
+
+
 # ---------------------------------------------------------------------- sessions by themselves
 
 

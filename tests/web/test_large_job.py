@@ -37,9 +37,9 @@ async def test_4096_ranks_are_all_there(tmp_path: Path, width: int) -> None:
         assert where is not None
         await page.keyboard.press("Escape")
         tip = ranks.locator(".tip")
-        await canvas.hover(position={"x": 50, "y": 24})
+        await canvas.hover(position={"x": 59, "y": 24})
         await expect(tip).to_contain_text("pipeline 0, stage 0")
-        await canvas.hover(position={"x": 50, "y": where["height"] - 13})
+        await canvas.hover(position={"x": 59, "y": where["height"] - 13})
         await expect(tip).to_contain_text("stage 3")
         assert await inaccessible(page) == []
 

@@ -31,7 +31,7 @@ async def run(page: Page, module: str, script: str, *arguments: Any) -> Any:
 
 
 async def test_numbers_have_units_and_as_many_digits_as_are_read(page: Page) -> None:
-    cases = {
+    cases: dict[str, list[tuple[float, str]]] = {
         "joules": [(0.5, "0.500 J"), (797.2, "797 J"), (1663.67, "1.664 kJ"), (2.5e7, "25.00 MJ")],
         "watts": [(88.04, "88.0 W"), (312.4, "312 W"), (1583.5, "1.58 kW"), (3.62e6, "3.62 MW")],
         "seconds": [(0.7252, "0.725 s"), (99.9, "99.900 s"), (1234.5, "1234.5 s")],

@@ -1,6 +1,6 @@
 /** Where the ranks of a job are drawn: stages down, pipelines across, in bands that are as wide as there is room. */
 
-const LABEL_WIDTH = 44;
+const LABEL_WIDTH = 54;
 const BAND_LABEL = 18;
 const BAND_GAP = 8;
 const CELL_LIMITS = [11, 30];

@@ -134,7 +134,7 @@ export class RanksPanel {
     let slowest = -1;
     for (const [index, value] of this._told.slowness.entries())
       if (value !== null && (slowest < 0 || value > this._told.slowness[slowest])) slowest = index;
-    if (slowest < 0) return `${states}.`;
+    if (slowest < 0 || this._told.slowness[slowest] <= 1) return `${states}.`;
     const perPipeline = this._grid.stages * this._grid.tensors;
     const at = `pipeline ${Math.floor(slowest / perPipeline)}, stage ${Math.floor(slowest / this._grid.tensors) % this._grid.stages}`;
     return `${states}. Slowest: ${at}, ${FIGURES.slowness.format(this._told.slowness[slowest])} the time expected of it.`;

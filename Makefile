@@ -26,7 +26,7 @@ NVML ?=
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
 .PHONY: demo test test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-languages \
-  test-postgresql test-prometheus torture torture-coordinator check bench metrics protos contract clean
+  test-postgresql test-prometheus test-web pictures torture torture-coordinator check bench metrics protos contract clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -84,6 +84,16 @@ test-postgresql: $(STAMP)
 test-prometheus: $(STAMP)
 	tests/prometheus/install
 	$(BIN)/pytest tests/prometheus
+
+# The page in a real browser, on real coordinators. Installs the browser, if root runs it.
+test-web: $(STAMP)
+	tests/web/install
+	$(BIN)/pytest tests/web
+
+# The pictures of docs/page.md, of a demo that runs for them; to be looked at before they are committed.
+pictures: $(STAMP)
+	tests/web/install
+	$(BIN)/python -m tests.web.pictures docs/images
 
 # The kill tests of `make test`, many more times, and a stranger's attack at full strength (as root); leaves figures in
 # docs/torture.md and docs/strangers.md.

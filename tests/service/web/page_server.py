@@ -53,23 +53,29 @@ class PageServer:
 
 
 @asynccontextmanager
-async def serving(folder: Path, *, is_open: bool = True) -> AsyncIterator[PageServer]:
-    """Serve the page; `is_open`: nobody is asked who they are."""
+async def serving(
+    folder: Path,
+    *,
+    is_open: bool = True,
+    is_at_rest: bool = False,
+    files: Mapping[str, PageFile] = FILES,
+) -> AsyncIterator[PageServer]:
+    """Serve the page; `is_open`: nobody is asked who they are; `is_at_rest`: no lease runs."""
     store = await SqlStore.open(folder / "jobs.db")
     job_solver, request_solver = JobLane(1, 60.0), RequestLane(1, 60.0)
     try:
         coordinator = Coordinator(store, job_solver, request_solver, Rules(30.0, 3), Retention())
         await coordinator.start()
-        background = asyncio.ensure_future(coordinator.run())
+        background = asyncio.ensure_future(asyncio.sleep(0) if is_at_rest else coordinator.run())
         jobs, quotas = coordinator.jobs, coordinator.quotas
-        files = (job_service_pb2.DESCRIPTOR, frontier_service_pb2.DESCRIPTOR)
-        services = {name: each for file in files for name, each in file.services_by_name.items()}
+        protos = (job_service_pb2.DESCRIPTOR, frontier_service_pb2.DESCRIPTOR)
+        services = {name: each for file in protos for name, each in file.services_by_name.items()}
         calls = [
             *unary_calls(services["JobService"], JobService(jobs, quotas)),
             *unary_calls(services["FrontierService"], FrontierService(jobs, quotas), but_for=("Solve",)),
         ]
         access = None if is_open else Access(coordinator.tokens, {})
-        app = make_app(Scrape(nothing), access, PageApi(coordinator, calls, access), FILES, Hosts({"board"}))
+        app = make_app(Scrape(nothing), access, PageApi(coordinator, calls, access), files, Hosts({"board"}))
         try:
             async with listening(app, "127.0.0.1:0", None, 1.0) as url:
                 yield PageServer(url, coordinator)

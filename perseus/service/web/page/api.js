@@ -1,0 +1,66 @@
+/** Calls to the coordinator, as gRPC has them, and what is said where one of them fails. */
+
+/** A call that was refused, or that nobody answered. `code` is gRPC's; "OFFLINE" where nobody did. */
+export class CallError extends Error {
+  constructor(code, reason, message) {
+    super(message);
+    this.name = "CallError";
+    this.code = code;
+    this.reason = reason;
+  }
+}
+
+/** The page's session: who asks, and whether they may control. */
+export const session = {
+  show: () => send("GET", "session"),
+  login: (token) => send("POST", "session", { token }),
+  logout: () => send("DELETE", "session"),
+};
+
+/** One method of a service; request and response are the messages of protos/perseus/v1 as JSON. */
+export function call(service, method, request) {
+  return send("POST", `api/${service}/${method}`, request);
+}
+
+/** The ranks of a job in columns. */
+export function ranks(jobId) {
+  return send("GET", `api/ranks/${encodeURIComponent(jobId)}`);
+}
+
+/** All pages of a listing, `field` of each joined, up to so many pages. */
+export async function pages(service, method, request, field, mostPages = 10) {
+  const found = [];
+  let last = {};
+  let token = "";
+  for (let page = 0; page < mostPages; page += 1) {
+    last = await call(service, method, token ? { ...request, page_token: token } : request);
+    found.push(...(last[field] ?? []));
+    token = last.next_page_token ?? "";
+    if (!token) break;
+  }
+  return { ...last, [field]: found };
+}
+
+async function send(method, path, body) {
+  let response;
+  try {
+    response = await fetch(path, {
+      method,
+      headers: body === undefined ? {} : { "Content-Type": "application/json" },
+      body: body === undefined ? undefined : JSON.stringify(body),
+      credentials: "same-origin",
+      signal: AbortSignal.timeout(30_000),
+    });
+  } catch {
+    throw new CallError("OFFLINE", "", "The coordinator does not answer.");
+  }
+  if (response.ok) return response.status === 204 ? {} : response.json();
+  const told = await response.json().catch(() => ({}));
+  const error = new CallError(
+    told.code ?? `HTTP ${response.status}`,
+    told.reason ?? "",
+    told.message ?? `The coordinator answered ${response.status}.`,
+  );
+  if (response.status === 401 && path !== "session") document.dispatchEvent(new CustomEvent("session-ended"));
+  throw error;
+}

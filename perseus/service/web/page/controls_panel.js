@@ -1,0 +1,224 @@
+/** What those who may control a job can do to it: the same calls as gRPC's. */
+
+import { CallError, call } from "./api.js";
+import { el, put, say } from "./dom.js";
+import * as n from "./numbers.js";
+import { panel } from "./panel.js";
+import { policy } from "./words.js";
+
+const POLICIES = {
+  no_slowdown: { words: "No slowdown", fields: [], rule: () => ({ no_slowdown: {} }) },
+  max_slowdown_percent: {
+    words: "Slower than stock by at most",
+    fields: [{ name: "percent", unit: "%", value: 5, min: 0, max: 100 }],
+    rule: ([percent]) => ({ max_slowdown_percent: percent }),
+  },
+  deadline: {
+    words: "Iterations by a deadline",
+    fields: [
+      { name: "iterations", unit: "iterations", value: 1000, min: 1, step: 1 },
+      { name: "within", unit: "s", value: 3600, min: 0.001 },
+    ],
+    rule: ([iteration_count, time_s]) => ({ deadline: { iteration_count, time_s } }),
+  },
+  max_average_power_w: {
+    words: "Average power of a pipeline at most",
+    fields: [{ name: "power", unit: "W", value: 2000, min: 0.001 }],
+    rule: ([max_average_power_w]) => ({ max_average_power_w }),
+  },
+};
+
+export class ControlsPanel {
+  /** @param {(job: object) => void} onJob told the job, FULL, that an answer brought */
+  constructor(jobId, onJob) {
+    this._jobId = jobId;
+    this._onJob = onJob;
+    this._stragglersKey = "";
+    this._outcome = el("p", { class: "outcome", role: "status" });
+    this._current = el("p", { class: "note" });
+    this._stragglers = el("ul", { class: "stragglers" });
+    this._baseline = button("Measure baseline again", () => this._measureBaseline());
+    this._resume = button("Resume", () => this._send("ResumeJob", {}, "The job goes on, beginning at the baseline."));
+    this._finish = button("Finish job…", () => this._askToFinish(), "danger");
+    this._dialog = this._makeDialog();
+    this.element = panel(
+      "Controls",
+      el(
+        "div",
+        { class: "controls" },
+        this._outcome,
+        this._makePolicy(),
+        this._makeStraggler(),
+        el(
+          "fieldset",
+          {},
+          el("legend", {}, "Course"),
+          el("div", { class: "row" }, this._baseline, this._resume, this._finish),
+        ),
+        this._dialog,
+      ),
+    );
+  }
+
+  /** Take note of the job; `full` is it with its stragglers. */
+  update(job, full) {
+    const state = job.state;
+    const hasEnded = state === "JOB_STATE_FINISHED";
+    say(this._current, `Now: ${policy(job.policy)}.`);
+    this._baseline.disabled = state !== "JOB_STATE_PLANNED";
+    this._resume.disabled = state !== "JOB_STATE_STOCK";
+    this._finish.disabled = hasEnded;
+    this._pipeline.max = String(job.parallelism.pipeline_count - 1);
+    this._showStragglers(full ? full.stragglers : []);
+  }
+
+  _showStragglers(stragglers) {
+    const key = JSON.stringify(stragglers);
+    if (key === this._stragglersKey) return;
+    this._stragglersKey = key;
+    put(
+      this._stragglers,
+      stragglers.map(({ pipeline = 0, iteration_time_s = 0, is_detected = false }) => {
+        const time = iteration_time_s ? `: T′ ${n.seconds(iteration_time_s)}` : "";
+        const text = `Pipeline ${pipeline}, ${is_detected ? "detected" : "reported"}${time}`;
+        const clear = button("Clear", () => this._clear(pipeline));
+        clear.setAttribute("aria-label", `Clear straggler, pipeline ${pipeline}`);
+        // What was detected ends by itself; only a report is somebody's to clear.
+        return el("li", {}, el("span", {}, text), is_detected ? null : clear);
+      }),
+    );
+  }
+
+  _makePolicy() {
+    const fields = el("span", { class: "row" });
+    const select = el(
+      "select",
+      { id: "policy", onchange: () => showFields() },
+      Object.entries(POLICIES).map(([key, { words }]) => el("option", { value: key }, words)),
+    );
+    const showFields = () =>
+      put(
+        fields,
+        POLICIES[select.value].fields.map(({ name, unit, value, min, max, step }) =>
+          el(
+            "label",
+            { class: "field inline" },
+            el("input", { type: "number", "aria-label": `${name}, ${unit}`, value, min, max, step: step ?? "any", required: true }),
+            ` ${unit}`,
+          ),
+        ),
+      );
+    showFields();
+    const submit = (event) => {
+      event.preventDefault();
+      const { rule } = POLICIES[select.value];
+      const values = [...fields.querySelectorAll("input")].map((input) => Number(input.value));
+      this._send("SetPolicy", { policy: rule(values) }, "The policy is set.");
+    };
+    return el(
+      "form",
+      { onsubmit: submit },
+      el(
+        "fieldset",
+        {},
+        el("legend", {}, "Policy"),
+        this._current,
+        el("label", { class: "unseen", for: "policy" }, "Policy"),
+        el("div", { class: "row" }, select, fields, el("button", { type: "submit" }, "Set policy")),
+      ),
+    );
+  }
+
+  _makeStraggler() {
+    this._pipeline = el("input", { type: "number", min: 0, value: 0, required: true, id: "straggler-pipeline" });
+    const amount = el("input", { type: "number", "aria-label": "How slow", value: 1.2, min: 0, step: "any", required: true });
+    const unit = el(
+      "select",
+      { "aria-label": "How slow, in" },
+      el("option", { value: "slowdown_factor" }, "× T_min"),
+      el("option", { value: "iteration_time_s" }, "s an iteration"),
+    );
+    const submit = (event) => {
+      event.preventDefault();
+      const pipeline = Number(this._pipeline.value);
+      const request = { pipeline, [unit.value]: Number(amount.value) };
+      this._send("ReportStraggler", request, `Pipeline ${pipeline} is reported as slow.`);
+    };
+    return el(
+      "form",
+      { onsubmit: submit },
+      el(
+        "fieldset",
+        {},
+        el("legend", {}, "Stragglers"),
+        this._stragglers,
+        el(
+          "div",
+          { class: "row" },
+          el("label", { class: "field inline", for: "straggler-pipeline" }, "pipeline ", this._pipeline),
+          amount,
+          unit,
+          el("button", { type: "submit" }, "Report straggler"),
+        ),
+      ),
+    );
+  }
+
+  _makeDialog() {
+    const cancel = button("Keep it running", () => this._dialog.close());
+    const confirm = button(
+      "Finish the job",
+      () => {
+        this._dialog.close();
+        this._send("FinishJob", {}, "The job has ended; its GPUs go back to stock.");
+      },
+      "danger",
+    );
+    return el(
+      "dialog",
+      { "aria-labelledby": "finish-title" },
+      el("h3", { id: "finish-title" }, "Finish this job?"),
+      el("p", {}, "Every GPU of ", el("strong", {}, this._jobId), " goes back to stock, and Perseus leaves the job alone. Training itself goes on. A run that has ended can't be resumed."),
+      el("div", { class: "row end" }, cancel, confirm),
+    );
+  }
+
+  _askToFinish() {
+    this._dialog.showModal();
+  }
+
+  _clear(pipeline) {
+    this._send("ClearStraggler", { pipeline }, `Pipeline ${pipeline} is cleared.`);
+  }
+
+  _measureBaseline() {
+    // Random numbers and no UUID: that one is to be had over HTTPS only.
+    const words = crypto.getRandomValues(new Uint32Array(4));
+    const request_id = `page-${[...words].map((word) => word.toString(16).padStart(8, "0")).join("")}`;
+    this._send("MeasureBaseline", { request_id }, "All ranks go to stock for a few iterations.");
+  }
+
+  async _send(method, request, done) {
+    this._outcome.className = "outcome";
+    say(this._outcome, "…");
+    try {
+      const { job } = await call("JobService", method, { job_id: this._jobId, ...request });
+      say(this._outcome, done);
+      this._outcome.classList.add("well");
+      if (job) this._onJob(job);
+    } catch (error) {
+      if (!(error instanceof CallError)) throw error;
+      say(this._outcome, capitalised(error.message));
+      this._outcome.classList.add("wrong");
+    }
+  }
+}
+
+function button(text, onclick, kind = "") {
+  return el("button", { type: "button", class: kind || false, onclick }, text);
+}
+
+function capitalised(text) {
+  const whole = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.!?]$/.test(whole) ? whole : `${whole}.`;
+}

@@ -1,0 +1,42 @@
+/**
+ * Elements made without markup.
+ *
+ * Whatever is given as a child is an element or becomes text: names, hosts and messages of others can hold no
+ * markup, and nothing here takes any.
+ */
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/** An HTML element. Attributes that are false, null or undefined are left out; `on…` are listeners. */
+export function el(name, attributes = {}, ...children) {
+  return fill(document.createElement(name), attributes, children);
+}
+
+/** An SVG element, likewise. */
+export function svg(name, attributes = {}, ...children) {
+  return fill(document.createElementNS(SVG, name), attributes, children);
+}
+
+/** Put other children in the place of those that are there. */
+export function put(parent, ...children) {
+  parent.replaceChildren(...flat(children));
+}
+
+/** Set a text, and touch the document only where it is another. */
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function fill(element, attributes, children) {
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === false || value === null || value === undefined) continue;
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else element.setAttribute(key, value === true ? "" : String(value));
+  }
+  element.append(...flat(children));
+  return element;
+}
+
+function flat(children) {
+  return children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+}

@@ -1,0 +1,140 @@
+/**
+ * What is known of a job that is watched: its snapshot, its events, its iterations. Pure: updates in, values out.
+ */
+
+const MOST_EVENTS = 5_000;
+const MOST_ITERATIONS = 2_000;
+const OVERTAKEN_BY = 2;
+
+export class JobModel {
+  constructor() {
+    this.job = null;
+    this.events = [];
+    this.isCaughtUp = false;
+    this.missedIterations = 0;
+    this.missedEvents = 0;
+    this._lastSequence = 0;
+    this._iterations = new Map();
+  }
+
+  /** Take one update of the watch. */
+  take(update) {
+    if (update.job) this._takeJob(update.job);
+    else if (update.event) this._takeEvent(update.event);
+    else if (update.iteration) this._takeIteration(update.iteration);
+    else if (update.caught_up) this.isCaughtUp = true;
+    else if (update.gap) {
+      const { first_missed_sequence = 0, last_missed_sequence = 0, missed_iteration_count = 0 } = update.gap;
+      this.missedIterations += Number(missed_iteration_count);
+      if (Number(first_missed_sequence)) {
+        this.missedEvents += Number(last_missed_sequence) - Number(first_missed_sequence) + 1;
+      }
+    }
+  }
+
+  /** Sequence of the last event that is known; where a watch goes on after it was cut. */
+  get lastSequence() {
+    return this._lastSequence;
+  }
+
+  get pipelineCount() {
+    return this.job ? this.job.parallelism.pipeline_count : 0;
+  }
+
+  /**
+   * Iterations of the whole job, in order: `time_s` of the slowest pipeline, `energy_j` over all of them.
+   *
+   * An iteration counts once all pipelines have told it, or others have gone on by two: then some were left out
+   * for a slow reader, and the energy is that of as many pipelines as there are.
+   */
+  iterations() {
+    let newest = -1;
+    for (const number of this._iterations.keys()) newest = Math.max(newest, number);
+    return [...this._iterations.values()]
+      .filter((each) => each.told.size >= this.pipelineCount || each.number + OVERTAKEN_BY <= newest)
+      .sort((one, other) => one.number - other.number)
+      .map((each) => ({
+        number: each.number,
+        time_s: each.time_s,
+        energy_j: (each.energy_j * this.pipelineCount) / Math.max(1, each.told.size),
+        versions: each.versions,
+      }));
+  }
+
+  /** Mean power over the last iterations, watts; NaN before the first. */
+  power_w(over = 8) {
+    const last = this.iterations().slice(-over);
+    const time_s = last.reduce((sum, each) => sum + each.time_s, 0);
+    return time_s > 0 ? last.reduce((sum, each) => sum + each.energy_j, 0) / time_s : NaN;
+  }
+
+  /** Where other clocks came into force: `kind` is "plan", "hold" or "stock"; pipelines that changed together. */
+  switches() {
+    return this._changes("JOB_EVENT_TYPE_PLAN_IN_FORCE", (event) => {
+      const clocks = event.pipeline_clocks;
+      const kind = clocks.plan ? "plan" : clocks.hold ? "hold" : "stock";
+      return {
+        iteration: Number(clocks.start_iteration),
+        kind,
+        pipeline: clocks.pipeline,
+        version: Number(clocks.version),
+      };
+    });
+  }
+
+  /** Where a straggler was found in the telemetry, or found to be none any more. */
+  findings() {
+    const found = (type, isSlow) =>
+      this._changes(type, (event) => ({
+        iteration: Number(event.straggler_finding.iteration),
+        pipeline: event.straggler_finding.pipeline,
+        isSlow,
+      }));
+    return [
+      ...found("JOB_EVENT_TYPE_STRAGGLER_DETECTED", true),
+      ...found("JOB_EVENT_TYPE_STRAGGLER_WITHDRAWN", false),
+    ];
+  }
+
+  _changes(type, read) {
+    return this.events.filter((event) => event.type === type).map(read);
+  }
+
+  _takeJob(job) {
+    const isOtherRun = this.job && (job.run_number !== this.job.run_number || job.epoch !== this.job.epoch);
+    if (isOtherRun) {
+      this.events = [];
+      this._lastSequence = 0;
+      this._iterations.clear();
+    }
+    this.job = job;
+  }
+
+  _takeEvent(event) {
+    const sequence = Number(event.sequence);
+    if (sequence <= this._lastSequence) return; // told again after a reconnect
+    this._lastSequence = sequence;
+    this.events.push(event);
+    if (this.events.length > MOST_EVENTS) this.events.splice(0, this.events.length - MOST_EVENTS);
+  }
+
+  _takeIteration(told) {
+    const number = Number(told.iteration);
+    const pipeline = told.pipeline;
+    let found = this._iterations.get(number);
+    // Trainers that went back to a checkpoint tell the same numbers again.
+    if (found?.told.has(pipeline)) {
+      this._iterations.delete(number);
+      found = undefined;
+    }
+    if (!found) {
+      found = { number, time_s: 0, energy_j: 0, versions: new Set(), told: new Set() };
+      this._iterations.set(number, found);
+      if (this._iterations.size > MOST_ITERATIONS) this._iterations.delete(this._iterations.keys().next().value);
+    }
+    found.told.add(pipeline);
+    found.time_s = Math.max(found.time_s, told.iteration_time_s);
+    found.energy_j += told.energy_j;
+    found.versions.add(Number(told.plan_version));
+  }
+}

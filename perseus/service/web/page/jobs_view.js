@@ -1,0 +1,153 @@
+/** All jobs: what state they are in, and what they save. */
+
+import { el, put, say } from "./dom.js";
+import { Feed } from "./feed.js";
+import * as n from "./numbers.js";
+import { figure, waiting } from "./panel.js";
+import { jobState, layout, profiling, rankCount } from "./words.js";
+
+const COLUMNS = [
+  { name: "job", key: (job) => job.job_id },
+  { name: "state", key: (job) => jobState(job).name },
+  { name: "ranks", key: (job) => rankCount(job.parallelism), isNumber: true },
+  { name: "iteration", key: (job) => job.figures?.iteration_time_s ?? -1, isNumber: true },
+  { name: "power", key: (job) => job.figures?.power_w ?? -1, isNumber: true },
+  { name: "energy saved", key: (job) => job.figures?.saving?.energy_percent ?? -Infinity, isNumber: true },
+  { name: "slowdown", key: (job) => job.figures?.saving?.slowdown_percent ?? -Infinity, isNumber: true },
+  { name: "what goes on", key: (job) => job.state_reason },
+];
+
+export class JobsView {
+  constructor(app) {
+    this.title = "Jobs";
+    this._jobs = new Map();
+    this._isWhole = false;
+    this._sort = { column: COLUMNS[0], isDown: false };
+    this._rows = el("tbody", { role: "rowgroup" });
+    this._figures = Object.fromEntries(["jobs", "under a plan", "power now", "energy saved"].map((name) => [name, figure(name)]));
+    this._filter = el("input", { type: "search", placeholder: "Filter by name or state", "aria-label": "Filter jobs", oninput: () => this._show() });
+    this._headers = COLUMNS.map((column) => this._header(column));
+    this._table = el(
+      "div",
+      { class: "scroll jobs panel", tabindex: 0, role: "group", "aria-label": "Table of jobs" },
+      el("table", { class: "figures", role: "table" }, el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, this._headers)), this._rows),
+    );
+    this._empty = waiting("Waiting for the coordinator…");
+    this.element = el(
+      "div",
+      {},
+      el("div", { class: "heading" }, el("h1", {}, "Jobs"), this._filter),
+      el("dl", { class: "figures-row" }, Object.values(this._figures).map(({ element }) => element)),
+      this._empty,
+      this._table,
+    );
+    this._table.hidden = true;
+    this._feed = new Feed(
+      () => "api/watch/jobs",
+      ["jobs"],
+      (_, told) => this._take(told),
+      app.onFeed,
+      app.mayGoOn,
+    );
+  }
+
+  close() {
+    this._feed.close();
+  }
+
+  _take({ is_whole: isWhole, jobs, removed }) {
+    if (isWhole) this._jobs.clear();
+    for (const job of jobs) this._jobs.set(job.job_id, job);
+    for (const jobId of removed) this._jobs.delete(jobId);
+    this._isWhole = true;
+    this._show();
+  }
+
+  _header(column) {
+    const onclick = () => {
+      const isSame = this._sort.column === column;
+      this._sort = { column, isDown: isSame ? !this._sort.isDown : Boolean(column.isNumber) };
+      this._show();
+    };
+    return el("th", { scope: "col", role: "columnheader", class: column.isNumber ? "number" : false }, el("button", { type: "button", class: "sort", onclick }, column.name));
+  }
+
+  _show() {
+    if (!this._isWhole) return;
+    const all = [...this._jobs.values()];
+    const words = this._filter.value.trim().toLowerCase();
+    const { column, isDown } = this._sort;
+    const shown = all
+      .filter((job) => `${job.job_id} ${jobState(job).name}`.toLowerCase().includes(words))
+      .sort((one, other) => (isDown ? -1 : 1) * compare(column.key(one), column.key(other)) || compare(one.job_id, other.job_id));
+    for (const [at, header] of this._headers.entries()) {
+      if (COLUMNS[at] === column) header.setAttribute("aria-sort", isDown ? "descending" : "ascending");
+      else header.removeAttribute("aria-sort");
+    }
+    const focused = this._rows.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+    put(this._rows, shown.map(row));
+    if (focused) [...this._rows.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
+    this._table.hidden = shown.length === 0;
+    this._empty.hidden = shown.length > 0;
+    say(
+      this._empty,
+      all.length
+        ? "No job has that in its name or state."
+        : "There is no job yet. Training registers one by itself, through the hook in the training script and the agent on its node.",
+    );
+    this._sum(all);
+  }
+
+  _sum(all) {
+    const set = (name, value, note) => {
+      say(this._figures[name].value, value);
+      say(this._figures[name].note, note);
+    };
+    const running = all.filter((job) => job.state !== "JOB_STATE_FINISHED");
+    const planned = running.filter((job) => job.state === "JOB_STATE_PLANNED");
+    const inTrouble = running.filter((job) => jobState(job).tone === "trouble");
+    const measured = running.filter((job) => job.figures?.power_w !== undefined);
+    const power_w = measured.reduce((sum, job) => sum + job.figures.power_w, 0);
+    set("jobs", n.fixed(all.length), running.length === all.length ? "" : `${n.fixed(all.length - running.length)} finished`);
+    set("under a plan", n.fixed(planned.length), inTrouble.length ? `${n.fixed(inTrouble.length)} put back to stock` : "");
+    set("power now", measured.length ? n.watts(power_w) : "–", measured.length ? `of ${n.count(measured.length, "job")}` : "not measured yet");
+    // Weighted by what each job would draw at stock, so that large jobs count as large.
+    const saving = measured.filter((job) => job.figures.saving?.energy_percent !== undefined);
+    const stock_w = (job) => job.figures.power_w / (1 - job.figures.saving.energy_percent / 100);
+    const total_w = saving.reduce((sum, job) => sum + stock_w(job), 0);
+    const saved_w = saving.reduce((sum, job) => sum + stock_w(job) - job.figures.power_w, 0);
+    set("energy saved", total_w > 0 ? n.percent((100 * saved_w) / total_w) : "–", total_w > 0 ? `of ${n.count(saving.length, "job")} with a baseline` : "no job is under a plan yet");
+  }
+}
+
+function row(job) {
+  const state = jobState(job);
+  const { iteration_time_s, power_w, saving } = job.figures ?? {};
+  const counts = job.rank_counts;
+  const progress = job.profiling_progress;
+  const straggling = job.straggler_count ? n.count(job.straggler_count, "straggler") : "";
+  const goesOn = [progress ? profiling(progress) : job.state_reason, straggling].filter(Boolean).join("; ");
+  const number = (name, text, { kind = "", title = false } = {}) =>
+    el("td", { role: "cell", class: `number ${kind} ${text === "–" ? "unknown" : ""}`, "data-name": name, title }, text);
+  const isAttention = state.tone === "trouble" || job.straggler_count > 0;
+  // Roles are said, since on a narrow screen the rows are laid out as no table's are.
+  return el(
+    "tr",
+    { role: "row" },
+    el("th", { scope: "row", role: "rowheader" }, el("a", { href: `#/jobs/${encodeURIComponent(job.job_id)}` }, job.job_id)),
+    el("td", { role: "cell" }, el("span", { class: `state ${state.tone}`, title: state.meaning }, state.name)),
+    number("ranks", `${n.fixed(counts.connected_count)} of ${n.fixed(rankCount(job.parallelism))}`, {
+      title: `pipelines × stages × tensor: ${layout(job.parallelism)}`,
+    }),
+    number("iteration", iteration_time_s === undefined ? "–" : n.seconds(iteration_time_s)),
+    number("power", power_w === undefined ? "–" : n.watts(power_w)),
+    number("saved", saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_se_percent), { kind: "strong" }),
+    number("slowdown", saving === undefined ? "–" : n.change(saving.slowdown_percent)),
+    el("td", { role: "cell", class: `reason ${isAttention ? "attention" : ""}` }, goesOn),
+  );
+}
+
+function compare(one, other) {
+  if (typeof one === "string") return one.localeCompare(other);
+  return one === other ? 0 : one < other ? -1 : 1;
+}

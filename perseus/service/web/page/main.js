@@ -1,0 +1,116 @@
+/** The page: who asks, which view is shown, and whether what it shows is live. */
+
+import { CallError, session } from "./api.js";
+import { el, put, say } from "./dom.js";
+import { JobView } from "./job_view.js";
+import { JobsView } from "./jobs_view.js";
+import { LoginView } from "./login_view.js";
+import * as n from "./numbers.js";
+
+const content = document.getElementById("content");
+const trail = document.getElementById("trail");
+const who = document.getElementById("who");
+const feedState = document.getElementById("feed-state");
+
+const app = {
+  session: null,
+  /** Told by a view's feed. */
+  onFeed: (state) => showFeed(state),
+  /** Asked by a feed before it is opened again: a session that has ended leads to the login. */
+  mayGoOn: async () => {
+    const found = await session.show();
+    if (isLoggedIn(found)) return true;
+    // Stream and calls may notice at the same time.
+    if (!(view instanceof LoginView)) enter(found, "The session has ended.");
+    return false;
+  },
+};
+
+let view = null;
+let feed = null;
+let retrying = 0;
+
+document.addEventListener("session-ended", () => app.mayGoOn().catch(() => {})); // nobody answers: the feed says so
+window.addEventListener("hashchange", () => route(true));
+setInterval(() => feed && showFeed(feed), 1_000);
+start();
+
+async function start() {
+  clearTimeout(retrying);
+  try {
+    enter(await session.show());
+  } catch (error) {
+    if (!(error instanceof CallError)) throw error;
+    put(content, el("p", { class: "empty" }, `${error.message} Trying again…`));
+    retrying = setTimeout(start, 2_000);
+  }
+}
+
+const isLoggedIn = (found) => !found.requires_login || found.name !== "";
+
+function enter(found, why = "") {
+  app.session = found;
+  if (!isLoggedIn(found)) {
+    put(who);
+    put(trail);
+    show(new LoginView((next) => enter(next), why));
+    document.getElementById("token").focus();
+    return;
+  }
+  const leave = el("button", { type: "button", class: "quiet", onclick: logout }, "Log out");
+  const name = el("span", { title: found.may_control ? "may control jobs" : "may look, and control nothing" }, `${found.name} (${found.scope})`);
+  put(who, found.requires_login ? [name, leave] : el("span", { class: "unlocked" }, "no login required"));
+  route(false);
+}
+
+async function logout() {
+  try {
+    await session.logout();
+  } catch (error) {
+    if (!(error instanceof CallError)) throw error;
+  }
+  start();
+}
+
+function route(isMoved) {
+  if (!app.session || !isLoggedIn(app.session)) return;
+  const matched = /^#\/jobs\/([^/]+)$/.exec(location.hash);
+  const jobId = matched && decoded(matched[1]);
+  put(trail, jobId ? [el("a", { href: "#/" }, "Jobs"), el("span", { "aria-current": "page" }, jobId)] : []);
+  show(jobId ? new JobView(app, jobId) : new JobsView(app));
+  // Whoever goes by keyboard or screen reader is led to what is new.
+  if (isMoved) {
+    content.focus();
+    window.scrollTo(0, 0);
+  }
+}
+
+function show(next) {
+  view?.close();
+  view = next;
+  feed = null;
+  feedState.className = "feed";
+  say(feedState, "");
+  document.title = `${next.title} · Perseus`;
+  content.classList.remove("stale");
+  put(content, next.element);
+}
+
+function showFeed(state) {
+  feed = state;
+  const isStale = !state.isLive && !state.hasEnded;
+  feedState.className = `feed ${state.hasEnded ? "ended" : isStale ? "stale" : "live"}`;
+  content.classList.toggle("stale", isStale && state.heardAt !== null);
+  if (state.hasEnded) say(feedState, "the run has ended");
+  else if (state.isLive) say(feedState, "live");
+  else if (state.heardAt === null) say(feedState, "connecting…");
+  else say(feedState, `stale since ${n.clock(state.heardAt)}, reconnecting…`);
+}
+
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}

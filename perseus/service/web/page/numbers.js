@@ -1,0 +1,114 @@
+/** Numbers for people: with their unit, as precise as they are read, always as wide as their neighbours. */
+
+const MINUS = "−";
+const NARROW = "\u202f";
+const UNKNOWN = "–";
+
+/** A number with so many decimals; thousands set apart, a true minus, never "−0". */
+export function fixed(value, digits = 0) {
+  if (!Number.isFinite(value)) return UNKNOWN;
+  const text = Math.abs(value).toFixed(digits);
+  const [whole, part] = text.split(".");
+  const grouped = whole.length > 4 ? whole.replace(/\B(?=(\d{3})+$)/g, NARROW) : whole;
+  const isNegative = value < 0 && Number(text) !== 0;
+  return (isNegative ? MINUS : "") + grouped + (part === undefined ? "" : `.${part}`);
+}
+
+/** As `fixed`, with a sign wherever it is not zero. */
+export function signed(value, digits = 0) {
+  const text = fixed(value, digits);
+  return value > 0 && Number(value.toFixed(digits)) !== 0 ? `+${text}` : text;
+}
+
+const PREFIXES = [
+  [1e9, "G"],
+  [1e6, "M"],
+  [1e3, "k"],
+  [1, ""],
+];
+
+function scaled(value, unit, digits) {
+  if (!Number.isFinite(value)) return UNKNOWN;
+  const [factor, prefix] = PREFIXES.find(([each]) => Math.abs(value) >= each) ?? PREFIXES.at(-1);
+  const shown = value / factor;
+  const decimals = Math.max(0, digits - String(Math.trunc(Math.abs(shown))).length);
+  return `${fixed(shown, prefix === "" && Math.abs(shown) >= 100 ? 0 : decimals)} ${prefix}${unit}`;
+}
+
+/** Energy: 3,412 J is "3.412 kJ". */
+export const joules = (value) => scaled(value, "J", 4);
+
+/** Power: 1,234 W is "1.23 kW". */
+export const watts = (value) => scaled(value, "W", 3);
+
+/** Iteration times and the like: three decimals below 100 s. */
+export function seconds(value) {
+  if (!Number.isFinite(value)) return UNKNOWN;
+  return `${fixed(value, Math.abs(value) < 100 ? 3 : 1)} s`;
+}
+
+/** Parts of an iteration. */
+export function milliseconds(value_s) {
+  if (!Number.isFinite(value_s)) return UNKNOWN;
+  const value = 1000 * value_s;
+  return `${fixed(value, Math.abs(value) < 100 ? 1 : 0)} ms`;
+}
+
+/** How long something takes or took: "41 s", "3 min 05 s", "2 h 10 min", "3 d 4 h". */
+export function span(value_s) {
+  if (!Number.isFinite(value_s)) return UNKNOWN;
+  const whole = Math.max(0, Math.round(value_s));
+  const [minutes, hours, days] = [Math.floor(whole / 60), Math.floor(whole / 3600), Math.floor(whole / 86400)];
+  if (minutes === 0) return `${whole} s`;
+  if (hours === 0) return `${minutes} min ${two(whole % 60)} s`;
+  if (days === 0) return `${hours} h ${two(minutes % 60)} min`;
+  return `${days} d ${hours % 24} h`;
+}
+
+/** Percent, signed where it says a change. */
+export const percent = (value, digits = 1) => `${fixed(value, digits)} %`;
+export const change = (value, digits = 1) => `${signed(value, digits)} %`;
+
+/** A mean with its standard error, where there is one. */
+export function withError(mean, error, digits = 1) {
+  const shown = fixed(mean, digits);
+  return error === undefined || error === null ? `${shown} %` : `${shown} ± ${fixed(error, digits)} %`;
+}
+
+/** "1 rank", "8 ranks". */
+export function count(number, one, many = `${one}s`) {
+  return `${fixed(number)} ${number === 1 ? one : many}`;
+}
+
+/** Numbers as ranges: [0, 1, 2, 5] is "0–2, 5". */
+export function ranges(numbers) {
+  const parts = [];
+  for (const number of [...numbers].sort((one, other) => one - other)) {
+    const last = parts.at(-1);
+    if (last && last[1] === number - 1) last[1] = number;
+    else parts.push([number, number]);
+  }
+  return parts.map(([first, last]) => (first === last ? `${first}` : `${first}–${last}`)).join(", ");
+}
+
+/** The reader's own time of day; the day, too, where it is not today. */
+export function clock(timestamp) {
+  const at = new Date(timestamp);
+  if (Number.isNaN(at.getTime())) return UNKNOWN;
+  const time = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
+  const isToday = at.toDateString() === new Date().toDateString();
+  return isToday ? time : `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${time}`;
+}
+
+/** Steps of an axis: 1, 2 or 5 times a power of ten, about so many between two values. */
+export function ticks(low, high, wanted) {
+  const raw = (high - low) / Math.max(1, wanted);
+  if (!(raw > 0)) return [low];
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= raw);
+  const found = [];
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at += 1) found.push(at * step);
+  return found;
+}
+
+const two = (number) => String(number).padStart(2, "0");

@@ -1,0 +1,180 @@
+/** What the coordinator's messages say, in words. Fields that protobuf leaves out are zero or empty. */
+
+import * as n from "./numbers.js";
+
+/** States of a job: its name, what it means, and how it is shown ("run", "busy", "idle", "trouble" or "done"). */
+export const JOB_STATES = {
+  JOB_STATE_WAITING: { name: "waiting", tone: "idle", meaning: "Some ranks have not joined yet." },
+  JOB_STATE_BASELINE: { name: "baseline", tone: "busy", meaning: "All ranks run at stock; the iteration is measured." },
+  JOB_STATE_PROFILING: {
+    name: "profiling",
+    tone: "busy",
+    meaning: "Ranks hold one clock after another while training goes on; every computation is measured.",
+  },
+  JOB_STATE_SOLVING: { name: "solving", tone: "busy", meaning: "The frontier is being solved; ranks run at stock." },
+  JOB_STATE_PLANNED: { name: "planned", tone: "run", meaning: "Plans are in force, or offered." },
+  JOB_STATE_STOCK: { name: "stock", tone: "trouble", meaning: "The job was put back to stock." },
+  JOB_STATE_FINISHED: { name: "finished", tone: "done", meaning: "The job has ended." },
+};
+
+/** A job's state; a newer coordinator may know more of them. */
+export function jobState(job) {
+  const known = JOB_STATES[job.state];
+  return known ?? { name: bare(job.state, "JOB_STATE_"), tone: "idle", meaning: "" };
+}
+
+/** States of a rank, in the order in which they are listed. */
+export const RANK_STATES = {
+  RANK_STATE_EXPECTED: "expected",
+  RANK_STATE_CONNECTED: "connected",
+  RANK_STATE_DISCONNECTED: "disconnected",
+  RANK_STATE_LOST: "lost",
+  RANK_STATE_FINISHED: "finished",
+};
+
+const KINDS = {
+  COMPUTATION_KIND_FORWARD: ["forward", "F"],
+  COMPUTATION_KIND_BACKWARD: ["backward", "B"],
+  COMPUTATION_KIND_BACKWARD_INPUT: ["backward, inputs", "BI"],
+  COMPUTATION_KIND_BACKWARD_WEIGHT: ["backward, weights", "BW"],
+  COMPUTATION_KIND_RECOMPUTATION: ["recomputation", "R"],
+  COMPUTATION_KIND_FIXED: ["fixed time", "·"],
+};
+
+/** A computation's kind in words, and as a letter. */
+export function kind(name) {
+  const [words, letter] = KINDS[name] ?? [bare(name, "COMPUTATION_KIND_"), "?"];
+  return { words, letter };
+}
+
+/** "2 × 4 × 1". */
+export function layout(parallelism = {}) {
+  const { pipeline_count = 0, stage_count = 0, tensor_count = 0 } = parallelism;
+  return `${pipeline_count} × ${stage_count} × ${tensor_count}`;
+}
+
+/** Ranks of a job. */
+export function rankCount({ pipeline_count = 0, stage_count = 0, tensor_count = 0 } = {}) {
+  return pipeline_count * stage_count * tensor_count;
+}
+
+/** Where on the frontier the job is to run. */
+export function policy(rule = {}) {
+  if (rule.max_slowdown_percent !== undefined) return `at most ${rule.max_slowdown_percent} % slower than stock`;
+  if (rule.deadline)
+    return `${n.count(Number(rule.deadline.iteration_count), "iteration")} within ${n.span(rule.deadline.time_s)}`;
+  if (rule.max_average_power_w !== undefined) return `at most ${n.watts(rule.max_average_power_w)} a pipeline`;
+  return "no slowdown";
+}
+
+/** Which version of a plan: "stock" where there is none. */
+export const version = (value) => (Number(value) === 0 ? "stock" : `plan ${value}`);
+
+/** How far profiling is, and when it is done at the latest. */
+export function profiling(progress) {
+  const tried = `${progress.tried_clock_count} of at most ${n.count(progress.max_clock_count, "clock")} tried`;
+  return progress.remaining_s === undefined ? tried : `${tried}, done within ${n.span(progress.remaining_s)}`;
+}
+
+/** What profiling has cost against as many iterations at stock. */
+export function profilingCost(cost) {
+  const time = n.signed(cost.extra_time_s, 1);
+  return (
+    `${n.count(Number(cost.iteration_count), "iteration")} in ${n.span(cost.time_s)}: ` +
+    `${time} s and ${(cost.extra_energy_j) > 0 ? "+" : ""}${n.joules(cost.extra_energy_j)} against stock`
+  );
+}
+
+/** Groups of events that one looks for together; an event belongs to the first that has its type. */
+export const EVENT_GROUPS = [
+  {
+    name: "trouble",
+    types: [
+      "PROMISE_BROKEN", "SOLVE_FAILED", "SOLVE_RETRIED", "STALLED", "QUARANTINED", "GPU_ERROR", "EVENTS_DROPPED",
+      "CLOCK_CAPPED", "GPU_LIMITS_CHANGED", "MEASUREMENTS_UNEXPLAINED", "PLAN_REFUSED",
+    ],
+  },
+  {
+    name: "stragglers",
+    types: ["STRAGGLER_REPORTED", "STRAGGLER_CLEARED", "STRAGGLER_DETECTED", "STRAGGLER_WITHDRAWN"],
+  },
+  { name: "plans", types: ["SOLVED", "PLAN_OFFERED", "PLAN_IN_FORCE", "POLICY_SET", "PROFILE_CORRECTED"] },
+  { name: "profiling", types: ["CLOCK_PROFILED", "CLOCK_GIVEN_UP", "PROFILE_ADOPTED", "PROFILING_ENDED", "BASELINE_REQUESTED"] },
+  { name: "ranks", types: ["RANK_CHANGED"] },
+  { name: "job", types: ["REGISTERED", "STATE_CHANGED", "RESUMED", "STALL_ENDED"] },
+];
+
+/** An event's type without its prefix, and its group. */
+export function eventType(event) {
+  const type = String(event.type).replace("JOB_EVENT_TYPE_", "");
+  const group = EVENT_GROUPS.find((each) => each.types.includes(type));
+  return { type, group: group?.name ?? "job" };
+}
+
+const OWN = new Set(["sequence", "create_time", "type", "message"]);
+
+/** An event's evidence as pairs of name and value, whatever kind of event it is. */
+export function evidence(event) {
+  const details = Object.entries(event).find(([key]) => !OWN.has(key))?.[1];
+  return details ? facts(details) : [];
+}
+
+const REASONS = [
+  [0x4, "power cap"],
+  [0x8, "hardware slowdown"],
+  [0x20, "heat"],
+  [0x40, "heat (hardware)"],
+  [0x80, "power brake"],
+];
+
+/** Why a GPU was held below its clock, by NVML's bits. */
+export function clockReasons(bits) {
+  return REASONS.filter(([bit]) => (bits & bit) !== 0).map(([, name]) => name).join(", ");
+}
+
+const UNITS = [
+  ["_s", (value) => n.seconds(value)],
+  ["_j", (value) => n.joules(value)],
+  ["_w", (value) => n.watts(value)],
+  ["_mhz", (value) => (value === 0 ? "stock" : `${n.fixed(value)} MHz`)],
+  ["_percent", (value) => n.percent(value, 2)],
+  ["_count", (value) => n.fixed(value)],
+];
+
+/** A message's fields, those of its parts after a comma; the field's name tells the unit. */
+export function facts(message, prefix = "") {
+  return Object.entries(message).flatMap(([key, value]) => {
+    if (value === "" || (Array.isArray(value) && value.length === 0)) return [];
+    const unit = UNITS.find(([suffix]) => key.endsWith(suffix));
+    const name = prefix + (unit ? key.slice(0, -unit[0].length) : key).replaceAll("_", " ");
+    if (key === "rank") return [[prefix + "rank", place(value)]];
+    if (key === "clock_event_reasons") return [[`${prefix}held by`, clockReasons(value) || "nothing"]];
+    if (Array.isArray(value)) {
+      if (value.some((each) => typeof each === "object"))
+        return value.flatMap((each, at) => facts(each, `${name} ${at}, `));
+      return [[name, value.map((each) => one(key, each, unit)).join(", ")]];
+    }
+    if (value !== null && typeof value === "object") return facts(value, `${name}, `);
+    return [[name, one(key, value, unit)]];
+  });
+}
+
+function one(key, value, unit) {
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  if (unit && value !== "" && Number.isFinite(Number(value))) return unit[1](Number(value));
+  if (typeof value === "number") return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
+  if (key.endsWith("_time")) return n.clock(value);
+  // Values of enumerations: their own name follows that of their type.
+  const spoken = /^[A-Z][A-Z0-9]*(_[A-Z0-9]+)+$/.test(value);
+  return spoken ? value.replace(/^.*?_(STATE|REASON|KIND|LIMIT|PART)_/, "").toLowerCase().replaceAll("_", " ") : String(value);
+}
+
+/** Where a rank is in its job. */
+export function place({ pipeline = 0, stage = 0, tensor = 0 } = {}) {
+  return `pipeline ${pipeline}, stage ${stage}, tensor ${tensor}`;
+}
+
+/** A value of an enumeration without its type's name, as words. */
+function bare(name, prefix) {
+  return name.replace(prefix, "").toLowerCase().replaceAll("_", " ");
+}

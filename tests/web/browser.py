@@ -1,0 +1,70 @@
+"""A real browser: Debian's Chromium, driven by Playwright's package; nothing is downloaded."""
+
+import os
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Locator, Page, async_playwright, expect
+
+CHROMIUM = shutil.which("chromium")
+WAIT_MS = 20_000
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs chromium; `make test-web` installs it, as root on Debian"
+)
+expect.set_options(timeout=WAIT_MS)
+
+Scheme = Literal["light", "dark"]
+
+
+@asynccontextmanager
+async def browsing(
+    *, scheme: Scheme = "light", width: int = 1280, height: int = 900, expected: Sequence[str] = ()
+) -> AsyncIterator[Page]:
+    """Open a page, and see to it that nothing is complained of, but in these words.
+
+    Certificates are those of the test's own authority, and are not looked at.
+    """
+    complaints: list[str] = []
+    async with async_playwright() as playwright:
+        # As root, Chromium starts without its sandbox only.
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        context = await browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme, ignore_https_errors=True
+        )
+        page = await context.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.on("console", lambda said: complaints.append(said.text) if said.type != "log" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        yield page
+        await browser.close()
+    unexpected = [each for each in complaints if not any(words in each for words in expected)]
+    assert unexpected == [], "\n".join(unexpected)
+
+
+def figure(page: Page, name: str) -> Locator:
+    """The value of one of the large figures, by its name."""
+    named = page.get_by_text(name, exact=True)
+    return page.locator(".figure").filter(has=named).locator(".value")
+
+
+def panel(page: Page, title: str) -> Locator:
+    """The panel of that title."""
+    return page.locator("section.panel").filter(has=page.get_by_role("heading", name=title, exact=True))
+
+
+async def inaccessible(page: Page) -> list[str]:
+    """What axe-core finds wrong."""
+    found = (await Axe().run(page)).response["violations"]
+    return [f"{each['id']}: {each['nodes'][0]['html'][:200]}" for each in found]
+
+
+async def is_scrolled_sideways(page: Page) -> bool:
+    """Whether the page is wider than its window."""
+    wide: bool = await page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+    return wide

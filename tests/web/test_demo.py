@@ -1,0 +1,111 @@
+"""The demo's processes, seen in a browser: agents, trainers and a coordinator as in operation."""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.async_api import Page, expect
+
+from perseus.agent.gpu.physics import A100_SXM, Work
+from perseus.demo.cluster import Cluster
+from perseus.demo.workload import Workload
+from perseus.v1 import job_pb2
+from tests.service.grpc_fakes import Client
+from tests.web import said
+from tests.web.browser import browsing, figure, needs_chromium, panel
+from tests.web.demo import http_url, log_in, page_served
+
+pytestmark = needs_chromium
+
+WORKLOAD = Workload(
+    job_id="seen",
+    pipeline_count=2,
+    stage_weights=(0.7, 1.0),
+    microbatch_count=4,
+    forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
+    backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
+    optimizer_s=0.01,
+    gpu=A100_SXM.with_clocks(4),
+)
+LONG_MS = 90_000
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with (
+        page_served(),
+        tempfile.TemporaryDirectory(prefix="perseus-") as run_dir,
+        Cluster(WORKLOAD, Path(run_dir), tmp_path / "logs") as cluster,
+    ):
+        yield cluster
+
+
+@pytest.mark.timeout(300)
+async def test_the_demo_is_seen_as_it_runs(cluster: Cluster, tmp_path: Path) -> None:
+    address = cluster.start_coordinator()
+    cluster.start_agents(address)
+    cluster.start_trainers()
+    url = http_url(tmp_path / "logs" / "coordinator.log")
+    async with (
+        cluster.security.channels(address).open() as channel,
+        # Nobody is logged in yet; and a timeline may be asked for a moment before there is one.
+        browsing(expected=["401", "400"]) as page,
+    ):
+        client = Client(channel)
+        await page.goto(url)
+        await log_in(page, cluster)
+        await page.get_by_role("link", name="seen").click()
+        state = page.locator("#content .state")
+        await expect(state).to_have_text("profiling", timeout=LONG_MS)
+        await expect(page.get_by_text("clocks tried")).to_be_visible()
+        await expect(state).to_have_text("planned", timeout=LONG_MS)
+        cluster.check()
+
+        # It goes on all the while: at some moment page and gRPC say the same.
+        await figures_agree(page, client)
+        job = await client.job("seen")
+        frontier = panel(page, "Frontier").get_by_role("row")
+        await expect(frontier.filter(has_text="Tmin")).to_contain_text(said.seconds(job.t_min_s))
+        await expect(page.get_by_text(f"stock {said.joules(job.baseline.energy_j)}")).to_be_visible()
+        spoken = panel(page, "Timeline").locator("[aria-live=polite]")
+        await panel(page, "Timeline").locator("canvas").focus()
+        await page.keyboard.press("ArrowRight")
+        await expect(spoken).to_contain_text("forward of microbatch 0")
+
+        cluster.degrade(1, 1.3)
+        target = frontier.filter(has_text="T′, pipeline 1, detected")
+        await expect(target).to_be_visible(timeout=LONG_MS)
+        await expect(figure(page, "stragglers")).to_have_text("1")
+        events = panel(page, "Events")
+        await events.get_by_label("Which events").select_option("stragglers")
+        detected = events.locator("li").filter(has_text="pipeline 1 is slow").first
+        await expect(detected).to_be_visible()
+        await detected.locator("summary").click()
+        await expect(detected.locator("dl")).to_contain_text("planned span")
+
+        cluster.degrade(1, 1.0)
+        await expect(target).to_have_count(0, timeout=LONG_MS)
+        assert job_pb2.JobState.Name((await client.job("seen")).state) == "JOB_STATE_PLANNED"
+    cluster.stop_training()
+    cluster.stop_services()
+
+
+async def figures_agree(page: Page, client: Client) -> None:
+    ends_s = time.monotonic() + 30
+    while True:
+        shown = [
+            await figure(page, name).inner_text()
+            for name in ("iteration time", "energy an iteration", "power")
+        ]
+        figures = (await client.job("seen")).figures
+        told = [
+            said.seconds(figures.iteration_time_s),
+            said.joules(figures.energy_j),
+            said.watts(figures.power_w),
+        ]
+        if shown == told:
+            return
+        assert time.monotonic() < ends_s, (shown, told)
+        await page.wait_for_timeout(50)

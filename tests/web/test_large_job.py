@@ -1,0 +1,65 @@
+"""A job of 4,096 ranks on the page, and a list of a hundred jobs."""
+
+from pathlib import Path
+
+import pytest
+from playwright.async_api import expect
+
+from perseus.service.domain.model import JobState
+from tests.web.browser import browsing, figure, inaccessible, is_scrolled_sideways, needs_chromium, panel
+from tests.web.fleet import fleet, machine
+
+pytestmark = needs_chromium
+
+RANKS = 4096
+PIPELINES = 1024
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+async def test_4096_ranks_are_all_there(tmp_path: Path, width: int) -> None:
+    async with fleet(tmp_path, [machine("large", RANKS)]) as site, browsing(width=width) as page:
+        await page.goto(f"{site.url}/#/jobs/large")
+        await expect(figure(page, "ranks")).to_have_text("4096 of 4096")
+        ranks = panel(page, "Ranks")
+        await expect(ranks).to_contain_text("4096 connected")
+        await expect(panel(page, "Timeline").locator("canvas")).to_be_visible()
+        assert not await is_scrolled_sideways(page)
+
+        canvas = ranks.locator("canvas")
+        await canvas.focus()
+        await page.keyboard.press("ArrowRight")
+        await page.keyboard.press("End")
+        spoken = ranks.locator("[aria-live=polite]")
+        await expect(spoken).to_contain_text(f"pipeline {PIPELINES - 1}, stage 0, connected")
+
+        # The pointer finds the same cell that the keys do, through every band.
+        where = await canvas.bounding_box()
+        assert where is not None
+        await page.keyboard.press("Escape")
+        tip = ranks.locator(".tip")
+        await canvas.hover(position={"x": 59, "y": 24})
+        await expect(tip).to_contain_text("pipeline 0, stage 0")
+        await canvas.hover(position={"x": 59, "y": where["height"] - 13})
+        await expect(tip).to_contain_text("stage 3")
+        assert await inaccessible(page) == []
+
+
+async def test_a_hundred_jobs_are_sorted_and_filtered(tmp_path: Path) -> None:
+    names = [f"job-{number:03}" for number in range(99)]
+    jobs = [machine(name, 8, JobState.WAITING) for name in names]
+    async with fleet(tmp_path, [*jobs, machine("the-large-one", 64)]) as site, browsing() as page:
+        await page.goto(site.url)
+        links = page.locator("tbody a")
+        await expect(links).to_have_count(100)
+        await expect(links.first).to_have_text("job-000")
+        await page.get_by_role("button", name="ranks").click()
+        await expect(links.first).to_have_text("the-large-one")
+        await expect(page.get_by_role("columnheader", name="ranks")).to_have_attribute(
+            "aria-sort", "descending"
+        )
+        await page.get_by_label("Filter jobs").fill("planned")
+        await expect(links).to_have_text(["the-large-one"])
+        await page.get_by_label("Filter jobs").fill("job-04")
+        await expect(links).to_have_count(10)
+        await page.get_by_label("Filter jobs").fill("nobody")
+        await expect(page.get_by_text("No job has that in its name or state.")).to_be_visible()

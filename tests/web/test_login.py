@@ -1,0 +1,103 @@
+"""Who sees the page, and who may control: tokens over TLS, as in operation."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from playwright.async_api import Page, expect
+
+from perseus.demo.security import Security
+from perseus.service.server import running
+from perseus.v1 import token_service_pb2
+from perseus.v1.token_service_pb2_grpc import TokenServiceStub
+from tests.service.grpc_fakes import TIMEOUT_S, Client, make_settings
+from tests.service.web.scraping import free_port
+from tests.web.browser import browsing, inaccessible, needs_chromium, panel
+
+pytestmark = needs_chromium
+
+
+class Guarded:
+    """A coordinator that asks for tokens, and an operator's channel to it."""
+
+    def __init__(self, url: str, client: Client, operator_token: str) -> None:
+        self.url = url
+        self.client = client
+        self.operator_token = operator_token
+        self._tokens = TokenServiceStub(client.channel)
+
+    async def make_token(self, name: str, scope: token_service_pb2.Scope.ValueType) -> str:
+        patterns = ["*"] if scope == token_service_pb2.SCOPE_AGENT else []
+        request = token_service_pb2.CreateTokenRequest(name=name, scope=scope, job_patterns=patterns)
+        secret: str = (await self._tokens.CreateToken(request, timeout=TIMEOUT_S)).secret
+        return secret
+
+    async def revoke(self, name: str) -> None:
+        await self._tokens.RevokeToken(token_service_pb2.RevokeTokenRequest(name=name), timeout=TIMEOUT_S)
+
+
+@asynccontextmanager
+async def guarded(folder: Path) -> AsyncIterator[Guarded]:
+    security = Security(folder / "security")
+    http = f"127.0.0.1:{free_port()}"
+    settings = make_settings(
+        folder,
+        http=http,
+        insecure=False,
+        tls_certificate=security.coordinator_certificate,
+        tls_key=security.coordinator_key,
+        operator_token_file=security.token_file,
+    )
+    async with running(settings) as (address, _), security.channels(address).open() as channel:
+        client = Client(channel)
+        await client.register()
+        yield Guarded(f"https://{http}", client, security.token_file.read_text().strip())
+
+
+async def log_in(page: Page, token: str) -> None:
+    await page.get_by_label("Token").fill(token)
+    await page.get_by_role("button", name="Log in").click()
+
+
+async def test_one_logs_in_and_out(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as site, browsing(expected=["401", "403"]) as page:
+        await page.goto(f"{site.url}/#/jobs/job")
+        await expect(page.get_by_label("Token")).to_be_focused()
+        assert await inaccessible(page) == []
+        await log_in(page, "perseus_wrong")
+        await expect(page.get_by_role("alert")).to_have_text(
+            "This token is not known, or is no longer valid."
+        )
+        await log_in(page, await site.make_token("agents", token_service_pb2.SCOPE_AGENT))
+        await expect(page.get_by_role("alert")).not_to_have_text(
+            "This token is not known, or is no longer valid."
+        )
+        await expect(page.get_by_role("alert")).not_to_be_empty()
+
+        # The page that was asked for is the one that comes.
+        await log_in(page, site.operator_token)
+        await expect(page.get_by_role("heading", name="job", level=1)).to_be_visible()
+        await expect(panel(page, "Controls")).to_be_visible()
+        assert await page.evaluate("document.cookie") == ""
+        stored = await page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}])")
+        assert site.operator_token not in stored + await page.content()
+
+        await page.reload()
+        await expect(panel(page, "Controls")).to_be_visible()
+        await page.get_by_role("button", name="Log out").click()
+        await expect(page.get_by_label("Token")).to_be_visible()
+        await page.reload()
+        await expect(page.get_by_label("Token")).to_be_visible()
+
+
+async def test_a_reader_sees_all_and_controls_nothing(tmp_path: Path) -> None:
+    async with guarded(tmp_path) as site, browsing(expected=["401"]) as page:
+        await page.goto(f"{site.url}/#/jobs/job")
+        await log_in(page, await site.make_token("wall", token_service_pb2.SCOPE_READER))
+        await expect(page.locator("#who")).to_contain_text("wall (reader)")
+        await expect(panel(page, "Ranks")).to_contain_text("4 expected")
+        await expect(page.get_by_role("heading", name="Controls")).to_have_count(0)
+        # A revoked token ends the session where it is.
+        await site.revoke("wall")
+        await expect(page.get_by_text("The session has ended.")).to_be_visible()
+        await expect(page.get_by_label("Token")).to_be_visible()

@@ -1,0 +1,159 @@
+"""The page's pure modules, in the browser that runs them: numbers, a job's model, where cells are drawn."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Page
+
+from tests.web import said
+from tests.web.browser import Scheme, browsing, needs_chromium
+from tests.web.fleet import fleet
+
+pytestmark = needs_chromium
+
+NARROW = "\N{NARROW NO-BREAK SPACE}"
+SCHEMES: tuple[Scheme, ...] = ("light", "dark")
+
+
+@pytest.fixture
+async def page(tmp_path: Path) -> AsyncIterator[Page]:
+    async with fleet(tmp_path, []) as site, browsing() as page:
+        await page.goto(site.url)
+        yield page
+
+
+async def run(page: Page, module: str, script: str, *arguments: Any) -> Any:
+    """What a function of a module and the arguments returns, in the page."""
+    call = f"async ([module, given]) => ({script})(await import(`/static/${{module}}.js`), ...given)"
+    return await page.evaluate(call, [module, list(arguments)])
+
+
+async def test_numbers_have_units_and_as_many_digits_as_are_read(page: Page) -> None:
+    cases: dict[str, list[tuple[float, str]]] = {
+        "joules": [(0.5, "0.500 J"), (797.2, "797 J"), (1663.67, "1.664 kJ"), (2.5e7, "25.00 MJ")],
+        "watts": [(88.04, "88.0 W"), (312.4, "312 W"), (1583.5, "1.58 kW"), (3.62e6, "3.62 MW")],
+        "seconds": [(0.7252, "0.725 s"), (99.9, "99.900 s"), (1234.5, "1234.5 s")],
+        "milliseconds": [(0.0183, "18.3 ms"), (0.2, "200 ms")],
+        "span": [(41, "41 s"), (185, "3 min 05 s"), (7800, "2 h 10 min"), (273600, "3 d 4 h")],
+        "change": [(0.04, "0.0 %"), (-0.04, "0.0 %"), (1.25, "+1.3 %"), (-1.24, "−1.2 %")],
+        "fixed": [(4096, "4096"), (65536, f"65{NARROW}536"), (-12345, f"−12{NARROW}345")],
+    }
+    for name, pairs in cases.items():
+        values = [value for value, _ in pairs]
+        found = await run(page, "numbers", f"(m, values) => values.map((value) => m.{name}(value))", values)
+        assert found == [text for _, text in pairs], name
+    assert await run(page, "numbers", "(m) => [m.joules(NaN), m.seconds(undefined)]") == ["–", "–"]
+    ranges = await run(page, "numbers", "(m) => [m.ranges([2, 0, 1, 5]), m.ranges([])]")
+    assert ranges == ["0–2, 5", ""]
+    for value in (0.8, 12.3, 797.2, 1663.67, 99999.0, 2.5e7):
+        assert await run(page, "numbers", "(m, value) => m.joules(value)", value) == said.joules(value)
+
+
+def iteration(number: int, pipeline: int, time_s: float = 1.0, energy_j: float = 100.0) -> dict[str, Any]:
+    told = {"iteration": str(number), "pipeline": pipeline, "plan_version": "1"}
+    return {"iteration": {**told, "iteration_time_s": time_s, "energy_j": energy_j}}
+
+
+MODEL = """(m, updates) => {
+  const model = new m.JobModel();
+  for (const update of updates) model.take(update);
+  return {
+    iterations: model.iterations().map(({ number, time_s, energy_j }) => [number, time_s, energy_j]),
+    events: model.events.map((event) => event.sequence),
+    power_w: model.power_w(),
+    missed: [model.missedEvents, model.missedIterations],
+  };
+}"""
+
+JOB = {"job": {"run_number": 1, "epoch": "e", "parallelism": {"pipeline_count": 2}}}
+
+
+async def test_an_iteration_counts_when_all_pipelines_told_it_or_were_overtaken(page: Page) -> None:
+    updates = [JOB, iteration(0, 0, 1.0), iteration(0, 1, 1.2), iteration(1, 0)]
+    found = await run(page, "job_model", MODEL, updates)
+    assert found["iterations"] == [[0, 1.2, 200]]
+    assert found["power_w"] == pytest.approx(200 / 1.2)
+    # A slow reader is not told all of them: the energy is that of as many pipelines as there are.
+    found = await run(page, "job_model", MODEL, [*updates, iteration(3, 0)])
+    assert found["iterations"] == [[0, 1.2, 200], [1, 1.0, 200]]
+
+
+async def test_an_iteration_that_is_repeated_replaces_the_one_before(page: Page) -> None:
+    updates = [JOB, iteration(0, 0, 9.0), iteration(0, 1, 9.0), iteration(0, 0, 1.0), iteration(0, 1, 1.1)]
+    assert (await run(page, "job_model", MODEL, updates))["iterations"] == [[0, 1.1, 200]]
+
+
+async def test_events_are_kept_once_and_go_with_their_run(page: Page) -> None:
+    event = {"type": "JOB_EVENT_TYPE_REGISTERED", "message": "", "create_time": ""}
+    updates = [JOB, *({"event": {**event, "sequence": str(number)}} for number in (1, 2, 1, 2, 3))]
+    gap = {"first_missed_sequence": "4", "last_missed_sequence": "6", "missed_iteration_count": "7"}
+    found = await run(page, "job_model", MODEL, [*updates, {"gap": gap}])
+    assert found["events"] == ["1", "2", "3"]
+    assert found["missed"] == [3, 7]
+    other = {"job": {**JOB["job"], "run_number": 2}}
+    assert (await run(page, "job_model", MODEL, [*updates, other]))["events"] == []
+
+
+FOUND_AGAIN = """(m, shape, width) => {
+  const grid = new m.RanksGrid(shape);
+  grid.fit(width);
+  const lost = [];
+  for (let pipeline = 0; pipeline < shape[0]; pipeline += 1)
+    for (let stage = 0; stage < shape[1]; stage += 1)
+      for (let tensor = 0; tensor < shape[2]; tensor += 1) {
+        const cell = grid.cell(pipeline, stage, tensor);
+        const { x, y, width: across, height } = grid.box(cell);
+        const isFound = grid.at(x + across / 2, y + height / 2) === cell;
+        if (!isFound || x + across > width) lost.push([pipeline, stage, tensor]);
+      }
+  return lost;
+}"""
+
+
+async def test_every_rank_is_found_where_it_is_drawn(page: Page) -> None:
+    for shape in ((1, 1, 1), (2, 4, 1), (64, 16, 4), (512, 1, 8), (3, 64, 7)):
+        for width in (320, 768, 1400):
+            assert await run(page, "ranks_grid", FOUND_AGAIN, list(shape), width) == [], (shape, width)
+
+
+WALK = """(m, keys) => {
+  const grid = new m.RanksGrid([5, 2, 2]);
+  grid.fit(120);
+  let cell = null;
+  return keys.map((key) => {
+    cell = grid.next(cell, key);
+    return [cell.pipeline, cell.stage, cell.tensor];
+  });
+}"""
+
+
+async def test_keys_lead_through_bands_and_stay_inside(page: Page) -> None:
+    keys = ["ArrowLeft", "ArrowLeft", "ArrowRight", "ArrowRight", "ArrowDown", "End", "ArrowDown", "Home"]
+    assert await run(page, "ranks_grid", WALK, keys) == [
+        [0, 0, 0],
+        [0, 0, 0],
+        [0, 0, 1],
+        [1, 0, 0],
+        [1, 1, 0],
+        [4, 1, 1],
+        [4, 1, 1],
+        [0, 1, 0],
+    ]
+
+
+async def test_more_is_told_by_lightness_alone(page: Page) -> None:
+    for scheme in SCHEMES:
+        await page.emulate_media(color_scheme=scheme)
+        for name in ("heat", "cool"):
+            script = "(m, name) => [0, 1, 2, 3, 4, 5, 6, 7, 8].map(m.ramp(name, 0, 8))"
+            colours = await run(page, "scales", script, name)
+            lightness = [_luminance(colour) for colour in colours]
+            assert lightness == sorted(set(lightness), reverse=scheme == "light")
+
+
+def _luminance(colour: str) -> float:
+    channels = [int(each) / 255 for each in colour.removeprefix("rgb(").removesuffix(")").split()]
+    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

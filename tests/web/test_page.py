@@ -1,0 +1,347 @@
+"""The page in a real browser, on a real coordinator with scripted agents: what it shows, and what it does."""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from playwright.async_api import Page, expect
+
+from perseus.service.domain.model import PlannedClocks
+from perseus.v1 import agent_service_pb2, frontier_service_pb2, job_pb2, job_service_pb2, rank_pb2
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    TIMEOUT_S,
+    Client,
+    FakeAgent,
+    connected,
+    make_settings,
+)
+from tests.service.web.scraping import free_port
+from tests.web import said
+from tests.web.browser import (
+    Scheme,
+    browsing,
+    figure,
+    inaccessible,
+    is_scrolled_sideways,
+    needs_chromium,
+    panel,
+)
+
+pytestmark = needs_chromium
+
+
+class Site:
+    """A coordinator with a page, and a job of four ranks."""
+
+    def __init__(self, client: Client, url: str) -> None:
+        self.client = client
+        self.url = url
+        self.agent = FakeAgent(client, "agent", ALL_PLACES)
+
+    def of(self, job_id: str = "job") -> str:
+        return f"{self.url}/#/jobs/{job_id}"
+
+    async def plan(self) -> None:
+        """Bring the job to its plans, and a few iterations on."""
+        await self.client.register()
+        await self.agent.join()
+        await self.agent.iterate_until(self.client, job_pb2.JOB_STATE_PLANNED)
+        while not all(isinstance(rank.in_force.clocks, PlannedClocks) for rank in self.agent.ranks.values()):
+            await self.agent.iterate()
+        await self.agent.iterate(6)
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Site]:
+    http = f"127.0.0.1:{free_port()}"
+    async with connected(make_settings(folder, http=http)) as client:
+        yield Site(client, f"http://{http}")
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    async with serving(tmp_path) as site:
+        yield site
+
+
+async def test_what_is_not_there_yet_is_said(site: Site) -> None:
+    async with browsing(expected=["404"]) as page:
+        await page.goto(site.url)
+        await expect(page.get_by_text("There is no job yet.")).to_be_visible()
+        await site.client.register()
+        await page.get_by_role("link", name="job", exact=True).click()
+        await expect(page.get_by_role("heading", name="job", level=1)).to_be_visible()
+        await expect(page.locator("#content .state")).to_have_text("waiting")
+        await expect(panel(page, "Frontier")).to_contain_text("before all ranks have joined")
+        await expect(panel(page, "Ranks")).to_contain_text("4 expected")
+        await expect(figure(page, "ranks")).to_have_text("0 of 4")
+        await page.goto(site.of("nobody"))
+        await expect(page.get_by_text("There is no job “nobody” on this coordinator.")).to_be_visible()
+
+
+async def test_the_numbers_are_those_of_grpc(site: Site) -> None:
+    await site.plan()
+    job = await site.client.job()
+    request = frontier_service_pb2.GetFrontierRequest(job_id="job")
+    frontier = (await site.client.frontiers.GetFrontier(request, timeout=TIMEOUT_S)).frontier
+    saving = job.figures.saving
+    async with browsing() as page:
+        await page.goto(site.url)
+        row = page.get_by_role("row").filter(has=page.get_by_role("link", name="job", exact=True))
+        for text in (
+            "planned",
+            "4 of 4",
+            said.seconds(job.figures.iteration_time_s),
+            said.watts(job.figures.power_w),
+            said.percent(saving.energy_percent).removesuffix(" %"),
+        ):
+            await expect(row).to_contain_text(text)
+        await row.get_by_role("link").click()
+
+        await expect(figure(page, "iteration time")).to_have_text(said.seconds(job.figures.iteration_time_s))
+        await expect(figure(page, "energy an iteration")).to_have_text(said.joules(job.figures.energy_j))
+        await expect(figure(page, "power")).to_have_text(said.watts(job.figures.power_w))
+        await expect(figure(page, "energy saved")).to_contain_text(
+            said.percent(saving.energy_percent).removesuffix(" %")
+        )
+        await expect(figure(page, "stragglers")).to_have_text("0")
+        await expect(page.get_by_text(f"stock {said.joules(job.baseline.energy_j)}")).to_be_visible()
+
+        places = panel(page, "Frontier").get_by_role("row")
+        await expect(places).to_have_count(6)
+        for name, time_s in (("Tmin", job.t_min_s), ("T*", job.t_star_s), ("Tslow", job.t_slow_s)):
+            await expect(places.filter(has_text=name)).to_contain_text(said.seconds(time_s))
+        stock = places.filter(has_text="all at the highest clock")
+        await expect(stock).to_contain_text(said.joules(frontier.baseline.energy_j))
+        await expect(places.filter(has_text="in force")).to_contain_text(
+            said.seconds(job.planned_iteration_time_s[0])
+        )
+
+        report = job_service_pb2.GetReportRequest(job_id="job")
+        periods = (await site.client.jobs.GetReport(report, timeout=TIMEOUT_S)).periods
+        measured = panel(page, "Measured").locator("tbody tr")
+        await expect(measured).to_have_count(len(periods))
+        await expect(measured.first).to_contain_text(f"{periods[-1].number} planned")
+        await expect(measured.first).to_contain_text(said.percent(periods[-1].saving.energy_percent)[:-2])
+
+        # What comes while the page is open is on it, too.
+        await site.agent.iterate(3)
+        iteration = site.agent.ranks[ALL_PLACES[0]].iteration
+        await expect(panel(page, "Iterations")).to_contain_text(f"Latest: iteration {iteration}: 0.800 s")
+
+
+async def test_the_timeline_shows_stock_and_plan_and_can_be_read_by_keyboard(site: Site) -> None:
+    await site.plan()
+    request = job_service_pb2.GetTimelineRequest(job_id="job")
+    told = await site.client.jobs.GetTimeline(request, timeout=TIMEOUT_S)
+    async with browsing() as page:
+        await page.goto(site.of())
+        timeline = panel(page, "Timeline")
+        await timeline.get_by_text("As a table").click()
+        rows = timeline.locator("tbody tr")
+        await expect(rows).to_have_count(2 * len(told.entries))
+        await expect(rows.first).to_contain_text("at stock")
+        entry = told.entries[-1]
+        last = rows.last
+        await expect(last).to_contain_text(f"{1e3 * entry.duration_s:.1f} ms")
+        await expect(last).to_contain_text(f"{entry.clock_mhz} MHz" if entry.clock_mhz else "stock")
+        await expect(last).to_contain_text(said.watts(entry.power_w))
+
+        await timeline.locator("canvas").focus()
+        spoken = timeline.locator("[aria-live=polite]")
+        await page.keyboard.press("ArrowRight")
+        await expect(spoken).to_contain_text("forward of microbatch 0, stage 0, at stock")
+        await page.keyboard.press("End")
+        await expect(spoken).to_contain_text("backward of microbatch 2, stage 0, at stock")
+        for _ in range(3):
+            await page.keyboard.press("ArrowDown")
+        await expect(spoken).to_contain_text("stage 1, now")
+        await expect(timeline.locator(".tip")).to_be_visible()
+        await page.keyboard.press("Escape")
+        await expect(timeline.locator(".tip")).to_be_hidden()
+
+
+async def test_ranks_are_read_by_keyboard_and_in_full(site: Site) -> None:
+    await site.plan()
+    async with browsing() as page:
+        await page.goto(site.of())
+        ranks = panel(page, "Ranks")
+        await expect(ranks).to_contain_text("4 connected")
+        await ranks.locator("canvas").focus()
+        for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+            await page.keyboard.press(key)
+        await expect(ranks.locator("[aria-live=polite]")).to_contain_text("pipeline 1, stage 1, connected")
+        await page.keyboard.press("Enter")
+        (rank,) = await site.client.ranks(pipeline=1, stage=1)
+        row = ranks.locator("tbody tr")
+        for text in (rank.hostname, rank.gpu_uuid, f"plan {rank.in_force_version}"):
+            await expect(row).to_contain_text(text)
+        for colour in ("clock", "slowness", "power", "state"):
+            await ranks.get_by_role("radio", name=colour).check(force=True)
+            await expect(ranks.locator(".legend").first).not_to_be_empty()
+
+
+async def test_a_straggler_is_reported_and_cleared(site: Site) -> None:
+    await site.plan()
+    async with browsing() as page:
+        await page.goto(site.of())
+        controls, frontier = panel(page, "Controls"), panel(page, "Frontier")
+        await controls.get_by_label("pipeline", exact=True).fill("1")
+        await controls.get_by_label("How slow", exact=True).fill("1.15")
+        await controls.get_by_role("button", name="Report straggler").click()
+        await expect(controls.get_by_role("status")).to_have_text("Pipeline 1 is reported as slow.")
+        (straggler,) = (await site.client.job()).stragglers
+        assert straggler.pipeline == 1
+        target = said.seconds(straggler.iteration_time_s)
+        row = frontier.get_by_role("row").filter(has_text="T′, pipeline 1, reported")
+        await expect(row).to_contain_text(target)
+        await expect(frontier.locator("svg")).to_contain_text("T′")
+        await expect(figure(page, "stragglers")).to_have_text("1")
+        await site.agent.iterate(4)
+        others = frontier.get_by_role("row").filter(has_text="in force: pipeline 0")
+        planned_s = (await site.client.job()).planned_iteration_time_s
+        assert planned_s[0] > planned_s[1]
+        await expect(others).to_contain_text(said.seconds(planned_s[0]))
+
+        await controls.get_by_role("button", name="Clear straggler, pipeline 1").click()
+        await expect(figure(page, "stragglers")).to_have_text("0")
+        await expect(row).to_have_count(0)
+        assert not (await site.client.job()).stragglers
+        events = panel(page, "Events")
+        await events.get_by_label("Which events").select_option("stragglers")
+        await expect(events.locator("li")).to_have_count(2)
+        await events.locator("summary").last.click()
+        await expect(events.locator("dl").last).to_contain_text("slowdown factor")
+
+
+async def test_policy_and_baseline(site: Site) -> None:
+    await site.plan()
+    async with browsing(expected=["400"]) as page:
+        await page.goto(site.of())
+        controls = panel(page, "Controls")
+        await controls.get_by_label("Policy", exact=True).select_option("max_slowdown_percent")
+        await controls.get_by_label("percent, %").fill("3")
+        await controls.get_by_role("button", name="Set policy").click()
+        await expect(figure(page, "policy")).to_have_text("At most 3 % slower than stock")
+        assert (await site.client.job()).policy.max_slowdown_percent == 3
+
+        await controls.get_by_label("Policy", exact=True).select_option("deadline")
+        await controls.get_by_label("iterations, iterations").fill("100000000000000000")
+        await controls.get_by_role("button", name="Set policy").click()
+        await expect(controls.locator(".outcome.wrong")).to_contain_text("iteration_count")
+        assert (await site.client.job()).policy.max_slowdown_percent == 3
+
+        await controls.get_by_role("button", name="Measure baseline again").click()
+        await expect(page.locator("#content .state")).to_have_text("baseline")
+        assert (await site.client.job()).state == job_pb2.JOB_STATE_BASELINE
+        await expect(controls.get_by_role("button", name="Measure baseline again")).to_be_disabled()
+
+
+async def test_what_ends_a_job_is_asked_twice(site: Site) -> None:
+    await site.plan()
+    async with browsing() as page:
+        await page.goto(site.of())
+        await panel(page, "Controls").get_by_role("button", name="Finish job…").click()
+        dialog = page.get_by_role("dialog")
+        await dialog.get_by_role("button", name="Keep it running").click()
+        assert (await site.client.job()).state == job_pb2.JOB_STATE_PLANNED
+        await panel(page, "Controls").get_by_role("button", name="Finish job…").click()
+        await dialog.get_by_role("button", name="Finish the job").click()
+        await expect(page.locator("#content .state")).to_have_text("finished")
+        await expect(page.locator("#feed-state")).to_have_text("the run has ended")
+        assert (await site.client.job()).state == job_pb2.JOB_STATE_FINISHED
+
+
+async def test_texts_of_others_are_text(site: Site) -> None:
+    markup = "<img src=x onerror=alert(1)>"
+    await site.client.register()
+    await site.agent.join()
+    place = rank_pb2.RankCoordinates(pipeline=0, stage=0, tensor=0)
+    error = agent_service_pb2.GpuError(
+        job_id="job",
+        rank=place,
+        gpu_uuid=markup,
+        reason=rank_pb2.GPU_ERROR_REASON_NO_PERMISSION,
+        message=markup,
+    )
+    await site.agent.say(gpu_error=error)
+    async with browsing() as page:
+        await page.goto(site.of())
+        event = panel(page, "Events").locator("li").filter(has_text=markup)
+        await event.locator("summary").click()
+        await expect(event.locator("dl")).to_contain_text(markup)
+        assert await page.locator("img").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_nothing_is_inaccessible(site: Site, scheme: Scheme) -> None:
+    await site.plan()
+    await site.client.register(job_id="waiting")
+    async with browsing(scheme=scheme) as page:
+        await page.goto(site.url)
+        await expect(page.get_by_role("link", name="waiting")).to_be_visible()
+        assert await inaccessible(page) == []
+        await page.goto(site.of())
+        await expect(panel(page, "Timeline").locator("canvas")).to_be_visible()
+        await expect(panel(page, "Measured").locator("tbody tr").first).to_be_visible()
+        for summary in await page.locator("details > summary").all():
+            await summary.click()
+        assert await inaccessible(page) == []
+
+
+async def test_a_telephone_has_all_of_it(site: Site) -> None:
+    await site.plan()
+    async with browsing(width=360, height=740) as page:
+        await page.goto(site.url)
+        await expect(page.get_by_role("link", name="job", exact=True)).to_be_visible()
+        assert not await is_scrolled_sideways(page)
+        assert await inaccessible(page) == []
+        await page.get_by_role("link", name="job", exact=True).click()
+        await expect(panel(page, "Timeline").locator("canvas")).to_be_visible()
+        await expect(panel(page, "Measured").locator("tbody tr").first).to_be_visible()
+        assert not await is_scrolled_sideways(page)
+        assert await inaccessible(page) == []
+
+
+async def test_the_keyboard_is_enough(site: Site) -> None:
+    await site.plan()
+    async with browsing() as page:
+        await page.goto(site.url)
+        link = page.get_by_role("link", name="job", exact=True)
+        await expect(link).to_be_visible()
+        await page.keyboard.press("Tab")
+        await expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+        await press_until(page, "Tab", "a[href='#/jobs/job']")
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("heading", name="job", level=1)).to_be_visible()
+        await expect(page.locator("#content")).to_be_focused()
+        await press_until(page, "Tab", "#policy")
+        await page.keyboard.press("ArrowDown")
+        await press_until(page, "Tab", "button[type=submit]")
+        await page.keyboard.press("Enter")
+        await expect(figure(page, "policy")).to_have_text(re.compile("At most 5 %"))
+
+
+async def press_until(page: Page, key: str, selector: str) -> None:
+    for _ in range(60):
+        await page.keyboard.press(key)
+        if await page.evaluate("wanted => document.activeElement.matches(wanted)", selector):
+            return
+    raise AssertionError(f"expected the focus at {selector} within 60 times {key}")
+
+
+async def test_a_new_run_replaces_what_was_shown(site: Site) -> None:
+    await site.plan()
+    async with browsing() as page:
+        await page.goto(site.of())
+        await expect(panel(page, "Frontier").locator("svg")).to_be_visible()
+        await site.client.finish()
+        await expect(page.locator("#feed-state")).to_have_text("the run has ended")
+        await site.client.register()
+        await expect(page.get_by_text(re.compile("^run 2"))).to_be_visible()
+        await expect(page.locator("#feed-state")).to_have_text("live")
+        await expect(panel(page, "Frontier").locator("svg")).to_have_count(0)
+        await expect(panel(page, "Events").locator("li")).to_have_count(1)

@@ -1,0 +1,66 @@
+"""A coordinator that is killed and comes back: the page says so, and goes on by itself."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.async_api import expect
+
+from tests.service.grpc_fakes import Client, connected_to, until
+from tests.service.web.scraping import free_port
+from tests.web.browser import browsing, figure, needs_chromium, panel
+
+pytestmark = needs_chromium
+
+
+@contextmanager
+def coordinator(folder: Path, address: str, http: str) -> Iterator[subprocess.Popen[bytes]]:
+    arguments = [f"--listen={address}", f"--http={http}", f"--database={folder / 'perseus.db'}", "--insecure"]
+    with (folder / "coordinator.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "perseus.cli", "coordinator", *arguments], stdout=log, stderr=log
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_the_page_is_stale_and_live_again(tmp_path: Path) -> None:
+    address, http = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+
+    async def is_registered(client: Client) -> bool:
+        try:
+            await client.register()
+        except Exception:
+            return False
+        return True
+
+    async with browsing(
+        expected=["ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE", "ERR_EMPTY", "ERR_CONNECTION_RESET"]
+    ) as page:
+        feed = page.locator("#feed-state")
+        with coordinator(tmp_path, address, http):
+            async with connected_to(address) as client:
+                await until(lambda: is_registered(client))
+            await page.goto(f"http://{http}/#/jobs/job")
+            await expect(feed).to_have_text("live")
+            await expect(figure(page, "ranks")).to_have_text("0 of 4")
+            await page.evaluate("window.isTheSamePage = true")
+        await expect(feed).to_contain_text("stale since")
+        await expect(page.locator("main.stale")).to_be_visible()
+        await expect(figure(page, "ranks")).to_have_text("0 of 4")  # what was known stays, and is marked
+        with coordinator(tmp_path, address, http):
+            await expect(feed).to_have_text("live")
+            await expect(page.locator("main.stale")).to_have_count(0)
+            async with connected_to(address) as client:
+                await client.register(job_id="another")
+                await client.finish()
+            await expect(page.locator("#content .state")).to_have_text("finished")
+            events = panel(page, "Events").locator("li")
+            texts = await events.all_inner_texts()
+            assert len(texts) == len(set(texts)), texts  # nothing is told twice
+            assert await page.evaluate("window.isTheSamePage")

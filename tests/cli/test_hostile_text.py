@@ -26,7 +26,7 @@ from perseus.cli.connection import escape
 from perseus.cli.main import app
 from perseus.demo.display import LiveDisplay
 from perseus.printable import printable
-from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2, ledger_service_pb2, rank_pb2
 
 HOSTILE = [
     "\x1b[2J\x1b[31mred",
@@ -45,7 +45,14 @@ HOSTILE = [
 ]
 SHORT = st.one_of(st.sampled_from(HOSTILE), st.text(max_size=12))
 
-SERVICE = job_service_pb2.DESCRIPTOR.services_by_name["JobService"]
+METHODS = {
+    method.name: method
+    for service in (
+        job_service_pb2.DESCRIPTOR.services_by_name["JobService"],
+        ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"],
+    )
+    for method in service.methods
+}
 
 # What rich itself writes on a terminal: styles, and nothing that moves.
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -73,7 +80,7 @@ def filled(descriptor: Descriptor, texts: Iterator[str], depth: int = 0) -> Mess
 
 
 class HostileCoordinator(grpc.GenericRpcHandler):
-    """Answers every call of the job service with `texts`, or fails with one."""
+    """Answers every call of the services for jobs and the ledger with `texts`, or fails with one."""
 
     def __init__(self) -> None:
         self.texts = [""]
@@ -81,7 +88,7 @@ class HostileCoordinator(grpc.GenericRpcHandler):
 
     def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
         """A handler for whatever method."""
-        method = SERVICE.methods_by_name[details.method.rpartition("/")[2]]
+        method = METHODS[details.method.rpartition("/")[2]]
 
         def answers(_: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
             if self.fails_with is not None:
@@ -103,19 +110,20 @@ class HostileCoordinator(grpc.GenericRpcHandler):
 
 # Every command that shows what a coordinator says.
 VIEWS = {
-    "list": ["list"],
-    "runs": ["runs", "job"],
-    "show": ["show", "job"],
-    "ranks": ["ranks", "job"],
-    "watch": ["watch", "job"],
-    "events": ["events", "job"],
-    "report": ["report", "job"],
-    "straggler": ["straggler", "job", "0", "--clear"],
-    "rebaseline": ["rebaseline", "job"],
-    "policy": ["policy", "job", "--no-slowdown"],
-    "finish": ["finish", "job"],
-    "resume": ["resume", "job"],
-    "delete": ["delete", "job"],
+    "list": ["jobs", "list"],
+    "runs": ["jobs", "runs", "job"],
+    "show": ["jobs", "show", "job"],
+    "ranks": ["jobs", "ranks", "job"],
+    "watch": ["jobs", "watch", "job"],
+    "events": ["jobs", "events", "job"],
+    "report": ["jobs", "report", "job"],
+    "straggler": ["jobs", "straggler", "job", "0", "--clear"],
+    "rebaseline": ["jobs", "rebaseline", "job"],
+    "policy": ["jobs", "policy", "job", "--no-slowdown"],
+    "finish": ["jobs", "finish", "job"],
+    "resume": ["jobs", "resume", "job"],
+    "delete": ["jobs", "delete", "job"],
+    "ledger": ["ledger"],
 }
 
 
@@ -126,7 +134,7 @@ def test_no_view_is_forgotten() -> None:
         command.name or command.callback.__name__  # type: ignore[union-attr]
         for command in jobs.app.registered_commands
     }
-    assert commands == set(VIEWS)
+    assert commands == {view for view, words in VIEWS.items() if words[0] == "jobs"}
 
 
 @contextmanager
@@ -157,7 +165,7 @@ def check_screen(text: str) -> None:
 def run(address: str, view: list[str]) -> Any:
     return CliRunner().invoke(
         app,
-        ["jobs", *view, "--coordinator", address],
+        [*view, "--coordinator", address],
         env={"COLUMNS": "200", "FORCE_COLOR": "1"},
         catch_exceptions=False,
     )
@@ -180,7 +188,7 @@ def test_every_view_is_readable_whatever_it_is_told(
 def test_a_refusal_is_shown_as_text(coordinator: tuple[HostileCoordinator, str], text: str) -> None:
     hostile, address = coordinator
     hostile.fails_with = f"no {text} here"
-    result = run(address, ["show", "job"])
+    result = run(address, ["jobs", "show", "job"])
     assert result.exit_code == 2
     check_screen(result.output)
 
@@ -189,8 +197,8 @@ def test_a_refusal_is_shown_as_text(coordinator: tuple[HostileCoordinator, str],
 def test_what_was_said_is_still_there_to_read(coordinator: tuple[HostileCoordinator, str], text: str) -> None:
     hostile, address = coordinator
     hostile.texts, hostile.fails_with = [text], None
-    assert printable(text) in run(address, ["show", "job"]).output
-    assert printable(text) in run(address, ["watch", "job"]).output
+    assert printable(text) in run(address, ["jobs", "show", "job"]).output
+    assert printable(text) in run(address, ["jobs", "watch", "job"]).output
 
 
 @given(st.text())

@@ -177,9 +177,12 @@ class Profiler:
             self._round.take_iteration(extra_s, disturbed)
 
     def unmeasured_ranks(self, held: HoldClocks, clocks_mhz: UsableClocks) -> list[Coordinates]:
-        """Return the ranks of which a round waits for estimates, in order."""
+        """Return the ranks of which a round waits for estimates, in order.
+
+        Not those whose noise makes the round last: what they sent is enough, and more is wanted all the same.
+        """
         counted_mhz = self._counted_mhz(held, clocks_mhz)
-        unmeasured = self._round.unmeasured(held, counted_mhz, self._round.wanted_count)
+        unmeasured = self._round.unmeasured(held, counted_mhz, self._effort.least_iterations)
         return sorted(rank for ranks in unmeasured.values() for rank, _ in ranks)
 
     def next_round(self, held: HoldClocks | None, clocks_mhz: UsableClocks) -> HoldClocks | ProfileEnd:

@@ -127,19 +127,3 @@ class ShowingBlocking(_Showing, grpc.Channel):
     def unsubscribe(self, *given: Any) -> None:
         """See `grpc.Channel`."""
         self._channel.unsubscribe(*given)
-
-    def unary_unary(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
-        return _Calling(self._channel.unary_unary(*given, **options), self._token)
-
-    def unary_stream(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
-        return _Calling(self._channel.unary_stream(*given, **options), self._token)
-
-    def stream_unary(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
-        return _Calling(self._channel.stream_unary(*given, **options), self._token)
-
-    def stream_stream(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
-        return _Calling(self._channel.stream_stream(*given, **options), self._token)

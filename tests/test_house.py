@@ -54,7 +54,7 @@ HOUSE: Mapping[str, Room] = {
     # Both ends of the wire.
     "metrics": pure("metrics.distribution", needs=["prometheus_client"]),
     "metrics.distribution": pure(),
-    "tls": room(needs=["grpc", "structlog"]),
+    "tls": room(needs=["grpc", "pydantic", "structlog"]),
     "certificates": room(needs=["cryptography"]),
     "configuration": room(needs=["pydantic", "pydantic_core", "pydantic_settings"]),
     "pictures": room("solver", needs=["matplotlib"]),
@@ -109,13 +109,15 @@ HOUSE: Mapping[str, Room] = {
         "service.job.stragglers",
         "solver",
     ),
+    "service.job.views": pure(
+        "service.domain", "service.job.course", "service.job.ranks", "service.job.rules", "solver"
+    ),
     "service.job.machine": pure(
         "service.domain",
-        "service.job.course",
         "service.job.planning",
         "service.job.ranks",
         "service.job.rules",
-        "solver",
+        "service.job.views",
     ),
     "service.job.quarantine": pure(
         "service.domain", "service.job.iterations", "service.job.ranks", "service.job.rules", "solver"

@@ -17,6 +17,7 @@ knows `gpu`, and `sidecar` knows all.
 """
 
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.probe.client import NamedSchedule, Probe
+from perseus.agent.probe.client import Probe
+from perseus.agent.probe.job_spec import NamedSchedule
 
 __all__ = ["Computation", "Kind", "NamedSchedule", "Probe"]

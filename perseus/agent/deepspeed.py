@@ -18,10 +18,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.probe.attachment import Attachment, Connect, Identify, table_if_any
+from perseus.agent.probe.attachment import Attachment, Identify
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import check_attributes
+from perseus.agent.probe.job_order import table_if_any
+from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
 from perseus.agent.probe.stage_work import work_text
 from perseus.agent.probe.tested_versions import say_if_untested

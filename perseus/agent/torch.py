@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe import placement as places
-from perseus.agent.probe.attachment import Attachment, Connect, Identify, table_if_any
+from perseus.agent.probe.attachment import Attachment, Identify
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import OwnExchange, StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
 from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups
+from perseus.agent.probe.job_order import table_if_any
+from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.stage_work import shapes_of, work_text
 from perseus.agent.probe.tested_versions import say_if_untested
 from perseus.agent.probe.torch_marks import capture_check, connect_marks

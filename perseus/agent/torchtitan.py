@@ -26,9 +26,10 @@ from functools import wraps
 from typing import Any
 
 from perseus.agent.probe import placement as places
-from perseus.agent.probe.attachment import Attachment, Connect
+from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.framework import check_attributes
+from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.tested_versions import say_if_untested
 from perseus.agent.torch import attach_at
 

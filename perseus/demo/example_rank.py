@@ -17,7 +17,7 @@ from typing import Any
 
 from perseus.agent.gpu.physics import Work
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Marks
+from perseus.agent.probe.marks import Marks
 from perseus.demo.emulated_probe import Works, emulated_connect
 
 HOOKS = ("perseus.agent.torch", "perseus.agent.megatron", "perseus.agent.deepspeed")

@@ -18,7 +18,8 @@ from pathlib import Path
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import Work
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.client import NamedSchedule, Probe
+from perseus.agent.probe.client import Probe
+from perseus.agent.probe.job_spec import NamedSchedule
 from perseus.demo.exchange import Exchange
 
 STOP_FILE = "stop"

@@ -2,17 +2,27 @@
 
 import math
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.logs import LogFormat, LogLevel
-from perseus.tls.address import check_address, host_and_port
-from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
+from perseus.tls.address import host_and_port
+from perseus.tls.fields import contradicts, goes_with, keeps_plaintext_here, needs
+from perseus.tls.rules import check_needs
 from perseus.tls.tokens import default_token_file
 
 # What a double, a column and a field of the wire hold alike.
 _MOST = 2**53
+
+_by_tls = keeps_plaintext_here("tls_certificate", wanted="tls_certificate and tls_key", least_port=0)
+
+
+def _is_host_and_port(address: str | None) -> str | None:
+    if address is not None and host_and_port(address) is None:
+        raise ValueError("expected HOST:PORT, with a port from 0 to 65535")
+    return address
 
 
 class CoordinatorSettings(BaseSettings):
@@ -24,21 +34,21 @@ class CoordinatorSettings(BaseSettings):
         default=None,
         description="PEM file with the coordinator's certificate, and those that lead to its CA.",
     )
-    tls_key: Path | None = Field(
+    tls_key: Annotated[Path | None, goes_with("tls_certificate")] = Field(
         default=None, validate_default=True, description="PEM file with the certificate's private key."
     )
-    tls_client_ca: Path | None = Field(
+    tls_client_ca: Annotated[Path | None, needs("tls_certificate")] = Field(
         default=None,
         description="PEM file with CAs; every client must show a certificate of one of them (mutual TLS).",
     )
-    insecure: bool = Field(
+    insecure: Annotated[bool, contradicts("tls_certificate")] = Field(
         default=False,
         description="Ask nobody who they are, and listen in plaintext even where other machines reach it.",
     )
-    listen: str = Field(
+    listen: Annotated[str, _by_tls] = Field(
         default="127.0.0.1:50051", description="Address and port, or unix:PATH; port 0 takes a free one."
     )
-    http: str | None = Field(
+    http: Annotated[str | None, AfterValidator(_is_host_and_port), _by_tls] = Field(
         default=None,
         description="Address and port of the live page and /metrics: HTTP, or HTTPS with tls_certificate.",
     )
@@ -189,18 +199,6 @@ class CoordinatorSettings(BaseSettings):
     log_level: LogLevel = Field(default="info", description="Least severe log lines that are shown.")
     log_format: LogFormat = Field(default="console", description="How log lines look: console or json.")
 
-    @field_validator("tls_key")
-    @classmethod
-    def _goes_with_its_certificate(cls, key: Path | None, info: ValidationInfo) -> Path | None:
-        check_together(key, info.data.get("tls_certificate"), "tls_certificate")
-        return key
-
-    @field_validator("tls_client_ca")
-    @classmethod
-    def _needs_a_certificate(cls, ca: Path | None, info: ValidationInfo) -> Path | None:
-        check_needs(ca, info.data.get("tls_certificate"), "tls_certificate")
-        return ca
-
     @field_validator("certificate_scopes")
     @classmethod
     def _are_scopes(cls, scopes: dict[str, str], info: ValidationInfo) -> dict[str, str]:
@@ -215,33 +213,3 @@ class CoordinatorSettings(BaseSettings):
             except InvalidFieldError as error:
                 raise ValueError(f"{identity}: {error}") from None
         return scopes
-
-    @field_validator("insecure")
-    @classmethod
-    def _is_no_contradiction(cls, insecure: bool, info: ValidationInfo) -> bool:
-        check_insecure(insecure, info.data.get("tls_certificate"), "tls_certificate")
-        return insecure
-
-    @field_validator("http")
-    @classmethod
-    def _is_an_address(cls, http: str | None, info: ValidationInfo) -> str | None:
-        if http is None:
-            return None
-        if host_and_port(http) is None:
-            raise ValueError("expected HOST:PORT, with a port from 0 to 65535")
-        return check_plaintext(
-            check_address(http, least_port=0),
-            has_tls=info.data.get("tls_certificate") is not None,
-            insecure=bool(info.data.get("insecure")),
-            wanted="tls_certificate and tls_key",
-        )
-
-    @field_validator("listen")
-    @classmethod
-    def _is_no_plaintext_to_others(cls, listen: str, info: ValidationInfo) -> str:
-        return check_plaintext(
-            check_address(listen, least_port=0),
-            has_tls=info.data.get("tls_certificate") is not None,
-            insecure=bool(info.data.get("insecure")),
-            wanted="tls_certificate and tls_key",
-        )

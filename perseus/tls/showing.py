@@ -34,8 +34,33 @@ class _Calling:
         return (*(metadata or ()), *self._token.metadata)
 
 
-class Showing(grpc.aio.Channel):
+class _Showing:
+    """The methods of a channel, of either kind."""
+
+    _channel: Any
+    _token: TokenSource
+
+    def unary_unary(self, *given: Any, **options: Any) -> Any:
+        """See `grpc.Channel`."""
+        return _Calling(self._channel.unary_unary(*given, **options), self._token)
+
+    def unary_stream(self, *given: Any, **options: Any) -> Any:
+        """See `grpc.Channel`."""
+        return _Calling(self._channel.unary_stream(*given, **options), self._token)
+
+    def stream_unary(self, *given: Any, **options: Any) -> Any:
+        """See `grpc.Channel`."""
+        return _Calling(self._channel.stream_unary(*given, **options), self._token)
+
+    def stream_stream(self, *given: Any, **options: Any) -> Any:
+        """See `grpc.Channel`."""
+        return _Calling(self._channel.stream_stream(*given, **options), self._token)
+
+
+class Showing(_Showing, grpc.aio.Channel):
     """A channel for the event loop."""
+
+    _channel: grpc.aio.Channel
 
     def __init__(self, channel: grpc.aio.Channel, token: TokenSource) -> None:
         self._channel = channel
@@ -69,25 +94,11 @@ class Showing(grpc.aio.Channel):
         """See `grpc.aio.Channel`."""
         await self._channel.channel_ready()
 
-    def unary_unary(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.aio.Channel`."""
-        return _Calling(self._channel.unary_unary(*given, **options), self._token)
 
-    def unary_stream(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.aio.Channel`."""
-        return _Calling(self._channel.unary_stream(*given, **options), self._token)
-
-    def stream_unary(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.aio.Channel`."""
-        return _Calling(self._channel.stream_unary(*given, **options), self._token)
-
-    def stream_stream(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.aio.Channel`."""
-        return _Calling(self._channel.stream_stream(*given, **options), self._token)
-
-
-class ShowingBlocking(grpc.Channel):
+class ShowingBlocking(_Showing, grpc.Channel):
     """A channel for threads."""
+
+    _channel: grpc.Channel
 
     def __init__(self, channel: grpc.Channel, token: TokenSource) -> None:
         self._channel = channel
@@ -116,19 +127,3 @@ class ShowingBlocking(grpc.Channel):
     def unsubscribe(self, *given: Any) -> None:
         """See `grpc.Channel`."""
         self._channel.unsubscribe(*given)
-
-    def unary_unary(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
-        return _Calling(self._channel.unary_unary(*given, **options), self._token)
-
-    def unary_stream(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
-        return _Calling(self._channel.unary_stream(*given, **options), self._token)
-
-    def stream_unary(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
-        return _Calling(self._channel.stream_unary(*given, **options), self._token)
-
-    def stream_stream(self, *given: Any, **options: Any) -> Any:
-        """See `grpc.Channel`."""
-        return _Calling(self._channel.stream_stream(*given, **options), self._token)

@@ -37,9 +37,9 @@ HALF_LIGHT = (0.6, 1.0)
 INTERLEAVED = Case("torch_trainer", "Interleaved1F1B", HALF_LIGHT, 2, 0.03, 0.06)
 V_SHAPED = Case("torch_trainer", "ZBVZeroBubble", HALF_LIGHT, 2, 0.03, 0.06)
 REPLICATED = Case("torch_trainer", "1F1B", HALF_LIGHT, 1, 0.04, 0.08, pipeline_count=2)
-DATA_PARALLEL = Case("ddp_trainer", "ddp", (1.0,), 1, 0.02, 0.05, pipeline_count=4)
+DATA_PARALLEL = Case("replica_trainer", "ddp", (1.0,), 1, 0.02, 0.05, pipeline_count=4)
 # FSDP2 waits between parts: three of each forward, four or five of each backward take these times.
-FULLY_SHARDED = Case("fsdp_trainer", "fsdp2", (1.0,), 1, 0.006, 0.012, pipeline_count=4)
+FULLY_SHARDED = Case("replica_trainer", "fsdp2", (1.0,), 1, 0.006, 0.012, pipeline_count=4)
 STRAGGLER, SLOWDOWN = 1, 1.3
 BUDGET_PERCENT = 20
 

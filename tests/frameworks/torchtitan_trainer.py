@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from perseus.agent.probe.attachment import Connect
+from perseus.agent.probe.marks import Connect
 from tests.frameworks.torchtitan_on_cpu import arguments, do_without_cuda, prepare
 from tests.frameworks.trainers import TrainerTask, main
 

@@ -13,8 +13,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Attachment, Connect
+from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.device_marks import DeviceMarks
+from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.placement import Placement
 from perseus.agent.probe.torch_marks import capture_check
 from perseus.agent.torch import attach

@@ -19,7 +19,7 @@ from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.nvml import NvmlGpu
 from perseus.agent.gpu.physics import Work
 from perseus.agent.link.packets import Registration
-from perseus.agent.probe.client import job_spec
+from perseus.agent.probe.job_spec import job_spec
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
 from perseus.agent.stream.translate import register_job_request

@@ -33,8 +33,9 @@ class ProbeWithChildren(Probe):
 
     def register(self, **arguments: Any) -> bool:
         done = super().register(**arguments)
-        if self._socket is not None:
-            have_children(self._socket.fileno())
+        connection = self._line._socket
+        if connection is not None:
+            have_children(connection.fileno())
         return done
 
 

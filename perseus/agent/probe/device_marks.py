@@ -30,9 +30,10 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.probe.attachment import UnmarkableError
-from perseus.agent.probe.client import Path, Probe
+from perseus.agent.probe.client import Probe
 from perseus.agent.probe.device_time import DeviceTime
+from perseus.agent.probe.job_spec import Path
+from perseus.agent.probe.marks import UnmarkableError
 
 _log = logging.getLogger("perseus.device_marks")
 

@@ -4,9 +4,9 @@ import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from perseus.agent.probe.attachment import Connect, Marks
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.device_marks import DeviceEvent, DeviceMarks
+from perseus.agent.probe.marks import Connect, Marks
 from perseus.agent.probe.placement import Placement
 
 if TYPE_CHECKING:

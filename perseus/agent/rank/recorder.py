@@ -163,6 +163,10 @@ class Recorder:
         self._ended = (iteration.number, end_s)
         self._finished.append(iteration)
 
+    def drop_finished(self) -> None:
+        """What has ended, and was not told yet, will not be."""
+        self._finished.clear()
+
     def counter_changed(self, change: CounterChange) -> None:
         """The energy counter has moved."""
         self._changes.append(change)

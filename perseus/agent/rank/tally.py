@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perseus.agent.clocks.keeper import is_higher
+from perseus.agent.clocks.keeper import ClockKeeper, is_higher
+from perseus.agent.rank.messages import ClockStatistics
 
 
 @dataclass(slots=True)
@@ -37,3 +38,19 @@ class ClockTally:
         self.missed_count += not on_clock_s
         self.computation_time_s += end_s - begin_s
         self.on_clock_time_s += sum(on_clock_s)
+
+    def statistics(self, plan_version: int, keeper: ClockKeeper) -> ClockStatistics:
+        """What is told of them, and of how well `keeper` knows the GPU and the trainer by now."""
+        return ClockStatistics(
+            plan_version=plan_version,
+            set_count=self.set_count,
+            computation_count=self.computation_count,
+            late_raise_count=self.late_raise_count,
+            missed_count=self.missed_count,
+            computation_time_s=self.computation_time_s,
+            on_clock_time_s=self.on_clock_time_s,
+            set_latency_s=keeper.lead.latency_s,
+            margin_s=keeper.lead.margin_s,
+            prediction_error_s=keeper.prediction_error_s,
+            set_latency_count=keeper.lead.set_count,
+        )

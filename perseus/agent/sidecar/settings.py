@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -11,8 +11,8 @@ from perseus.agent.link.address import DEFAULT_SOCKET_PATH
 from perseus.agent.restore.records import ClockRange
 from perseus.logs import LogFormat, LogLevel
 from perseus.tls.address import check_address, host_and_port, is_local
+from perseus.tls.fields import contradicts, goes_with, keeps_plaintext_here, needs
 from perseus.tls.files import TlsFiles
-from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
 
 
 def default_restore_folder() -> Path:
@@ -31,13 +31,15 @@ class AgentSettings(BaseSettings):
     tls_ca: Path | None = Field(
         None, description="PEM file with the CAs that may sign the coordinator's certificate; makes it TLS."
     )
-    tls_certificate: Path | None = Field(
+    tls_certificate: Annotated[Path | None, needs("tls_ca")] = Field(
         None, description="PEM file with the agent's own certificate, for mutual TLS."
     )
-    tls_key: Path | None = Field(
+    tls_key: Annotated[Path | None, goes_with("tls_certificate")] = Field(
         None, validate_default=True, description="PEM file with that certificate's private key."
     )
-    insecure: bool = Field(False, description="Speak plaintext even to a coordinator on another machine.")
+    insecure: Annotated[bool, contradicts("tls_ca")] = Field(
+        False, description="Speak plaintext even to a coordinator on another machine."
+    )
     token: SecretStr | None = Field(
         None, description="The agent's token; better in a file, and for the environment only."
     )
@@ -46,7 +48,9 @@ class AgentSettings(BaseSettings):
         description="File with the agent's token, read again when it changes; by default the one that a "
         "coordinator of this user on this machine has written.",
     )
-    coordinator: str = Field("127.0.0.1:50051", min_length=1, description="Coordinator's address, host:port.")
+    coordinator: Annotated[str, Field(min_length=1), keeps_plaintext_here("tls_ca")] = Field(
+        "127.0.0.1:50051", description="Coordinator's address, host:port."
+    )
     socket: Path = Field(Path(DEFAULT_SOCKET_PATH), description="Local socket that trainers connect to.")
     socket_group: str | None = Field(
         None,
@@ -77,7 +81,7 @@ class AgentSettings(BaseSettings):
     metrics_tls_certificate: Path | None = Field(
         None, description="PEM file with the certificate that scrapers of the metrics see; makes them HTTPS."
     )
-    metrics_tls_key: Path | None = Field(
+    metrics_tls_key: Annotated[Path | None, goes_with("metrics_tls_certificate")] = Field(
         None, validate_default=True, description="PEM file with that certificate's private key."
     )
     metrics_token_file: Path | None = Field(
@@ -95,40 +99,6 @@ class AgentSettings(BaseSettings):
     )
     log_level: LogLevel = Field("info", description="Least severe log lines that are shown.")
     log_format: LogFormat = Field("console", description="How log lines look: console or json.")
-
-    @field_validator("tls_certificate")
-    @classmethod
-    def _needs_a_ca(cls, certificate: Path | None, info: ValidationInfo) -> Path | None:
-        check_needs(certificate, info.data.get("tls_ca"), "tls_ca")
-        return certificate
-
-    @field_validator("tls_key")
-    @classmethod
-    def _goes_with_its_certificate(cls, key: Path | None, info: ValidationInfo) -> Path | None:
-        check_together(key, info.data.get("tls_certificate"), "tls_certificate")
-        return key
-
-    @field_validator("insecure")
-    @classmethod
-    def _is_no_contradiction(cls, insecure: bool, info: ValidationInfo) -> bool:
-        check_insecure(insecure, info.data.get("tls_ca"), "tls_ca")
-        return insecure
-
-    @field_validator("coordinator")
-    @classmethod
-    def _is_no_plaintext_to_others(cls, coordinator: str, info: ValidationInfo) -> str:
-        return check_plaintext(
-            check_address(coordinator),
-            has_tls=info.data.get("tls_ca") is not None,
-            insecure=bool(info.data.get("insecure")),
-            wanted="tls_ca",
-        )
-
-    @field_validator("metrics_tls_key")
-    @classmethod
-    def _goes_with_the_metrics_certificate(cls, key: Path | None, info: ValidationInfo) -> Path | None:
-        check_together(key, info.data.get("metrics_tls_certificate"), "metrics_tls_certificate")
-        return key
 
     @field_validator("metrics_listen")
     @classmethod

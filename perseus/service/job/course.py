@@ -138,7 +138,10 @@ class Course:
             self.is_profile_complete = record.is_profile_complete
             self.stragglers.restore(record.stragglers)
             self.planner.watch.broken_count = record.broken_promise_count
-            self.profiler.cost, self.profiler.given_up = record.profiling_cost, record.given_up_clocks
+            self.profiler.spending.cost, self.profiler.given_up = (
+                record.profiling_cost,
+                record.given_up_clocks,
+            )
         self.ranks.restore(stored.ranks, now_s)
         if any(rank.capped_clock_mhz for rank in stored.ranks):
             self.caps.hold(now_s)
@@ -295,8 +298,8 @@ class Course:
         `gap_s`: since the one before.
         """
         if iteration.skipped_count:
-            self.profiler.take_gap(iteration, gap_s, self.baseline.time_s)
-        self.profiler.end_gap()
+            self.profiler.spending.take_gap(iteration, gap_s, self.baseline.time_s)
+        self.profiler.spending.end_gap()
         is_as_offered = iteration.versions == self.offers.versions
         if is_as_offered and self._held_clocks() is None:
             return
@@ -443,7 +446,7 @@ class Course:
     def _release_clocks(self) -> None:
         """Hold nothing while nobody knows what the clocks cost; the round begins anew once that is known."""
         if self._held_clocks() is not None:
-            self.profiler.take_silence(self.progress.silence_s(self.now_s), self.baseline.time_s)
+            self.profiler.spending.take_silence(self.progress.silence_s(self.now_s), self.baseline.time_s)
             self.offers.wish(range(len(self.offers)), STOCK)
 
     # ------------------------------------------------------------------ solving

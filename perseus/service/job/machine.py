@@ -17,20 +17,13 @@ on a Tick only. The time is any clock that never goes back; only differences cou
 there to be told to people, and nothing is decided by it.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from perseus.service.domain import evidence
 from perseus.service.domain.commands import AcceptRank, Command, EndStream
-from perseus.service.domain.errors import (
-    JobNotSolvedError,
-    RankNotServedError,
-    SpecMismatchError,
-    TimelineNotReadyError,
-)
-from perseus.service.domain.figures import JobFigures, RankColumns
+from perseus.service.domain.errors import JobNotSolvedError, RankNotServedError, SpecMismatchError
 from perseus.service.domain.inputs import (
     Abandoned,
     AgentDisconnected,
@@ -60,48 +53,27 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.measured import MeasuredTimeline, Period, Powers, Saving
 from perseus.service.domain.model import (
     FOREIGN_VERSION,
     LOST_VERSIONS,
     NO_VERSION,
     EventType,
     JobState,
-    Rank,
-    RankFilter,
     RankLeftReason,
     RankState,
 )
-from perseus.service.domain.records import (
-    MOST_REQUEST_IDS,
-    JobRecord,
-    Registrations,
-    StoredJob,
-)
-from perseus.service.domain.specification import Coordinates, JobSpec, Registration
+from perseus.service.domain.records import MOST_REQUEST_IDS, JobRecord, StoredJob
+from perseus.service.domain.specification import JobSpec, Registration
 from perseus.service.domain.telemetry import Order
-from perseus.service.domain.views import JobDetails, JobView
-from perseus.service.job.course import Course
 from perseus.service.job.planning.operating_point import check_straggler
 from perseus.service.job.planning.refusals import Refusals
 from perseus.service.job.ranks.rank_table import LIVE
 from perseus.service.job.rules import Rules
-from perseus.solver import Computation, Frontier
+from perseus.service.job.views import VisibleRun
 
 
-class JobMachine:
-    """One run of a job. `handle` is the only way in; what it returns is the only way out.
-
-    Attributes:
-        spec: the job as registered.
-        run_number: which run of it this is, from 1.
-        registrations: who registered it.
-        create_time_s: when it was registered, on the wall clock.
-        schedule: its order of computations.
-        log: its iterations and the report.
-        timelines: the latest iteration of each pipeline.
-        profiler: what is measured of its stages.
-    """
+class JobMachine(VisibleRun):
+    """One run of a job. `handle` is the only way in; what it returns is the only way out."""
 
     def __init__(
         self,
@@ -112,37 +84,12 @@ class JobMachine:
         create_time_s: float,
         created_s: float,
     ) -> None:
-        """Begin where nothing is known.
-
-        Args:
-            spec: the job.
-            run_number: which run of it this is, from 1.
-            rules: what the operator has set.
-            epoch: of the coordinator's state.
-            create_time_s: when it was registered, on the wall clock.
-            created_s: the same on the clock that never goes back.
-        """
-        self.spec = spec
-        self.run_number = run_number
-        self.registrations = Registrations(())
-        self.create_time_s = create_time_s
-        self._epoch = epoch
-        self._profiling_budget = rules.profiling.budget
-        self._course = course = Course(spec, rules, create_time_s, created_s)
-        self.schedule = course.schedule
-        self._journal, self._ranks, self._offers = course.journal, course.ranks, course.offers
-        self._baseline, self._stragglers = course.baseline, course.stragglers
-        self._planner, self._progress = course.planner, course.progress
-        self.log, self.timelines, self.profiler = course.log, course.timelines, course.profiler
+        """Begin where nothing is known. See `VisibleRun`."""
+        super().__init__(spec, run_number, rules, epoch, create_time_s, created_s)
         self._refusals = Refusals(self._ranks, self._offers, self._journal)
         self._orders = [Order(order) for order in self.schedule.orders]
         self._baseline_request_ids: tuple[str, ...] = ()
         self._stored_figures: tuple[object, ...] = ()
-
-    @property
-    def state(self) -> JobState:
-        """Where the job stands."""
-        return self._course.state
 
     # ------------------------------------------------------------------ the way in and out
 
@@ -198,188 +145,6 @@ class JobMachine:
         """When the next lease or the patience with the job runs out, if any does: a Tick is due then."""
         deadlines_s = (self._ranks.next_deadline_s(), self._progress.next_deadline_s())
         return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
-
-    def summary(self) -> JobView:
-        """Return the job as others may see it, without details: no work over its ranks or pipelines."""
-        frontier = self._planner.frontier
-        min_planned_s, max_planned_s = self._offers.planned_range_s
-        return JobView(
-            job_id=self.spec.job_id,
-            run_number=self.run_number,
-            state=self.state,
-            state_reason=self._course.state_reason,
-            stall=self._progress.stall,
-            epoch=self._epoch,
-            parallelism=self.spec.parallelism,
-            rank_counts=self._ranks.counts.copy(),
-            policy=self._planner.policy,
-            baseline=self._baseline.iteration,
-            profiled_clock_count=self.profiler.least_clock_count,
-            profiling_cost=self.profiler.cost,
-            profiling_budget=self._profiling_budget,
-            profiling_progress=self.profiler.progress if self.state is JobState.PROFILING else None,
-            t_min_s=frontier.t_min_s if frontier else 0.0,
-            t_star_s=frontier.t_star_s if frontier else 0.0,
-            t_slow_s=frontier.t_slow_s if frontier else 0.0,
-            no_slowdown=self._planner.no_slowdown,
-            min_planned_time_s=min_planned_s,
-            max_planned_time_s=max_planned_s,
-            straggler_count=len(self._stragglers),
-            set_latency_s=self._planner.latency.planned_s,
-            latency_cost_percent=frontier.points[0].latency_cost_percent if frontier else 0.0,
-            create_time_s=self.create_time_s,
-            finish_time_s=self._course.finish_time_s,
-            last_event_sequence=self.last_event_sequence,
-            figures=self.figures(),
-        )
-
-    def details(self) -> JobDetails:
-        """Return what of the job grows with its size."""
-        return JobDetails(
-            spec=self.spec,
-            straggler_times_s=self._planner.straggler_times_s(),
-            detected_stragglers=frozenset(
-                straggler.pipeline for straggler in self._stragglers if straggler.is_detected
-            ),
-            planned_iteration_time_s=self._offers.planned_times_s,
-        )
-
-    def view(self) -> JobView:
-        """Return the job as others may see it, with its details."""
-        return replace(self.summary(), details=self.details())
-
-    def figures(self) -> JobFigures:
-        """Return what metrics tell beyond the summary: no work over its ranks, either."""
-        found = self.log.latest_period()
-        period, saving = found if found and found[0].versions == self._offers.versions else (None, None)
-        return JobFigures(
-            latest=self.log.latest,
-            totals=self.log.totals,
-            period=period,
-            saving=saving,
-            promised_time_s=self._planner.promised_time_s(),
-            detected_count=sum(straggler.is_detected for straggler in self._stragglers),
-            straggler_time_s=max(self._planner.straggler_times_s().values(), default=None),
-            switch_count=self._offers.switch_count,
-            saved_energy_j=self._course.meter.saved_j,
-        )
-
-    def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
-        """Yield the wanted ranks from an index on, each with its index in the order of all ranks.
-
-        Raises:
-            PipelineOutOfRangeError, InvalidFieldError: the job has no such pipeline or stage.
-        """
-        return self._ranks.select(wanted, first_index)
-
-    @property
-    def last_event_sequence(self) -> int:
-        """Number of the last event."""
-        return self._journal.sequence
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether the job has ended."""
-        return self.state is JobState.FINISHED
-
-    @property
-    def finish_time_s(self) -> float | None:
-        """When the job ended, on the wall clock."""
-        return self._course.finish_time_s
-
-    @property
-    def has_live_rank(self) -> bool:
-        """Whether a rank is connected, or may come back within its lease."""
-        return any(self._ranks.counts[state] for state in LIVE)
-
-    @property
-    def version(self) -> int:
-        """The highest version of clocks that was used so far."""
-        return self._offers.version
-
-    def takes(self, spec_fingerprint: str) -> bool:
-        """Tell whether ranks of this specification may join; what names none is not checked."""
-        known = (some.spec_fingerprint for some in self.registrations.registrations)
-        return not spec_fingerprint or spec_fingerprint in known
-
-    def order(self, stage: int) -> tuple[Computation, ...]:
-        """Return what the ranks of a stage compute, in order."""
-        return self.schedule.orders[stage]
-
-    def is_on_gpu(self, place: Coordinates, gpu_uuid: str) -> bool:
-        """Tell whether a rank is served, or its lease still runs, on a GPU, and may have clocks there."""
-        if place not in self._ranks or self.has_finished:
-            return False
-        rank = self._ranks[place]
-        return rank.state in LIVE and rank.gpu is not None and rank.gpu.uuid == gpu_uuid
-
-    def gpus(self) -> dict[Coordinates, str]:
-        """Return the UUIDs of the GPUs that the ranks are on, or were last."""
-        return {rank.coordinates: rank.gpu.uuid for rank in self._ranks if rank.gpu is not None}
-
-    def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
-        """Yield what was measured, from the period of a number on, and what it saved against stock."""
-        return self.log.report(first_number)
-
-    def timeline(self, pipeline: int, *, from_baseline: bool = False) -> MeasuredTimeline:
-        """Return the latest whole iteration of a pipeline; or the one that is kept of the stock baseline.
-
-        Raises:
-            PipelineOutOfRangeError: the job has no such pipeline.
-            TimelineNotReadyError: there is none yet.
-        """
-        self.spec.check_pipeline(pipeline)
-        timeline = self.timelines.latest(pipeline)
-        if from_baseline:
-            pipeline, timeline = self.timelines.baseline or (pipeline, None)
-        if timeline is None:
-            raise TimelineNotReadyError(job_id=self.spec.job_id, pipeline=pipeline)
-        frontier = self._planner.frontier
-        return MeasuredTimeline(
-            pipeline,
-            timeline,
-            Powers(self.profiler.profiles),
-            tuple(frontier.pipeline.blocking_power_w) if frontier is not None else (),
-        )
-
-    def rank_columns(self, first_pipeline: int, pipeline_count: int) -> RankColumns:
-        """Return so many pipelines' ranks from one on, in columns; fewer where there are no more."""
-        counts, paces = self.spec.parallelism, self._stragglers.paces
-        places = [
-            (pipeline, stage)
-            for pipeline in range(counts.pipeline_count)[first_pipeline:][:pipeline_count]
-            for stage in range(counts.stage_count)
-        ]
-        ranks = [
-            self._ranks[Coordinates(pipeline, stage, tensor)]
-            for pipeline, stage in places
-            for tensor in range(counts.tensor_count)
-        ]
-
-        def to_ranks(of_stages: Iterable[float | None]) -> list[float | None]:
-            return [value for value in of_stages for _ in range(counts.tensor_count)]
-
-        first_index = first_pipeline * counts.stage_count * counts.tensor_count
-        return RankColumns(
-            state=[rank.state for rank in ranks],
-            iteration=[rank.iteration if rank.iteration >= 0 else None for rank in ranks],
-            clock_mhz=to_ranks(self.timelines.mean_clock_mhz(*place) for place in places),
-            slowness=to_ranks(
-                None if paces is None or math.isnan(paces[stage, pipeline]) else float(paces[stage, pipeline])
-                for pipeline, stage in places
-            ),
-            power_w=self.log.rank_powers_w(first_index, len(ranks)),
-        )
-
-    def solved_frontier(self) -> Frontier:
-        """Return the frontier.
-
-        Raises:
-            JobNotSolvedError: there is none yet.
-        """
-        if self._planner.frontier is None:
-            raise JobNotSolvedError(job_id=self.spec.job_id, state=self.state.value)
-        return self._planner.frontier
 
     def _take_commands(self) -> list[Command]:
         course, planner = self._course, self._planner

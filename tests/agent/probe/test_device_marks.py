@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.agent.link.computation import Kind, Rank
-from perseus.agent.probe.attachment import UnmarkableError
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.device_marks import DeviceMarks
+from perseus.agent.probe.line import Line
+from perseus.agent.probe.marks import UnmarkableError
 
 
 class SpoiltError(RuntimeError):
@@ -424,7 +425,8 @@ def test_it_goes_before_a_real_probe(tmp_path: Path) -> None:
     device = Device([0.0, 1.0, 2.0, 3.0])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.setblocking(False)
-    probe = Probe(Rank("job", 0, 0, 0), ours, "nowhere", lambda: b"")
+    rank = Rank("job", 0, 0, 0)
+    probe = Probe(rank, Line(rank, "nowhere", lambda: b"", ours))
     marks = DeviceMarks(probe, device, has_helper=False, monotonic_ns=device.monotonic_ns)
     launch_iteration(marks)
     device.now_ms = 3.0

@@ -1,15 +1,10 @@
-"""The probe against a real SOCK_SEQPACKET server that behaves as badly as an agent can."""
+"""The probe's marks and registrations, as an agent gets them."""
 
-import contextlib
 import logging
 import math
-import os
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,73 +13,21 @@ from google.protobuf import json_format
 from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import (
-    MAX_PACKET_BYTES,
     ComputationMark,
     Edge,
     Finish,
     Hello,
     IterationMark,
     Membership,
-    Message,
     Registration,
     Reply,
     WaitMark,
-    decode,
     encode,
 )
-from perseus.agent.probe.client import NamedSchedule, Probe, job_spec, spec_fingerprint
-from perseus.agent.probe.rejoin import PERIOD_NS
+from perseus.agent.probe.client import Probe
+from perseus.agent.probe.job_spec import NamedSchedule
 from perseus.v1 import job_pb2
-
-
-class AgentStub:
-    """Answers a hello and a registration on a thread, then leaves the connection to the test."""
-
-    def __init__(self, path: Path, replies: list[Reply | bytes]) -> None:
-        self.path = path
-        self._replies = replies
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        self.asked: list[Message] = []
-        self._thread = threading.Thread(target=self._answer)
-        self._thread.start()
-
-    def _answer(self) -> None:
-        self.connection, _ = self._listener.accept()
-        for reply in self._replies:
-            self.asked.append(decode(self.connection.recv(MAX_PACKET_BYTES)))
-            self.connection.send(reply if isinstance(reply, bytes) else encode(reply))
-
-    def answered(self) -> None:
-        self._thread.join(5)
-
-    def marks(self) -> list[Message]:
-        """All that is queued now."""
-        self.connection.setblocking(False)
-        received: list[Message] = []
-        try:
-            while packet := self.connection.recv(MAX_PACKET_BYTES):
-                received.append(decode(packet))
-        except BlockingIOError:
-            pass
-        return received
-
-    def close(self) -> None:
-        self.answered()
-        self.connection.close()
-        self._listener.close()
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[AgentStub]:
-    stub = AgentStub(tmp_path / "agent.sock", [Reply(True)])
-    yield stub
-    stub.close()
-
-
-def connect(path: Path, stage: int = 0) -> Probe:
-    return Probe.connect(path, job_id="job", pipeline=0, stage=stage, gpu_uuid="GPU-1", timeout_s=5)
+from tests.agent.probe.agent_stub import AgentStub, connect
 
 
 def test_it_needs_the_standard_library_only() -> None:
@@ -195,188 +138,6 @@ def test_a_full_socket_drops_marks_without_waiting(
     assert f"{dropped} marks dropped" in caplog.text
 
 
-def test_an_agent_that_dies_is_noticed_once(agent: AgentStub, caplog: pytest.LogCaptureFixture) -> None:
-    probe = connect(agent.path)
-    agent.answered()
-    agent.connection.close()
-    for _ in range(3):
-        with probe.iteration(), probe.computation(Kind.FORWARD, 0):
-            pass
-    probe.finish()
-    probe.close()
-    assert not probe.is_connected
-    assert caplog.text.count("lost the agent") == 1
-
-
-def test_a_forked_child_lets_go_of_the_connection_and_says_nothing(agent: AgentStub) -> None:
-    """So that the agent sees the trainer's end while a data loader lives on, and hears of no other end."""
-    probe = connect(agent.path)
-    agent.answered()
-    let_end, end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        with contextlib.suppress(BaseException):
-            with probe, probe.iteration():
-                status = 2 if probe.is_connected else 0
-            os.close(end)
-            os.read(let_end, 1)
-        os._exit(status)
-    os.close(let_end)
-    try:
-        probe.begin_iteration()
-        time.sleep(0.2)
-        (mark,) = agent.marks()
-        assert isinstance(mark, IterationMark), "the parent's only"
-        probe.close()
-        agent.connection.settimeout(10)
-        assert agent.connection.recv(MAX_PACKET_BYTES) == b"", "the end, though the child lives"
-    finally:
-        os.close(end)
-        _, status = os.waitpid(child, 0)
-    assert status == 0
-
-
-def test_without_an_agent_nothing_happens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    probe = connect(tmp_path / "nothing.sock")
-    assert not probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
-    with probe.iteration(), probe.computation(Kind.FORWARD, 0):
-        pass
-    probe.finish()
-    probe.close()
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "training goes on at stock clocks" in caplog.text
-
-
-class Now:
-    """The probe's clock."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ns = 0
-        monkeypatch.setattr("perseus.agent.probe.client.monotonic_ns", lambda: self.ns)
-
-
-def iterate(probe: Probe) -> None:
-    with probe.iteration(), probe.computation(Kind.FORWARD, 0):
-        pass
-
-
-def test_an_agent_that_comes_later_is_joined_and_told_of_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    now = Now(monkeypatch)
-    probe = connect(tmp_path / "agent.sock")
-    assert not probe.register(pipeline_count=2, stage_count=4, schedule=NamedSchedule("1f1b", 8))
-    iterate(probe)
-    agent = AgentStub(tmp_path / "agent.sock", [Reply(True), Reply(False, "JOB_EXISTS", "job 'job' differs")])
-    now.ns = PERIOD_NS - 1
-    iterate(probe)
-    assert not agent.asked, "not before it is time"
-    now.ns = PERIOD_NS
-    iterate(probe)
-    while len(agent.asked) < 2:  # the stub answers on its thread
-        iterate(probe)
-    agent.answered()
-    assert probe.is_connected
-    iterate(probe)
-    assert "job not registered: job 'job' differs" in caplog.text
-    hello, registration = agent.asked
-    assert isinstance(hello, Hello)
-    assert isinstance(registration, Registration)
-    marks = agent.marks()
-    assert isinstance(marks[0], IterationMark), "whole iterations only"
-    assert marks[0].edge is Edge.BEGIN
-    iterations = sorted({mark.iteration for mark in marks if isinstance(mark, IterationMark)})
-    assert iterations == list(range(iterations[0], iterations[-1] + 1))
-    assert iterations[0] > 2, "the count goes on"
-    probe.close()
-    agent.close()
-
-
-def test_an_agent_that_was_restarted_is_joined_again(
-    agent: AgentStub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now = Now(monkeypatch)
-    probe = connect(agent.path)
-    agent.close()
-    iterate(probe)
-    assert not probe.is_connected
-    agent.path.unlink()
-    foreign = AgentStub(agent.path, [encode(Finish(0))])
-    now.ns = PERIOD_NS
-    iterate(probe)
-    foreign.close()
-    iterate(probe)
-    assert not probe.is_connected, "what does not talk like an agent is left alone"
-    agent.path.unlink()
-    again = AgentStub(agent.path, [Reply(True)])
-    now.ns += PERIOD_NS
-    iterate(probe)
-    again.answered()
-    iterate(probe)
-    assert probe.is_connected
-    assert len(again.marks()) == 4
-    probe.close()
-    again.close()
-    assert caplog.text.count("lost the agent") == 1
-
-
-def test_an_agent_that_does_not_reply_is_not_waited_for_while_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = Now(monkeypatch)
-    probe = connect(tmp_path / "agent.sock")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(tmp_path / "agent.sock"))
-    listener.listen()
-    for _ in range(3):
-        now.ns += PERIOD_NS
-        iterate(probe)
-    assert not probe.is_connected
-    connection, _ = listener.accept()
-    listener.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        listener.accept()  # it was asked once
-    probe.close()
-    assert connection.recv(MAX_PACKET_BYTES), "the hello"
-    assert not connection.recv(MAX_PACKET_BYTES), "nothing is left open"
-    connection.close()
-    listener.close()
-
-
-@pytest.mark.parametrize(
-    ("reply", "text"),
-    [
-        (Reply(False, "GPU_NOT_USABLE", "GPU GPU-1: expected one of GPU-0"), "expected one of GPU-0"),
-        (b"\x00\x01", "expected a mark or JSON"),
-        (encode(Finish(0)), "expected a reply, found Finish"),
-    ],
-)
-def test_a_refused_or_foreign_hello_leaves_training_at_stock(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, reply: Reply | bytes, text: str
-) -> None:
-    agent = AgentStub(tmp_path / "agent.sock", [reply])
-    probe = connect(agent.path)
-    assert not probe.is_connected
-    assert text in caplog.text
-    agent.close()
-
-
-def test_an_agent_that_does_not_answer_is_not_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(tmp_path / "agent.sock"))
-    listener.listen()
-    probe = Probe.connect(
-        tmp_path / "agent.sock", job_id="job", pipeline=0, stage=0, gpu_uuid="GPU-1", timeout_s=0.05
-    )
-    assert not probe.is_connected
-    assert "timed out" in caplog.text
-    listener.close()
-
-
 def test_a_registration_is_a_job_spec_and_its_refusal_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -472,67 +233,6 @@ def test_another_order_that_finds_the_socket_full_is_registered_when_there_is_ro
     assert [type(some) for some in agent.marks()] == [Membership, IterationMark]
     probe.close()
     agent.close()
-
-
-def test_notices_are_logged_whenever_they_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "perseus.probe")
-    refused = Reply(False, "JOB_FINISHED", "run 1 has ended", is_notice=True)
-    served = Reply(True, "", "the rank is taken now", is_notice=True)
-    # The first comes before the answer to the registration, and is none.
-    agent = AgentStub(tmp_path / "agent.sock", [Reply(True), refused])
-    probe = connect(agent.path)
-    thread = threading.Thread(
-        target=lambda: probe.register(pipeline_count=1, stage_count=1, schedule=NamedSchedule("1f1b", 4))
-    )
-    thread.start()
-    agent.answered()
-    agent.connection.send(encode(Reply(False, "INVALID_FIELD", "no")))
-    thread.join(5)
-    assert caplog.messages == [
-        "job[pipeline 0, stage 0, tensor 0]: run 1 has ended",
-        "job[pipeline 0, stage 0, tensor 0]: job not registered: no",
-    ]
-    agent.connection.send(encode(served))
-    probe.begin_iteration()
-    assert caplog.messages[2:] == ["job[pipeline 0, stage 0, tensor 0]: the rank is taken now"]
-    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR", "INFO"]
-    probe.close()
-    agent.close()
-
-
-def test_other_work_has_another_fingerprint() -> None:
-    def spec(microbatch_count: int, *stage_work: str) -> dict[str, object]:
-        return job_spec(
-            "job",
-            pipeline_count=1,
-            stage_count=2,
-            tensor_count=1,
-            schedule=NamedSchedule("1f1b", microbatch_count),
-            max_slowdown_percent=0,
-            stage_work=stage_work,
-        )
-
-    specs = [spec(4), spec(6), spec(4, "12 layers", "10 layers"), spec(4, "11 layers", "11 layers")]
-    assert len({spec_fingerprint(some) for some in specs}) == 4
-    assert spec_fingerprint(spec(4)) == spec_fingerprint(specs[0])
-    message = json_format.ParseDict(specs[2], job_pb2.JobSpec())
-    assert [work.fingerprint for work in message.stage_work] == ["12 layers", "10 layers"]
-
-
-@pytest.mark.parametrize(("name", "number"), [("gpipe", 1), ("1f1b", 2)])
-def test_a_named_schedule_is_one_of_the_contract(name: str, number: int) -> None:
-    spec = job_spec(
-        "job",
-        pipeline_count=1,
-        stage_count=4,
-        tensor_count=1,
-        schedule=NamedSchedule(name, 8),
-        max_slowdown_percent=0,
-    )
-    message = json_format.ParseDict(spec, job_pb2.JobSpec())
-    assert message.schedule.named.name == number
-    assert message.schedule.named.microbatch_count == 8
-    assert message.policy.WhichOneof("rule") == "no_slowdown"
 
 
 def test_programming_mistakes_are_refused_before_training(tmp_path: Path) -> None:

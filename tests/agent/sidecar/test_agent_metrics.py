@@ -10,7 +10,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from perseus import configuration
 from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.rank.messages import GpuErrorReason
 from perseus.agent.sidecar.job_mapping import JobMapping
 from perseus.agent.sidecar.metrics_server import serving_metrics
@@ -31,16 +29,8 @@ from perseus.metrics import names
 from perseus.metrics.readings import Readings
 from perseus.tls.files import Role, TlsFiles, TlsSource
 from tests.agent.coordinator_stub import Book, CoordinatorStub, until
-from tests.agent.sidecar.test_agent_shell import HELD_MHZ, ORDER, UUID, Trainer, hold, settings
+from tests.agent.sidecar.training import HELD_MHZ, ORDER, UUID, Trainer, hold, settings
 from tests.service.web.scraping import Samples, free_port, parsed, value
-
-
-@pytest.fixture
-def gpu(tmp_path: Path) -> Iterator[EmulatedGpu]:
-    (tmp_path / "gpus").mkdir()
-    gpu = EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, UUID)
-    yield gpu
-    gpu.close()
 
 
 def get(url: str, token: str = "", context: ssl.SSLContext | None = None) -> tuple[int, str]:

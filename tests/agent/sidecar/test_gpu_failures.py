@@ -21,7 +21,7 @@ from perseus.agent.sidecar.shell import serving
 from perseus.v1 import rank_pb2
 from tests.agent.coordinator_stub import Book, CoordinatorStub, until
 from tests.agent.sidecar.failing_gpu import FailingBackend, Faults
-from tests.agent.sidecar.test_agent_shell import (
+from tests.agent.sidecar.training import (
     HELD_MHZ,
     ORDER,
     STOCK_MHZ,

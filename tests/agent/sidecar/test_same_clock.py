@@ -5,17 +5,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.sidecar.peer import Peer
 from perseus.agent.sidecar.same_clock import ANOTHER_CLOCK, check_clock
 from perseus.agent.sidecar.shell import serving
-from tests.agent.sidecar.test_agent_shell import UUID, settings
+from tests.agent.sidecar.training import UUID, settings
 
 SECOND_NS = 10**9
 UNSEEN = Peer(0, 0, (), 0, None)
@@ -38,14 +35,6 @@ def needs_time_namespaces() -> None:
         subprocess.run(in_time_namespace(1, ["true"]), check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no time namespaces here: {error}")
-
-
-@pytest.fixture
-def gpu(tmp_path: Path) -> Iterator[EmulatedGpu]:
-    (tmp_path / "gpus").mkdir()
-    gpu = EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, UUID)
-    yield gpu
-    gpu.close()
 
 
 async def said_by_trainer(tmp_path: Path, prefix: list[str]) -> str:

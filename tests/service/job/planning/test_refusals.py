@@ -21,24 +21,14 @@ from perseus.service.domain.model import (
 from perseus.service.domain.specification import Coordinates
 from perseus.service.job.rules import Rules
 from perseus.solver import solve
+from tests.service.job.machine_bench import FIRST, FOURTH, SECOND, THIRD, events, offers, planned
 from tests.service.service_fakes import CLOCKS_MHZ, EPOCH, Cluster, make_spec
-
-FIRST, SECOND = Coordinates(0, 0, 0), Coordinates(0, 1, 0)
-THIRD, FOURTH = Coordinates(1, 0, 0), Coordinates(1, 1, 0)
 
 LASTING = (RefusalReason.NOT_PERMITTED, RefusalReason.GPU_FAILED, RefusalReason.ORDER_MISMATCH)
 
 
-def offers(commands: list[Command]) -> dict[Coordinates, Offer]:
-    return {command.rank: command.offer for command in commands if isinstance(command, SendOffer)}
-
-
 def problems(commands: list[Command]) -> list[Solve]:
     return [command for command in commands if isinstance(command, Solve)]
-
-
-def events(commands: list[Command]) -> list[EventType]:
-    return [command.happening.type for command in commands if isinstance(command, Announce)]
 
 
 def messages(commands: list[Command]) -> list[str]:
@@ -51,14 +41,6 @@ def planned_mhz(cluster: Cluster, stage: int) -> set[int]:
         assert isinstance(offer.clocks, PlannedClocks)
         found.update(planned.clock_mhz for planned in offer.clocks.plan.stages[stage])
     return found
-
-
-def planned(tensors: int = 1) -> Cluster:
-    cluster = Cluster(make_spec(tensors=tensors))
-    cluster.join_all()
-    cluster.iterate_until(JobState.PLANNED)
-    cluster.iterate(3)
-    return cluster
 
 
 def profiling() -> Cluster:

@@ -1,0 +1,108 @@
+"""What ranks say that they belong to: their job as it is registered, and its fingerprint.
+
+Standard library only.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perseus.agent.link.computation import Computation
+
+# The names that operators use, and the numbers of perseus.v1.ScheduleName.
+_SCHEDULE_NAMES = {"gpipe": 1, "1f1b": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSchedule:
+    """A schedule that follows from its name, "1f1b" or "gpipe", and its microbatches per iteration."""
+
+    name: str
+    microbatch_count: int
+
+    def __post_init__(self) -> None:
+        if self.name not in _SCHEDULE_NAMES:
+            raise ValueError(
+                f"schedule name: expected one of {', '.join(_SCHEDULE_NAMES)}, found {self.name!r}"
+            )
+        check_count("microbatch_count", self.microbatch_count, at_least=1)
+
+
+# Each stage's computations in order, stage 0 first.
+StageOrders = Sequence[Sequence[Computation]]
+# How activations flow: (stage, chunk) after (stage, chunk).
+Path = Sequence[tuple[int, int]]
+
+
+def job_spec(
+    job_id: str,
+    *,
+    pipeline_count: int,
+    stage_count: int,
+    tensor_count: int,
+    schedule: NamedSchedule | StageOrders,
+    paths: Sequence[Path] = (),
+    max_slowdown_percent: float,
+    stage_work: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The job as proto3 JSON of `perseus.v1.JobSpec`. ValueError for what can not be."""
+    check_count("pipeline_count", pipeline_count, at_least=1)
+    check_count("stage_count", stage_count, at_least=1)
+    check_count("tensor_count", tensor_count, at_least=1)
+    if not 0 <= max_slowdown_percent <= 100:
+        raise ValueError(f"max_slowdown_percent: expected 0 to 100, found {max_slowdown_percent}")
+    if stage_work and len(stage_work) != stage_count:
+        raise ValueError(f"stage_work: expected none or {stage_count} texts, found {len(stage_work)}")
+    order: dict[str, Any]
+    if isinstance(schedule, NamedSchedule):
+        if paths:
+            raise ValueError(f"paths: expected none for schedule {schedule.name!r}, found {len(paths)}")
+        order = {
+            "named": {"name": _SCHEDULE_NAMES[schedule.name], "microbatchCount": schedule.microbatch_count}
+        }
+    else:
+        if len(schedule) != stage_count:
+            raise ValueError(f"schedule: expected the orders of {stage_count} stages, found {len(schedule)}")
+        order = {
+            "explicit": {
+                "stages": [{"computations": [*map(_computation_json, stage)]} for stage in schedule],
+                "paths": [
+                    {"steps": [{"stage": stage, "chunk": chunk} for stage, chunk in path]} for path in paths
+                ],
+            }
+        }
+    policy: dict[str, Any] = (
+        {"maxSlowdownPercent": max_slowdown_percent} if max_slowdown_percent else {"noSlowdown": {}}
+    )
+    return {
+        "jobId": job_id,
+        "parallelism": {
+            "pipelineCount": pipeline_count,
+            "stageCount": stage_count,
+            "tensorCount": tensor_count,
+        },
+        "schedule": order,
+        "policy": policy,
+        "stageWork": [{"fingerprint": fingerprint} for fingerprint in stage_work],
+    }
+
+
+def spec_fingerprint(spec: dict[str, Any]) -> str:
+    """What all ranks of a job say that they belong to: the same for the same specification, and short."""
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _computation_json(computation: Computation) -> dict[str, int]:
+    return {
+        "kind": int(computation.kind),
+        "microbatch": computation.microbatch,
+        "chunk": computation.chunk,
+    }
+
+
+def check_count(name: str, value: int, *, at_least: int) -> None:
+    """ValueError for what is no integer of at least so much, or too large for the wire."""
+    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < 2**31:
+        raise ValueError(f"{name}: expected an integer of at least {at_least}, found {value!r}")

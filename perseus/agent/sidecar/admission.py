@@ -1,0 +1,135 @@
+"""Who may train here: a trainer's claim, from its hello on, and for as long as it stays.
+
+`claims` decides that, of what `door` sees, before anything is done; and again, as what can be seen changes.
+"""
+
+import asyncio
+import contextlib
+import time
+
+from perseus.agent.claims.book import GPU_TAKEN, Claim
+from perseus.agent.claims.decision import Allowed, Refused
+from perseus.agent.gpu import GpuError, GpuInUseError
+from perseus.agent.link.packets import Hello, Reply
+from perseus.agent.rank.events import TrainerGone
+from perseus.agent.sidecar.complaints import Complaints
+from perseus.agent.sidecar.door import Door
+from perseus.agent.sidecar.local import Line
+from perseus.agent.sidecar.roster import Roster, Trainer
+from perseus.agent.sidecar.same_clock import check_clock
+from perseus.agent.sidecar.vitals import Vitals
+
+# How often a claim is judged again: one that nothing speaks for yet, and one that something does.
+_WATCH_UNPROVEN_S = 1.0
+_WATCH_S = 5.0
+# How long a trainer waits for another one's GPU, which gives way to it.
+_GIVE_WAY_S = 10.0
+# How long a process that says hello again is given to have left before.
+_LEAVE_S = 2.0
+_CLAIM_LOST = "CLAIM_LOST"
+
+
+class Admission:
+    """Admits trainers to a roster and turns them away; `vitals` counts those."""
+
+    def __init__(self, roster: Roster, door: Door, vitals: Vitals, complaints: Complaints) -> None:
+        self._roster = roster
+        self._door = door
+        self._vitals = vitals
+        self._complaints = complaints
+
+    async def admit(self, hello: Hello, line: Line) -> Trainer | Refused:
+        """Enter a trainer's claim, or say why not; whoever has to give way to it is gone by then."""
+        if self._roster.is_stopping:
+            return Refused("AGENT_STOPS", "the agent is being stopped")
+        if (refused := check_clock(line.peer, hello.time_ns, time.monotonic_ns())) is not None:
+            return refused
+        user = await self._door.user(line.peer)
+        verdict: Allowed | Refused | None
+        problem = None
+        try:
+            verdict = await self._door.judge(line.peer, user, hello.gpu_uuid, None)
+        except GpuError as error:  # whoever serves it will meet the same, and tell
+            verdict, problem = None, error
+        if isinstance(verdict, Refused):
+            return verdict
+        claim = Claim(hello.rank, hello.gpu_uuid, user, verdict)
+        before = self._roster.trainers.get(hello.rank)
+        if before is not None and before.line.peer.pid == line.peer.pid:
+            # It has left, and is back at once: its last words, and its GPU's way to stock, take a moment.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await before.gone.wait()
+        if (refused := await self._make_way(claim)) is not None:
+            return refused
+        if self._roster.is_stopping:
+            return Refused("AGENT_STOPS", "the agent is being stopped")
+        trainer = Trainer(claim, line, hello.is_registered, problem)
+        self._roster.enter(trainer)
+        return trainer
+
+    async def _make_way(self, claim: Claim) -> Refused | None:
+        """End the claims that give way to this one; why not, if one doesn't."""
+        try:
+            async with asyncio.timeout(_GIVE_WAY_S):
+                while conflicting := self._roster.book.conflicts(claim):
+                    if isinstance(conflicting, Refused):
+                        return conflicting
+                    for other in [self._roster.trainers[each.rank] for each in conflicting]:
+                        seen = f"{other.rank}: it is user {claim.user}'s, as is seen now"
+                        self._end(other, Refused(_CLAIM_LOST, seen))
+                        await other.gone.wait()
+        except TimeoutError:
+            return Refused(GPU_TAKEN, f"GPU {claim.gpu_uuid}: another rank runs on it")
+        return None
+
+    async def may_have_its_gpu(self, trainer: Trainer) -> bool:
+        """Judge the claim to a GPU that could not be used before; `GpuError` if that can't be done now."""
+        claim = trainer.claim
+        verdict = await self._door.judge(trainer.line.peer, claim.user, claim.gpu_uuid, None)
+        if isinstance(verdict, Refused):
+            self._end(trainer, verdict)
+            return False
+        if self._roster.book.has_other_for_gpu(claim):
+            raise GpuInUseError(f"GPU {claim.gpu_uuid}: another rank runs on it")
+        claim.verdict = verdict
+        return True
+
+    async def watch(self, trainer: Trainer) -> None:
+        """Judge a claim again, at the first mark and from then on: what can be seen changes."""
+        claim = trainer.claim
+        while True:
+            pause_s = _WATCH_S if claim.is_proven else _WATCH_UNPROVEN_S
+            if trainer.has_marked.is_set():
+                await asyncio.sleep(pause_s)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await trainer.has_marked.wait()
+            try:
+                verdict = await self._door.judge(trainer.line.peer, claim.user, claim.gpu_uuid, claim.verdict)
+            except GpuError:  # whoever serves the GPU meets it, too
+                continue
+            if claim.verdict is None:  # it could not be served meanwhile: it is judged when it comes back
+                continue
+            if isinstance(verdict, Refused):
+                self._end(trainer, verdict)
+                return
+            claim.verdict = verdict
+
+    # --- Turning away ---------------------------------------------------------------------------------------
+
+    def turn_away(self, line: Line, hello: Hello, refused: Refused) -> None:
+        """Say to a trainer that was not admitted why not."""
+        self._refuse(line, str(hello.rank), refused)
+
+    def _end(self, trainer: Trainer, refused: Refused) -> None:
+        """What was good is not good any more: the rank ends, and its GPU goes back to stock."""
+        self._refuse(trainer.line, str(trainer.rank), refused)
+        self._roster.tell(trainer.rank, TrainerGone())
+
+    def _refuse(self, line: Line, rank: str, refused: Refused) -> None:
+        self._vitals.refusal_counts[refused.reason] += 1
+        reason, message = refused.reason, refused.message
+        self._complaints.complain(line.peer.uid, "rank refused", reason, rank=rank, message=message)
+        line.end(Reply(False, reason, message))

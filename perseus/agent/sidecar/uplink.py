@@ -1,0 +1,172 @@
+"""The way to the coordinator and back: what trainers and ranks ask of it, and what it says to them.
+
+Streams and what is kept for them are `agent.stream`'s; here it is known whom a message concerns.
+"""
+
+import asyncio
+import random
+import socket
+import uuid
+from importlib.metadata import version
+from typing import assert_never
+
+import structlog
+
+from perseus.agent.link.computation import Rank
+from perseus.agent.link.packets import Registration, Reply
+from perseus.agent.rank.events import Connected, Disconnected, Heard
+from perseus.agent.rank.messages import (
+    JOB_ALREADY_EXISTS,
+    JOB_NOT_FOUND,
+    AgentIdentity,
+    PlanAnswer,
+    PlanOffer,
+    PlanRefusal,
+    PlanRefusalReason,
+    RankAccepted,
+    RankRefused,
+    ToSession,
+    Welcome,
+)
+from perseus.agent.sidecar.gpu_reports import GpuReports
+from perseus.agent.sidecar.roster import Roster
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.sidecar.vitals import Vitals
+from perseus.agent.stream.coordinator import Coordinator
+from perseus.agent.stream.registration import Outcome, Refused, Registered, Registrar, Unreachable
+from perseus.tls.address import is_local
+from perseus.tls.channels import Channels
+from perseus.tls.tokens import find_token
+
+_log = structlog.get_logger(__name__)
+
+_REPORT_RETRY_S = 1.0
+
+
+class Uplink:
+    """The coordinator of the ranks and trainers of a roster; `TlsError` if a certificate can't be used.
+
+    Attributes:
+        coordinator: whom to say things to.
+        reports: what it is told of the trainers' GPUs.
+    """
+
+    def __init__(self, settings: AgentSettings, roster: Roster, vitals: Vitals) -> None:
+        self._address = settings.coordinator
+        self._roster = roster
+        self._welcome: Welcome | None = None
+        token = find_token(
+            path=settings.token_file,
+            token=settings.token.get_secret_value() if settings.token is not None else None,
+            is_local=is_local(settings.coordinator),
+        )
+        channels = Channels(settings.coordinator, settings.tls_files, token)
+        if channels.is_exposed:
+            _log.warning("insecure: plaintext to another machine", coordinator=settings.coordinator)
+        self._registrar = Registrar(channels)
+        identity = AgentIdentity(uuid.uuid4().hex, version("perseus-energy"), socket.gethostname())
+        self.coordinator = Coordinator(channels, identity, self, random.random)
+        self.reports = GpuReports(self.coordinator, vitals)
+
+    @property
+    def lease_s(self) -> float | None:
+        """What the coordinator grants on the stream that is open; None if none is."""
+        return self._welcome.lease_s if self._welcome is not None else None
+
+    def describe(self) -> str:
+        """Where the coordinator is, and whether it is there, for people."""
+        state = "connected" if self.coordinator.is_connected else "not connected"
+        return f"{state} to {self._address}"
+
+    def close(self, reason: str) -> None:
+        """Say goodbye, and give up registrations under way."""
+        self._registrar.close()
+        self.coordinator.close(reason)
+
+    # --- Trainers -------------------------------------------------------------------------------------------
+
+    async def register(self, job_id: str, registration: Registration, owner: str) -> Reply:
+        """Register a job of `owner`'s; what the probe is told that asked for it."""
+        reply = _reply(await self._registrar.register(job_id, registration, owner))
+        if not reply.ok:
+            _log.error("registration refused", job=job_id, reason=reply.message)
+        return reply
+
+    def begin(self, rank: Rank) -> None:
+        """A rank's trainer is here."""
+        self.reports.begin(rank)
+
+    def end(self, rank: Rank) -> None:
+        """A rank's trainer is gone, and its claim ended."""
+        self._registrar.forget_rank(rank)
+        self.reports.end(rank)
+        if not self._roster.book.has_job(rank.job_id):
+            self._registrar.forget_job(rank.job_id)
+
+    # --- What the coordinator says: a `stream.coordinator.Listener` -----------------------------------------
+
+    def connected(self, welcome: Welcome) -> None:
+        """See `Listener.connected`."""
+        self._welcome = welcome
+        self._roster.tell_all(Connected(welcome.lease_s))
+        self.reports.say_all_again()
+
+    def disconnected(self) -> None:
+        """See `Listener.disconnected`."""
+        self._welcome = None
+        self._roster.tell_all(Disconnected())
+
+    def heard(self) -> None:
+        """See `Listener.heard`."""
+        self._roster.tell_all(Heard())
+
+    def received(self, message: ToSession) -> None:
+        """See `Listener.received`."""
+        match message:
+            case PlanOffer():
+                self._on_plan_offer(message)
+            case RankAccepted():
+                self._on_rank_accepted(message)
+            case RankRefused():
+                self._on_rank_refused(message)
+            case _:
+                assert_never(message)
+
+    def _on_plan_offer(self, offer: PlanOffer) -> None:
+        served = self._roster.served.get(offer.rank)
+        if served is not None and not served.has_ended:
+            served.handle(offer)
+        else:
+            unknown = PlanRefusal(PlanRefusalReason.UNKNOWN_RANK, f"{offer.rank}: not served by this agent")
+            self.coordinator.say(PlanAnswer(offer.rank, offer.plan, unknown, -1))
+
+    def _on_rank_accepted(self, accepted: RankAccepted) -> None:
+        self._notify(accepted.rank, self._registrar.rank_accepted(accepted.rank))
+        self._roster.book.answered(accepted.rank, is_accepted=True)
+        self._roster.tell(accepted.rank, accepted)
+
+    def _on_rank_refused(self, refused: RankRefused) -> None:
+        rank = refused.rank
+        self._notify(rank, self._registrar.rank_refused(refused))
+        self._roster.book.answered(rank, is_accepted=False)
+        if refused.reason == JOB_NOT_FOUND and self.reports.has_any(rank):
+            asyncio.get_running_loop().call_later(_REPORT_RETRY_S, self.reports.say_again, rank)
+        self._roster.tell(rank, refused)
+
+    def _notify(self, rank: Rank, notice: Reply | None) -> None:
+        """Let a trainer's own log know what became of its rank."""
+        if notice is not None:
+            self._roster.reply(rank, notice)
+
+
+def _reply(outcome: Outcome) -> Reply:
+    """What became of a registration, for the probe that asked for it."""
+    match outcome:
+        case Registered():
+            return Reply(True)
+        case Unreachable(message):
+            return Reply(True, message=f"the job is registered as soon as possible: {message}")
+        case Refused(reason, message):
+            if reason == JOB_ALREADY_EXISTS:
+                message = f"{message}: this training goes on at stock clocks while they are"
+            return Reply(False, reason, message)

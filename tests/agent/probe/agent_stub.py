@@ -1,0 +1,51 @@
+"""A real SOCK_SEQPACKET server that behaves as badly as an agent can."""
+
+import socket
+import threading
+from pathlib import Path
+
+from perseus.agent.link.packets import MAX_PACKET_BYTES, Message, Reply, decode, encode
+from perseus.agent.probe.client import Probe
+
+
+class AgentStub:
+    """Answers a hello and a registration on a thread, then leaves the connection to the test."""
+
+    def __init__(self, path: Path, replies: list[Reply | bytes]) -> None:
+        self.path = path
+        self._replies = replies
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self.asked: list[Message] = []
+        self._thread = threading.Thread(target=self._answer)
+        self._thread.start()
+
+    def _answer(self) -> None:
+        self.connection, _ = self._listener.accept()
+        for reply in self._replies:
+            self.asked.append(decode(self.connection.recv(MAX_PACKET_BYTES)))
+            self.connection.send(reply if isinstance(reply, bytes) else encode(reply))
+
+    def answered(self) -> None:
+        self._thread.join(5)
+
+    def marks(self) -> list[Message]:
+        """All that is queued now."""
+        self.connection.setblocking(False)
+        received: list[Message] = []
+        try:
+            while packet := self.connection.recv(MAX_PACKET_BYTES):
+                received.append(decode(packet))
+        except BlockingIOError:
+            pass
+        return received
+
+    def close(self) -> None:
+        self.answered()
+        self.connection.close()
+        self._listener.close()
+
+
+def connect(path: Path, stage: int = 0) -> Probe:
+    return Probe.connect(path, job_id="job", pipeline=0, stage=stage, gpu_uuid="GPU-1", timeout_s=5)

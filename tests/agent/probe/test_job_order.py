@@ -1,0 +1,247 @@
+"""What a job's stages execute is what is registered, at first and when it changes."""
+
+import logging
+
+import pytest
+
+from perseus.agent.link.computation import Computation, Kind
+from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.changing_order import SETTLED
+from perseus.agent.probe.exchange import ExecutedOrder, decode_order, encode_order
+from perseus.agent.probe.job_order import paths_through, table_if_any
+from perseus.agent.probe.placement import Placement
+from tests.agent.marks_stub import MarksStub
+from tests.agent.probe.attached import ALONE, ORDER, OTHER, beside, train
+
+
+def test_the_first_iteration_registers_the_job_as_it_was_executed(marks: MarksStub) -> None:
+    attachment = Attachment(ALONE, marks, beside(OTHER), max_slowdown_percent=1.5)
+    for _ in range(3):
+        train(attachment)
+    assert marks.registered == [
+        {
+            "pipeline_count": 3,
+            "stage_count": 2,
+            "tensor_count": 4,
+            "schedule": [ORDER, OTHER.computations],
+            "paths": [],
+            "max_slowdown_percent": 1.5,
+            "stage_work": [],
+            "waits": True,
+        }
+    ]
+    iteration = [
+        ("begin_iteration",),
+        ("begin", Kind.FORWARD, 0, 0),
+        ("end", Kind.FORWARD, 0, 0),
+        ("begin", Kind.BACKWARD, 0, 0),
+        ("end", Kind.BACKWARD, 0, 0),
+        ("end_iteration",),
+    ]
+    assert marks.calls == [*iteration, ("register",), *iteration, *iteration]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Placement(pipeline=0, pipeline_count=2, stage=1, stage_count=2),
+        Placement(pipeline=1, pipeline_count=2, stage=0, stage_count=2),
+        Placement(pipeline=0, pipeline_count=2, stage=0, stage_count=2, tensor=1, tensor_count=2),
+    ],
+)
+def test_every_rank_says_what_its_pipeline_executed(marks: MarksStub, place: Placement) -> None:
+    other = ExecutedOrder(1 - place.stage, OTHER.computations)
+    train(Attachment(place, marks, lambda own: [own, other]))
+    (said,) = marks.registered
+    in_order = [ORDER, OTHER.computations] if place.stage == 0 else [OTHER.computations, ORDER]
+    assert said["schedule"] == in_order
+
+
+def test_an_iteration_that_was_not_executed_whole_is_not_registered(marks: MarksStub) -> None:
+    attachment = Attachment(ALONE, marks, beside(OTHER))
+    attachment.begin_iteration()
+    attachment.begin(Kind.FORWARD, 7)
+    train(attachment)  # the step raised, and was tried again
+    assert marks.registered[0]["schedule"][0] == ORDER
+
+
+def test_a_table_that_is_not_executed_is_told_of_and_does_not_count(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(Attachment(ALONE, marks, beside(OTHER), table=[*ORDER, Computation(Kind.FORWARD, 1)]))
+    assert "computation 2: the framework's table has FORWARD 1.0, None was executed" in caplog.text
+    assert marks.registered[0]["schedule"][0] == ORDER
+
+
+def test_a_table_that_is_executed_is_no_news(marks: MarksStub, caplog: pytest.LogCaptureFixture) -> None:
+    train(Attachment(ALONE, marks, beside(OTHER), table=ORDER))
+    assert not caplog.text
+
+
+def test_what_every_stage_computes_is_registered(marks: MarksStub) -> None:
+    other = ExecutedOrder(1, ORDER, work="9 layers")
+    train(Attachment(ALONE, marks, beside(other), work=lambda: "12 layers"))
+    assert [each["stage_work"] for each in marks.registered] == [["12 layers", "9 layers"]]
+
+
+def test_work_that_can_not_be_told_is_no_reason_to_stop(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> str:
+        raise AttributeError("no parameters")
+
+    with caplog.at_level(logging.INFO):
+        train(Attachment(ALONE, marks, beside(ExecutedOrder(1, ORDER, work="9 layers")), work=work))
+    assert [each["stage_work"] for each in marks.registered] == [["", "9 layers"]]
+    assert caplog.messages == ["what the stage computes is not told: no parameters"]
+
+
+def test_a_stage_that_could_not_be_followed_is_registered_by_nobody(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    attachment = Attachment(ALONE, marks, beside(ExecutedOrder(1, ())))
+    train(attachment)
+    train(attachment)
+    assert not marks.registered
+    assert marks.calls[-1] == ("close",)
+    assert caplog.messages == [
+        "not marked any more, training goes on at stock clocks: "
+        "what stage 1 computes could not be followed, see its log"
+    ]
+
+
+def test_a_table_that_can_not_be_had_is_not_compared_with(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> list[Computation]:
+        raise AttributeError("no _step_to_micro_batch")
+
+    with caplog.at_level(logging.INFO):
+        assert table_if_any(make) is None
+    assert "not checked against the framework's: no _step_to_micro_batch" in caplog.text
+    assert table_if_any(lambda: ORDER) == ORDER
+
+
+def test_a_failing_gathering_does_not_raise_into_training(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gather(_order: ExecutedOrder) -> list[ExecutedOrder]:
+        raise RuntimeError("no network")
+
+    train(Attachment(ALONE, marks, gather))
+    assert "no network" in caplog.text
+
+
+def test_paths_follow_the_chunks_positions_in_the_model() -> None:
+    v_shaped = [ExecutedOrder(0, (), (0, 3)), ExecutedOrder(1, (), (1, 2))]
+    assert paths_through(v_shaped) == [[(0, 0), (1, 0), (1, 1), (0, 1)]]
+    assert paths_through([ExecutedOrder(0, ()), ExecutedOrder(1, ())]) == []
+    with pytest.raises(ValueError, match="chunk positions: expected each once, found 1 on stage 0 and on"):
+        paths_through([ExecutedOrder(0, (), (0, 1)), ExecutedOrder(1, (), (1, 2))])
+
+
+class Meeting:
+    """A store in memory (implements `Exchange`)."""
+
+    def __init__(self) -> None:
+        self.posted: dict[tuple[str, int], str] = {}
+        self.failure: Exception | None = None
+
+    def post(self, name: str, order: ExecutedOrder) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.posted[name, order.stage] = encode_order(order)
+
+    def look(self, name: str, stage_count: int) -> list[ExecutedOrder] | None:
+        found = [self.posted.get((name, stage)) for stage in range(stage_count)]
+        return [decode_order(some) for some in found if some is not None] if all(found) else None
+
+
+LONGER = (*ORDER, Computation(Kind.FORWARD, 1), Computation(Kind.BACKWARD, 1))
+
+
+def two_stages(meeting: Meeting) -> list[tuple[Attachment, MarksStub]]:
+    """Both stages of a pipeline; the first iteration has registered them."""
+    stages = []
+    gathered = [ExecutedOrder(stage, ORDER, (), "12 layers", "name") for stage in (0, 1)]
+    for stage in (0, 1):
+        marks = MarksStub()
+        attachment = Attachment(
+            Placement(0, 1, stage, 2), marks, lambda _: gathered, work=lambda: "12 layers", exchange=meeting
+        )
+        train(attachment)
+        assert [each["schedule"] for each in marks.registered] == [[ORDER, ORDER]]
+        stages.append((attachment, marks))
+    return stages
+
+
+def test_an_order_that_has_changed_is_said_at_once_and_registered_when_it_has_settled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stages = two_stages(Meeting())
+    for iteration in range(SETTLED):
+        assert all(len(marks.registered) == 1 for _, marks in stages), iteration
+        for attachment, _ in stages:
+            train(attachment, LONGER)
+        assert caplog.messages == [
+            "stage 0 executes 2 microbatches (4 computations) instead of 1 (2): "
+            "such iterations run at stock clocks until it has settled and is registered anew"
+        ]
+    for attachment, _ in stages:
+        train(attachment, LONGER)  # the first one finds what the other has posted since
+    for _, marks in stages:
+        first, second = marks.registered
+        assert second == {**first, "schedule": [LONGER, LONGER], "waits": False}
+    for attachment, marks in stages:
+        train(attachment, LONGER)
+        assert len(marks.registered) == 2, "it is as registered"
+
+
+def test_single_iterations_that_differ_are_not_registered() -> None:
+    stages = two_stages(Meeting())
+    for _ in range(3):
+        for order in [LONGER] * (SETTLED - 1) + [ORDER]:
+            for attachment, _ in stages:
+                train(attachment, order)
+    assert all(len(marks.registered) == 1 for _, marks in stages)
+
+
+def test_a_job_that_alternates_is_registered_ever_more_rarely() -> None:
+    stages = two_stages(Meeting())
+    for _ in range(32):
+        for order in (LONGER, ORDER):
+            for _ in range(SETTLED):
+                for attachment, _ in stages:
+                    train(attachment, order)
+    assert len(stages[0][1].registered) == 2, "to begin with, and once"
+
+
+def test_a_stage_alone_with_another_order_says_so_and_nobody_waits(caplog: pytest.LogCaptureFixture) -> None:
+    stages = two_stages(Meeting())
+    for _ in range(60):
+        for (attachment, _), order in zip(stages, (LONGER, ORDER), strict=True):
+            train(attachment, order)
+    assert all(len(marks.registered) == 1 for _, marks in stages)
+    assert caplog.messages[1:] == [
+        "stage 0 executes another order and other stages of its pipeline do not: not registered anew, "
+        "it runs at stock clocks"
+    ]
+
+
+def test_a_store_that_fails_ends_the_following_and_not_the_marks(caplog: pytest.LogCaptureFixture) -> None:
+    meeting = Meeting()
+    stages = two_stages(meeting)
+    meeting.failure = ConnectionError("the store is gone")
+    for _ in range(2 * SETTLED):
+        for attachment, _ in stages:
+            train(attachment, LONGER)
+    assert caplog.messages[1:] == 2 * ["orders that change are not followed any more: the store is gone"]
+    for _, marks in stages:
+        assert marks.calls[-1] == ("end_iteration",)
+        assert ("close",) not in marks.calls
+
+
+def test_shorter_iterations_are_other_orders_too() -> None:
+    stages = two_stages(Meeting())
+    for _ in range(SETTLED + 1):
+        for attachment, _ in stages:
+            train(attachment, ORDER[:1])
+    assert [each["schedule"] for each in stages[0][1].registered] == [[ORDER] * 2, [ORDER[:1]] * 2]

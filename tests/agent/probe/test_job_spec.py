@@ -1,0 +1,42 @@
+"""What ranks say that they belong to, as the contract has it."""
+
+import pytest
+from google.protobuf import json_format
+
+from perseus.agent.probe.job_spec import NamedSchedule, job_spec, spec_fingerprint
+from perseus.v1 import job_pb2
+
+
+def test_other_work_has_another_fingerprint() -> None:
+    def spec(microbatch_count: int, *stage_work: str) -> dict[str, object]:
+        return job_spec(
+            "job",
+            pipeline_count=1,
+            stage_count=2,
+            tensor_count=1,
+            schedule=NamedSchedule("1f1b", microbatch_count),
+            max_slowdown_percent=0,
+            stage_work=stage_work,
+        )
+
+    specs = [spec(4), spec(6), spec(4, "12 layers", "10 layers"), spec(4, "11 layers", "11 layers")]
+    assert len({spec_fingerprint(some) for some in specs}) == 4
+    assert spec_fingerprint(spec(4)) == spec_fingerprint(specs[0])
+    message = json_format.ParseDict(specs[2], job_pb2.JobSpec())
+    assert [work.fingerprint for work in message.stage_work] == ["12 layers", "10 layers"]
+
+
+@pytest.mark.parametrize(("name", "number"), [("gpipe", 1), ("1f1b", 2)])
+def test_a_named_schedule_is_one_of_the_contract(name: str, number: int) -> None:
+    spec = job_spec(
+        "job",
+        pipeline_count=1,
+        stage_count=4,
+        tensor_count=1,
+        schedule=NamedSchedule(name, 8),
+        max_slowdown_percent=0,
+    )
+    message = json_format.ParseDict(spec, job_pb2.JobSpec())
+    assert message.schedule.named.name == number
+    assert message.schedule.named.microbatch_count == 8
+    assert message.policy.WhichOneof("rule") == "no_slowdown"

@@ -1,0 +1,270 @@
+"""What a session tells of the iterations that have ended."""
+
+import pytest
+
+from perseus.agent.clocks.sets import ClockSet
+from perseus.agent.energy.counter import CounterChange
+from perseus.agent.link.computation import Computation
+from perseus.agent.link.packets import Edge, IterationMark, WaitMark
+from perseus.agent.rank.commands import Command, Send
+from perseus.agent.rank.events import Connected, Disconnected, LimitsRead, Tick
+from perseus.agent.rank.messages import ComputationRow, GpuLimits, Hold, IterationRow, RankJoined, Stock
+from perseus.agent.rank.recorder import COUNTER_WAIT_S
+from tests.agent.rank.bench import B1, F1, LEASE_S, ORDER, RANK, Bench, clock_set, counted, telemetry
+
+
+def test_an_iteration_becomes_telemetry_when_the_counter_has_passed_its_end(bench: Bench) -> None:
+    counted(bench, 0.0)  # at 100 s; 100 W from here on
+    bench.do(clock_set(1000, bench.now_s + 0.45))  # between F1 and B0
+    assert bench.run(0) == []
+    bench.now_s += 0.05
+    (message,) = telemetry(counted(bench, 85.0))
+    assert message.rank == RANK
+    assert message.iterations == (
+        IterationRow(0, 0, pytest.approx(0.8), pytest.approx(80.0), True, 0),  # type: ignore[arg-type]
+    )
+    clocks_mhz = [None, None, 1000, 1000]
+    assert message.computations == tuple(
+        ComputationRow(
+            0,
+            computation,
+            pytest.approx(0.1 + 0.2 * index),  # type: ignore[arg-type]
+            pytest.approx(0.1),  # type: ignore[arg-type]
+            clock_mhz,
+        )
+        for index, (computation, clock_mhz) in enumerate(zip(ORDER, clocks_mhz, strict=True))
+    )
+    assert message.energy is None, "two changes of the counter determine nothing"
+
+
+def run_with_waits(bench: Bench, *edges: Edge) -> list[Command]:
+    """An iteration whose first computation computes for 0.1 s before each of these marks and at its end."""
+    bench.iteration(Edge.BEGIN, 0)
+    for computation in ORDER:
+        bench.mark(Edge.BEGIN, 0, computation)
+        for edge in edges if computation == ORDER[0] else ():
+            bench.now_s += 0.1
+            bench.do(WaitMark(edge, 0, int(bench.now_s * 1e9)))
+        bench.now_s += 0.1
+        bench.mark(Edge.END, 0, computation)
+    bench.iteration(Edge.END, 0)
+    bench.now_s += 0.05
+    return counted(bench, 85.0)
+
+
+def test_what_a_computation_waits_for_others_is_none_of_its_time(bench: Bench) -> None:
+    counted(bench, 0.0)
+    (message,) = telemetry(run_with_waits(bench, Edge.BEGIN, Edge.END, Edge.BEGIN, Edge.END))
+    assert [row.duration_s for row in message.computations] == pytest.approx([0.3, 0.1, 0.1, 0.1])
+    assert [row.begin_s for row in message.computations] == pytest.approx([0.0, 0.5, 0.6, 0.7])
+    assert message.iterations[0].duration_s == pytest.approx(0.8)
+    assert message.iterations[0].is_regular
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [[Edge.BEGIN], [Edge.END], [Edge.BEGIN, Edge.BEGIN, Edge.END], [Edge.BEGIN, Edge.END, Edge.END]],
+    ids=str,
+)
+def test_a_computation_that_has_lost_a_mark_of_a_wait_is_no_sample(bench: Bench, edges: list[Edge]) -> None:
+    counted(bench, 0.0)
+    (message,) = telemetry(run_with_waits(bench, *edges))
+    assert [row.computation for row in message.computations] == list(ORDER[1:])
+    assert not message.iterations[0].is_regular
+
+
+def test_a_computation_of_endless_waits_is_bounded_and_no_sample(bench: Bench) -> None:
+    counted(bench, 0.0)
+    (message,) = telemetry(run_with_waits(bench, *[Edge.BEGIN, Edge.END] * 5000))
+    assert [row.computation for row in message.computations] == list(ORDER[1:])
+
+
+def gaps(commands: list[Command]) -> list[tuple[float, float, float]]:
+    return [
+        (round(row.gap_time_s, 6), round(row.gap_energy_j, 6), round(row.gap_slowed_time_s, 6))
+        for message in telemetry(commands)
+        for row in message.iterations
+    ]
+
+
+def test_what_lies_between_iterations_is_measured(bench: Bench) -> None:
+    counted(bench, 0.0)  # at 100 s; 100 W from here on
+    bench.run(0)  # until 100.8 s
+    bench.do(clock_set(1000, bench.now_s + 0.1))
+    bench.do(clock_set(1200, bench.now_s + 0.3))
+    bench.do(ClockSet(None, bench.now_s + 0.5, bench.now_s + 0.49, bench.now_s + 0.49))
+    bench.now_s += 0.1
+    assert gaps(counted(bench, 90.0)) == [(0.0, 0.0, 0.0)], "what was before the first is not known"
+    bench.now_s += 59.9
+    bench.run(1)
+    bench.now_s += 0.1
+    slowed_s = 0.2 * (1 - 1000 / 1400) + 0.2 * (1 - 1200 / 1400)
+    ((gap_s, gap_j, found_s),) = gaps(counted(bench, 6170.0))
+    assert (gap_s, gap_j, found_s) == pytest.approx((60.0, 6000.0, slowed_s), rel=0.01)
+
+
+def test_a_gap_whose_begin_is_not_known_is_none(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.run(0)
+    bench.now_s += 5.0
+    bench.run(2)
+    bench.now_s += 0.1
+    assert gaps(counted(bench, 670.0)) == [(0.0, 0.0, 0.0)] * 2
+
+
+def test_a_trainer_that_was_stopped_for_long_leaves_no_gap(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.run(0)
+    bench.now_s += 100_000.0
+    bench.run(1)
+    bench.now_s += 0.1
+    assert gaps(counted(bench, 1e7))[-1] == (0.0, 0.0, 0.0)
+
+
+def test_what_throttled_the_gpu_is_told_with_the_iteration_that_it_touched(bench: Bench) -> None:
+    counted(bench, 0.0)
+    for iteration in range(3):
+        bench.run(iteration)
+        bench.now_s += 0.05
+        reasons = 0x1 | (0x40 | 0x80 if iteration == 1 else 0)  # an idle GPU (0x1) is not throttled
+        capped_mhz = 1100 if iteration == 1 else 0
+        change = CounterChange(bench.now_s, 90.0 * iteration + 85.0, 0.002, reasons, capped_mhz)
+        (message,) = telemetry(bench.do(change))
+        assert message.iterations[0].clock_event_reasons == (0xC0 if iteration == 1 else 0)
+        assert message.iterations[0].capped_clock_mhz == capped_mhz
+        bench.now_s += 0.05
+        counted(bench, 90.0 * (iteration + 1))
+
+
+def test_clock_statistics_count_under_their_plan(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.offer(1, 0, Hold(1000))
+    bench.do(clock_set(1400, bench.now_s))
+    bench.run(0)
+    bench.do(clock_set(1000, bench.now_s))
+    bench.run(1)
+    (message,) = telemetry(counted(bench, 85.0))
+    assert message.clocks is not None
+    assert (message.clocks.plan_version, message.clocks.set_count) == (1, 1)
+    assert (message.clocks.computation_count, message.clocks.missed_count) == (8, 4)
+    assert message.clocks.late_raise_count == 0, "1400 MHz is more than enough"
+    assert message.clocks.computation_time_s == pytest.approx(0.8)
+    assert message.clocks.on_clock_time_s == pytest.approx(0.4)
+    assert message.clocks.set_latency_s == pytest.approx(0.010)
+    assert message.clocks.set_latency_count == 2
+
+
+def test_the_limits_that_were_read_last_are_told_with_telemetry_and_when_the_rank_is_announced(
+    bench: Bench,
+) -> None:
+    counted(bench, 0.0)
+    limits = GpuLimits(250.0, (7,))
+    bench.do(LimitsRead(limits))
+    bench.run(0)
+    (message,) = telemetry(counted(bench, 85.0))
+    assert message.gpu_limits == limits
+    bench.do(Disconnected())
+    (joined,) = [
+        command.message
+        for command in bench.do(Connected(LEASE_S))
+        if isinstance(command, Send) and isinstance(command.message, RankJoined)
+    ]
+    assert joined.gpu.limits == limits
+
+
+def test_a_counter_that_stands_still_is_not_waited_for_long(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.now_s += 0.1
+    counted(bench, 10.0)
+    bench.run(0)
+    assert bench.after(COUNTER_WAIT_S / 2, Tick()) == []
+    (message,) = telemetry(bench.after(COUNTER_WAIT_S, Tick()))
+    assert message.iterations[0].energy_j == pytest.approx(80.0), "at the power of the last window"
+
+
+def test_finished_iterations_under_two_plans_go_separately(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.offer(1, 1, Stock())
+    for number in range(3):
+        bench.run(number)
+    messages = telemetry(counted(bench, 240.0))
+    assert [[(row.iteration, row.plan_version) for row in each.iterations] for each in messages] == [
+        [(0, 0)],
+        [(1, 1), (2, 1)],
+    ]
+
+
+@pytest.mark.parametrize("lost", [(Edge.BEGIN, F1), (Edge.END, B1)])
+def test_a_lost_edge_costs_its_sample_and_the_regularity(
+    bench: Bench, lost: tuple[Edge, Computation]
+) -> None:
+    counted(bench, 0.0)
+    bench.iteration(Edge.BEGIN, 0)
+    for computation in ORDER:
+        for edge in Edge:
+            bench.now_s += 0.1
+            if (edge, computation) != lost:
+                bench.mark(edge, 0, computation)
+    bench.iteration(Edge.END, 0)
+    (message,) = telemetry(counted(bench, 80.0))
+    assert not message.iterations[0].is_regular
+    assert [row.computation for row in message.computations] == [c for c in ORDER if c != lost[1]]
+
+
+@pytest.mark.parametrize("lost", Edge)
+def test_an_iteration_with_a_lost_edge_is_not_reported(bench: Bench, lost: Edge) -> None:
+    counted(bench, 0.0)
+    for number in range(2):
+        for edge in Edge:
+            bench.now_s += 0.1
+            if (edge, number) != (lost, 0):
+                bench.iteration(edge, number)
+    (message,) = telemetry(counted(bench, 80.0))
+    assert [row.iteration for row in message.iterations] == [1]
+
+
+def test_a_deviating_iteration_is_reported_as_irregular(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.iteration(Edge.BEGIN, 0)
+    bench.now_s += 0.1
+    bench.mark(Edge.BEGIN, 0, F1, ordinal=0)
+    bench.iteration(Edge.END, 0)
+    bench.now_s += 0.1
+    (message,) = telemetry(counted(bench, 20.0))
+    assert message.iterations[0].is_regular is False
+    assert message.computations == ()
+
+
+def test_before_the_counter_is_watched_nothing_is_regular(bench: Bench) -> None:
+    bench.run(0)
+    (message,) = telemetry(bench.after(COUNTER_WAIT_S, Tick()))
+    assert message.iterations[0].is_regular is False
+    assert message.iterations[0].energy_j == 0
+
+
+def test_times_come_from_no_future_and_never_go_back(bench: Bench) -> None:
+    counted(bench, 0.0)
+    bench.do(IterationMark(Edge.BEGIN, 0, int(1e18)))
+    bench.now_s += 0.5
+    bench.do(IterationMark(Edge.END, 0, int(1e18)))
+    bench.do(IterationMark(Edge.BEGIN, 1, int(1e18)))
+    bench.now_s += 0.5
+    bench.do(IterationMark(Edge.END, 1, 0))  # not after its begin: an iteration of no length is none
+    (message,) = telemetry(counted(bench, 50.0))
+    assert [row.iteration for row in message.iterations] == [0]
+    assert message.iterations[0].duration_s == pytest.approx(0.5)
+
+
+def test_relative_work_is_told_with_its_iteration() -> None:
+    bench = Bench().accepted()
+    commands: list[Command] = []
+    for number, permille in enumerate((0, 1250)):
+        bench.do(IterationMark(Edge.BEGIN, number, int(bench.now_s * 1e9), permille))
+        for computation in bench.order:
+            bench.mark(Edge.BEGIN, number, computation)
+            bench.now_s += 0.1
+            bench.mark(Edge.END, number, computation)
+        commands += bench.iteration(Edge.END, number)
+    commands += bench.after(10.0, Tick())
+    works = [row.relative_work for message in telemetry(commands) for row in message.iterations]
+    assert works == [0.0, 1.25]

@@ -1,0 +1,35 @@
+"""What the tests of a running agent share: its GPU, and coordinators."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.physics import A100_SXM
+from tests.agent.coordinator_stub import Book, CoordinatorStub
+from tests.agent.sidecar.training import ORDER, UUID, Start
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Iterator[EmulatedGpu]:
+    (tmp_path / "gpus").mkdir()
+    gpu = EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, UUID)
+    yield gpu
+    gpu.close()
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Starts coordinators, and stops those that still run when the test ends."""
+    coordinators: list[CoordinatorStub] = []
+
+    async def start(book: Book, port: int = 0) -> CoordinatorStub:
+        coordinator = CoordinatorStub(book, ORDER)  # type: ignore[abstract] # it serves RegisterJob only
+        coordinators.append(coordinator)
+        await coordinator.start(port)
+        return coordinator
+
+    yield start
+    for coordinator in coordinators:
+        await coordinator.stop()

@@ -1,0 +1,259 @@
+"""Whatever fails at random of one job: the agents and watchers of another see what they see without it."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from perseus.service.domain.commands import Command, SlowPlan
+from perseus.service.domain.errors import CoordinatorError
+from perseus.service.domain.inputs import Input, OfferAnswered, PlanInForce, TelemetryArrived
+from perseus.service.domain.model import JobState, Offer
+from perseus.service.domain.retention import Retention
+from perseus.service.domain.specification import Coordinates, JobSpec, Registration
+from perseus.service.job.machine import JobMachine
+from perseus.service.job.profiling.profiler import ProfilingRules
+from perseus.service.job.rules import Rules
+from perseus.service.shell.coordinator import Coordinator
+from perseus.service.shell.jobs import LATEST
+from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.request_lane import RequestLane
+from perseus.service.solving.work import solve_explaining
+from perseus.service.storage.sql_store import SqlStore
+from perseus.solver import Computation, Frontier, Pipeline
+from tests.service.service_fakes import FakeRank, make_spec
+
+
+class BrokenError(Exception):
+    """A mistake of ours, in one job."""
+
+
+RULES = Rules(30.0, 2, ProfilingRules(iterations=1))
+QUIET, FAULTY = "quiet", "faulty"
+ITERATIONS = 24
+
+
+class InlineSolver(JobLane):
+    def __init__(self) -> None:
+        pass
+
+    async def solve(
+        self,
+        job_id: str,
+        problem: Pipeline,
+        slow: SlowPlan | None,
+        on_retry: object,
+        set_latency_s: float = 0.0,
+    ) -> Frontier:
+        return solve_explaining(problem, 5, slow, set_latency_s)
+
+
+class UnusedRequestLane(RequestLane):
+    def __init__(self) -> None:
+        pass
+
+
+class Dice:
+    """What fails of the faulty job, one throw each time that anything may."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        self.random = random.Random(seed)
+        self.share = share
+        self.faults = 0
+
+    def throw(self, job_id: str) -> None:
+        if job_id == FAULTY and self.random.random() < self.share:
+            self.faults += 1
+            raise BrokenError(f"fault {self.faults}")
+
+
+class Port:
+    """An agent's end, as the coordinator sees it: follows offers, and writes down all that it is told."""
+
+    epoch = ""
+
+    def __init__(self, dice: Dice) -> None:
+        self.told: list[object] = []
+        self.offers: list[tuple[Coordinates, Offer]] = []
+        self._dice = dice
+
+    def accept_rank(self, job_id: str, rank: Coordinates, order: Sequence[Computation]) -> None:
+        self._dice.throw(job_id)
+        self.told.append(("accepted", rank, len(order)))
+
+    def refuse_rank(self, job_id: str, rank: Coordinates, error: CoordinatorError) -> None:
+        self._dice.throw(job_id)
+        self.told.append(("refused", rank, type(error)))
+
+    def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
+        self._dice.throw(job_id)
+        self.told.append(("offer", rank, offer))
+        self.offers.append((rank, offer))
+
+    def acknowledge(self, sequence: int) -> None:
+        self.told.append(("acknowledged", sequence))
+
+    def drain(self) -> None:
+        self.told.append("drain")
+
+    def end(self, error: CoordinatorError) -> None:
+        self.told.append(("end", type(error)))
+
+
+class World:
+    """One job, its ranks and their agent."""
+
+    def __init__(self, coordinator: Coordinator, spec: JobSpec, dice: Dice) -> None:
+        self.coordinator, self.spec, self.port = coordinator, spec, Port(dice)
+        self.agents = coordinator.agents
+        orders = spec.check().orders
+        self.ranks = {
+            place: FakeRank(place, spec.job_id, orders[place.stage])
+            for place in spec.parallelism.all_coordinates()
+        }
+        self.sequence = 0
+        self.events: list[object] = []
+
+    async def begin(self) -> None:
+        await self.coordinator.jobs.register(self.spec, Registration(self.spec.job_id))
+        await self.agents.greet(self.spec.job_id, self.port)
+        self.join()
+
+    def join(self) -> None:
+        for rank in self.ranks.values():
+            with suppress(CoordinatorError):
+                joined = rank.joined()
+                gpu = replace(joined.gpu, uuid=f"{self.spec.job_id}-{rank.place}")
+                self.agents.join(self.spec.job_id, replace(joined, gpu=gpu))
+
+    async def iterate(self) -> None:
+        offers, self.port.offers = self.port.offers, []
+        for place, offer in offers:
+            self.tell(self.ranks[place].answer(offer))
+        batches = []
+        for rank in self.ranks.values():
+            if (in_force := rank.begin()) is not None:
+                self.tell(in_force)
+            self.sequence += 1
+            rank.sequence = self.sequence - 1
+            batches.append(rank.end(0.8))
+        await asyncio.gather(*map(self.send, batches))
+
+    def tell(self, event: OfferAnswered | PlanInForce) -> None:
+        with suppress(CoordinatorError):
+            self.agents.tell(self.spec.job_id, event)
+
+    async def send(self, event: TelemetryArrived) -> None:
+        try:
+            self.agents.take_telemetry(self.spec.job_id, event)
+        except CoordinatorError:
+            self.agents.pass_telemetry(self.spec.job_id, event.batch.sequence)
+
+    async def seen(self) -> list[object]:
+        """All that agents and watchers have seen of the job; times on the wall clock aside."""
+        view = await self.coordinator.jobs.job(self.spec.job_id, LATEST, has_details=True)
+        found = await self.coordinator.live._store.events(self.spec.job_id, view.run_number, 0, 10_000)
+        happenings = [event.happening for event in found]
+        return [self.port.told, happenings, view.state, view.rank_counts, view.details]
+
+
+async def live(path: Path, dice: Dice, *, with_faulty: bool) -> tuple[list[object], JobState]:
+    """Let both jobs live for a while, and return what was seen of the quiet one."""
+    store = await SqlStore.open(path)
+    coordinator = Coordinator(store, InlineSolver(), UnusedRequestLane(), RULES, Retention())
+    await coordinator.start()
+    writing = asyncio.create_task(coordinator.run())
+    try:
+        quiet = World(coordinator, make_spec(QUIET, microbatches=2), dice)
+        for rank in quiet.ranks.values():
+            rank.instance_id = QUIET
+        worlds = [quiet]
+        if with_faulty:
+            worlds.insert(0, World(coordinator, make_spec(FAULTY, pipelines=1, stages=3), dice))
+        for world in worlds:
+            await world.begin()
+        for iteration in range(ITERATIONS):
+            for world in worlds:
+                await world.iterate()
+            for _ in range(3):
+                await coordinator.flush()
+            if with_faulty and iteration % 6 == 5:
+                listed = coordinator.jobs.jobs("", (), lambda view: view.job_id, has_details=True)
+                assert list(listed) == [(FAULTY, FAULTY), (QUIET, QUIET)]
+                with suppress(CoordinatorError):
+                    await coordinator.jobs.resume(FAULTY)
+                worlds[0].join()
+        assert not writing.done()
+        state = (await coordinator.jobs.job(QUIET, LATEST, has_details=False)).state
+        assert sum(coordinator.live.fault_counts.values()) == (dice.faults if with_faulty else 0)
+        return await quiet.seen(), state
+    finally:
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        await coordinator.close()
+        await store.close()
+
+
+@pytest.fixture
+def faults_at_random(monkeypatch: pytest.MonkeyPatch) -> list[Dice]:
+    """Let machines fail as the dice in the list say: before an input, after it, and while they are shown."""
+    current: list[Dice] = []
+    handle, summary = JobMachine.handle, JobMachine.summary
+    next_deadline_s, is_on_gpu = JobMachine.next_deadline_s, JobMachine.is_on_gpu
+
+    def failing_handle(self: JobMachine, event: Input, now_s: float, wall_time_s: float) -> list[Command]:
+        current[0].throw(self.spec.job_id)
+        commands = handle(self, event, now_s, wall_time_s)
+        current[0].throw(self.spec.job_id)
+        return commands
+
+    def failing_deadline(self: JobMachine) -> float | None:
+        current[0].throw(self.spec.job_id)
+        return next_deadline_s(self)
+
+    def failing_gpu(self: JobMachine, place: Coordinates, gpu_uuid: str) -> bool:
+        current[0].throw(self.spec.job_id)
+        return is_on_gpu(self, place, gpu_uuid)
+
+    def failing_summary(self: JobMachine) -> Any:
+        current[0].throw(self.spec.job_id)
+        return summary(self)
+
+    monkeypatch.setattr(JobMachine, "handle", failing_handle)
+    monkeypatch.setattr(JobMachine, "summary", failing_summary)
+    monkeypatch.setattr(JobMachine, "next_deadline_s", failing_deadline)
+    monkeypatch.setattr(JobMachine, "is_on_gpu", failing_gpu)
+    return current
+
+
+@pytest.fixture
+def alone() -> list[object]:
+    """What is seen of the quiet job where there is no other; filled by the first example."""
+    return []
+
+
+@settings(max_examples=8, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), share=st.sampled_from([0.002, 0.02, 0.2]))
+def test_whatever_fails_of_one_job_another_goes_on_as_if_it_were_alone(
+    tmp_path_factory: pytest.TempPathFactory,
+    faults_at_random: list[Dice],
+    alone: list[object],
+    seed: int,
+    share: float,
+) -> None:
+    faults_at_random[:] = [Dice(seed, share)]
+    path = tmp_path_factory.mktemp("store")
+    with capture_logs():  # tracebacks take longer to print than all else here
+        if not alone:  # it is the same every time
+            alone[:] = asyncio.run(live(path / "alone.db", faults_at_random[0], with_faulty=False))
+        beside = asyncio.run(live(path / "beside.db", faults_at_random[0], with_faulty=True))
+    assert alone[1] is JobState.PLANNED
+    assert list(beside) == alone

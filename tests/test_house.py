@@ -121,6 +121,7 @@ HOUSE: Mapping[str, Room] = {
         "service.domain", "service.job.iterations", "service.job.ranks", "service.job.rules", "solver"
     ),
     "service.fleet": pure("service.domain"),
+    "service.fleet.power": pure("service.domain", "solver", needs=["highspy", "numpy"]),
     "service.storage.check_words": pure(),
     "service.storage": room(
         "service.domain",

@@ -122,6 +122,10 @@ HOUSE: Mapping[str, Room] = {
     ),
     "service.fleet": pure("service.domain"),
     "service.fleet.power": pure("service.domain", "solver", needs=["highspy", "numpy"]),
+    "service.fleet.signals": pure("service.domain", needs=["numpy"]),
+    "service.fleet.pacing": pure("service.domain", "service.fleet.signals", needs=["numpy"]),
+    # Where signals come from: files so far.
+    "service.signals": room("service.domain", "service.fleet.signals"),
     "service.storage.check_words": pure(),
     "service.storage": room(
         "service.domain",
@@ -423,7 +427,7 @@ import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {
-    "aiohttp", "igraph", "grpc_health", "grpc_reflection", "matplotlib", "prometheus_client"
+    "aiohttp", "highspy", "igraph", "grpc_health", "grpc_reflection", "matplotlib", "prometheus_client"
 }:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 

@@ -137,10 +137,12 @@ def moved_ceiling_w(feed: Feed, ceiling_w: float, drawn_w: float, goal: float, e
             return math.inf
         ceiling_w = max(drawn_w, goal)
     if goal < ceiling_w:
-        step_w = feed.ramp_down_w_per_s * elapsed_s if elapsed_s else 0.0
-        return max(goal, ceiling_w - step_w)
-    step_w = feed.ramp_up_w_per_s * elapsed_s if elapsed_s else 0.0
-    return min(goal, ceiling_w + step_w)
+        return max(goal, ceiling_w - _step_w(feed.ramp_down_w_per_s, elapsed_s))
+    return min(goal, ceiling_w + _step_w(feed.ramp_up_w_per_s, elapsed_s))
+
+
+def _step_w(ramp_w_per_s: float, elapsed_s: float) -> float:
+    return math.inf if ramp_w_per_s == math.inf else ramp_w_per_s * elapsed_s
 
 
 def next_change_s(budgets: Iterable[Budget], now_s: float) -> float:

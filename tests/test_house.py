@@ -126,6 +126,24 @@ HOUSE: Mapping[str, Room] = {
     "service.fleet.pacing": pure("service.domain", "service.fleet.signals", needs=["numpy"]),
     # Where signals come from: files so far.
     "service.signals": room("service.domain", "service.fleet.signals"),
+    # The same decisions, on days that are made up.
+    "simulation": room(
+        "service.domain",
+        "service.fleet.pacing",
+        "service.fleet.power",
+        "service.fleet.signals",
+        "service.signals",
+        "simulation.replay",
+        "solver",
+        needs=["numpy", "pydantic"],
+    ),
+    "simulation.replay": pure(
+        "service.fleet.pacing",
+        "service.fleet.power",
+        "service.fleet.signals",
+        "solver",
+        needs=["numpy"],
+    ),
     "service.storage.check_words": pure(),
     "service.storage": room(
         "service.domain",
@@ -284,6 +302,8 @@ HOUSE: Mapping[str, Room] = {
         "service.server",
         "service.settings",
         "service.storage",
+        "simulation",
+        "simulation.replay",
         "solver",
         "tls",
         "v1",

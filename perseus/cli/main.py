@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 
 from perseus.agent.restore.supervisor import LIFELINE
-from perseus.cli import agent, certificates, coordinator, demo, health, jobs, solve, store, tokens
+from perseus.cli import agent, certificates, coordinator, demo, health, jobs, simulate, solve, store, tokens
 from perseus.cli.environment import unknown
 from perseus.cli.terminal import FAILURE, console, fail, warn
 
 # Module that a command may miss → the extra that brings it.
 _EXTRAS = {
     "igraph": "coordinator",
+    "highspy": "coordinator",
     "grpc_health": "coordinator",
     "grpc_reflection": "coordinator",
     "sqlalchemy": "coordinator",
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.command("solve")(solve.solve)
 app.command("plan")(solve.plan)
+app.command("simulate")(simulate.simulate)
 app.command("coordinator")(coordinator.coordinator)
 app.command("agent")(agent.agent)
 app.command("demo")(demo.demo)

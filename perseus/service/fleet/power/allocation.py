@@ -1,10 +1,10 @@
 """Which job takes which of its plans, so that every feed keeps its limit at the least weighted loss of speed.
 
 The relaxed problem (:mod:`perseus.service.fleet.power.relaxation`) mixes plans, and a job runs by one at a
-time. So the few jobs that it leaves between two plans take the one that draws less, and what power is left
-then goes where it brings most. With one feed that is never worse than the best mixture by more than one piece
-of one job's hull. Tolerances are kept by every plan, not only on average: points beyond them are never
-offered.
+time. So the few jobs that it leaves between plans take the fastest that draws no more than the mixture, and
+what power is left then goes where it brings most. With one feed that is never worse than the best mixture by
+more than one piece of one job's hull. Tolerances are kept by every plan, not only on average: points beyond
+them are never offered.
 
 Where a limit can't be kept, jobs draw the least that their tolerances allow, and those are named that would
 have to be paused: slowing beyond a tolerance is the owner's decision, not ours.
@@ -133,12 +133,9 @@ def _excess(jobs: Sequence[Choices], chosen: Sequence[int], limits_w: Floats) ->
 
 
 def _lowered(jobs: Sequence[Choices], relaxed: Relaxed, limits_w: Floats) -> list[int]:
-    """Round mixtures to the point that draws least, then slow down until the limits hold, if that helps."""
+    """Round mixtures, then slow down until the limits hold, if that helps."""
     scale_w = np.maximum(limits_w, 1.0)
-    chosen = [
-        min((k for k, _ in shares), key=lambda k: float(np.max(job.power_w[k] / scale_w)))
-        for job, shares in zip(jobs, relaxed.shares, strict=True)
-    ]
+    chosen = [_rounded(job, shares, scale_w) for job, shares in zip(jobs, relaxed.shares, strict=True)]
     total_w: Floats = np.sum([job.power_w[k] for job, k in zip(jobs, chosen, strict=True)], axis=0)
     while True:
         over = np.maximum(0.0, (total_w - limits_w) / scale_w - _DIGITS)
@@ -159,6 +156,18 @@ def _lowered(jobs: Sequence[Choices], relaxed: Relaxed, limits_w: Floats) -> lis
         _, number, index = best
         total_w = total_w - jobs[number].power_w[chosen[number]] + jobs[number].power_w[index]
         chosen[number] = index
+
+
+def _rounded(job: Choices, shares: Sequence[tuple[int, float]], scale_w: Floats) -> int:
+    """Return the fastest point that draws no more than a mixture on any feed; else the least of its parts."""
+    if len(shares) == 1:
+        return shares[0][0]
+    mixed_w = sum(share * job.power_w[k] for k, share in shares)
+    losses = np.where(np.all(job.power_w <= mixed_w + _DIGITS * scale_w, axis=1), job.loss, np.inf)
+    best = int(np.argmin(losses))
+    if np.isfinite(losses[best]):
+        return best
+    return min((k for k, _ in shares), key=lambda k: float(np.max(job.power_w[k] / scale_w)))
 
 
 def _filled(jobs: Sequence[Choices], chosen: Sequence[int], limits_w: Floats) -> list[int]:

@@ -2,8 +2,7 @@
 
 Plans promise a power that GPUs do not keep to the watt. Each job's deviation is known from what it drew
 before (:mod:`perseus.service.fleet.power.meter`), and what still goes wrong is paid back: what was drawn
-above the ceiling in the window over which the limit counts is taken off the target until the window's mean is
-right.
+above a limit in the window over which it counts is taken off the target until the window's mean is right.
 """
 
 import math
@@ -46,7 +45,6 @@ class FeedWatch:
         self._limit_w = math.inf
         self._judged_from_s = math.inf
         self._drawn = TrailingMean(LEAST_WINDOW_S)
-        self._over = TrailingMean(LEAST_WINDOW_S)
         self._judged = TrailingMean(LEAST_WINDOW_S)
         self._longest_iteration_s = 0.0
 
@@ -78,20 +76,18 @@ class FeedWatch:
         """Take what was drawn in all over the time until now."""
         self._longest_iteration_s = longest_iteration_s
         window_s = max(LEAST_WINDOW_S, WINDOW_ITERATIONS * longest_iteration_s)
-        for mean in (self._drawn, self._over, self._judged):
+        for mean in (self._drawn, self._judged):
             mean.window_s = window_s
         self._drawn.take(now_s, duration_s, power_w)
-        if self.ceiling_w < math.inf:
-            self._over.take(now_s, duration_s, power_w - self.ceiling_w)
-        else:
-            self._over.clear()
         if now_s - duration_s >= self._judged_from_s:
             self._judged.take(now_s, duration_s, power_w)
 
     @property
     def target_w(self) -> float:
         """What plans may add up to: the ceiling, less the margin and what is to be paid back."""
-        debt_j = max(0.0, self._over.energy_j)
+        debt_j = 0.0
+        if self._judged.covered_s:
+            debt_j = max(0.0, self._judged.covered_s * (self._judged.mean_w() - self.ceiling_w))
         return max(0.0, self.ceiling_w * (1 - MARGIN) - debt_j / _PAY_BACK_S)
 
     @property

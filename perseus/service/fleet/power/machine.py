@@ -215,9 +215,10 @@ class FleetMachine:
         if now_s < self._looked_s + SETTLE_S or all(job.pace is None for job in self._jobs.values()):
             return False
         self._looked_s = now_s
-        return all(
-            target_w - self._expected_w(name) > _LEAST_ROOM * target_w for name, target_w in targets_w.items()
-        )
+        if any(target_w - self._expected_w(n) > _LEAST_ROOM * target_w for n, target_w in targets_w.items()):
+            return True
+        self._worth_since_s = None
+        return False
 
     def _is_worth_it(self, found: Allocation, now_s: float) -> bool:
         """Whether running faster has been possible for long enough, and enough faster."""

@@ -30,11 +30,6 @@ class TrailingMean:
         """How much of the window is covered."""
         return min(self.window_s, sum(duration_s for _, duration_s, _ in self._samples))
 
-    @property
-    def energy_j(self) -> float:
-        """In the window."""
-        return self.mean_w() * self.covered_s
-
     def mean_w(self, last_s: float | None = None) -> float:
         """Return the mean over the window, or over its last seconds; 0 if nothing was measured."""
         left_s = self.window_s if last_s is None else last_s

@@ -224,3 +224,12 @@ def test_points_are_checked() -> None:
         JobDemand("x", (fast, PowerPoint(2.0, 0.5, {"b": 1.0})))
     with pytest.raises(InvalidFieldError, match=r"power_w\[a\]: expected 0 to 1e\+12, found nan"):
         JobDemand("x", (PowerPoint(1.0, 1.0, {"a": float("nan")}),))
+
+
+def test_a_mixture_of_far_points_is_rounded_to_one_near_it() -> None:
+    """Where power is linear in speed, mixing the ends is as good for the relaxed problem as any other."""
+    speeds = [1 - step / 100 for step in range(41)]
+    both = tuple(PowerPoint(1 / s, s, {"a": 600 * (2 * s - 1), "b": 400 * (2 * s - 1)}) for s in speeds)
+    one = tuple(PowerPoint(1 / s, s, {"a": 1000 * (2 * s - 1)}) for s in speeds)
+    found = allocate([JobDemand("both", both), JobDemand("one", one)], {"a": 1200.0, "b": 300.0})
+    assert found.weighted_loss <= found.bound + 0.02

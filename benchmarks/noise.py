@@ -24,7 +24,7 @@ MICROBATCHES = 12
 NOISES = (0.005, 0.01, 0.02)
 FACTORS = (1.0, 1.05)
 """Deadlines, over the iteration with all at their highest clocks as it is known to who plans."""
-SEED_COUNT = 8
+SEED_COUNT = 40
 CONFIDENCE = 0.95
 WAYS = ("raw", "shrunk", "with margin")
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "noise.png"

@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's, and depends on what else runs on it: no test fails for that.
+settings.register_profile("perseus", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("perseus")
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ import typer
 
 from perseus.cli.connection import Connection, connected, connecting
 from perseus.cli.progress import working
-from perseus.cli.terminal import FAILURE, console, fail
+from perseus.cli.rows import Format, FormatOption, show_row
+from perseus.cli.terminal import FAILURE, fail
 from perseus.printable import printable
 
 
@@ -26,13 +27,14 @@ def health(
         ),
     ] = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, max=600, help="Seconds to wait for an answer.")] = 5.0,
+    form: FormatOption = Format.TABLE,
 ) -> None:
     """Ask a coordinator whether it serves, or an agent whether it has GPUs to serve: exit code 0 if so.
 
     Else it is 1 or 2, and a line says why.
     """
     if agent is not None:
-        _ask_agent(agent, timeout_s)
+        _ask_agent(agent, timeout_s, form)
         return
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -41,12 +43,10 @@ def health(
             health_pb2.HealthCheckRequest(service=service), timeout=timeout_s
         )
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        fail(f"expected a coordinator that serves, found {status}", FAILURE)
-    console.print(status, highlight=False)
+    _show(form, "coordinator", status, is_serving=answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _ask_agent(path: Path, timeout_s: float) -> None:
+def _ask_agent(path: Path, timeout_s: float, form: Format) -> None:
     from perseus.agent.link.packets import MalformedPacket
     from perseus.agent.sidecar.asking import ask_health
 
@@ -58,6 +58,15 @@ def _ask_agent(path: Path, timeout_s: float) -> None:
     except (OSError, MalformedPacket) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         fail(f"no agent at {path}: {reason}", FAILURE)
-    if not answer.ok:
-        fail(f"expected an agent that serves, found {answer.message}", FAILURE)
-    console.print(printable(answer.message), highlight=False)
+    _show(form, "agent", answer.message, is_serving=answer.ok)
+
+
+def _show(form: Format, who: str, status: str, *, is_serving: bool) -> None:
+    """Print what was answered; as a table only if that is good, else on standard error alone."""
+    from rich.text import Text
+
+    row = {"who": who, "is_serving": is_serving, "status": printable(status)}
+    if is_serving or form is not Format.TABLE:
+        show_row(form, row, lambda: [Text(printable(status))])
+    if not is_serving:
+        fail(f"expected {'an' if who == 'agent' else 'a'} {who} that serves, found {status}", FAILURE)

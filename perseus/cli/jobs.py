@@ -1,8 +1,7 @@
 """`perseus jobs`: look at the jobs of a running coordinator, and tell it what only the operator knows."""
 
-import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from itertools import islice
@@ -10,25 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perseus.cli.asking import PAGE_SIZE, TIMEOUT_S, moment, pages
 from perseus.cli.connection import Connection, connected, connecting
-from perseus.cli.rows import Format, FormatOption, show_message, show_messages
-from perseus.cli.terminal import error_console, fail
+from perseus.cli.ledger import ledger_entry
+from perseus.cli.rows import Format, FormatOption, print_json, row_of, show_message, show_messages
+from perseus.cli.terminal import error_console, fail, print_whole
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from perseus.v1.job_pb2 import Job
     from perseus.v1.job_service_pb2_grpc import JobServiceStub
-
-_TIMEOUT_S = 10.0
-_PAGE_SIZE = 1000
 
 # What the wire's whole numbers hold.
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
-
-_AGO = re.compile(r"(?P<count>[0-9]+)(?P<unit>[smhd])")
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
 class WatchFormat(StrEnum):
@@ -61,10 +54,10 @@ def list_jobs(
     from perseus.v1 import job_pb2, job_service_pb2
 
     request = job_service_pb2.ListJobsRequest(
-        states=_numbers("--state", job_pb2.JobState, "JOB_STATE_", state or ()), page_size=_PAGE_SIZE
+        states=_numbers("--state", job_pb2.JobState, "JOB_STATE_", state or ()), page_size=PAGE_SIZE
     )
     with _jobs(connection) as jobs:
-        listed = [job for page in _pages(jobs.ListJobs, request) for job in page.jobs]
+        listed = [job for page in pages(jobs.ListJobs, request) for job in page.jobs]
     show_messages(form, listed, job_pb2.Job.DESCRIPTOR, lambda: job_table(listed))
 
 
@@ -75,9 +68,9 @@ def runs(connection: Connection, job_id: JobId, form: FormatOption = Format.TABL
     from perseus.cli.job_tables import run_table
     from perseus.v1 import job_pb2, job_service_pb2
 
-    request = job_service_pb2.ListRunsRequest(job_id=job_id, page_size=_PAGE_SIZE)
+    request = job_service_pb2.ListRunsRequest(job_id=job_id, page_size=PAGE_SIZE)
     with _jobs(connection) as jobs:
-        listed = [run for page in _pages(jobs.ListRuns, request) for run in page.runs]
+        listed = [run for page in pages(jobs.ListRuns, request) for run in page.runs]
     show_messages(form, listed, job_pb2.Job.DESCRIPTOR, lambda: run_table(listed))
 
 
@@ -91,7 +84,7 @@ def show(
 
     with _jobs(connection) as jobs:
         request = job_service_pb2.GetJobRequest(job_id=job_id, run_number=run_number)
-        _show(jobs.GetJob(request, timeout=_TIMEOUT_S).job, form)
+        _show(jobs.GetJob(request, timeout=TIMEOUT_S).job, form)
 
 
 @app.command()
@@ -121,10 +114,10 @@ def ranks(
         states=_numbers("--state", rank_pb2.RankState, "RANK_STATE_", state or ()),
         pipeline=pipeline,
         stage=stage,
-        page_size=_PAGE_SIZE,
+        page_size=PAGE_SIZE,
     )
     with _jobs(connection) as jobs:
-        listed = [rank for page in _pages(jobs.ListRanks, request) for rank in page.ranks]
+        listed = [rank for page in pages(jobs.ListRanks, request) for rank in page.ranks]
     show_messages(form, listed, rank_pb2.Rank.DESCRIPTOR, lambda: rank_table(listed))
 
 
@@ -186,12 +179,12 @@ def events(
         job_id=job_id,
         run_number=run_number,
         types=_numbers("--type", event_pb2.JobEventType, "JOB_EVENT_TYPE_", types or ()),
-        page_size=_PAGE_SIZE,
+        page_size=PAGE_SIZE,
     )
     if since is not None:
-        request.start_time.FromDatetime(_time(since))
+        request.start_time.FromDatetime(moment("--since", since))
     with _jobs(connection) as jobs:
-        listed = (event for page in _pages(jobs.ListJobEvents, request) for event in page.events)
+        listed = (event for page in pages(jobs.ListJobEvents, request) for event in page.events)
         found = list(islice(listed, limit + 1))
     shown = found[:limit]
     show_messages(form, shown, event_pb2.JobEvent.DESCRIPTOR, lambda: event_table(shown))
@@ -224,14 +217,14 @@ def straggler(
     with _jobs(connection) as jobs:
         if clear:
             cleared = job_service_pb2.ClearStragglerRequest(job_id=job_id, pipeline=pipeline)
-            _show(jobs.ClearStraggler(cleared, timeout=_TIMEOUT_S).job, form)
+            _show(jobs.ClearStraggler(cleared, timeout=TIMEOUT_S).job, form)
         else:
             report = job_service_pb2.ReportStragglerRequest(job_id=job_id, pipeline=pipeline)
             if factor is not None:
                 report.slowdown_factor = factor
             elif iteration_time_s is not None:
                 report.iteration_time_s = iteration_time_s
-            _show(jobs.ReportStraggler(report, timeout=_TIMEOUT_S).job, form)
+            _show(jobs.ReportStraggler(report, timeout=TIMEOUT_S).job, form)
 
 
 @app.command()
@@ -239,16 +232,26 @@ def straggler(
 def report(
     connection: Connection, job_id: JobId, run_number: RunNumber = 0, form: FormatOption = Format.TABLE
 ) -> None:
-    """Show what was measured: time and energy, period by period, against the stock baseline."""
+    """Show what was measured: time and energy, period by period, against the stock baseline.
+
+    Then what the run has used and saved as a whole, profiling, gaps and all, as `perseus ledger` has it.
+    """
     from rich.text import Text
 
     from perseus.cli.job_tables import no_slowdown, profiling_cost, report_table
-    from perseus.v1 import job_pb2, job_service_pb2
+    from perseus.cli.ledger_tables import account_lines
+    from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, ledger_service_pb2_grpc
 
-    request = job_service_pb2.GetReportRequest(job_id=job_id, run_number=run_number, page_size=_PAGE_SIZE)
-    with _jobs(connection) as jobs:
-        pages = list(_pages(jobs.GetReport, request))
-    last, periods = pages[-1], [period for page in pages for period in page.periods]
+    with connected(connection) as channel:
+        jobs = job_service_pb2_grpc.JobServiceStub(channel)
+        wanted = job_service_pb2.GetJobRequest(
+            job_id=job_id, run_number=run_number, view=job_pb2.JOB_VIEW_SUMMARY
+        )
+        number = jobs.GetJob(wanted, timeout=TIMEOUT_S).job.run_number
+        request = job_service_pb2.GetReportRequest(job_id=job_id, run_number=number, page_size=PAGE_SIZE)
+        found = list(pages(jobs.GetReport, request))
+        entry = ledger_entry(ledger_service_pb2_grpc.LedgerServiceStub(channel), job_id, number)
+    last, periods = found[-1], [period for page in found for period in page.periods]
     if form is Format.CSV:
         show_messages(form, periods, job_pb2.ReportPeriod.DESCRIPTOR, lambda: "")
         return
@@ -259,7 +262,12 @@ def report(
     if last.HasField("no_slowdown_time"):
         whole.no_slowdown_time.CopyFrom(last.no_slowdown_time)
         facts.append(f"no slowdown: {no_slowdown(last.no_slowdown_time)}")
-    show_message(form, whole, lambda: (report_table(periods), *map(Text, facts)))
+    if form is Format.JSON:
+        print_json({**row_of(whole), "ledger": row_of(entry.account) if entry is not None else None})
+        return
+    if entry is not None:
+        facts += ["ledger of the run:", *(f"  {line}" for line in account_lines(entry.account))]
+    print_whole(report_table(periods), *map(Text, facts))
 
 
 @app.command()
@@ -270,7 +278,7 @@ def rebaseline(connection: Connection, job_id: JobId, form: FormatOption = Forma
 
     with _jobs(connection) as jobs:
         request = job_service_pb2.MeasureBaselineRequest(job_id=job_id, request_id=uuid.uuid4().hex)
-        _show(jobs.MeasureBaseline(request, timeout=_TIMEOUT_S).job, form)
+        _show(jobs.MeasureBaseline(request, timeout=TIMEOUT_S).job, form)
 
 
 @app.command()
@@ -316,7 +324,7 @@ def policy(
         wanted.no_slowdown.SetInParent()
     with _jobs(connection) as jobs:
         request = job_service_pb2.SetPolicyRequest(job_id=job_id, policy=wanted)
-        _show(jobs.SetPolicy(request, timeout=_TIMEOUT_S).job, form)
+        _show(jobs.SetPolicy(request, timeout=TIMEOUT_S).job, form)
 
 
 @app.command()
@@ -326,7 +334,7 @@ def finish(connection: Connection, job_id: JobId, form: FormatOption = Format.TA
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
-        _show(jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job, form)
+        _show(jobs.FinishJob(job_service_pb2.FinishJobRequest(job_id=job_id), timeout=TIMEOUT_S).job, form)
 
 
 @app.command()
@@ -336,7 +344,7 @@ def resume(connection: Connection, job_id: JobId, form: FormatOption = Format.TA
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
-        _show(jobs.ResumeJob(job_service_pb2.ResumeJobRequest(job_id=job_id), timeout=_TIMEOUT_S).job, form)
+        _show(jobs.ResumeJob(job_service_pb2.ResumeJobRequest(job_id=job_id), timeout=TIMEOUT_S).job, form)
 
 
 @app.command()
@@ -346,7 +354,7 @@ def delete(connection: Connection, job_id: JobId) -> None:
     from perseus.v1 import job_service_pb2
 
     with _jobs(connection) as jobs:
-        jobs.DeleteJob(job_service_pb2.DeleteJobRequest(job_id=job_id), timeout=_TIMEOUT_S)
+        jobs.DeleteJob(job_service_pb2.DeleteJobRequest(job_id=job_id), timeout=TIMEOUT_S)
 
 
 @contextmanager
@@ -358,16 +366,6 @@ def _jobs(connection: Connection) -> Iterator["JobServiceStub"]:
         yield job_service_pb2_grpc.JobServiceStub(channel)
 
 
-def _pages(method: Callable[..., Any], request: Any) -> Iterator[Any]:
-    """Ask for one page after another."""
-    while True:
-        page = method(request, timeout=_TIMEOUT_S)
-        yield page
-        if not page.next_page_token:
-            return
-        request.page_token = page.next_page_token
-
-
 def _numbers(flag: str, enum: Any, prefix: str, names: Iterable[str]) -> list[Any]:
     """The numbers that an enum of the contract has for names as people write them."""
     known = {name.removeprefix(prefix).lower(): number for name, number in enum.items() if number}
@@ -375,19 +373,6 @@ def _numbers(flag: str, enum: Any, prefix: str, names: Iterable[str]) -> list[An
         if name not in known:
             fail(f"{flag}: expected one of {', '.join(known)}, found {name!r}")
     return [known[name] for name in names]
-
-
-def _time(text: str) -> "datetime":
-    """A time, or one so long ago."""
-    from datetime import UTC, datetime, timedelta
-
-    try:
-        if ago := _AGO.fullmatch(text):
-            return datetime.now(UTC) - timedelta(**{_UNITS[ago["unit"]]: int(ago["count"])})
-        given = datetime.fromisoformat(text)
-        return given.astimezone(UTC) if given.tzinfo is not None else given.replace(tzinfo=UTC)
-    except (ValueError, OverflowError):
-        fail(f"--since: expected a time such as 2026-01-31T12:00, or 90s, 15m, 2h or 7d, found {text!r}")
 
 
 def _show(job: "Job", form: Format) -> None:

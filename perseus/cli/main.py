@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 
 from perseus.agent.restore.supervisor import LIFELINE
-from perseus.cli import agent, certificates, coordinator, demo, health, jobs, simulate, solve, store, tokens
+from perseus.cli import (
+    agent,
+    certificates,
+    coordinator,
+    demo,
+    health,
+    jobs,
+    ledger,
+    simulate,
+    solve,
+    store,
+    tokens,
+)
 from perseus.cli.environment import unknown
 from perseus.cli.terminal import FAILURE, console, fail, warn
 
@@ -39,6 +51,7 @@ app.command("coordinator")(coordinator.coordinator)
 app.command("agent")(agent.agent)
 app.command("demo")(demo.demo)
 app.command("health")(health.health)
+app.command("ledger")(ledger.ledger)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(certificates.app, name="certificates")

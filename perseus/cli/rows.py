@@ -86,6 +86,17 @@ def show_message(wanted: Format, message: "Message", tables: Callable[[], Iterab
             print_whole(*tables())
 
 
+def show_row(wanted: Format, row: Row, tables: Callable[[], Iterable[RenderableType]]) -> None:
+    """Print one thing that is no message: as a JSON object, as CSV of one row, or `tables`."""
+    match wanted:
+        case Format.JSON:
+            print_json(row)
+        case Format.CSV:
+            _print_csv([row], list(row))
+        case Format.TABLE:
+            print_whole(*tables())
+
+
 def print_json(value: object, *, is_line: bool = False) -> None:
     """Print a value as JSON; all characters of it are ASCII, whatever the output's encoding."""
     sys.stdout.write(json.dumps(value, indent=None if is_line else 2, allow_nan=False) + "\n")

@@ -11,6 +11,7 @@ import typer
 from perseus import configuration
 from perseus.cli.destination import Destination
 from perseus.cli.progress import working
+from perseus.cli.rows import Format, FormatOption, show_rows
 from perseus.cli.terminal import BAD_INPUT, FAILURE, STORE_FAILED, console, fail, said
 from perseus.printable import printable
 from perseus.service.settings import CoordinatorSettings
@@ -25,9 +26,9 @@ Database = Annotated[
 
 
 @app.command()
-def check(config: Config = None, database: Database = None) -> None:
+def check(config: Config = None, database: Database = None, form: FormatOption = Format.TABLE) -> None:
     """Read everything, and say what is wrong: exit code 1 if anything is. Nothing is changed."""
-    check_store(_database(config, database))
+    check_store(_database(config, database), form)
 
 
 @app.command(name="export")
@@ -75,19 +76,21 @@ def import_(
     console.print(f"imported {count} rows from {file}", highlight=False)
 
 
-def check_store(database: Path | str) -> None:
+def check_store(database: Path | str, form: Format = Format.TABLE) -> None:
     """Print what is wrong with a database, and exit with 1 if anything is."""
+    from rich.text import Text
+
     from perseus.service.storage.checking import check_database
 
     if "://" not in str(database) and not Path(database).exists():
         fail(f"can not open the database {database}: there is no such file", FAILURE)
     with _failing_clearly(), working("Checking"):
         findings = check_database(database)
-    for finding in findings:
-        console.print(printable(finding), highlight=False)
+    lines = [printable(finding) for finding in findings]
+    shown = Text("\n".join(lines) or "the store is whole")
+    show_rows(form, [{"finding": line} for line in lines], ["finding"], lambda: shown)
     if findings:
         raise typer.Exit(FAILURE)
-    console.print("the store is whole", highlight=False)
 
 
 def _database(config: Path | None, database: str | None) -> Path | str:

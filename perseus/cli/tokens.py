@@ -12,8 +12,8 @@ import typer
 
 from perseus.cli.connection import Connection, connected, connecting
 from perseus.cli.destination import Destination
-from perseus.cli.rows import Format, FormatOption, show_messages
-from perseus.cli.terminal import FAILURE, console, error_console, fail
+from perseus.cli.rows import Format, FormatOption, row_of, show_message, show_messages, show_row
+from perseus.cli.terminal import FAILURE, error_console, fail
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
@@ -50,6 +50,7 @@ def create(
     output: Annotated[
         Path | None, typer.Option(help="File for the token, of mode 0600; standard output if not given.")
     ] = None,
+    form: FormatOption = Format.TABLE,
 ) -> None:
     """Make a token. It is shown this once, and never again."""
     from google.protobuf.timestamp_pb2 import Timestamp
@@ -77,7 +78,8 @@ def create(
     with connected(connection) as channel:
         made = token_service_pb2_grpc.TokenServiceStub(channel).CreateToken(request, timeout=_TIMEOUT_S)
     if output is None:
-        typer.echo(made.secret)
+        # As it is, not as a table: whoever takes it from a pipe gets nothing else.
+        show_row(form, {**row_of(made.token), "secret": made.secret}, lambda: [made.secret])
         return
     try:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -90,6 +92,8 @@ def create(
     except OSError as error:
         fail(f"{output}: can't be written: {error.strerror}; revoke {name}, and make another", FAILURE)
     error_console.print(f"token {made.token.name} is in {output}", highlight=False)
+    if form is not Format.TABLE:
+        show_row(form, {**row_of(made.token), "secret": None}, list)
 
 
 @app.command("list")
@@ -124,14 +128,16 @@ def _table(tokens: Iterable["Token"]) -> "Table":
 
 @app.command()
 @connecting
-def revoke(connection: Connection, name: Name) -> None:
+def revoke(connection: Connection, name: Name, form: FormatOption = Format.TABLE) -> None:
     """End a token for good, and the streams that go on by it."""
+    from rich.text import Text
+
     from perseus.v1 import token_service_pb2, token_service_pb2_grpc
 
     with connected(connection) as channel:
         stub = token_service_pb2_grpc.TokenServiceStub(channel)
         token = stub.RevokeToken(token_service_pb2.RevokeTokenRequest(name=name), timeout=_TIMEOUT_S).token
-    console.print(f"{token.name} is revoked since {_shown(token.revoke_time)}", highlight=False)
+    show_message(form, token, lambda: [Text(f"{token.name} is revoked since {_shown(token.revoke_time)}")])
 
 
 def _shown(moment: "Timestamp") -> str:

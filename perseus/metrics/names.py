@@ -123,6 +123,11 @@ JOB_STALLED = _gauge("job_stalled", "1 while the job does not get on, by why.", 
 JOB_ITERATIONS = _counter("job_iterations", "Iterations that all ranks have reported.", "job_id", "regular")
 JOB_TIME = _counter("job_seconds", "Time of these iterations and of the gaps between them.", "job_id")
 JOB_ENERGY = _counter("job_energy_joules", "Energy of these iterations and gaps, of all GPUs.", "job_id")
+JOB_SAVED_ENERGY = _gauge(
+    "job_saved_energy_joules",
+    "Energy of these iterations that was saved against the stock baseline; below 0 where more was used.",
+    "job_id",
+)
 JOB_ITERATION_TIME = _gauge("job_iteration_seconds", "Time of the latest iteration.", "job_id")
 JOB_ITERATION_ENERGY = _gauge("job_iteration_energy_joules", "Energy of the latest iteration.", "job_id")
 JOB_POWER = _gauge("job_power_watts", "Power of all GPUs over the latest iteration.", "job_id")
@@ -197,6 +202,7 @@ JOB = (
     JOB_ITERATIONS,
     JOB_TIME,
     JOB_ENERGY,
+    JOB_SAVED_ENERGY,
     JOB_ITERATION_TIME,
     JOB_ITERATION_ENERGY,
     JOB_POWER,

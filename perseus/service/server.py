@@ -16,10 +16,12 @@ from perseus.service.api.authentication import Authentication
 from perseus.service.api.decoding import Decoding
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
+from perseus.service.api.ledger_service import LedgerService
 from perseus.service.api.reflection import enable_reflection
 from perseus.service.api.statuses import refusal_counts
 from perseus.service.api.token_service import TokenService
 from perseus.service.domain.errors import TokenFileUnusableError
+from perseus.service.domain.ledger import Rates
 from perseus.service.domain.limits import Limits
 from perseus.service.domain.principals import Grant
 from perseus.service.domain.profiling import ProfilingBudget
@@ -49,6 +51,8 @@ from perseus.v1 import (
     frontier_service_pb2_grpc,
     job_service_pb2,
     job_service_pb2_grpc,
+    ledger_service_pb2,
+    ledger_service_pb2_grpc,
     token_service_pb2,
     token_service_pb2_grpc,
 )
@@ -74,14 +78,19 @@ _OPTIONS = [
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
 
-_YOUNG_OBJECTS = 50_000
-"""Objects more than before at which Python looks for garbage. At its 700, a fifth of the time under load went
-into looking through timelines and ranks that live on; hardly anything here needs looking for."""
+_GARBAGE_THRESHOLDS = 10_000, 5, 100
+"""When Python looks for garbage, as `gc.set_threshold` has it.
+
+At its own (700, 10, 10), a fifth of the time under load went into looking through timelines and ranks that
+live on; hardly anything here needs looking for. To look through all of a million objects stops everybody for
+half a second: with 100, not already while thousands of agents come back.
+"""
 
 _SERVICES = (
     agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
     job_service_pb2.DESCRIPTOR.services_by_name["JobService"].full_name,
     frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"].full_name,
+    ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"].full_name,
     token_service_pb2.DESCRIPTOR.services_by_name["TokenService"].full_name,
 )
 
@@ -95,7 +104,7 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
         StartupError: the coordinator can't start.
         StoreFailedError: the database has failed.
     """
-    gc.set_threshold(_YOUNG_OBJECTS)
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -129,7 +138,9 @@ async def running(
         settings.keep_finished_count,
         settings.keep_telemetry_days * DAY_S,
         settings.keep_telemetry_count,
+        settings.keep_ledger_days * DAY_S,
     )
+    rates = Rates(settings.price_per_kwh, settings.intensity_g_per_kwh)
     rules = Rules(
         settings.lease_s,
         settings.baseline_iterations,
@@ -167,7 +178,7 @@ async def running(
         stack.callback(job_solver.close)
         request_solver = RequestLane(settings.request_processes, settings.request_limit_s)
         stack.callback(request_solver.close)
-        coordinator = Coordinator(store, job_solver, request_solver, rules, retention, limits)
+        coordinator = Coordinator(store, job_solver, request_solver, rules, retention, limits, rates)
         await coordinator.start()
         background = asyncio.ensure_future(coordinator.run())
         try:
@@ -216,6 +227,7 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(
         FrontierService(coordinator.jobs, coordinator.quotas), server
     )
+    ledger_service_pb2_grpc.add_LedgerServiceServicer_to_server(LedgerService(coordinator.ledger), server)
     token_service_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(coordinator.tokens), server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -155,6 +155,24 @@ class CoordinatorSettings(BaseSettings):
     keep_telemetry_count: int = Field(
         default=100_000, ge=1, le=_MOST, description="Agents of which that is known, at most."
     )
+    keep_ledger_days: float = Field(
+        default=1_100.0,
+        gt=0,
+        le=36_500,
+        description="Days that the ledger is kept, of ended and deleted jobs, too.",
+    )
+    price_per_kwh: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e6,
+        description="What a kWh costs, in your currency, for the ledger; costs are not known if not given.",
+    )
+    intensity_g_per_kwh: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e5,
+        description="Grams of CO2 that a kWh stands for, for the ledger; carbon is not known if not given.",
+    )
     shutdown_grace_s: float = Field(
         default=5.0, ge=0, le=600, description="Time for open calls when stopping, seconds."
     )

@@ -40,7 +40,8 @@ class KeptClocks:
 
     None is slower than its deadline on the measured times; with the latency none takes more than 0.2 % longer
     than on the measured times, unless even ``fallback`` is slower than the deadline (measured times may rise
-    with the clock). With a latency of 0 they stay as they are.
+    with the clock) or late itself (the highest clocks of a stage differ, and those between are slower).
+    With a latency of 0 they stay as they are.
     """
 
     def __init__(self, pipeline: Pipeline, fallback: Plan, latency_s: float) -> None:

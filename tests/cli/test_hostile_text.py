@@ -164,7 +164,7 @@ def run(address: str, view: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(texts=st.lists(SHORT, min_size=1, max_size=20))
 def test_every_view_is_readable_whatever_it_is_told(
     coordinator: tuple[HostileCoordinator, str], view: str, texts: list[str]

@@ -1,6 +1,8 @@
 """`perseus store`, and the coordinator's `--check-store`."""
 
 import asyncio
+import csv
+import json
 import sqlite3
 from pathlib import Path
 
@@ -39,6 +41,21 @@ def test_the_check_says_what_is_wrong_by_its_exit_code(database: Path, command: 
     done = RUNNER.invoke(app, call)
     assert done.exit_code == 1
     assert "job 'job', run 1: can't be read" in done.stdout
+
+
+def test_the_check_tells_scripts_what_it_found(database: Path) -> None:
+    call = ["store", "check", "--database", str(database), "--format"]
+    whole = RUNNER.invoke(app, [*call, "json"])
+    assert (whole.exit_code, json.loads(whole.stdout)) == (0, [])
+    with sqlite3.connect(database) as connection:
+        connection.execute("UPDATE runs SET spec = ''")
+    connection.close()
+    broken = RUNNER.invoke(app, [*call, "json"])
+    ((finding),) = json.loads(broken.stdout)
+    assert broken.exit_code == 1
+    assert finding["finding"].startswith("job 'job', run 1: can't be read")
+    as_csv = RUNNER.invoke(app, [*call, "csv"])
+    assert (as_csv.exit_code, list(csv.DictReader(as_csv.stdout.splitlines()))) == (1, [finding])
 
 
 def test_a_store_goes_out_and_into_another(database: Path, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """`perseus tokens`, and where commands and agents find their token, against real processes."""
 
+import csv
+import json
 import os
 import subprocess
 import sys
@@ -61,6 +63,41 @@ def test_a_token_is_made_used_and_revoked(environment: Mapping[str, str], tmp_pa
     again = perseus(environment, "tokens", "create", "dash", "--scope=reader")
     assert again.returncode == 2
     assert "there is a token 'dash' already" in again.stderr
+
+
+def test_scripts_are_told_of_a_token_and_of_its_end(environment: Mapping[str, str], tmp_path: Path) -> None:
+    made = perseus(
+        environment, "tokens", "create", "ci", "--scope=agent", "--jobs=llama-*", "--format", "json"
+    )
+    token = json.loads(made.stdout)
+    assert (token["name"], token["scope"], token["job_patterns"]) == ("ci", "agent", ["llama-*"])
+    assert token["expire_time"] is None
+    bare = perseus(environment, "tokens", "create", "bare", "--scope=reader").stdout
+    assert len(bare.split()) == 1
+    assert len(bare.strip()) == len(token["secret"])
+    path = tmp_path / "token"
+    kept = perseus(
+        environment, "tokens", "create", "kept", "--scope=reader", "--output", path, "--format=csv"
+    )
+    (row,) = csv.DictReader(kept.stdout.splitlines())
+    assert (row["name"], row["secret"]) == ("kept", "")
+    ended = json.loads(perseus(environment, "tokens", "revoke", "ci", "--format=json").stdout)
+    assert ended["name"] == "ci"
+    assert ended["revoke_time"].endswith("Z")
+    assert "secret" not in ended
+
+
+def test_scripts_are_told_whether_it_serves(environment: Mapping[str, str]) -> None:
+    serves = perseus(environment, "health", "--format=json")
+    assert (serves.returncode, json.loads(serves.stdout)) == (
+        0,
+        {"who": "coordinator", "is_serving": True, "status": "SERVING"},
+    )
+    assert (
+        perseus(environment, "health", "--format=csv").stdout
+        == "who,is_serving,status\ncoordinator,true,SERVING\n"
+    )
+    assert perseus(environment, "health").stdout == "SERVING\n"
 
 
 @pytest.mark.parametrize(

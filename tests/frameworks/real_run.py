@@ -4,6 +4,7 @@ The frameworks' tests start their own trainer on it, and judge what it found.
 """
 
 import asyncio
+import math
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -29,6 +30,10 @@ from perseus.v1 import (
 _START_TIMEOUT_S = 60.0
 _PROFILING_TIMEOUT_S = 240.0
 STEP_TIMEOUT_S = 60.0
+_NORMAL_DEVIATIONS = 1.4826
+"""A normal standard deviation, in median absolute deviations."""
+_MEDIAN_ERRORS = 1.2533
+"""The standard error of a normal sample's median, in that of its mean."""
 
 Identity = tuple[int, int, int]
 """(kind, microbatch, chunk) of a computation, by the wire's numbers."""
@@ -36,10 +41,14 @@ Identity = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Medians over some iterations of the whole job: seconds, and joules of all its GPUs."""
+    """Medians over some iterations of the whole job: seconds, and joules of all its GPUs.
+
+    `time_se_s` is the standard error of the time, by the median deviation.
+    """
 
     iteration_count: int
     time_s: float
+    time_se_s: float
     energy_j: float
 
 
@@ -87,9 +96,13 @@ class RealRun:
     def figures(self, numbers: Sequence[int]) -> Figures:
         """The medians over these iterations, of those that all pipelines reported."""
         rows = self.observer.measurements.whole(numbers)
+        times_s = [max(each.time_s for each in row.values()) for row in rows]
+        time_s = median(times_s)
+        deviation_s = _NORMAL_DEVIATIONS * median(abs(each - time_s) for each in times_s)
         return Figures(
             len(rows),
-            median(max(each.time_s for each in row.values()) for row in rows),
+            time_s,
+            _MEDIAN_ERRORS * deviation_s / math.sqrt(len(rows)),
             median(sum(each.energy_j for each in row.values()) for row in rows),
         )
 

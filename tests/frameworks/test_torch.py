@@ -1,6 +1,7 @@
 """`torch.distributed.pipelining`, really training on CPUs under a real coordinator and real agents."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -134,7 +135,9 @@ async def test_replicas_without_pipelines_keep_a_slowdown_budget_and_answer_a_st
 
         await run.set_policy(job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown()))
         answer = await answer_to_straggler(run, plan)
-        assert answer.answered.time_s <= 1.02 * answer.unanswered.time_s
+        # Few iterations are without an answer, so that how long they take is known by their spread only.
+        error_s = math.hypot(answer.answered.time_se_s, 1.02 * answer.unanswered.time_se_s)
+        assert answer.answered.time_s <= 1.02 * answer.unanswered.time_s + 2 * error_s
         assert answer.answered.energy_j < 0.97 * answer.unanswered.energy_j
     check_losses(case, tmp_path)
     name, slowed = f"torch-{case.schedule}", f"the same, a replica slowed by {100 * (SLOWDOWN - 1):.0f} %"

@@ -33,6 +33,8 @@ START_TIMEOUT_S = 60.0
 MODEL = replace(A100_SXM.with_clocks(4), counter_period_s=0.02)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _POLL_S = 0.01
+_LAST_LINES = 20
+_LASTING_S = 1.0
 
 
 class Stack:
@@ -158,9 +160,31 @@ class Stack:
         begun_s = time.monotonic()
         while not is_true():
             waited_s = time.monotonic() - begun_s
-            assert waited_s < timeout_s, f"{what}: not within {timeout_s:g} s; logs in {self.folder}"
+            assert waited_s < timeout_s, f"{what}: not within {timeout_s:g} s\n{self._state()}"
             time.sleep(_POLL_S)
         return time.monotonic() - begun_s
+
+    def until_lasting_stock(self, what: str, timeout_s: float) -> float:
+        """Wait for stock that lasts; the seconds that it took to come. AssertionError after `timeout_s`."""
+        begun_s = time.monotonic()
+        while True:
+            came_after_s = time.monotonic() - begun_s + self.until(self.is_at_stock, what, timeout_s)
+            while self.is_at_stock():
+                if time.monotonic() - begun_s > came_after_s + _LASTING_S:
+                    return came_after_s
+                time.sleep(_POLL_S)
+            assert time.monotonic() - begun_s < timeout_s, (
+                f"{what}: not within {timeout_s:g} s\n{self._state()}"
+            )
+
+    def _state(self) -> str:
+        """What there is to know of a wait that has failed: nobody will find the folder."""
+        logs = [
+            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+            for path in sorted(self.folder.glob("*.log"))
+        ]
+        clock_mhz, locks = self._gpu.sm_clock_mhz(), Locks.read(self.gpu_file)
+        return "\n".join([f"{locks}, at {clock_mhz} MHz, a record: {self.has_record()}", *logs])
 
     def log(self, name: str) -> list[dict[str, object]]:
         """What a process has logged so far."""
@@ -330,7 +354,12 @@ def try_kill(stack: Stack, name: str, delay_s: float) -> Outcome:
     time.sleep(delay_s)
     was_locked = stack.is_locked()
     kill(stack)
-    restored_after_s = stack.until(stack.is_at_stock, f"stock after {name}", limit_s)
+    if (
+        kill is coordinator_sigkill
+    ):  # training goes on, and may be at stock for a moment before the lease ends
+        restored_after_s = stack.until_lasting_stock(f"stock after {name}", limit_s)
+    else:
+        restored_after_s = stack.until(stack.is_at_stock, f"stock after {name}", limit_s)
     if kill in (agent_sigkill, agent_sigterm, all_sigkill):
         assert stack.supervisor is not None
         status = stack.supervisor.wait(10)

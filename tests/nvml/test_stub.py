@@ -41,7 +41,7 @@ events = st.one_of(
 
 
 @given(model=st.sampled_from([A40, A100_SXM]), steps=st.lists(st.tuples(durations_s, events), max_size=20))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_its_physics_are_those_of_the_emulated_gpu(
     stub_library: Path, model: GpuModel, steps: list[tuple[float, tuple[str, object]]]
 ) -> None:

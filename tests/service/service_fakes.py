@@ -22,6 +22,7 @@ from perseus.service.domain.inputs import (
     SolveFailed,
     TelemetryArrived,
 )
+from perseus.service.domain.ledger import EnergyHour
 from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import (
     STOCK,
@@ -436,6 +437,7 @@ class Cluster:
         periods: dict[int, Period] = {}
         rows: list[IterationRows] = []
         sequence = 0
+        latest_hour: EnergyHour | None = None
         for command in self.history:
             if isinstance(command, Announce):
                 sequence = command.happening.sequence
@@ -454,6 +456,8 @@ class Cluster:
                     profiles[profile.stage, profile.clock_mhz] = profile
                 case Period() as period:
                     periods[period.number] = period
+                case EnergyHour() as latest_hour:
+                    pass
                 case IterationRows() as some:
                     rows = [old for old in [*rows, some] if old.rows.iteration[0] > some.closed_through]
                 case ForgetIterations():
@@ -463,7 +467,7 @@ class Cluster:
         return StoredJob(
             self.spec, 1, START_S, registrations, record, tuple(ranks.values()), tuple(offers.values()),
             tuple(profiles[place] for place in sorted(profiles)), tuple(periods.values()),
-            tuple(rows), sequence,
+            tuple(rows), sequence, latest_hour,
         )  # fmt: skip
 
     def restart(self) -> None:

@@ -60,7 +60,7 @@ def test_emulated_time_by_hand() -> None:
 
 
 @given(pipeline=pipelines())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_emulated_time_is_that_of_the_replay(pipeline: Pipeline) -> None:
     lowest_mhz = {key: min(m.clock_mhz for m in some) for key, some in pipeline.profiles.items()}
     clocked = [c for c in pipeline.schedule.computations if c.kind is not Kind.FIXED]

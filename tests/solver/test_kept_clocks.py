@@ -24,7 +24,11 @@ def shortest_run_s(plan: Plan) -> float:
 
 
 def check_points(frontier: Frontier, latency_s: float) -> None:
-    """No point is late, with the latency or without; slower ones cost less, and each is found as it is."""
+    """No point is late, with the latency or without; slower ones cost less, and each is found as it is.
+
+    Where the all-highest plan itself is late, as highest clocks differ within a stage, no other is later.
+    """
+    baseline_late_s = replay_with_latency(frontier.pipeline, frontier.baseline, latency_s).iteration_time_s
     assert frontier.set_latency_s == latency_s
     assert frontier.points[0].deadline_s == frontier.t_min_s
     assert frontier.points[-1].deadline_s == pytest.approx(frontier.t_slow_s, rel=1e-12)
@@ -39,10 +43,10 @@ def check_points(frontier: Frontier, latency_s: float) -> None:
         assert plan.clocks_mhz == replay(frontier.pipeline, plan.clocks_mhz).clocks_mhz
         if plan.iteration_time_s >= frontier.baseline.iteration_time_s:
             late = replay_with_latency(frontier.pipeline, plan, latency_s)
-            assert late.iteration_time_s <= MOST_SLOWDOWN * plan.iteration_time_s
+            assert late.iteration_time_s <= max(MOST_SLOWDOWN * plan.iteration_time_s, baseline_late_s)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(pipelines(), st.floats(0.0, 3.0), st.floats(0.0, 1.0))
 def test_no_plan_is_late_on_random_pipelines(pipeline: Pipeline, latencies: float, where: float) -> None:
     """Of latencies from none to three times the longest computation.
@@ -58,7 +62,10 @@ def test_no_plan_is_late_on_random_pipelines(pipeline: Pipeline, latencies: floa
     assert plan.iteration_time_s <= time_s + 1e-9
     if plan.iteration_time_s >= frontier.baseline.iteration_time_s:
         late = replay_with_latency(pipeline, plan, latency_s)
-        assert late.iteration_time_s <= MOST_SLOWDOWN * plan.iteration_time_s
+        baseline_late = replay_with_latency(pipeline, frontier.baseline, latency_s)
+        assert late.iteration_time_s <= max(
+            MOST_SLOWDOWN * plan.iteration_time_s, baseline_late.iteration_time_s
+        )
 
 
 def test_where_clocks_change_at_once_nothing_is_another() -> None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus.solver import (
@@ -75,7 +75,7 @@ def has_transfers(pipeline: Pipeline) -> bool:
     return with_lag(pipeline, 1.0).activation_lags_s != {}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(st.one_of(stretchable(), pipelines()), LAGS_S, LAGS_S, st.floats(0.0, 0.1))
 def test_the_lag_that_is_found_replays_to_what_was_measured(
     pipeline: Pipeline, assumed_s: float, more_s: float, rest_s: float
@@ -102,7 +102,7 @@ def test_the_lag_that_is_found_replays_to_what_was_measured(
             assert found_excess_s >= wanted_s - 100 * PS_S
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(stretchable(), st.floats(0, 0.03), st.floats(0, 0.03))
 def test_more_to_explain_takes_a_longer_lag_or_none_does(
     pipeline: Pipeline, one_s: float, other_s: float
@@ -118,7 +118,7 @@ def test_more_to_explain_takes_a_longer_lag_or_none_does(
     assert less_s <= more_s
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(pipelines())
 def test_no_lag_explains_more_than_the_plans_differ_in_all_computations(pipeline: Pipeline) -> None:
     pipeline = with_lag(pipeline, 0.0)
@@ -156,7 +156,7 @@ def test_a_lag_on_the_published_profile_comes_back() -> None:
     assert found_s == pytest.approx(0.003, abs=100 * PS_S)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(pipelines(), LAGS_S)
 def test_a_lag_is_that_of_all_transfers(pipeline: Pipeline, lag_s: float) -> None:
     lagged = with_lag(pipeline, lag_s)

@@ -1,7 +1,7 @@
 """Rounded plans come close to their bound, trades only ever help, and what is undone is as it was."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus.solver import Frontier, Pipeline, Plan, solve
@@ -37,7 +37,7 @@ def excess_percent(frontier: Frontier, plan: Plan, deadline_s: float) -> float:
 @given(
     pipeline=pipelines(), share=st.floats(0, 1), changes=st.lists(st.tuples(st.integers(0), st.integers(0)))
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_an_assignment_keeps_its_slack_and_can_be_undone(
     pipeline: Pipeline, share: float, changes: list[tuple[int, int]]
 ) -> None:
@@ -57,7 +57,7 @@ def test_an_assignment_keeps_its_slack_and_can_be_undone(
 
 
 @given(pipeline=pipelines(), share=st.floats(0, 1))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_every_means_helps_and_none_is_late(pipeline: Pipeline, share: float) -> None:
     graph = build_event_graph(pipeline)
     sweep = sweep_frontier(graph)
@@ -75,7 +75,7 @@ def test_every_means_helps_and_none_is_late(pipeline: Pipeline, share: float) ->
 
 
 @given(pipeline=pipelines(), share=st.floats(0, 1), reach=st.integers(1, 3))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_local_hulls_keep_the_deadline_within_reach(pipeline: Pipeline, share: float, reach: int) -> None:
     graph = build_event_graph(pipeline)
     sweep = sweep_frontier(graph)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import Kind, Measurement, shrink, shrink_profiles
@@ -85,7 +85,6 @@ def test_too_few_clocks_say_nothing_of_each_other() -> None:
     assert shrink(few) == few
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(1e-6, 1e3), st.floats(1e-3, 1e6), st.floats(1e-6, 0.4), st.floats(1e-6, 0.4)),

@@ -19,6 +19,7 @@ from perseus.v1 import (
     frontier_service_pb2,
     job_pb2,
     job_service_pb2,
+    ledger_service_pb2,
     rank_pb2,
     token_service_pb2,
 )
@@ -30,6 +31,7 @@ JOB = "fuzzed"
 _SERVICES = (
     job_service_pb2.DESCRIPTOR.services_by_name["JobService"],
     frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"],
+    ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"],
     token_service_pb2.DESCRIPTOR.services_by_name["TokenService"],
 )
 

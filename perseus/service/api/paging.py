@@ -62,7 +62,7 @@ class Page:
         if not self.after:
             return 0
         if not (self.after.isascii() and self.after.isdecimal() and len(self.after) <= _MAX_NUMBER_DIGITS):
-            raise _no_token(self.after)
+            raise no_token(self.after)
         return int(self.after) + 1
 
     def fill(self, items: Iterable[tuple[object, Item]]) -> tuple[list[Item], str]:
@@ -96,13 +96,14 @@ def _decode(token: str, digest: bytes) -> str:
         content = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
         after = content[_DIGEST_BYTES:].decode()
     except (binascii.Error, UnicodeError):
-        raise _no_token(token) from None
+        raise no_token(token) from None
     if content[:_DIGEST_BYTES] != digest or not after:
-        raise _no_token(token)
+        raise no_token(token)
     return after
 
 
-def _no_token(found: str) -> InvalidFieldError:
+def no_token(found: str) -> InvalidFieldError:
+    """Return the error for a token that is none."""
     return InvalidFieldError(
         field="page_token", expected="a next_page_token of the same request", found=repr(found[:100])
     )

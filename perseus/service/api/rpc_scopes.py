@@ -38,6 +38,7 @@ RPC_SCOPES: Mapping[str, frozenset[Scope]] = {
     "/perseus.v1.JobService/ResumeJob": _OPERATORS,
     "/perseus.v1.JobService/SetPolicy": _OPERATORS,
     "/perseus.v1.JobService/WatchJob": _READERS,
+    "/perseus.v1.LedgerService/ListLedgerEntries": _READERS,
     "/perseus.v1.TokenService/CreateToken": _OPERATORS,
     "/perseus.v1.TokenService/ListTokens": _OPERATORS,
     "/perseus.v1.TokenService/RevokeToken": _OPERATORS,

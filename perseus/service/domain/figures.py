@@ -39,6 +39,7 @@ class JobFigures:
         detected_count: of the stragglers, those that nobody reported.
         straggler_time_s: T' of the slowest one.
         switch_count: how often pipelines were given other plans.
+        saved_energy_j: against stock, since the coordinator began with the run.
     """
 
     latest: JobIteration | None = None
@@ -49,3 +50,4 @@ class JobFigures:
     detected_count: int = 0
     straggler_time_s: float | None = None
     switch_count: int | None = None
+    saved_energy_j: float | None = None

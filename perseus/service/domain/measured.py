@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from perseus.service.domain.model import JobState
+from perseus.service.domain.moments import standard_error
 from perseus.service.domain.telemetry import ComputationColumns
 from perseus.solver import Kind, Measurement
 
@@ -43,6 +44,9 @@ class JobIteration:
     `skipped_count`: iterations between the one before and this that some rank never reported. The gap is what
     lies between the one before and this: its time and what clocks can have added to it are those of the rank
     with the most, its energy all GPUs'.
+
+    `is_at_stock`: all its ranks surely were at stock; `state`: for what the newest of its clocks were
+    offered. `unmeasured_rank_count`: ranks whose energy is not known, and in no figure here.
     """
 
     iteration: int
@@ -54,6 +58,10 @@ class JobIteration:
     gap_time_s: float = 0.0
     gap_energy_j: float = 0.0
     gap_slowed_time_s: float = 0.0
+    is_at_stock: bool = False
+    state: JobState = JobState.STOCK
+    has_straggler: bool = False
+    unmeasured_rank_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +98,12 @@ class Period:
     @property
     def iteration_time_se_s(self) -> float:
         """Standard error of the mean iteration time; 0 for a single iteration."""
-        return _standard_error(self.iteration_time_m2, self.iteration_count)
+        return standard_error(self.iteration_time_m2, self.iteration_count)
 
     @property
     def energy_se_j(self) -> float:
         """Standard error of the mean energy; 0 for a single iteration."""
-        return _standard_error(self.energy_m2, self.iteration_count)
+        return standard_error(self.energy_m2, self.iteration_count)
 
     def with_irregular(self, time_s: float, iteration: int) -> "Period":
         """Return the period with one more irregular iteration."""
@@ -183,10 +191,6 @@ class Timeline:
     iteration: int
     iteration_time_s: float
     stages: tuple[ComputationColumns, ...]
-
-
-def _standard_error(m2: float, count: int) -> float:
-    return math.sqrt(max(m2, 0.0) / (count - 1) / count) if count > 1 else 0.0
 
 
 def _relative(mean: float, se: float, reference: float, reference_se: float) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from perseus.service.domain.ledger import EnergyHour
 from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import JobState, PipelineOffer, Rank, StockIteration, Straggler
 from perseus.service.domain.profiling import GivenUpClock, ProfilingCost
@@ -112,6 +113,7 @@ Record = (
     | StageProfile
     | ProfiledWork
     | Period
+    | EnergyHour
     | IterationRows
     | ForgetIterations
     | ForgetProfile
@@ -141,11 +143,16 @@ def record_key(record: Record) -> Hashable:
             return ProfiledWork, record.stage
         case Period():
             return Period, record.number
+        case EnergyHour():
+            return EnergyHour, record.hour, record.baseline_number
 
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """What the store knows of a run of a job: all that a machine needs to go on after a restart."""
+    """What the store knows of a run of a job: all that a machine needs to go on after a restart.
+
+    Of the ledger that is the latest hour, None if there is none.
+    """
 
     spec: JobSpec
     run_number: int
@@ -158,6 +165,7 @@ class StoredJob:
     periods: tuple[Period, ...]
     open_rows: tuple[IterationRows, ...]
     last_sequence: int
+    latest_hour: EnergyHour | None = None
 
 
 @dataclass(frozen=True, slots=True)

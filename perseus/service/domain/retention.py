@@ -14,6 +14,7 @@ class Retention:
         finished_age_s, finished_count: runs that have ended, before they are archived: only the report,
             the specification and the profiles that other jobs adopt stay of them.
         telemetry_age_s, telemetry_count: how far the telemetry of agents was taken, by instance.
+        ledger_age_s: the ledger's hours, whatever became of their jobs.
     """
 
     event_age_s: float = 90 * DAY_S
@@ -22,6 +23,7 @@ class Retention:
     finished_count: int = 1_000
     telemetry_age_s: float = 30 * DAY_S
     telemetry_count: int = 100_000
+    ledger_age_s: float = 1_100 * DAY_S
 
     def is_run_due(self, finish_time_s: float, later_count: int, now_s: float) -> bool:
         """Tell whether a run is to be archived; `later_count` runs have finished after it."""

@@ -26,6 +26,7 @@ from perseus.service.domain.records import ForgetIterations, IterationRows, Prof
 from perseus.service.domain.specification import Coordinates, JobSpec
 from perseus.service.domain.telemetry import IterationColumns
 from perseus.service.job.iterations.baseline import Baseline
+from perseus.service.job.iterations.energy_meter import EnergyMeter
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
 from perseus.service.job.journal import Journal
@@ -59,6 +60,7 @@ class Course:
         ranks: who serves the job.
         offers: what clocks its pipelines should have.
         log: its iterations and the report.
+        meter: what it uses, for the ledger.
         timelines: the latest iteration of each pipeline.
         baseline: what an iteration takes at stock.
         profiler: what is measured of its stages.
@@ -87,6 +89,7 @@ class Course:
         counts = spec.parallelism
         self.journal = Journal(len(list(counts.all_coordinates())))
         self.log = IterationLog(list(counts.all_coordinates()))
+        self.meter = EnergyMeter()
         self.timelines = TimelineMemory(counts)
         self.ranks = RankTable(spec, rules.lease_s, self.journal, created_s)
         self.offers = OfferBoard(counts, self.ranks, self.journal)
@@ -145,6 +148,7 @@ class Course:
         self.progress.restore(self.state, stall, now_s)
         self.journal.sequence = stored.last_sequence
         self.log.restore(stored.periods)
+        self.meter.restore(stored.latest_hour)
         self.log.mark_straggler(-1, bool(self.stragglers))
         if self.state not in (JobState.PROFILING, JobState.PLANNED):
             self.offers.wish(range(len(self.offers)), STOCK)  # a run that was put aside had other clocks
@@ -265,6 +269,7 @@ class Course:
         for period in self.log.periods[max(0, count - 1) :]:
             if period != last:
                 self.journal.store(period)
+        self.journal.store(self.meter.take(complete, self.log.latest_baseline, self.wall_time_s))
         self.offers.iteration_time_s = complete[-1].iteration_time_s
         for iteration in complete:
             gap_s = self.progress.silence_s(self.now_s)

@@ -260,6 +260,7 @@ class JobMachine:
             detected_count=sum(straggler.is_detected for straggler in self._stragglers),
             straggler_time_s=max(self._planner.straggler_times_s().values(), default=None),
             switch_count=self._offers.switch_count,
+            saved_energy_j=self._course.meter.saved_j,
         )
 
     def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:

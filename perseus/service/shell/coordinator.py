@@ -10,12 +10,15 @@ import time
 import structlog
 
 from perseus.service.domain.errors import DrainingError
+from perseus.service.domain.ledger import UNKNOWN, Rates
 from perseus.service.domain.limits import Limits
 from perseus.service.domain.retention import Retention
+from perseus.service.fleet.ledger import constant
 from perseus.service.job.rules import Rules
 from perseus.service.shell.agents import Agents
 from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.jobs import Jobs
+from perseus.service.shell.ledger import Ledger
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.tokens import Tokens
@@ -43,6 +46,7 @@ class Coordinator:
         jobs: what clients ask.
         agents: what agents say.
         tokens: who they are.
+        ledger: what jobs have used and saved.
         quotas: what each of them has, and may have.
         live: the jobs' latest runs.
         writer: what stores.
@@ -59,6 +63,7 @@ class Coordinator:
         rules: Rules,
         retention: Retention,
         limits: Limits | None = None,
+        rates: Rates = UNKNOWN,
     ) -> None:
         self._store = store
         self._retention = retention
@@ -67,11 +72,13 @@ class Coordinator:
         self.lag_s = self.late_total_s = 0.0
         self.store_size_bytes: int | None = None
         self.job_solver, self.request_solver = job_solver, request_solver
-        self.live = LiveRuns(store, self.writer, job_solver, rules, self._clock)
+        rates_at = constant(rates)
+        self.live = LiveRuns(store, self.writer, job_solver, rules, self._clock, rates_at)
         self.quotas = Quotas(limits or Limits(), time.monotonic)
         self.jobs = Jobs(store, self.writer, request_solver, self.live, self.quotas)
         self.agents = Agents(store, self.writer, self.live)
         self.tokens = Tokens(store, self.writer)
+        self.ledger = Ledger(store, self.writer, rates_at)
 
     async def start(self) -> None:
         """Load what is stored, and go on with it."""

@@ -54,9 +54,11 @@ from perseus.service.domain.inputs import (
     SolveRetried,
     Tick,
 )
+from perseus.service.domain.ledger import EnergyHour, RatesAt
 from perseus.service.domain.model import EventType, FaultyPart, JobView, Rank
 from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob, UnreadableJob
 from perseus.service.domain.specification import Coordinates, JobSpec
+from perseus.service.fleet.ledger import priced
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.quarantine import Fault, QuarantinedRun
 from perseus.service.job.rules import Rules
@@ -139,7 +141,13 @@ class LiveRuns:
     """
 
     def __init__(
-        self, store: JobStore, writer: Writer, solver: JobLane, rules: Rules, clock: JobClock
+        self,
+        store: JobStore,
+        writer: Writer,
+        solver: JobLane,
+        rules: Rules,
+        clock: JobClock,
+        rates_at: RatesAt,
     ) -> None:
         self.epoch = ""
         self.rules = rules
@@ -151,6 +159,7 @@ class LiveRuns:
         self._writer = writer
         writer.keeper = self
         self._solver = solver
+        self._rates_at = rates_at
         self._runs: dict[str, LiveRun] = {}
         # Those that may have a deadline: an ended job has none, and costs nothing.
         self._ticking: set[LiveRun] = set()
@@ -430,6 +439,8 @@ class LiveRuns:
         job_id, number = run.job_id, run.number
         for command in commands:
             match command:
+                case Store(EnergyHour() as hour):
+                    to_store.append(JobEntry(job_id, number, priced(hour, self._rates_at)))
                 case Store(record):
                     to_store.append(JobEntry(job_id, number, record))
                     if isinstance(record, _SHOWN):

@@ -106,11 +106,14 @@ def _state_findings(connection: Connection) -> Iterator[str]:
 
 def _orphans(connection: Connection) -> Iterator[str]:
     runs = schema.runs.c
-    for table in schema.OF_RUNS:
+    for table in (*schema.OF_RUNS, schema.ledger):
         if table is schema.runs:
             continue
         has_run = exists().where(runs.job_id == table.c.job_id, runs.run_number == table.c.run_number)
-        if count := connection.scalar(select(func.count()).select_from(table).where(~has_run)):
+        orphans = select(func.count()).select_from(table).where(~has_run)
+        if table is schema.ledger:
+            orphans = orphans.where(table.c.deletion == 0)
+        if count := connection.scalar(orphans):
             yield f"{table.name}: {count} rows are of no run"
 
 

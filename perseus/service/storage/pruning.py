@@ -13,6 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, and_, delete, func, select, tuple_, update
 
+from perseus.service.domain.ledger import HOUR_S
 from perseus.service.domain.retention import Retention
 from perseus.service.storage import schema
 from perseus.service.storage.store import Pruned
@@ -24,7 +25,7 @@ _NOT_DONE = -1
 
 
 class Pruner:
-    """Prunes a database, round by round: runs, then events, then agents."""
+    """Prunes a database, round by round: runs, then events, then agents, then the ledger."""
 
     def __init__(self, connection: Connection, step_rows: int = STEP_ROWS) -> None:
         self._connection = connection
@@ -51,6 +52,9 @@ class Pruner:
             while count := self._prune_events(job_id, run_number, retention, now_s):
                 yield Pruned(count, (), is_done=False)
         while count := self._prune_telemetry(retention, now_s):
+            yield Pruned(count, (), is_done=False)
+        oldest_hour = int((now_s - retention.ledger_age_s) // HOUR_S)
+        while count := self._delete_some(schema.ledger, schema.ledger.c.hour < oldest_hour):
             yield Pruned(count, (), is_done=False)
 
     # ------------------------------------------------------------------ runs

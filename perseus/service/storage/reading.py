@@ -16,7 +16,7 @@ from perseus.service.domain.principals import Grant, Scope, Token
 from perseus.service.domain.records import IterationRows, OfferRecord, Registrations, StoredJob, UnreadableJob
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
-from perseus.service.storage import codecs, schema
+from perseus.service.storage import codecs, ledger_rows, schema
 
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What reading a stored value may raise, whatever it is (pydantic's errors are ValueErrors)."""
@@ -90,6 +90,7 @@ def _load_run(connection: Connection, job_id: str, run_number: int) -> StoredJob
             map(_iteration, rows(schema.open_iterations, "iteration", "pipeline", "stage", "tensor"))
         ),
         last_sequence=int(last_sequence or 0),
+        latest_hour=ledger_rows.latest_hour(connection, job_id, run_number),
     )
 
 

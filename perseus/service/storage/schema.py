@@ -20,7 +20,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "0008"
+HEAD = "0009"
 """The latest migration: what this schema is."""
 
 # Ordered by bytes wherever it is, as SQLite orders all texts.
@@ -172,6 +172,36 @@ tokens = _table(
     _figure("create_time_s"),
     _figure("expire_time_s", nullable=True),
     _figure("revoke_time_s", nullable=True),
+)
+
+# What runs have used, by hours since 1970 (UTC) and the number of the baseline that it is held against (-1
+# for none): the values of `domain.ledger.EnergyHour`. Rows outlive their jobs: `deletion` is 0 while the job
+# is there, and then counts how many jobs of that name were deleted.
+ledger = _table(
+    "ledger",
+    Column("job_id", _KEY, primary_key=True),
+    _number("deletion", primary_key=True),
+    _number("run_number", primary_key=True),
+    _number("hour", primary_key=True),
+    _number("baseline_number", primary_key=True),
+    _number("baseline_iteration_count"),
+    _figure("baseline_energy_j"),
+    _figure("baseline_energy_m2"),
+    _figure("price_per_kwh", nullable=True),
+    _figure("intensity_g_per_kwh", nullable=True),
+    _number("iteration_count"),
+    _number("unmeasured_count"),
+    _figure("time_s"),
+    _figure("stock_energy_j"),
+    _figure("uncompared_energy_j"),
+    _number("compared_count"),
+    _figure("compared_energy_j"),
+    _figure("energy_m2"),
+    _number("freedom_count"),
+    _number("profiling_count"),
+    _figure("profiling_energy_j"),
+    _figure("straggler_energy_j"),
+    Index("ledger_by_hour", "hour"),
 )
 
 OF_RUNS = (

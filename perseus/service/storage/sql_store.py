@@ -18,11 +18,12 @@ from sqlalchemy import Connection, delete, insert, select, update
 
 from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedError
 from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
+from perseus.service.domain.ledger import EnergyGroup, HourFilter
 from perseus.service.domain.measured import KnownProfile
 from perseus.service.domain.principals import Token
 from perseus.service.domain.records import StoredJob, UnreadableJob
 from perseus.service.domain.retention import Retention
-from perseus.service.storage import reading, schema
+from perseus.service.storage import ledger_rows, reading, schema
 from perseus.service.storage.check_words import GENERATIONS_KEPT, Generation, History
 from perseus.service.storage.engines import Opened, connect, explain
 from perseus.service.storage.migrating import migrate
@@ -165,6 +166,10 @@ class SqlStore(JobStore):
         return await self._run(
             partial(reading.events, self._connection, job_id, run_number, after_sequence, limit, wanted)
         )
+
+    async def ledger(self, wanted: HourFilter) -> list[EnergyGroup]:
+        """See JobStore."""
+        return await self._run(partial(ledger_rows.groups, self._connection, wanted))
 
     async def telemetry_sequence(self, instance_id: str) -> int:
         """See JobStore."""

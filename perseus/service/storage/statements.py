@@ -28,6 +28,7 @@ UPSERT_OFFER = "upsert_offer"
 UPSERT_PROFILE = "upsert_profile"
 UPSERT_WORK = "upsert_work"
 UPSERT_PERIOD = "upsert_period"
+UPSERT_HOUR = "upsert_hour"
 UPSERT_TELEMETRY = "upsert_telemetry"
 UPSERT_TOKEN = "upsert_token"
 
@@ -42,6 +43,7 @@ ORDER = (
     UPSERT_PROFILE,
     UPSERT_WORK,
     UPSERT_PERIOD,
+    UPSERT_HOUR,
     INSERT_ITERATION,
     CLOSE_ITERATIONS,
     INSERT_EVENT,
@@ -114,6 +116,7 @@ class Statements:
             UPSERT_PROFILE: upsert(schema.profiles),
             UPSERT_WORK: upsert(schema.profiled_work),
             UPSERT_PERIOD: upsert(schema.periods),
+            UPSERT_HOUR: upsert(schema.ledger),
             INSERT_ITERATION: insert(rows).on_conflict_do_nothing(),
             CLOSE_ITERATIONS: delete(rows).where(
                 *of_run(rows), rows.c.iteration <= bindparam("closed_through")

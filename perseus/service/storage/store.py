@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
+from perseus.service.domain.ledger import EnergyGroup, HourFilter
 from perseus.service.domain.measured import KnownProfile
 from perseus.service.domain.principals import Token
 from perseus.service.domain.records import Record, StoredJob, UnreadableJob
@@ -33,7 +34,10 @@ class NewRun:
 
 @dataclass(frozen=True, slots=True)
 class JobDeleted:
-    """A job is forgotten with all its runs. Of its versions, those up to `version` are never used again."""
+    """A job is forgotten with all its runs, but for the ledger.
+
+    Of its versions, those up to `version` are never used again.
+    """
 
     job_id: str
     version: int
@@ -151,6 +155,13 @@ class JobStore(abc.ABC):
         wanted: EventFilter = ALL_EVENTS,
     ) -> list[JobEvent]:
         """Return a run's first `limit` events above a sequence that are wanted, in their order."""
+
+    @abc.abstractmethod
+    async def ledger(self, wanted: HourFilter) -> list[EnergyGroup]:
+        """Return what runs have used in the hours that are wanted, in sums, by job, deletion and run.
+
+        Deleted jobs are there; of those of a name the one that is there comes last.
+        """
 
     @abc.abstractmethod
     async def telemetry_sequence(self, instance_id: str) -> int:

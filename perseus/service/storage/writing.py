@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Table, delete, func, literal, select, update
 from sqlalchemy.engine.interfaces import DBAPICursor
 
 from perseus.service.domain.events import JobEvent
+from perseus.service.domain.ledger import EnergyHour
 from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import Clocks, Rank
 from perseus.service.domain.records import (
@@ -25,7 +26,7 @@ from perseus.service.domain.records import (
     Record,
     Registrations,
 )
-from perseus.service.storage import codecs, schema
+from perseus.service.storage import codecs, ledger_rows, schema
 from perseus.service.storage import statements as to
 from perseus.service.storage.codecs import UnstorableError, figure, figures, integer
 from perseus.service.storage.statements import Row, Statements
@@ -266,6 +267,8 @@ class GroupWriter:
                 rows[to.UPSERT_WORK].append((*run, stage, key))
             case Period():
                 rows[to.UPSERT_PERIOD].append((*run, record.number, codecs.PERIOD.dump(record)))
+            case EnergyHour():
+                rows[to.UPSERT_HOUR].append(ledger_rows.row_of(*run, record))
 
     def _take_offer(self, group: _Group, run: _RunKey, record: OfferRecord) -> None:
         offer = record.offer
@@ -299,6 +302,7 @@ class GroupWriter:
         )
         for table in schema.OF_RUNS:
             self._connection.execute(delete(table).where(table.c.job_id == entry.job_id))
+        ledger_rows.set_aside(self._connection, entry.job_id)
         self._drop_plans(entry.job_id)
 
     def _drop_plans(self, job_id: str) -> None:

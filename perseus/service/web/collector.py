@@ -162,6 +162,7 @@ def _put_measured(readings: Readings, view: JobView, figures: JobFigures) -> Non
         readings.put(names.JOB_ITERATIONS, totals.irregular_count, job_id, "no")
         readings.put(names.JOB_TIME, totals.time_s, job_id)
         readings.put(names.JOB_ENERGY, totals.energy_j, job_id)
+    readings.put(names.JOB_SAVED_ENERGY, figures.saved_energy_j, job_id)
     if latest is not None:
         energy_j = sum(latest.pipeline_energy_j)
         readings.put(names.JOB_ITERATION_TIME, latest.iteration_time_s, job_id)

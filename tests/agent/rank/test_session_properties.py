@@ -259,4 +259,4 @@ class SessionMachine(RuleBasedStateMachine):
 
 
 TestSession = SessionMachine.TestCase
-TestSession.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestSession.settings = settings(max_examples=80, stateful_step_count=30)

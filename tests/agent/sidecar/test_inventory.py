@@ -1,6 +1,7 @@
 """Which GPUs there are, and what an agent says where there are none."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from perseus.agent.sidecar.inventory import Found, Inventory
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.shell import serving
 from perseus.cli.health import _ask_agent
+from perseus.cli.rows import Format
 
 
 class Listing:
@@ -95,9 +97,13 @@ async def test_an_agent_answers_whether_it_has_gpus(
         answer = await asyncio.to_thread(ask_health, settings.socket, 10.0)
         assert (answer.ok, answer.reason) == (False, "NO_GPU")
         with pytest.raises(typer.Exit) as end:
-            await asyncio.to_thread(_ask_agent, settings.socket, 10.0)
+            await asyncio.to_thread(_ask_agent, settings.socket, 10.0, Format.JSON)
         assert end.value.exit_code == 1
-        assert "error: expected an agent that serves, found GPUs: 0; ranks: 0; " in capsys.readouterr().err
+        said = capsys.readouterr()
+        assert "error: expected an agent that serves, found GPUs: 0; ranks: 0; " in said.err
+        found = json.loads(said.out[said.out.index("{") :])
+        assert (found["who"], found["is_serving"]) == ("agent", False)
+        assert found["status"].startswith("GPUs: 0; ranks: 0; ")
     EmulatedGpu.create(gpus / "0", A100_SXM, "GPU-0").close()
     async with serving(settings):
         answer = await asyncio.to_thread(ask_health, settings.socket, 10.0)

@@ -313,7 +313,7 @@ def hostile() -> list[wire.ConnectRequest]:
 
 
 @example(said=hostile())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(said=st.lists(requests(), min_size=1, max_size=6))
 def test_nothing_that_an_agent_says_ends_more_than_itself(
     tmp_path_factory: Any, said: list[wire.ConnectRequest]

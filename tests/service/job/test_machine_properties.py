@@ -336,7 +336,6 @@ TestRandomLife = RandomLife.TestCase
 TestRandomLife.settings = settings(
     max_examples=25,
     stateful_step_count=40,
-    deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # Shrinking a life takes minutes.
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    suppress_health_check=[HealthCheck.filter_too_much],
 )

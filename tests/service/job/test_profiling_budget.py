@@ -130,7 +130,7 @@ conducts = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(phases=conducts, honest_at_first=st.booleans())
 def test_the_extra_time_keeps_its_budget_whatever_is_reported(
     phases: list[tuple[dict[Coordinates, Conduct], int]], honest_at_first: bool

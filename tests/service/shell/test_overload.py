@@ -152,6 +152,7 @@ class HeldStore:
         self.go.set()
         self.error: Exception | None = None
         self.later_count = 0
+        self.writer: Writer | None = None
         init, later = Writer.__init__, Writer.later
 
         def with_held_store(writer: Writer, store: Any) -> None:
@@ -164,6 +165,7 @@ class HeldStore:
                 await write(entries)
 
             store.write = held
+            self.writer = writer
             init(writer, store)
 
         def counted(*args: Any, **options: Any) -> writers.Work:
@@ -172,6 +174,9 @@ class HeldStore:
 
         monkeypatch.setattr(Writer, "__init__", with_held_store)
         monkeypatch.setattr(Writer, "later", counted)
+
+    async def is_crowded(self) -> bool:
+        return self.writer is not None and self.writer.is_crowded
 
 
 async def test_health_says_not_serving_while_nothing_gets_stored_and_serving_again(
@@ -244,6 +249,7 @@ async def test_an_agent_whose_words_wait_for_longer_than_the_lease_loses_no_rank
         for sequence in range(1, 3 * writers.CROWD):
             batch = agent_service_pb2.TelemetryBatch(job_id="nobody", sequence=sequence)
             await flood.write(ConnectRequest(telemetry=batch))
+        await until(held.is_crowded)
         kept_until_s = time.monotonic() + 2 * lease_s
         while time.monotonic() < kept_until_s:
             await agent.say(heartbeat=agent_service_pb2.Heartbeat())

@@ -313,4 +313,4 @@ class Watching(RuleBasedStateMachine):
 
 
 TestWatching = Watching.TestCase
-TestWatching.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestWatching.settings = settings(max_examples=200, stateful_step_count=40)

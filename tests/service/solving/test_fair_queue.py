@@ -1,6 +1,6 @@
 """Whose problem is next: fair by what each job has had, oldest first among equals."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.solving.fair_queue import FairQueue
@@ -66,7 +66,6 @@ def test_who_leaves_is_not_taken() -> None:
     assert len(queue) == 0
 
 
-@settings(deadline=None)
 @given(
     costs_s=st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 100), min_size=2),
     turns=st.integers(1, 200),

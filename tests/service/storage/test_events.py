@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.events import EventFilter, Happening, JobEvent
@@ -24,9 +24,6 @@ ALL = 10_000
 
 
 JOB_NUMBERS = count()
-
-# Every example waits for the disk.
-on_disk = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
@@ -51,7 +48,6 @@ def numbered(found: Sequence[JobEvent]) -> list[JobEvent]:
     ]
 
 
-@on_disk
 @given(st.tuples(*map(events, EventType)))
 def test_evidence_of_every_type_comes_back_as_it_was(store: JobStore, drawn: tuple[JobEvent, ...]) -> None:
     job_id = f"job-{next(JOB_NUMBERS)}"
@@ -81,7 +77,6 @@ FILTERS = st.builds(
 )
 
 
-@on_disk
 @given(EVENTS, FILTERS, st.integers(1, 7), st.integers(0, 30))
 def test_pages_hold_what_is_wanted_in_order_wherever_the_clock_was(
     store: JobStore, drawn: list[JobEvent], wanted: EventFilter, limit: int, after_sequence: int

@@ -1,7 +1,7 @@
 """The baselines by hand, against the bound that nothing beats, and on published profiles."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from perseus.solver import (
     Computation,
@@ -78,7 +78,7 @@ def test_zeus_needs_a_clock_that_all_share() -> None:
 
 
 @given(pipeline=pipelines())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 def test_no_baseline_beats_the_bound(pipeline: Pipeline) -> None:
     frontier = solve(pipeline, point_count=3)
     for plan in (envpipe(pipeline), *zeus_global(pipeline), *zeus_per_stage(pipeline)):
@@ -88,7 +88,7 @@ def test_no_baseline_beats_the_bound(pipeline: Pipeline) -> None:
 
 
 @given(pipeline=pipelines())
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 def test_envpipe_keeps_its_envelope_at_the_highest_clocks(pipeline: Pipeline) -> None:
     clocks_mhz, highest_mhz = envpipe(pipeline).clocks_mhz, fastest_clock_plan(pipeline).clocks_mhz
     for order in pipeline.schedule.orders:

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus.pictures import Bar, Timeline, draw_timelines
@@ -56,7 +56,7 @@ def test_waiting_costs_what_it_costs_at_the_clock_that_is_held() -> None:
 
 
 @given(pipeline=pipelines(), count=st.integers(1, 200), slowdown=st.floats(1.0, 2.0))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 def test_energies_are_those_of_the_plans(pipeline: Pipeline, count: int, slowdown: float) -> None:
     fast, slow = fastest_clock_plan(pipeline), plan_at(pipeline, 1e9)
     alone = emulate(pipeline, [Replicas(fast, count)])

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from perseus.service.domain.model import (
     JobState,
     PipelineOffer,
     PlannedClocks,
+    StockClocks,
 )
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
@@ -52,12 +54,24 @@ class _Open:
     gap_slowed_time_s: list[float]
 
 
+class _Label(NamedTuple):
+    """What a version of clocks was offered for, and whether they are stock's."""
+
+    state: JobState
+    is_stock: bool
+
+
+_UNKNOWN = _Label(JobState.STOCK, is_stock=False)
+"""Of a version that is not known (any more)."""
+
+
 class IterationLog:
     """Puts iterations together, and keeps the report's periods.
 
     Attributes:
         closed_through: the highest iteration that takes no more rows, -1 if none.
         periods: the report so far.
+        latest_baseline: the latest of these that is a stock baseline, if there is one.
         iteration_time_s: that of the latest complete iteration of the job, 0 before the first.
         latest: that iteration.
         totals: all complete iterations that were put together here.
@@ -66,6 +80,7 @@ class IterationLog:
     def __init__(self, ranks: Sequence[Coordinates], periods: Sequence[Period] = ()) -> None:
         self.closed_through = -1
         self.periods: list[Period] = list(periods)
+        self.latest_baseline = _latest_baseline(self.periods)
         self.iteration_time_s = 0.0
         self.latest: JobIteration | None = None
         self.totals = Totals()
@@ -84,7 +99,7 @@ class IterationLog:
         # Irregular iterations for which there is no period yet: under what, how many, their mean time.
         self._irregular: tuple[tuple[tuple[int, ...], bool], int, float] | None = None
         self._restored_through: int | None = None
-        self._labels: dict[int, JobState] = {NO_VERSION: JobState.BASELINE}
+        self._labels: dict[int, _Label] = {NO_VERSION: _Label(JobState.BASELINE, is_stock=True)}
         # By version of a plan, where it is not 0: what the GPUs' set latency adds to its energy, percent.
         self._latency_costs: dict[int, float] = {}
         self._straggler_since: list[tuple[int, bool]] = []
@@ -100,9 +115,10 @@ class IterationLog:
             self._latency_costs[version] = offer.clocks.latency_cost_percent
             for old in sorted(self._latency_costs)[:-_LABEL_LIMIT]:
                 del self._latency_costs[old]
-        if self._labels.get(version) is state:
+        label = _Label(state, isinstance(offer.clocks, StockClocks))
+        if self._labels.get(version) == label:
             return
-        self._labels[version] = state
+        self._labels[version] = label
         for old in sorted(self._labels)[1:-_LABEL_LIMIT]:
             del self._labels[old]
 
@@ -120,6 +136,7 @@ class IterationLog:
         then the iteration that follows it is not the first one under its plans.
         """
         self.periods = list(periods)
+        self.latest_baseline = _latest_baseline(self.periods)
         if self.periods:
             last = self.periods[-1]
             self._key, self._restored_through = (last.versions, last.has_straggler), last.last_iteration
@@ -201,7 +218,7 @@ class IterationLog:
 
     def report(self, first_number: int) -> Iterator[tuple[Period, Saving | None]]:
         """Yield the periods from a number on, each against the latest stock baseline before it."""
-        stock = next(filter(_is_baseline, reversed(self.periods[:first_number])), None)
+        stock = _latest_baseline(self.periods[:first_number])
         for period in islice(self.periods, first_number, None):
             if _is_baseline(period):
                 stock = period
@@ -242,9 +259,12 @@ class IterationLog:
         self._close_through(iteration)
         before = iteration - 1 if self._latest_iteration is None else self._latest_iteration
         self._latest, self._latest_iteration = entry, iteration
+        versions = self._versions(entry)
+        # Of stages that are not of one plan, each has its own.
+        labels = [self._labels.get(one, _UNKNOWN) for one in sorted(set(versions or entry.version))]
         complete = JobIteration(
             iteration=iteration,
-            versions=self._versions(entry),
+            versions=versions,
             is_regular=all(entry.is_regular),
             iteration_time_s=max(entry.duration_s),
             pipeline_energy_j=tuple(
@@ -254,6 +274,10 @@ class IterationLog:
             gap_time_s=max(entry.gap_time_s),
             gap_energy_j=math.fsum(entry.gap_energy_j),
             gap_slowed_time_s=max(entry.gap_slowed_time_s),
+            is_at_stock=all(label.is_stock for label in labels),
+            state=labels[-1].state,
+            has_straggler=self._has_straggler_at(iteration),
+            unmeasured_rank_count=entry.energy_j.count(0.0),
         )
         self.iteration_time_s = complete.iteration_time_s
         self.latest, self.totals = complete, self.totals.with_iteration(complete)
@@ -282,7 +306,7 @@ class IterationLog:
         """
         if complete.versions is None:
             return
-        key = (complete.versions, self._has_straggler_at(complete.iteration))
+        key = (complete.versions, complete.has_straggler)
         if not complete.is_regular:
             self._count_irregular(complete, key)
             return
@@ -295,13 +319,14 @@ class IterationLog:
         last = self.periods[-1] if self.periods else None
         if last is not None and (last.versions, last.has_straggler) == key:
             self.periods[-1] = last.extended(complete, wall_time_s)
+            self._note_baseline()
             return
         irregular, self._irregular = self._irregular, None
         is_of_period = irregular is not None and irregular[0] == key
         self.periods.append(
             Period(
                 number=len(self.periods),
-                state=self._labels.get(max(complete.versions), JobState.STOCK),
+                state=complete.state,
                 has_straggler=key[1],
                 versions=complete.versions,
                 first_iteration=complete.iteration,
@@ -323,6 +348,11 @@ class IterationLog:
                 / len(complete.versions),
             )
         )
+        self._note_baseline()
+
+    def _note_baseline(self) -> None:
+        if _is_baseline(self.periods[-1]):
+            self.latest_baseline = self.periods[-1]
 
     def _count_irregular(self, complete: JobIteration, key: tuple[tuple[int, ...], bool]) -> None:
         last = self.periods[-1] if self.periods else None
@@ -355,3 +385,7 @@ class IterationLog:
 
 def _is_baseline(period: Period) -> bool:
     return period.state is JobState.BASELINE
+
+
+def _latest_baseline(periods: Sequence[Period]) -> Period | None:
+    return next(filter(_is_baseline, reversed(periods)), None)

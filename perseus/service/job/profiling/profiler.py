@@ -219,12 +219,15 @@ class Profiler:
         self._silent_s = self._silent_extra_s = 0.0
 
     def unmeasured_ranks(self, held: HoldClocks, clocks_mhz: UsableClocks) -> list[Coordinates]:
-        """Return the ranks of which a round waits for estimates, in order."""
-        pipelines = self._counting_pipelines()
+        """Return the ranks of which a round waits for estimates, in order.
+
+        Not those whose noise makes the round last: what they sent is enough, and more is wanted all the same.
+        """
+        pipelines, least_count = self._counting_pipelines(), self._effort.least_iterations
         return sorted(
             rank
             for stage in self._counted_mhz(held, clocks_mhz)
-            for rank, _ in self._unmeasured_of(stage, held.clocks_mhz[stage], pipelines, self._wanted_count)
+            for rank, _ in self._unmeasured_of(stage, held.clocks_mhz[stage], pipelines, least_count)
         )
 
     def next_round(self, held: HoldClocks | None, clocks_mhz: UsableClocks) -> HoldClocks | ProfileEnd:

@@ -13,7 +13,7 @@ from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.specification import Coordinates, Parallelism
 from perseus.service.domain.telemetry import EnergyEstimate, EnergySample
 from perseus.service.job.journal import Journal
-from perseus.service.job.profiling.effort import LONGEST_HOLD, round_error
+from perseus.service.job.profiling.effort import LEAST_ITERATIONS, LONGEST_HOLD, round_error
 from perseus.service.job.profiling.profiler import ProfileEnd, Profiler, ProfilingRules
 from perseus.solver import Kind, Measurement, one_forward_one_backward
 from tests.service.service_fakes import CLOCKS_MHZ, energy_j, time_s
@@ -34,6 +34,7 @@ class NoisyJob:
         self._noise = noise
         self._random = np.random.default_rng(seed)
         self.iteration_counts: dict[int, int] = {}
+        self.said_unmeasured: set[Coordinates] = set()
 
     def hold(self, clock_mhz: int, iteration_count: int) -> list[EnergyEstimate]:
         """What the rank says of a clock after each of so many iterations."""
@@ -66,6 +67,8 @@ class NoisyJob:
                 self.profiler.take_iteration(iteration, True, (), StockIteration(0.8, 1.0))
                 self.profiler.take_estimate(Coordinates(0, 0, 0), next(estimates))
                 following = self.profiler.next_round(held, [CLOCKS_MHZ])
+                if following is held and self.iteration_counts[clock_mhz] >= LEAST_ITERATIONS:
+                    self.said_unmeasured.update(self.profiler.unmeasured_ranks(held, [CLOCKS_MHZ]))
             held = following
 
     def error(self, clocks_mhz: list[int], counts: Mapping[int, float]) -> float:
@@ -111,6 +114,7 @@ def test_noise_holds_no_clock_for_ever_nor_gives_it_up() -> None:
     job.profile()
     assert max(job.iteration_counts.values()) == LONGEST_HOLD * ITERATIONS
     assert job.profiler.given_up == ()
+    assert job.said_unmeasured == set(), "what is to be surer is measured all the same"
 
 
 def test_noise_does_not_go_beyond_the_budget() -> None:

@@ -244,7 +244,7 @@ def test_noise_widens_the_limits() -> None:
     assert finding.noise == pytest.approx(0.02, rel=0.9)
 
 
-series_settings = settings(max_examples=50, deadline=None)
+series_settings = settings(max_examples=50)
 LEVELS = st.floats(-0.99, 0.99)
 
 
@@ -267,7 +267,7 @@ def test_alternation_about_the_limit_changes_at_most_once(
     assert len(series.feed_first((([up] * period + [down] * period) * 20)[:40])) <= 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(slow=st.integers(1, 8), fast=st.integers(1, 8), high=st.floats(1.05, 1.5), count=st.integers(2, 5))
 def test_no_rhythm_flaps(slow: int, fast: int, high: float, count: int) -> None:
     """After some attempts it is left alone: in the long run hardly anything changes."""

@@ -40,7 +40,7 @@ def plain_span_s(schedule: Schedule, durations_s: dict[Computation, float]) -> f
     return max(map(end_s, schedule.computations))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     schedule=st.one_of(
         st.builds(one_forward_one_backward, st.integers(1, 4), st.integers(1, 5)),

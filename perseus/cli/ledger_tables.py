@@ -1,0 +1,103 @@
+"""What `perseus ledger` shows, as a table for people."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+
+from perseus.v1.ledger_service_pb2 import LedgerAccount, LedgerEntry
+
+
+def ledger_table(entries: Iterable[LedgerEntry], total: LedgerAccount) -> Table:
+    """One line for each run, and the total; below what is in it, and what is assumed."""
+    table = Table(caption="\n".join(_notes(total)))
+    table.add_column("job")
+    table.add_column("run", justify="right")
+    table.add_column("hours (UTC)", min_width=16)
+    for column in ("energy, kWh", "saved, kWh", "saved, %", "cost", "saved", "CO2, kg", "saved, kg"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for entry in entries:
+        first, end = entry.start_time.ToDatetime(), entry.end_time.ToDatetime()
+        table.add_row(
+            entry.job_id + (" (deleted)" if entry.is_deleted else ""),
+            str(entry.run_number),
+            f"{first:%Y-%m-%d %H:%M} – {end:%Y-%m-%d %H:%M}",
+            *_figures(entry.account),
+        )
+    table.add_section()
+    table.add_row("total", "", "", *_figures(total))
+    return table
+
+
+def account_lines(account: LedgerAccount) -> list[str]:
+    """What one run has used and saved, in words."""
+    energy, saved, percent, cost, saved_cost, carbon, saved_carbon = _figures(account)
+    lines = [f"used {energy} kWh; saved {f'{saved} kWh, {percent} %' if saved else 'is not known'}"]
+    if cost:
+        lines.append(f"cost {cost}" + (f", saved {saved_cost}" if saved_cost else ""))
+    if carbon:
+        lines.append(f"{carbon} kg of CO2" + (f", saved {saved_carbon} kg" if saved_carbon else ""))
+    return [*lines, *_notes(account)]
+
+
+def _figures(account: LedgerAccount) -> Sequence[str]:
+    return (
+        _number(account.energy_kwh),
+        _known(account, "saved_energy_kwh", "saved_energy_se_kwh"),
+        _percent(account),
+        _known(account, "cost"),
+        _known(account, "saved_cost", "saved_cost_se"),
+        _known(account, "carbon_g", scale=1e-3),
+        _known(account, "saved_carbon_g", "saved_carbon_se_g", scale=1e-3),
+    )
+
+
+def _known(account: LedgerAccount, field: str, error: str = "", *, scale: float = 1.0) -> str:
+    """A figure with its standard error, as far as they are known."""
+    if not account.HasField(field):  # type: ignore[arg-type]
+        return ""
+    shown = _number(scale * getattr(account, field))
+    if error and account.HasField(error):  # type: ignore[arg-type]
+        shown += f" ± {_number(scale * getattr(account, error))}"
+    return shown
+
+
+def _percent(account: LedgerAccount) -> str:
+    if not account.HasField("saved_percent"):
+        return ""
+    shown = f"{account.saved_percent:+z.1f}"
+    return f"{shown} ± {account.saved_se_percent:.1f}" if account.HasField("saved_se_percent") else shown
+
+
+def _number(value: float) -> str:
+    """Three decimals, more where that would hide all of it."""
+    return f"{value:z.3f}" if abs(value) >= 0.1 or not value else f"{value:.3g}"
+
+
+def _notes(account: LedgerAccount) -> list[str]:
+    notes = ["saved ± its standard error, against the stock baseline"]
+    if account.HasField("saved_energy_margin_kwh"):
+        notes.append(f"95 % interval of the energy saved: ± {_number(account.saved_energy_margin_kwh)} kWh")
+    if account.profiling_energy_kwh:
+        extra = ""
+        if account.HasField("profiling_extra_energy_kwh"):
+            extra = f", {_signed(account.profiling_extra_energy_kwh)} kWh against stock"
+        notes.append(f"of it for profiling: {_number(account.profiling_energy_kwh)} kWh{extra}")
+    if account.uncompared_energy_kwh:
+        notes.append(f"{_number(account.uncompared_energy_kwh)} kWh could not be held against a baseline")
+    if account.straggler_energy_kwh:
+        notes.append(
+            f"{_number(account.straggler_energy_kwh)} kWh with a straggler: what that saved is understated"
+        )
+    if account.unmeasured_iteration_count:
+        notes.append(f"{account.unmeasured_iteration_count} iterations were not measured on all GPUs")
+    assumed = []
+    if account.HasField("price_per_kwh"):
+        assumed.append(f"{account.price_per_kwh:g} per kWh")
+    if account.HasField("intensity_g_per_kwh"):
+        assumed.append(f"{account.intensity_g_per_kwh:g} g CO2 per kWh")
+    notes.append(f"assumed: {', '.join(assumed) or 'no price and no carbon intensity (none is set)'}")
+    return notes
+
+
+def _signed(value: float) -> str:
+    return f"+{_number(value)}" if value > 0 else _number(value)

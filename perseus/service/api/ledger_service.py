@@ -1,0 +1,123 @@
+"""`perseus.v1.LedgerService`: a thin adapter over the ledger."""
+
+# ruff: noqa: N802 (the contract names the methods)
+
+import math
+import re
+from typing import Any
+
+import grpc
+
+from perseus.service.api.paging import Page, no_token
+from perseus.service.api.statuses import mapped
+from perseus.service.api.translate_time import time_from_proto, time_to_proto
+from perseus.service.domain.specification import check_job_id
+from perseus.service.domain.statement import J_PER_KWH, Account, LedgerEntry
+from perseus.service.shell.ledger import Ledger
+from perseus.v1 import ledger_service_pb2 as pb
+from perseus.v1 import ledger_service_pb2_grpc
+
+_PLACE = re.compile(r"(?P<job_id>[^ ]+) (?P<deletion>[0-9]{1,18}) (?P<run>[0-9]{1,18})")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class LedgerService(ledger_service_pb2_grpc.LedgerServiceServicer):
+    """Tells what runs have used and saved."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    @mapped
+    async def ListLedgerEntries(
+        self, request: pb.ListLedgerEntriesRequest, context: Context
+    ) -> pb.ListLedgerEntriesResponse:
+        """See the contract."""
+        page = Page.asked(request)
+        if request.job_id:
+            check_job_id(request.job_id)
+        start_time_s, end_time_s = (
+            time_from_proto(field, getattr(request, field)) if request.HasField(field) else None
+            for field in ("start_time", "end_time")
+        )
+        after = _key_at(page.after)
+        found = await self._ledger.statement(start_time_s, end_time_s, request.job_id)
+        entries, token = page.fill(
+            (_place(entry), entry_to_proto(entry))
+            for entry in found.entries
+            if after is None or _key(entry) > after
+        )
+        return pb.ListLedgerEntriesResponse(
+            entries=entries, total=account_to_proto(found.total), next_page_token=token
+        )
+
+
+_Key = tuple[str, float, int]
+
+
+def _key(entry: LedgerEntry) -> _Key:
+    """Where an entry comes: of a name, the job that is there comes last."""
+    return entry.job_id, entry.deletion or math.inf, entry.run_number
+
+
+def _place(entry: LedgerEntry) -> str:
+    return f"{entry.job_id} {entry.deletion} {entry.run_number}"
+
+
+def _key_at(place: str) -> _Key | None:
+    """Return the key of a place; None for the begin.
+
+    Raises:
+        InvalidFieldError: it is no place.
+    """
+    if not place:
+        return None
+    found = _PLACE.fullmatch(place)
+    if found is None:
+        raise no_token(place)
+    return found["job_id"], int(found["deletion"]) or math.inf, int(found["run"])
+
+
+def entry_to_proto(entry: LedgerEntry) -> pb.LedgerEntry:
+    """Return what a run has used and saved."""
+    return pb.LedgerEntry(
+        job_id=entry.job_id,
+        run_number=entry.run_number,
+        is_deleted=entry.deletion > 0,
+        start_time=time_to_proto(entry.start_time_s),
+        end_time=time_to_proto(entry.end_time_s),
+        account=account_to_proto(entry.account),
+    )
+
+
+def account_to_proto(account: Account) -> pb.LedgerAccount:
+    """Return an account in kWh."""
+    sums, energy_j = account.sums, account.energy_j
+    return pb.LedgerAccount(
+        iteration_count=sums.iteration_count,
+        unmeasured_iteration_count=sums.unmeasured_count,
+        time_s=sums.time_s,
+        energy_kwh=sums.energy_j / J_PER_KWH,
+        cost=account.cost.used,
+        carbon_g=account.carbon_g.used,
+        stock_energy_kwh=sums.stock_energy_j / J_PER_KWH,
+        uncompared_energy_kwh=sums.uncompared_energy_j / J_PER_KWH,
+        saved_energy_kwh=_kwh(energy_j.saved),
+        saved_energy_se_kwh=_kwh(energy_j.saved_se),
+        saved_energy_margin_kwh=_kwh(energy_j.saved_margin),
+        saved_percent=account.saved_percent,
+        saved_se_percent=account.saved_se_percent,
+        saved_cost=account.cost.saved,
+        saved_cost_se=account.cost.saved_se,
+        saved_carbon_g=account.carbon_g.saved,
+        saved_carbon_se_g=account.carbon_g.saved_se,
+        profiling_energy_kwh=sums.profiling_energy_j / J_PER_KWH,
+        profiling_extra_energy_kwh=_kwh(account.profiling_extra_j),
+        straggler_energy_kwh=sums.straggler_energy_j / J_PER_KWH,
+        price_per_kwh=account.rates.price_per_kwh,
+        intensity_g_per_kwh=account.rates.intensity_g_per_kwh,
+    )
+
+
+def _kwh(energy_j: float | None) -> float | None:
+    return None if energy_j is None else energy_j / J_PER_KWH

@@ -1,0 +1,202 @@
+"""The ledger: what runs have used and saved, in kWh, money and carbon dioxide. Pure.
+
+What n iterations under other clocks than stock's have saved is n × b − a: b is the mean energy of an
+iteration in the stock baseline, a what the n have taken. Every term may have a weight, the price or carbon
+intensity of its hour, so that money and carbon are made as energy is, with a weight of 1.
+
+The standard error is that of the means: of the baseline's, σ_b / √n_b, and of the iterations' own, σ / √n.
+All iterations that are held against a baseline share its error: it is multiplied by their number (by the sum
+of their weights), not by its root, and hours of one run are no more sure together than each of them. With a
+baseline of 10 iterations and a day under plans it is nearly all of the error. Different baselines and
+iterations are independent, and their squared errors add up. σ is that of iterations under the same plans
+about their own mean, pooled over all plans; a change of plans is no noise.
+
+Intervals are Student's, with Welch's and Satterthwaite's degrees of freedom. Supposed is that iterations vary
+independently, about alike under all plans, and that the baseline was typical. Where they are correlated over
+time, the error is larger: by √((1 + r) / (1 − r)) for a correlation r of neighbours that decays
+geometrically.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import groupby
+
+from perseus.service.domain.ledger import (
+    HOUR_S,
+    EnergyGroup,
+    EnergyHour,
+    EnergySums,
+    Rates,
+    RatesAt,
+    Reference,
+)
+from perseus.service.domain.statement import J_PER_KWH, Account, LedgerEntry, Quantity, Statement
+from perseus.service.fleet.student import interval_factor
+
+
+def constant(rates: Rates) -> RatesAt:
+    """Return rates that are the same at all times."""
+    return lambda _time_s: rates
+
+
+def priced(hour: EnergyHour, rates_at: RatesAt) -> EnergyHour:
+    """Return an hour with the rates that are assumed in it: those at its begin."""
+    return replace(hour, rates=rates_at(hour.hour * HOUR_S))
+
+
+def statement(groups: Iterable[EnergyGroup], now: Rates) -> Statement:
+    """Return what runs have used and saved.
+
+    Args:
+        groups: sums over hours, those of a run one after another.
+        now: assumed of hours in which no rates were known.
+    """
+    entries: list[LedgerEntry] = []
+    everything: list[EnergyGroup] = []
+    for (job_id, deletion, run_number), found in groupby(groups, _run):
+        own = [replace(group, rates=_filled(group.rates, now)) for group in found]
+        if all(group.reference is None for group in own):
+            # Nothing says what stock takes: not even that it is what these iterations took.
+            own = [replace(group, sums=_uncompared(group.sums)) for group in own]
+        everything += own
+        entries.append(
+            LedgerEntry(
+                job_id,
+                deletion,
+                run_number,
+                min(group.first_hour for group in own) * HOUR_S,
+                (max(group.last_hour for group in own) + 1) * HOUR_S,
+                account(own),
+            )
+        )
+    return Statement(tuple(entries), account(everything))
+
+
+def account(groups: Sequence[EnergyGroup]) -> Account:
+    """Add up groups; those of one run and baseline share the baseline's error."""
+    sums = EnergySums(*map(sum, zip(*(astuple(group.sums) for group in groups), strict=True)))
+    energy_j, errors = _quantity(groups, lambda _rates: 1.0)
+    cost, _ = _quantity(groups, lambda rates: _per_joule(rates.price_per_kwh))
+    carbon_g, _ = _quantity(groups, lambda rates: _per_joule(rates.intensity_g_per_kwh))
+    saved_percent = saved_se_percent = None
+    used_j = sums.stock_energy_j + sums.compared_energy_j
+    if energy_j.saved is not None and used_j + energy_j.saved > 0:
+        stock_j = used_j + energy_j.saved
+        saved_percent = 100 * energy_j.saved / stock_j
+        if errors is not None:
+            # To first order: both errors count, the baselines' by how much of it was used.
+            se_j = math.sqrt(errors.own + (used_j / stock_j) ** 2 * errors.of_baselines)
+            saved_se_percent = 100 * se_j / stock_j
+    profiled = [(group.sums, group.reference) for group in groups if group.sums.profiling_count]
+    return Account(
+        sums=sums,
+        energy_j=energy_j,
+        cost=cost,
+        carbon_g=carbon_g,
+        saved_percent=saved_percent,
+        saved_se_percent=saved_se_percent,
+        profiling_extra_j=math.fsum(
+            own.profiling_energy_j - own.profiling_count * reference.energy_j
+            for own, reference in profiled
+            if reference is not None
+        )
+        if profiled
+        else None,
+        rates=Rates(_mean_rate(cost.used, sums), _mean_rate(carbon_g.used, sums)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Iterations of a run that are held against a baseline, and what each of their joules weighs."""
+
+    run: tuple[str, int, int]
+    reference: Reference
+    sums: EnergySums
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Errors:
+    """Variances of what was saved: of the baselines, and of the iterations themselves; with their freedom."""
+
+    of_baselines: float
+    own: float
+    freedom: float
+
+    @property
+    def standard_error(self) -> float:
+        return math.sqrt(self.of_baselines + self.own)
+
+
+def _quantity(
+    groups: Sequence[EnergyGroup], weight: Callable[[Rates], float | None]
+) -> tuple[Quantity, _Errors | None]:
+    """Return what was used and saved, each joule by its weight, and the errors of the latter."""
+    used: list[float] = []
+    held: list[_Held] = []
+    for group in groups:
+        each = weight(group.rates)
+        if each is None:
+            return Quantity(), None
+        used.append(each * group.sums.energy_j)
+        if group.reference is not None:
+            held.append(_Held(_run(group), group.reference, group.sums, each))
+    if not held:
+        return Quantity(math.fsum(used)), None
+    saved = math.fsum(
+        one.weight * (one.sums.compared_count * one.reference.energy_j - one.sums.compared_energy_j)
+        for one in held
+    )
+    errors = _errors([one for one in held if one.sums.compared_count])
+    if errors is None:
+        return Quantity(math.fsum(used), saved), None
+    se = errors.standard_error
+    return Quantity(math.fsum(used), saved, se, interval_factor(errors.freedom) * se), errors
+
+
+def _errors(held: Iterable[_Held]) -> _Errors | None:
+    """Return the errors of what was saved; None if too few iterations are there to tell."""
+    of_baselines = own = per_freedom = 0.0
+    for _, found in groupby(held, lambda one: (one.run, one.reference.number)):
+        same = list(found)
+        freedom_count = sum(one.sums.freedom_count for one in same)
+        baseline_count = min(one.reference.iteration_count for one in same)
+        if baseline_count < 2 or not freedom_count:
+            return None
+        # A baseline that has gone on between two hours is a little another one: as if it were the same.
+        baseline = math.fsum(one.weight * one.sums.compared_count * one.reference.energy_se_j for one in same)
+        variance_j2 = math.fsum(one.sums.energy_m2 for one in same) / freedom_count
+        iterations = variance_j2 * math.fsum(one.weight**2 * one.sums.compared_count for one in same)
+        of_baselines += baseline**2
+        own += iterations
+        per_freedom += baseline**4 / (baseline_count - 1) + iterations**2 / freedom_count
+    freedom = (of_baselines + own) ** 2 / per_freedom if per_freedom else math.inf
+    return _Errors(of_baselines, own, freedom)
+
+
+def _run(group: EnergyGroup) -> tuple[str, int, int]:
+    return group.job_id, group.deletion, group.run_number
+
+
+def _per_joule(per_kwh: float | None) -> float | None:
+    return None if per_kwh is None else per_kwh / J_PER_KWH
+
+
+def _mean_rate(used: float | None, sums: EnergySums) -> float | None:
+    """Return what a kWh was taken for on average; None where nothing was used."""
+    return None if used is None or not sums.energy_j else used / sums.energy_j * J_PER_KWH
+
+
+def _filled(rates: Rates, now: Rates) -> Rates:
+    return Rates(
+        now.price_per_kwh if rates.price_per_kwh is None else rates.price_per_kwh,
+        now.intensity_g_per_kwh if rates.intensity_g_per_kwh is None else rates.intensity_g_per_kwh,
+    )
+
+
+def _uncompared(sums: EnergySums) -> EnergySums:
+    return replace(
+        sums, stock_energy_j=0.0, uncompared_energy_j=sums.stock_energy_j + sums.uncompared_energy_j
+    )

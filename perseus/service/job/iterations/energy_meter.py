@@ -1,0 +1,109 @@
+"""What a run uses, hour by hour, and what of it can be held against stock: the job's part of the ledger.
+
+Every complete iteration of the job counts once, in the hour (UTC) in which its last rank has reported it,
+with the gap before it. That is more than the report's periods have, which leave out the first iteration under
+its plans, irregular ones and gaps: a bill has to have them.
+
+An iteration that ran at stock is its own measure. One under other clocks is held against the report's latest
+stock baseline, if all its GPUs' energy is known; where there is none, what it saved is not known.
+
+An hour is given out whole whenever it has changed, to be stored with the iterations that changed it: a
+coordinator that is killed counts nothing twice, and leaves nothing out.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from perseus.service.domain.ledger import HOUR_S, EnergyHour, EnergySums, Reference
+from perseus.service.domain.measured import JobIteration, Period
+from perseus.service.domain.model import JobState
+
+
+class EnergyMeter:
+    """Counts the energy of one run.
+
+    Attributes:
+        saved_j: saved against stock since the coordinator began with the run, None if unknown.
+    """
+
+    def __init__(self) -> None:
+        self.saved_j: float | None = None
+        self._hour: EnergyHour | None = None
+        # Consecutive iterations under the same plans: how many, and their mean. Those of another mean would
+        # pass for noise. The first one may have begun under other clocks.
+        self._plans: object = None
+        self._count = 0
+        self._mean_j = 0.0
+
+    def restore(self, latest: EnergyHour | None) -> None:
+        """Go on with the latest hour that is stored."""
+        self._hour = latest
+
+    def take(
+        self, iterations: Iterable[JobIteration], baseline: Period | None, wall_time_s: float
+    ) -> EnergyHour:
+        """Count one or more iterations that were reported at this time; return the hour as it is now.
+
+        `baseline`: the report's latest one.
+        """
+        reference = (
+            Reference(baseline.number, baseline.iteration_count, baseline.energy_j, baseline.energy_m2)
+            if baseline is not None and baseline.energy_j > 0
+            else None
+        )
+        # A wall clock that is set back must not lead to an hour that is stored already.
+        number = int(wall_time_s // HOUR_S)
+        if self._hour is not None:
+            number = max(number, self._hour.hour)
+        hour = EnergyHour(number, reference)
+        if self._hour is not None and (hour.hour, hour.baseline_number) == (
+            self._hour.hour,
+            self._hour.baseline_number,
+        ):
+            hour = replace(hour, sums=self._hour.sums)
+        for iteration in iterations:
+            hour = replace(hour, sums=self._added(hour.sums, iteration, reference))
+        self._hour = hour
+        return hour
+
+    def _added(self, sums: EnergySums, iteration: JobIteration, reference: Reference | None) -> EnergySums:
+        energy_j = sum(iteration.pipeline_energy_j)
+        is_measured = not iteration.unmeasured_rank_count
+        sums = replace(
+            sums,
+            iteration_count=sums.iteration_count + 1,
+            unmeasured_count=sums.unmeasured_count + iteration.skipped_count + (not is_measured),
+            time_s=sums.time_s + iteration.iteration_time_s + iteration.gap_time_s,
+            stock_energy_j=sums.stock_energy_j + iteration.gap_energy_j,
+        )
+        if iteration.is_at_stock or not iteration.is_regular:
+            return replace(sums, stock_energy_j=sums.stock_energy_j + energy_j)
+        if reference is None or not is_measured:
+            return replace(sums, uncompared_energy_j=sums.uncompared_energy_j + energy_j)
+        self.saved_j = (self.saved_j or 0.0) + reference.energy_j - energy_j
+        m2, freedom_count = self._deviation(iteration, energy_j)
+        is_profiling = iteration.state is JobState.PROFILING
+        return replace(
+            sums,
+            compared_count=sums.compared_count + 1,
+            compared_energy_j=sums.compared_energy_j + energy_j,
+            energy_m2=sums.energy_m2 + m2,
+            freedom_count=sums.freedom_count + freedom_count,
+            profiling_count=sums.profiling_count + is_profiling,
+            profiling_energy_j=sums.profiling_energy_j + (energy_j if is_profiling else 0.0),
+            straggler_energy_j=sums.straggler_energy_j + (energy_j if iteration.has_straggler else 0.0),
+        )
+
+    def _deviation(self, iteration: JobIteration, energy_j: float) -> tuple[float, int]:
+        """Return what an iteration adds to the squared deviations, and to their number (Welford's update)."""
+        if iteration.versions is None:
+            self._plans = None
+            return 0.0, 0
+        plans = (iteration.versions, iteration.has_straggler)
+        if plans != self._plans:
+            self._plans, self._count, self._mean_j = plans, 0, 0.0
+            return 0.0, 0
+        self._count += 1
+        step_j = energy_j - self._mean_j
+        self._mean_j += step_j / self._count
+        return (step_j * (energy_j - self._mean_j), 1) if self._count > 1 else (0.0, 0)

@@ -1,0 +1,136 @@
+"""The ledger's rows: written by the hour, read in sums, set aside when their job is deleted."""
+
+from dataclasses import astuple, fields
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, literal, select, true, update
+
+from perseus.service.domain.ledger import (
+    NO_BASELINE,
+    EnergyGroup,
+    EnergyHour,
+    EnergySums,
+    HourFilter,
+    Rates,
+    Reference,
+)
+from perseus.service.storage import schema
+from perseus.service.storage.codecs import figure, integer
+
+_SUMS = tuple(each.name for each in fields(EnergySums))
+_COLUMNS = schema.ledger.c
+_REFERENCE = (
+    _COLUMNS.baseline_number,
+    _COLUMNS.baseline_iteration_count,
+    _COLUMNS.baseline_energy_j,
+    _COLUMNS.baseline_energy_m2,
+)
+_RATES = (_COLUMNS.price_per_kwh, _COLUMNS.intensity_g_per_kwh)
+
+
+def row_of(job_id: str, run_number: int, hour: EnergyHour) -> tuple[Any, ...]:
+    """Return the row of an hour, in the order of the table's columns.
+
+    Raises:
+        UnstorableError: a figure is not finite, or a count beyond 64 bits.
+    """
+    reference = hour.reference or Reference(NO_BASELINE, 0, 0.0, 0.0)
+    price, intensity = astuple(hour.rates)
+    sums = [
+        integer(f"ledger.{name}", value) if isinstance(value, int) else figure(f"ledger.{name}", value)
+        for name, value in zip(_SUMS, astuple(hour.sums), strict=True)
+    ]
+    return (
+        job_id,
+        0,
+        run_number,
+        hour.hour,
+        reference.number,
+        reference.iteration_count,
+        figure("ledger.baseline_energy_j", reference.energy_j),
+        figure("ledger.baseline_energy_m2", reference.energy_m2),
+        price,
+        intensity,
+        *sums,
+    )
+
+
+def latest_hour(connection: Connection, job_id: str, run_number: int) -> EnergyHour | None:
+    """Return the hour that a run of a job that is there has counted in last."""
+    row = connection.execute(
+        select(schema.ledger)
+        .where(_COLUMNS.job_id == job_id, _COLUMNS.deletion == 0, _COLUMNS.run_number == run_number)
+        .order_by(_COLUMNS.hour.desc(), _COLUMNS.baseline_number.desc())
+        .limit(1)
+    ).first()
+    if row is None:
+        return None
+    return EnergyHour(row.hour, _reference(row), _sums(row), _rates(row))
+
+
+def groups(connection: Connection, wanted: HourFilter) -> list[EnergyGroup]:
+    """Return sums over the hours that are wanted, by job, deletion, run and baseline.
+
+    Of the jobs of a name, the one that is there comes last.
+    """
+    run = (_COLUMNS.job_id, _COLUMNS.deletion, _COLUMNS.run_number)
+    found = connection.execute(
+        select(
+            *run,
+            *_REFERENCE,
+            *_RATES,
+            func.min(_COLUMNS.hour).label("first_hour"),
+            func.max(_COLUMNS.hour).label("last_hour"),
+            *(func.sum(_COLUMNS[name]).label(name) for name in _SUMS),
+        )
+        .where(
+            _COLUMNS.hour >= wanted.first_hour if wanted.first_hour is not None else true(),
+            _COLUMNS.hour < wanted.end_hour if wanted.end_hour is not None else true(),
+            _COLUMNS.job_id == wanted.job_id if wanted.job_id else true(),
+        )
+        .group_by(*run, *_REFERENCE, *_RATES)
+        .order_by(_COLUMNS.job_id, _COLUMNS.deletion == 0, *run[1:], *_REFERENCE, func.min(_COLUMNS.hour))
+    )
+    return [
+        EnergyGroup(
+            row.job_id,
+            row.deletion,
+            row.run_number,
+            row.first_hour,
+            row.last_hour,
+            _reference(row),
+            _rates(row),
+            _sums(row),
+        )
+        for row in found
+    ]
+
+
+def set_aside(connection: Connection, job_id: str) -> None:
+    """Make room for another job of the name: this one is deleted, and what it has used stays."""
+    of_job = _COLUMNS.job_id == job_id
+    deletion = connection.scalar(select(func.max(_COLUMNS.deletion)).where(of_job)) or 0
+    connection.execute(
+        update(schema.ledger).where(of_job, _COLUMNS.deletion == 0).values(deletion=literal(deletion + 1))
+    )
+
+
+def _reference(row: Row[Any]) -> Reference | None:
+    if row.baseline_number == NO_BASELINE:
+        return None
+    return Reference(
+        row.baseline_number, row.baseline_iteration_count, row.baseline_energy_j, row.baseline_energy_m2
+    )
+
+
+def _rates(row: Row[Any]) -> Rates:
+    return Rates(row.price_per_kwh, row.intensity_g_per_kwh)
+
+
+def _sums(row: Row[Any]) -> EnergySums:
+    return EnergySums(*(_number(getattr(row, name)) for name in _SUMS))
+
+
+def _number(value: Any) -> Any:
+    """Return a sum as Python's; PostgreSQL adds whole numbers up to decimals."""
+    return value if isinstance(value, float) else int(value)

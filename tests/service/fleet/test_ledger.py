@@ -1,0 +1,251 @@
+"""What runs have used and saved, and how sure that is."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.domain.ledger import (
+    HOUR_S,
+    UNKNOWN,
+    EnergyGroup,
+    EnergyHour,
+    EnergySums,
+    Rates,
+    Reference,
+)
+from perseus.service.domain.measured import JobIteration, Period
+from perseus.service.domain.model import JobState
+from perseus.service.domain.statement import J_PER_KWH, Account
+from perseus.service.fleet.ledger import constant, priced, statement
+from perseus.service.job.iterations.energy_meter import EnergyMeter
+
+RATES = Rates(0.25, 400.0)
+REFERENCE = Reference(0, 10, 100.0, 90.0)
+"""Standard deviation √10 J, standard error 1 J."""
+
+
+def group(hour: int = 10, reference: Reference | None = REFERENCE, **changes: Any) -> EnergyGroup:
+    sums = EnergySums(
+        **{
+            "iteration_count": 1000,
+            "time_s": 1000.0,
+            "compared_count": 1000,
+            "compared_energy_j": 80_000.0,
+            "energy_m2": 9.0 * 998,
+            "freedom_count": 998,
+            **{name: value for name, value in changes.items() if name in EnergySums.__slots__},
+        }
+    )
+    others = {name: value for name, value in changes.items() if name not in EnergySums.__slots__}
+    return replace(EnergyGroup("job", 0, 1, hour, hour, reference, RATES, sums), **others)
+
+
+def only(groups: Sequence[EnergyGroup], now: Rates = UNKNOWN) -> Account:
+    (entry,) = statement(groups, now).entries
+    return entry.account
+
+
+def test_a_saving_has_the_error_of_both_means() -> None:
+    found = only([group()])
+    assert found.energy_j.used == 80_000.0
+    assert found.energy_j.saved == 1000 * 100.0 - 80_000.0
+    # The baseline's 1 J for each of 1,000 iterations, and their own 3 J each.
+    assert found.energy_j.saved_se == pytest.approx(math.hypot(1000 * 1.0, math.sqrt(1000) * 3.0))
+    assert found.saved_percent == pytest.approx(20.0)
+    assert found.saved_se_percent == pytest.approx(
+        math.hypot(0.8 * 1000, math.sqrt(1000) * 3) / 100_000 * 100
+    )
+
+
+def test_money_and_carbon_follow_the_energy() -> None:
+    found = only([group()])
+    for quantity, rate in ((found.cost, 0.25), (found.carbon_g, 400.0)):
+        for name in ("used", "saved", "saved_se", "saved_margin"):
+            in_energy = getattr(found.energy_j, name)
+            assert getattr(quantity, name) == pytest.approx(in_energy / J_PER_KWH * rate)
+    assert found.rates.price_per_kwh == pytest.approx(0.25)
+    assert found.rates.intensity_g_per_kwh == pytest.approx(400.0)
+
+
+def test_hours_of_a_run_share_their_baselines_error_and_runs_do_not() -> None:
+    one = only([group()]).energy_j
+    hours = only([group(10), group(11, rates=Rates(0.5, 400.0))]).energy_j
+    runs = statement([group(), group(run_number=2)], Rates()).total.energy_j
+    assert one.saved is not None
+    assert hours.saved == runs.saved == 2 * one.saved
+    assert hours.saved_se == pytest.approx(math.hypot(2000 * 1.0, math.sqrt(2000) * 3.0))
+    assert one.saved_se is not None
+    assert runs.saved_se == pytest.approx(math.sqrt(2) * one.saved_se)
+
+
+def test_a_change_of_price_weighs_each_hour_by_its_own() -> None:
+    found = only([group(10, rates=Rates(0.2)), group(11, rates=Rates(0.4))])
+    assert found.cost.used == pytest.approx(80_000 / J_PER_KWH * 0.6)
+    assert found.cost.saved == pytest.approx(20_000 / J_PER_KWH * 0.6)
+    baselines, own = 1000 * 0.6, math.sqrt(1000 * 9 * (0.2**2 + 0.4**2))
+    assert found.cost.saved_se == pytest.approx(math.hypot(baselines, own) / J_PER_KWH)
+    assert found.rates.price_per_kwh == pytest.approx(0.3)
+    assert found.carbon_g.used is None
+
+
+def test_hours_without_rates_are_taken_at_those_of_now_and_others_keep_theirs() -> None:
+    groups = [group(10, rates=Rates()), group(11)]
+    assert only(groups).cost.used is None
+    found = only(groups, Rates(0.75, 100.0))
+    assert found.cost.used == pytest.approx(80_000 / J_PER_KWH * (0.75 + 0.25))
+    assert found.carbon_g.used == pytest.approx(80_000 / J_PER_KWH * (100 + 400))
+
+
+def test_without_a_baseline_the_saving_is_unknown_and_not_0() -> None:
+    sums = EnergySums(iteration_count=3, stock_energy_j=30.0, uncompared_energy_j=7.0)
+    bare = group(reference=None, job_id="bare", sums=sums)
+    found = statement([bare, group()], Rates())
+    entry = found.entries[0].account
+    assert (entry.energy_j.saved, entry.energy_j.saved_se, entry.saved_percent) == (None, None, None)
+    assert (entry.sums.uncompared_energy_j, entry.sums.stock_energy_j) == (37.0, 0.0)
+    # In the total it is told, and no part of what was saved.
+    assert found.total.energy_j.saved == only([group()]).energy_j.saved
+    assert (found.total.sums.uncompared_energy_j, found.total.energy_j.used) == (37.0, 80_037.0)
+
+
+def test_what_ran_at_stock_before_the_baseline_was_there_has_saved_nothing() -> None:
+    before = group(9, reference=None, sums=EnergySums(iteration_count=2, stock_energy_j=200.0))
+    found = only([before, group()])
+    assert found.energy_j.saved == 20_000.0
+    assert found.sums.uncompared_energy_j == 0
+    assert found.saved_percent == pytest.approx(100 * 20_000 / 100_200)
+
+
+def test_a_run_that_stayed_at_stock_has_surely_saved_nothing() -> None:
+    found = only([group(sums=EnergySums(iteration_count=2, stock_energy_j=200.0))])
+    assert (found.energy_j.saved, found.energy_j.saved_se, found.energy_j.saved_margin) == (0.0, 0.0, 0.0)
+    assert (found.saved_percent, found.saved_se_percent) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "unsure", [group(reference=Reference(0, 1, 100.0, 0.0)), group(energy_m2=0.0, freedom_count=0)]
+)
+def test_an_error_that_nothing_tells_is_unknown_and_so_is_the_totals(unsure: EnergyGroup) -> None:
+    found = statement([unsure, group(run_number=2)], Rates())
+    for each in (found.entries[0].account, found.total):
+        assert each.energy_j.saved is not None
+        assert (each.energy_j.saved_se, each.energy_j.saved_margin, each.saved_se_percent) == (None,) * 3
+
+
+def test_profiling_is_told_with_what_it_took_beyond_stock() -> None:
+    found = only([group(profiling_count=10, profiling_energy_j=1_150.0)])
+    assert found.profiling_extra_j == pytest.approx(150.0)
+    assert only([group()]).profiling_extra_j is None
+
+
+def test_entries_name_their_hours_and_deleted_jobs() -> None:
+    found = statement(
+        [group(10, deletion=1), group(12), group(15, reference=replace(REFERENCE, number=4))], RATES
+    )
+    assert [(entry.deletion, entry.start_time_s, entry.end_time_s) for entry in found.entries] == [
+        (1, 10 * HOUR_S, 11 * HOUR_S),
+        (0, 12 * HOUR_S, 16 * HOUR_S),
+    ]
+
+
+def test_nothing_is_nothing() -> None:
+    found = statement([], RATES)
+    assert found.entries == ()
+    assert (found.total.sums, found.total.energy_j.saved) == (EnergySums(), None)
+
+
+def test_an_hour_is_priced_at_its_begin() -> None:
+    asked: list[float] = []
+
+    def rates_at(time_s: float) -> Rates:
+        asked.append(time_s)
+        return Rates(time_s)
+
+    assert priced(EnergyHour(3, None), rates_at).rates == Rates(3 * HOUR_S)
+    assert asked == [3 * HOUR_S]
+    assert constant(RATES)(0.0) is RATES
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=6), st.floats(0.0, 1e3), st.floats(1.0, 1e4))
+def test_how_a_run_is_cut_into_hours_changes_nothing(
+    counts: list[int], variance_j2: float, energy_j: float
+) -> None:
+    def part(hour: int, count: int) -> EnergyGroup:
+        return group(
+            hour,
+            iteration_count=count,
+            compared_count=count,
+            compared_energy_j=count * energy_j,
+            energy_m2=count * variance_j2,
+            freedom_count=count,
+        )
+
+    cut = only([part(hour, count) for hour, count in enumerate(counts)])
+    whole = only([part(0, sum(counts))])
+    for one, other in ((cut.energy_j, whole.energy_j), (cut.cost, whole.cost)):
+        assert one.saved == pytest.approx(other.saved, rel=1e-9, abs=1e-6)
+        assert one.saved_se == pytest.approx(other.saved_se, rel=1e-9)
+        assert one.saved_margin == pytest.approx(other.saved_margin, rel=1e-9)
+
+
+def simulated(
+    rng: np.random.Generator, baseline_count: int, count: int, sd_j: float, plan_sd_j: float
+) -> Account:
+    """A run, measured as real ones are: a baseline, then iterations under three plans, in two hours."""
+    at_stock_j = rng.normal(100.0, sd_j, baseline_count)
+    mean_j = float(at_stock_j.mean())
+    baseline = Period(
+        0, JobState.BASELINE, False, (0,), 0, 9, 0.0, 9.0, baseline_count, 1.0, 0.0,
+        mean_j, float(((at_stock_j - mean_j) ** 2).sum()), (mean_j,),
+    )  # fmt: skip
+    meter, hours = EnergyMeter(), {}
+    for plan, plan_mean_j in enumerate(PLAN_MEANS_J):
+        energies_j = rng.normal(plan_mean_j, plan_sd_j, count)
+        for energy_j in energies_j.tolist():
+            iteration = JobIteration(1, (plan,), True, 1.0, (energy_j,), state=JobState.PLANNED)
+            hour = meter.take([iteration], baseline, plan // 2 * HOUR_S)
+            hours[hour.hour] = hour
+    groups = [
+        EnergyGroup("job", 0, 1, each.hour, each.hour, each.reference, RATES, each.sums)
+        for each in hours.values()
+    ]
+    return only(groups)
+
+
+PLAN_MEANS_J = (110.0, 80.0, 85.0)
+
+
+@pytest.mark.parametrize(
+    ("baseline_count", "count", "sd_j", "plan_sd_j"),
+    [
+        (4, 20, 5.0, 5.0),  # the baseline's error is nearly all
+        (10, 4, 5.0, 5.0),
+        (10, 10, 1.0, 8.0),  # the plans' is
+        (30, 10, 3.0, 3.0),
+    ],
+)
+def test_the_interval_covers_what_was_really_saved(
+    baseline_count: int, count: int, sd_j: float, plan_sd_j: float
+) -> None:
+    """In 95 of 100 runs; 1.96 standard errors of a short baseline would cover fewer."""
+    rng = np.random.default_rng(20)
+    really_j = count * sum(100.0 - mean_j for mean_j in PLAN_MEANS_J)
+    trials = 1_500
+    covered = by_normal = 0
+    for _ in range(trials):
+        found = simulated(rng, baseline_count, count, sd_j, plan_sd_j).energy_j
+        assert found.saved is not None
+        assert found.saved_se is not None
+        assert found.saved_margin is not None
+        covered += abs(found.saved - really_j) <= found.saved_margin
+        by_normal += abs(found.saved - really_j) <= 1.96 * found.saved_se
+    # Within three standard errors of 1,500 trials; Welch's approximation may cover a little more.
+    assert 0.95 - 3 * math.sqrt(0.95 * 0.05 / trials) <= covered / trials <= 0.98
+    if baseline_count == 4:
+        assert by_normal / trials < 0.91

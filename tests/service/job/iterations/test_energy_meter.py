@@ -1,0 +1,156 @@
+"""What a run uses, hour by hour."""
+
+import statistics
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.domain.ledger import HOUR_S, EnergyHour, EnergySums, Reference
+from perseus.service.domain.measured import JobIteration, Period
+from perseus.service.domain.model import JobState
+from perseus.service.job.iterations.energy_meter import EnergyMeter
+
+NOW_S = 500_000 * HOUR_S
+BASELINE = Period(3, JobState.BASELINE, False, (1,), 0, 9, 0.0, 9.0, 10, 1.0, 0.0, 100.0, 90.0, (100.0,))
+REFERENCE = Reference(3, 10, 100.0, 90.0)
+
+
+def iteration(energy_j: float = 80.0, **changes: Any) -> JobIteration:
+    return JobIteration(
+        **{
+            "iteration": 1,
+            "versions": (2,),
+            "is_regular": True,
+            "iteration_time_s": 1.0,
+            "pipeline_energy_j": (energy_j / 2, energy_j / 2),
+            "state": JobState.PLANNED,
+            **changes,
+        }
+    )
+
+
+def sums(*iterations: JobIteration, baseline: Period | None = BASELINE) -> EnergySums:
+    return EnergyMeter().take(iterations, baseline, NOW_S).sums
+
+
+def test_an_iteration_under_other_clocks_is_held_against_the_baseline() -> None:
+    hour = EnergyMeter().take([iteration(80.0), iteration(82.0)], BASELINE, NOW_S + 10)
+    assert (hour.hour, hour.reference) == (500_000, REFERENCE)
+    found = hour.sums
+    assert (found.iteration_count, found.compared_count, found.time_s) == (2, 2, 2.0)
+    assert (found.compared_energy_j, found.energy_j) == (162.0, 162.0)
+
+
+@pytest.mark.parametrize("change", [{"is_at_stock": True}, {"is_regular": False}])
+def test_what_ran_at_stock_or_was_no_training_iteration_is_its_own_measure(change: dict[str, bool]) -> None:
+    found = sums(iteration(80.0, **change))
+    assert (found.stock_energy_j, found.compared_count, found.uncompared_energy_j) == (80.0, 0, 0.0)
+
+
+def test_without_a_baseline_nothing_is_compared() -> None:
+    for baseline in (
+        None,
+        Period(0, JobState.BASELINE, False, (1,), 0, 1, 0.0, 1.0, 2, 1.0, 0.0, 0.0, 0.0, ()),
+    ):
+        found = EnergyMeter().take([iteration(80.0)], baseline, NOW_S)
+        assert found.reference is None
+        assert (found.sums.uncompared_energy_j, found.sums.compared_count) == (80.0, 0)
+
+
+def test_a_lost_counter_makes_no_saving() -> None:
+    found = sums(iteration(40.0, unmeasured_rank_count=1), iteration(80.0))
+    assert (found.iteration_count, found.unmeasured_count) == (2, 1)
+    assert (found.uncompared_energy_j, found.compared_energy_j, found.compared_count) == (40.0, 80.0, 1)
+
+
+def test_iterations_that_a_rank_never_reported_are_told_of() -> None:
+    found = sums(iteration(skipped_count=3))
+    assert (found.iteration_count, found.unmeasured_count) == (1, 3)
+
+
+def test_gaps_count_as_they_were() -> None:
+    found = sums(iteration(80.0, gap_time_s=2.0, gap_energy_j=30.0))
+    assert (found.time_s, found.stock_energy_j, found.energy_j) == (3.0, 30.0, 110.0)
+
+
+def test_profiling_and_stragglers_are_told_apart() -> None:
+    found = sums(
+        iteration(70.0, state=JobState.PROFILING),
+        iteration(90.0, state=JobState.PROFILING, is_at_stock=True),
+        iteration(60.0, has_straggler=True),
+    )
+    assert (found.profiling_count, found.profiling_energy_j, found.straggler_energy_j) == (1, 70.0, 60.0)
+
+
+def test_an_hour_goes_on_until_it_ends_and_another_begins_at_0() -> None:
+    meter = EnergyMeter()
+    meter.take([iteration(80.0)], BASELINE, NOW_S)
+    assert meter.take([iteration(80.0)], BASELINE, NOW_S + HOUR_S - 1).sums.compared_count == 2
+    later = meter.take([iteration(80.0)], BASELINE, NOW_S + HOUR_S)
+    assert (later.hour, later.sums.compared_count) == (500_001, 1)
+
+
+def test_another_baseline_begins_another_part_of_the_hour() -> None:
+    meter = EnergyMeter()
+    first = meter.take([iteration(is_at_stock=True)], None, NOW_S)
+    second = meter.take([iteration()], BASELINE, NOW_S)
+    assert [(each.hour, each.baseline_number) for each in (first, second)] == [(500_000, -1), (500_000, 3)]
+    assert (first.sums.iteration_count, second.sums.iteration_count) == (1, 1)
+
+
+def test_a_clock_that_is_set_back_overwrites_no_hour() -> None:
+    meter = EnergyMeter()
+    meter.take([iteration()], BASELINE, NOW_S + 2 * HOUR_S)
+    found = meter.take([iteration()], BASELINE, NOW_S)
+    assert (found.hour, found.sums.compared_count) == (500_002, 2)
+
+
+def test_the_latest_hour_goes_on_after_a_restart() -> None:
+    before = EnergyMeter().take([iteration()], BASELINE, NOW_S)
+    meter = EnergyMeter()
+    meter.restore(before)
+    assert meter.take([iteration()], BASELINE, NOW_S).sums.compared_count == 2
+    meter.restore(EnergyHour(500_000, None))
+    assert meter.take([iteration()], BASELINE, NOW_S).sums.compared_count == 1
+
+
+@given(st.lists(st.lists(st.floats(1.0, 1e6), min_size=1, max_size=8), min_size=1, max_size=5))
+def test_deviations_are_from_the_mean_under_the_same_plans(energies_j: list[list[float]]) -> None:
+    """The first iteration under its plans is left out of them."""
+    meter = EnergyMeter()
+    m2, freedom_count = 0.0, 0
+    for version, of_plan in enumerate(energies_j):
+        batch = [iteration(energy_j, versions=(version,)) for energy_j in of_plan]
+        found = meter.take(batch, BASELINE, NOW_S).sums
+        rest = of_plan[1:]
+        if len(rest) > 1:
+            m2 += statistics.variance(rest) * (len(rest) - 1)
+            freedom_count += len(rest) - 1
+    assert found.freedom_count == freedom_count
+    assert found.energy_m2 == pytest.approx(m2, rel=1e-6, abs=1e-3)
+    assert found.compared_energy_j == pytest.approx(sum(map(sum, energies_j)))
+
+
+@given(st.lists(st.floats(1.0, 1e6), min_size=1, max_size=20), st.data())
+def test_hours_and_batches_add_up_to_the_same(energies_j: list[float], data: st.DataObject) -> None:
+    whole = sums(*map(iteration, energies_j))
+    meter, hours = EnergyMeter(), {}
+    now_s = NOW_S
+    rest = energies_j
+    while rest:
+        count = data.draw(st.integers(1, len(rest)))
+        hour = meter.take(map(iteration, rest[:count]), BASELINE, now_s)
+        hours[hour.hour] = hour
+        rest, now_s = rest[count:], now_s + data.draw(st.sampled_from([1.0, HOUR_S, 5 * HOUR_S]))
+    split = [astuple(hour.sums) for hour in hours.values()]
+    assert [sum(column) for column in zip(*split, strict=True)] == pytest.approx(
+        list(astuple(whole)), rel=1e-6, abs=1e-3
+    )
+
+
+def test_iterations_of_several_plans_at_once_tell_nothing_of_the_deviation() -> None:
+    found = sums(*(iteration(energy_j, versions=None) for energy_j in (70.0, 90.0, 80.0)))
+    assert (found.compared_count, found.freedom_count, found.energy_m2) == (3, 0, 0.0)

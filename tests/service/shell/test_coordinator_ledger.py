@@ -1,0 +1,152 @@
+"""The ledger over real gRPC: while a job runs, after its end, after its deletion, after a kill."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from perseus.service.domain.ledger import HOUR_S
+from perseus.v1 import job_pb2
+from perseus.v1 import job_service_pb2 as jobs_pb
+from perseus.v1 import ledger_service_pb2 as pb
+from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    TIMEOUT_S,
+    Client,
+    FakeAgent,
+    connected,
+    make_settings,
+    refusal,
+)
+
+
+async def listed(client: Client, **wanted: object) -> pb.ListLedgerEntriesResponse:
+    request = pb.ListLedgerEntriesRequest(**wanted)  # type: ignore[arg-type]
+    stub = LedgerServiceStub(client.channel)
+    response: pb.ListLedgerEntriesResponse = await stub.ListLedgerEntries(request, timeout=TIMEOUT_S)
+    return response
+
+
+async def planned(client: Client, iteration_count: int = 4) -> FakeAgent:
+    """An agent of a job that was profiled, and runs under plans for a while."""
+    await client.register()
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+    await agent.iterate(iteration_count)
+    return agent
+
+
+async def periods(client: Client) -> Sequence[job_pb2.ReportPeriod]:
+    request = jobs_pb.GetReportRequest(job_id="job", run_number=1)
+    return (await client.jobs.GetReport(request, timeout=TIMEOUT_S)).periods
+
+
+async def test_a_running_job_is_in_the_ledger_with_all_that_it_has_used(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, price_per_kwh=0.25, intensity_g_per_kwh=400.0)
+    async with connected(settings) as client:
+        agent = await planned(client)
+        found = await listed(client)
+        (entry,) = found.entries
+        account = entry.account
+        assert (entry.job_id, entry.run_number, entry.is_deleted) == ("job", 1, False)
+        assert found.total == account
+        measured = await periods(client)
+        # The report leaves out the first iteration under its plans; the bill does not.
+        assert account.iteration_count == agent.ranks[ALL_PLACES[0]].iteration + 1
+        assert account.iteration_count > sum(period.iteration_count for period in measured)
+        assert account.time_s == pytest.approx(0.8 * account.iteration_count)
+        assert account.cost == pytest.approx(0.25 * account.energy_kwh)
+        assert account.carbon_g == pytest.approx(400 * account.energy_kwh)
+        assert account.price_per_kwh == pytest.approx(0.25)
+        assert account.intensity_g_per_kwh == pytest.approx(400.0)
+        assert account.profiling_energy_kwh > 0
+        assert account.HasField("saved_energy_kwh")
+        seconds = entry.start_time.seconds
+        assert seconds % HOUR_S == 0
+        assert entry.end_time.seconds - seconds in (HOUR_S, 2 * HOUR_S)
+
+
+async def test_a_job_that_ended_or_was_deleted_keeps_what_it_has_used(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    async with connected(settings) as client:
+        agent = await planned(client)
+        running = (await listed(client)).entries[0]
+        await client.finish()
+        assert (await listed(client, job_id="job")).entries == [running]
+        await agent.end()
+        await client.jobs.DeleteJob(jobs_pb.DeleteJobRequest(job_id="job"), timeout=TIMEOUT_S)
+        await client.register()
+        (deleted,) = (await listed(client)).entries
+        assert deleted.is_deleted
+        assert deleted.account == running.account
+    async with connected(settings) as client:
+        assert (await listed(client)).entries == [deleted]
+
+
+async def test_a_restart_counts_nothing_twice_and_leaves_nothing_out(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        agent = await planned(client)
+        before = (await listed(client)).total
+        await agent.end()
+    async with connected(make_settings(tmp_path, price_per_kwh=0.25)) as client:
+        # What was used without a price is taken at the price that is set now.
+        priced = (await listed(client)).total
+        assert not before.HasField("cost")
+        assert priced.cost == pytest.approx(0.25 * before.energy_kwh)
+        agent.use(client)
+        await agent.join()
+        await agent.iterate(3)
+        after = (await listed(client)).total
+        assert after.iteration_count == before.iteration_count + 3
+        assert after.energy_kwh > before.energy_kwh
+
+
+async def test_a_job_without_a_baseline_has_saved_nobody_knows_what(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path, baseline_iterations=100)) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate(1)
+        account = (await listed(client)).total
+    assert account.iteration_count == 1
+    assert account.uncompared_energy_kwh == account.energy_kwh > 0
+    assert not account.HasField("saved_energy_kwh")
+    assert not account.HasField("cost")
+
+
+async def test_the_ledger_comes_in_pages_and_for_a_part_of_the_time(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        agent = await planned(client)
+        await client.finish()
+        await agent.end()
+        await client.jobs.DeleteJob(jobs_pb.DeleteJobRequest(job_id="job"), timeout=TIMEOUT_S)
+        agent = await planned(client)
+        whole = await listed(client)
+        first = await listed(client, page_size=1)
+        second = await listed(client, page_size=1, page_token=first.next_page_token)
+        assert [*first.entries, *second.entries] == list(whole.entries)
+        assert [entry.is_deleted for entry in whole.entries] == [True, False]
+        assert first.total == second.total == whole.total
+        assert not second.next_page_token
+        begin = whole.entries[0].start_time
+        assert (await listed(client, start_time=begin)).entries == whole.entries
+        before = await listed(client, end_time=begin)
+        assert (list(before.entries), before.total.iteration_count) == ([], 0)
+        await agent.end()
+
+
+async def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    async with connected(make_settings(tmp_path)) as client:
+        earlier, later = {"seconds": 3600}, {"seconds": 7200}
+        for wanted, field in (
+            ({"page_size": -1}, "page_size"),
+            ({"page_token": "x"}, "page_token"),
+            ({"start_time": later, "end_time": earlier}, "end_time"),
+            ({"start_time": {"seconds": 2**60}}, "start_time"),
+        ):
+            _, reason, metadata = await refusal(listed(client, **wanted))
+            assert (reason, metadata["field"]) == ("INVALID_FIELD", field)
+        _, reason, _ = await refusal(listed(client, job_id="not a job"))
+        assert reason == "INVALID_JOB_ID"

@@ -1,0 +1,135 @@
+"""The ledger in the store, on every engine: sums over hours, which outlive their jobs."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perseus.service.domain.ledger import (
+    HOUR_S,
+    EnergyGroup,
+    EnergyHour,
+    EnergySums,
+    HourFilter,
+    Rates,
+    Reference,
+)
+from perseus.service.domain.records import StoredJob
+from perseus.service.domain.retention import DAY_S, Retention
+from perseus.service.storage.checking import check_database
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import Entry, JobDeleted, JobEntry, NewRun, UnstorableEntryError
+from tests.service.service_fakes import make_spec
+from tests.service.storage.test_pruning import finished, prune
+
+RATES = Rates(0.1 + 0.2, 400.0)
+REFERENCE = Reference(2, 10, 100 / 3, 1e-3)
+SUMS = EnergySums(5, 1, 7.5, 1 / 3, 0.0, 4, 320.1, 2.5, 3, 1, 80.5, 2.25)
+
+
+def hour(
+    number: int,
+    reference: Reference | None = REFERENCE,
+    *,
+    job_id: str = "job",
+    run_number: int = 1,
+    rates: Rates = RATES,
+) -> JobEntry:
+    return JobEntry(job_id, run_number, EnergyHour(number, reference, SUMS, rates))
+
+
+def new_run(job_id: str = "job", number: int = 1) -> NewRun:
+    return NewRun(make_spec(job_id), number, 1.0)
+
+
+@pytest.fixture
+async def store(database: Path | str) -> SqlStore:
+    return await SqlStore.open(database)
+
+
+async def keys(store: SqlStore, wanted: HourFilter = HourFilter()) -> list[tuple[str, int, int]]:  # noqa: B008
+    return [(group.job_id, group.deletion, group.run_number) for group in await store.ledger(wanted)]
+
+
+async def test_hours_of_a_run_come_back_in_sums_by_baseline_and_rates(store: SqlStore) -> None:
+    entries: list[Entry] = [new_run(), hour(10, None), hour(10), hour(11), hour(12, rates=Rates())]
+    await store.write(entries)
+    found = await store.ledger(HourFilter())
+    twice = EnergySums(10, 2, 15.0, 2 / 3, 0.0, 8, 640.2, 5.0, 6, 2, 161.0, 4.5)
+    assert sorted(found, key=lambda group: (group.first_hour, group.last_hour)) == [
+        EnergyGroup("job", 0, 1, 10, 10, None, RATES, SUMS),
+        EnergyGroup("job", 0, 1, 10, 11, REFERENCE, RATES, twice),
+        EnergyGroup("job", 0, 1, 12, 12, REFERENCE, Rates(), SUMS),
+    ]
+
+
+async def test_an_hour_that_is_written_again_replaces_itself(store: SqlStore) -> None:
+    later = EnergyHour(10, replace(REFERENCE, iteration_count=11), replace(SUMS, iteration_count=6), RATES)
+    await store.write([new_run(), hour(10)])
+    await store.write([JobEntry("job", 1, later)])
+    (found,) = await store.ledger(HourFilter())
+    assert (found.sums.iteration_count, found.reference) == (6, later.reference)
+
+
+async def test_a_part_of_the_ledger_can_be_asked_for(store: SqlStore) -> None:
+    await store.write([new_run(), new_run("other"), *map(hour, (10, 11, 12)), hour(11, job_id="other")])
+
+    async def hours(**wanted: object) -> list[tuple[str, int, int]]:
+        found = await store.ledger(HourFilter(**wanted))  # type: ignore[arg-type]
+        return [(group.job_id, group.first_hour, group.last_hour) for group in found]
+
+    assert await hours(first_hour=11) == [("job", 11, 12), ("other", 11, 11)]
+    assert await hours(end_hour=11) == [("job", 10, 10)]
+    assert await hours(first_hour=11, end_hour=12, job_id="other") == [("other", 11, 11)]
+    assert await hours(first_hour=13) == []
+
+
+async def test_a_run_goes_on_with_its_latest_hour(store: SqlStore) -> None:
+    renewed = replace(REFERENCE, number=7)
+    await store.write([new_run(), hour(10), hour(11), hour(11, renewed)])
+    found = await store.load_run("job", 1)
+    assert isinstance(found, StoredJob)
+    assert found.latest_hour == EnergyHour(11, renewed, SUMS, RATES)
+    (loaded,) = await store.load_jobs()
+    assert isinstance(loaded, StoredJob)
+    assert loaded.latest_hour == found.latest_hour
+
+
+async def test_what_a_deleted_job_has_used_stays_and_another_of_its_name_begins_anew(
+    store: SqlStore, database: Path | str
+) -> None:
+    for _ in range(2):
+        await store.write([new_run(), hour(10), JobDeleted("job", 0)])
+    await store.write(
+        [new_run(), new_run("job", 2), hour(10, run_number=2), new_run("a"), hour(9, job_id="a")]
+    )
+    assert await keys(store) == [("a", 0, 1), ("job", 1, 1), ("job", 2, 1), ("job", 0, 2)]
+    found = await store.load_run("job", 1)
+    assert isinstance(found, StoredJob)
+    assert found.latest_hour is None
+    await store.close()
+    assert check_database(database) == []
+
+
+async def test_an_archived_run_keeps_its_ledger_until_that_is_old_itself(store: SqlStore) -> None:
+    now_s = 1_000 * DAY_S
+    old, new = (int((now_s - days * DAY_S) // HOUR_S) for days in (40, 20))
+    await store.write([*finished("job", now_s - 10 * DAY_S), hour(old), hour(new)])
+    retention = Retention(finished_age_s=DAY_S, ledger_age_s=30 * DAY_S)
+    assert await prune(store, retention, now_s) == [("job", 1)]
+    (found,) = await store.ledger(HourFilter())
+    assert (found.first_hour, found.last_hour) == (new, new)
+
+
+async def test_hours_of_no_run_are_found(store: SqlStore, database: Path | str) -> None:
+    await store.write([hour(10)])
+    await store.close()
+    assert check_database(database) == ["ledger: 1 rows are of no run"]
+
+
+async def test_what_could_not_be_read_back_is_refused_by_name(store: SqlStore) -> None:
+    broken = EnergyHour(10, REFERENCE, replace(SUMS, compared_energy_j=math.inf))
+    with pytest.raises(UnstorableEntryError, match="compared_energy_j: expected a finite number, found inf"):
+        await store.write([new_run(), JobEntry("job", 1, broken)])
+    assert await keys(store) == []

@@ -193,10 +193,13 @@ HOUSE: Mapping[str, Room] = {
     # What is served over HTTP.
     "service.web": room(
         "metrics",
+        # It carries the adapters' calls, and says what gRPC says: translation and errors are in one place.
+        "service.api",
         "service.domain",
         "service.shell",
         "tls",
-        needs=["aiohttp", "structlog"],
+        "v1",
+        needs=["aiohttp", "google", "structlog"],
     ),
     "service.settings": room("logs", "service.domain", "tls", needs=["pydantic", "pydantic_settings"]),
     "service.listening": room("service.domain", "service.settings", "tls", needs=["grpc", "structlog"]),

@@ -21,6 +21,7 @@ def coordinator(
     config: Annotated[Path | None, typer.Option(help="TOML file with the settings below.")] = None,
     listen: Annotated[str | None, _flag("listen")] = None,
     http: Annotated[str | None, _flag("http")] = None,
+    http_hosts: Annotated[str | None, _flag("http_hosts")] = None,
     metrics_ranks: Annotated[bool | None, _flag("metrics_ranks", "--metrics-ranks")] = None,
     tls_certificate: Annotated[Path | None, _flag("tls_certificate")] = None,
     tls_key: Annotated[Path | None, _flag("tls_key")] = None,
@@ -74,6 +75,7 @@ def coordinator(
     flags = {
         "listen": listen,
         "http": http,
+        "http_hosts": http_hosts,
         "metrics_ranks": metrics_ranks,
         "tls_certificate": tls_certificate,
         "tls_key": tls_key,

@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from perseus.service.api.agent_service import AgentService
 from perseus.service.api.authentication import Authentication
+from perseus.service.api.calls import unary_calls
 from perseus.service.api.decoding import Decoding
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
@@ -41,8 +42,11 @@ from perseus.service.web.access import Access
 from perseus.service.web.app import make_app
 from perseus.service.web.collector import CoordinatorCollector
 from perseus.service.web.listening import listening
+from perseus.service.web.origin import Hosts
+from perseus.service.web.page_api import PageApi
+from perseus.service.web.page_files import packaged_page
 from perseus.service.web.scrape import Scrape
-from perseus.tls.address import is_local
+from perseus.tls.address import host_and_port, is_local
 from perseus.tls.tokens import TokenFileError, own_token
 from perseus.v1 import (
     agent_service_pb2,
@@ -86,11 +90,15 @@ live on; hardly anything here needs looking for. To look through all of a millio
 half a second: with 100, not already while thousands of agents come back.
 """
 
+_JOB_SERVICE = job_service_pb2.DESCRIPTOR.services_by_name["JobService"]
+_FRONTIER_SERVICE = frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"]
+_LEDGER_SERVICE = ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"]
+
 _SERVICES = (
     agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
-    job_service_pb2.DESCRIPTOR.services_by_name["JobService"].full_name,
-    frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"].full_name,
-    ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"].full_name,
+    _JOB_SERVICE.full_name,
+    _FRONTIER_SERVICE.full_name,
+    _LEDGER_SERVICE.full_name,
     token_service_pb2.DESCRIPTOR.services_by_name["TokenService"].full_name,
 )
 
@@ -271,11 +279,30 @@ async def _serving_http(
         expiries_s=lambda: tls.material.expiries_s if tls is not None else {},
         refusal_counts=refusal_counts,
     )
-    is_open = settings.insecure or is_local(settings.http)
-    access = None if is_open else Access(coordinator.tokens, grants)
-    app = make_app(Scrape(collector.collect), access)
+    access = None if settings.insecure else Access(coordinator.tokens, grants)
+    jobs, quotas = coordinator.jobs, coordinator.quotas
+    calls = [
+        *unary_calls(_JOB_SERVICE, JobService(jobs, quotas)),
+        *unary_calls(_FRONTIER_SERVICE, FrontierService(jobs, quotas), but_for=("Solve",)),
+        *unary_calls(_LEDGER_SERVICE, LedgerService(coordinator.ledger)),
+    ]
+    is_on_loopback = is_local(settings.http)
+    app = make_app(
+        Scrape(collector.collect),
+        None if is_on_loopback else access,
+        PageApi(coordinator, calls, access),
+        packaged_page(),
+        Hosts(_host_names(settings.http, settings.http_hosts), are_metrics_free=not is_on_loopback),
+    )
     async with listening(app, settings.http, tls, settings.shutdown_grace_s):
         yield
+
+
+def _host_names(address: str, names: str) -> frozenset[str]:
+    """Return the names by which the coordinator may be asked over HTTP: its address's, and those set."""
+    found = host_and_port(address)
+    stripped = (name.strip().lower() for name in (found[0] if found is not None else "", *names.split(",")))
+    return frozenset(filter(None, stripped))
 
 
 async def _watch_health(

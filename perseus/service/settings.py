@@ -40,7 +40,11 @@ class CoordinatorSettings(BaseSettings):
     )
     http: str | None = Field(
         default=None,
-        description="Address and port where /metrics is served over HTTP, or HTTPS with tls_certificate.",
+        description="Address and port of the live page and /metrics: HTTP, or HTTPS with tls_certificate.",
+    )
+    http_hosts: str = Field(
+        default="",
+        description="Names by which browsers reach that in plaintext, beside localhost; with commas.",
     )
     metrics_ranks: bool = Field(
         default=False, description="Tell of every rank in the metrics, too: four series for each."

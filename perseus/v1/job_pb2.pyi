@@ -502,6 +502,65 @@ class ProfilingBudget(google.protobuf.message.Message):
 Global___ProfilingBudget: typing_extensions.TypeAlias = ProfilingBudget
 
 @typing.final
+class JobFigures(google.protobuf.message.Message):
+    """What was measured of a run lately."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    ENERGY_J_FIELD_NUMBER: builtins.int
+    POWER_W_FIELD_NUMBER: builtins.int
+    MEAN_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    SAVING_FIELD_NUMBER: builtins.int
+    PROMISED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    STRAGGLER_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    iteration_time_s: builtins.float
+    """Time of the latest complete iteration, seconds, of the slowest rank; absent before there is one."""
+    energy_j: builtins.float
+    """Energy of that iteration, joules, over all GPUs of the job; absent where none was measured."""
+    power_w: builtins.float
+    """Power in that iteration, watts, over all GPUs of the job; absent where no energy was measured."""
+    mean_iteration_time_s: builtins.float
+    """Mean iteration time under the clocks that are offered now, seconds, of the slowest pipeline; absent before there
+    are such iterations.
+    """
+    promised_iteration_time_s: builtins.float
+    """The iteration time that the plans in force promise, seconds; absent while there are none."""
+    straggler_iteration_time_s: builtins.float
+    """T' of the slowest straggler now known, seconds; absent without one."""
+    @property
+    def saving(self) -> Global___Saving:
+        """How these iterations compare with the latest stock baseline; absent where there is none, and at the baseline."""
+
+    def __init__(
+        self,
+        *,
+        iteration_time_s: builtins.float | None = ...,
+        energy_j: builtins.float | None = ...,
+        power_w: builtins.float | None = ...,
+        mean_iteration_time_s: builtins.float | None = ...,
+        saving: Global___Saving | None = ...,
+        promised_iteration_time_s: builtins.float | None = ...,
+        straggler_iteration_time_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_energy_j", b"_energy_j", "_iteration_time_s", b"_iteration_time_s", "_mean_iteration_time_s", b"_mean_iteration_time_s", "_power_w", b"_power_w", "_promised_iteration_time_s", b"_promised_iteration_time_s", "_straggler_iteration_time_s", b"_straggler_iteration_time_s", "energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "mean_iteration_time_s", b"mean_iteration_time_s", "power_w", b"power_w", "promised_iteration_time_s", b"promised_iteration_time_s", "saving", b"saving", "straggler_iteration_time_s", b"straggler_iteration_time_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_energy_j", b"_energy_j", "_iteration_time_s", b"_iteration_time_s", "_mean_iteration_time_s", b"_mean_iteration_time_s", "_power_w", b"_power_w", "_promised_iteration_time_s", b"_promised_iteration_time_s", "_straggler_iteration_time_s", b"_straggler_iteration_time_s", "energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s", "mean_iteration_time_s", b"mean_iteration_time_s", "power_w", b"power_w", "promised_iteration_time_s", b"promised_iteration_time_s", "saving", b"saving", "straggler_iteration_time_s", b"straggler_iteration_time_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_energy_j", b"_energy_j"]) -> typing.Literal["energy_j"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_iteration_time_s", b"_iteration_time_s"]) -> typing.Literal["iteration_time_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_mean_iteration_time_s", b"_mean_iteration_time_s"]) -> typing.Literal["mean_iteration_time_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_power_w", b"_power_w"]) -> typing.Literal["power_w"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_promised_iteration_time_s", b"_promised_iteration_time_s"]) -> typing.Literal["promised_iteration_time_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_straggler_iteration_time_s", b"_straggler_iteration_time_s"]) -> typing.Literal["straggler_iteration_time_s"] | None: ...
+
+Global___JobFigures: typing_extensions.TypeAlias = JobFigures
+
+@typing.final
 class Job(google.protobuf.message.Message):
     """One run of a job, as the coordinator sees it."""
 
@@ -532,6 +591,7 @@ class Job(google.protobuf.message.Message):
     LATENCY_COST_PERCENT_FIELD_NUMBER: builtins.int
     PROFILING_PROGRESS_FIELD_NUMBER: builtins.int
     NO_SLOWDOWN_TIME_FIELD_NUMBER: builtins.int
+    FIGURES_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
     PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
@@ -612,6 +672,10 @@ class Job(google.protobuf.message.Message):
         """What is not slower than stock; absent before the job is solved."""
 
     @property
+    def figures(self) -> Global___JobFigures:
+        """What was measured lately."""
+
+    @property
     def spec(self) -> Global___JobSpec:
         """FULL only: what was registered."""
 
@@ -651,12 +715,13 @@ class Job(google.protobuf.message.Message):
         latency_cost_percent: builtins.float = ...,
         profiling_progress: Global___ProfilingProgress | None = ...,
         no_slowdown_time: Global___NoSlowdownTime | None = ...,
+        figures: Global___JobFigures | None = ...,
         spec: Global___JobSpec | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "epoch", b"epoch", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "figures", b"figures", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 
@@ -861,6 +926,7 @@ class TimelineEntry(google.protobuf.message.Message):
     START_S_FIELD_NUMBER: builtins.int
     DURATION_S_FIELD_NUMBER: builtins.int
     CLOCK_MHZ_FIELD_NUMBER: builtins.int
+    POWER_W_FIELD_NUMBER: builtins.int
     stage: builtins.int
     """Stage, from 0."""
     start_s: builtins.float
@@ -869,6 +935,10 @@ class TimelineEntry(google.protobuf.message.Message):
     """Duration, seconds."""
     clock_mhz: builtins.int
     """Clock it began at, MHz; 0 for stock."""
+    power_w: builtins.float
+    """Mean power of the stage's GPUs together in such computations at that clock, watts, as profiled; absent where that
+    was not measured.
+    """
     @property
     def computation(self) -> perseus.v1.computation_pb2.Computation:
         """What was computed."""
@@ -881,8 +951,10 @@ class TimelineEntry(google.protobuf.message.Message):
         start_s: builtins.float = ...,
         duration_s: builtins.float = ...,
         clock_mhz: builtins.int = ...,
+        power_w: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["computation", b"computation"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clock_mhz", b"clock_mhz", "computation", b"computation", "duration_s", b"duration_s", "stage", b"stage", "start_s", b"start_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_power_w", b"_power_w", "computation", b"computation", "power_w", b"power_w"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_power_w", b"_power_w", "clock_mhz", b"clock_mhz", "computation", b"computation", "duration_s", b"duration_s", "power_w", b"power_w", "stage", b"stage", "start_s", b"start_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_power_w", b"_power_w"]) -> typing.Literal["power_w"] | None: ...
 
 Global___TimelineEntry: typing_extensions.TypeAlias = TimelineEntry

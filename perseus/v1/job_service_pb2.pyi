@@ -754,17 +754,21 @@ class GetTimelineRequest(google.protobuf.message.Message):
 
     JOB_ID_FIELD_NUMBER: builtins.int
     PIPELINE_FIELD_NUMBER: builtins.int
+    FROM_BASELINE_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     pipeline: builtins.int
     """The pipeline, from 0."""
+    from_baseline: builtins.bool
+    """Whether an iteration of the latest stock baseline is asked for: of whichever pipeline it was kept."""
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
         pipeline: builtins.int = ...,
+        from_baseline: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "pipeline", b"pipeline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_baseline", b"from_baseline", "job_id", b"job_id", "pipeline", b"pipeline"]) -> None: ...
 
 Global___GetTimelineRequest: typing_extensions.TypeAlias = GetTimelineRequest
 
@@ -777,13 +781,21 @@ class GetTimelineResponse(google.protobuf.message.Message):
     ITERATION_FIELD_NUMBER: builtins.int
     ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
+    PIPELINE_FIELD_NUMBER: builtins.int
+    BLOCKING_POWER_W_FIELD_NUMBER: builtins.int
     iteration: builtins.int
     """The iteration that it shows."""
     iteration_time_s: builtins.float
     """Its measured iteration time, seconds."""
+    pipeline: builtins.int
+    """The pipeline that it was measured on."""
     @property
     def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.TimelineEntry]:
         """Its computations, by stage and start."""
+
+    @property
+    def blocking_power_w(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Power that each stage's GPUs together draw while they wait, watts, stage 0 first; empty before the job is solved."""
 
     def __init__(
         self,
@@ -791,8 +803,10 @@ class GetTimelineResponse(google.protobuf.message.Message):
         iteration: builtins.int = ...,
         iteration_time_s: builtins.float = ...,
         entries: collections.abc.Iterable[perseus.v1.job_pb2.TimelineEntry] | None = ...,
+        pipeline: builtins.int = ...,
+        blocking_power_w: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "iteration", b"iteration", "iteration_time_s", b"iteration_time_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocking_power_w", b"blocking_power_w", "entries", b"entries", "iteration", b"iteration", "iteration_time_s", b"iteration_time_s", "pipeline", b"pipeline"]) -> None: ...
 
 Global___GetTimelineResponse: typing_extensions.TypeAlias = GetTimelineResponse
 

@@ -250,7 +250,8 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTimeline(self, request, context):
-        """The latest whole iteration of a pipeline, computation by computation, as measured.
+        """The latest whole iteration of a pipeline, computation by computation, as measured; or one of the stock baseline, of
+        which one pipeline's is kept until the coordinator restarts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -490,7 +490,9 @@ class JobServiceStub(typing.Generic[_JobServiceRegisterJobType, _JobServiceGetJo
     """What was measured: time and energy, period by period, the first stock baseline first, in pages."""
 
     GetTimeline: _JobServiceGetTimelineType
-    """The latest whole iteration of a pipeline, computation by computation, as measured."""
+    """The latest whole iteration of a pipeline, computation by computation, as measured; or one of the stock baseline, of
+    which one pipeline's is kept until the coordinator restarts.
+    """
 
     WatchJob: _JobServiceWatchJobType
     """The job now, the events so far, a marker that says that this was all, and then what is new as it comes,
@@ -713,7 +715,9 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: perseus.v1.job_service_pb2.GetTimelineRequest,
         context: _ServicerContext,
     ) -> typing.Union[perseus.v1.job_service_pb2.GetTimelineResponse, collections.abc.Awaitable[perseus.v1.job_service_pb2.GetTimelineResponse]]:
-        """The latest whole iteration of a pipeline, computation by computation, as measured."""
+        """The latest whole iteration of a pipeline, computation by computation, as measured; or one of the stock baseline, of
+        which one pipeline's is kept until the coordinator restarts.
+        """
 
     @abc.abstractmethod
     def WatchJob(

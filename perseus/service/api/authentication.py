@@ -5,7 +5,8 @@ A token goes before a certificate: who shows a wrong one is refused, whatever el
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,6 +31,16 @@ _MOST_COMPLAINTS = 256
 def caller() -> Principal:
     """Who makes the call that is being served; anybody, where nobody is asked."""
     return _caller.get()
+
+
+@contextmanager
+def calling(principal: Principal) -> Iterator[None]:
+    """For the length of a block: somebody makes a call that gRPC does not carry."""
+    before = _caller.set(principal)
+    try:
+        yield
+    finally:
+        _caller.reset(before)
 
 
 class Authentication(grpc.aio.ServerInterceptor):

@@ -10,7 +10,7 @@ import grpc
 from perseus.service.api.authentication import caller
 from perseus.service.api.paging import Page
 from perseus.service.api.statuses import mapped, mapped_stream
-from perseus.service.api.translate_events import event_to_proto, filter_from_proto
+from perseus.service.api.translate_events import event_to_proto, filter_from_proto, gap_to_proto
 from perseus.service.api.translate_jobs import (
     budget_to_proto,
     cost_to_proto,
@@ -29,8 +29,9 @@ from perseus.service.api.translate_jobs import (
 )
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
-from perseus.service.domain.model import IterationSummary, JobView
+from perseus.service.domain.model import IterationSummary
 from perseus.service.domain.specification import Registration
+from perseus.service.domain.views import JobView
 from perseus.service.shell.jobs import LATEST, Jobs
 from perseus.service.shell.quotas import Quotas
 from perseus.v1 import job_service_pb2 as pb
@@ -174,7 +175,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     @mapped
     async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
         """See the contract."""
-        return timeline_to_proto(self._jobs.timeline(request.job_id, request.pipeline))
+        timeline = self._jobs.timeline(request.job_id, request.pipeline, from_baseline=request.from_baseline)
+        return timeline_to_proto(timeline)
 
     @mapped_stream
     async def WatchJob(
@@ -204,10 +206,4 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                             caught_up=pb.CaughtUp(last_event_sequence=update.last_event_sequence)
                         )
                     case WatchGap():
-                        yield pb.WatchJobResponse(
-                            gap=pb.WatchGap(
-                                first_missed_sequence=update.first_missed_sequence,
-                                last_missed_sequence=update.last_missed_sequence,
-                                missed_iteration_count=update.missed_iteration_count,
-                            )
-                        )
+                        yield pb.WatchJobResponse(gap=gap_to_proto(update))

@@ -9,36 +9,38 @@ NOBODY: frozenset[Scope] = frozenset()
 """For a call that needs no scope: whoever comes may make it."""
 
 _OPERATORS = frozenset({Scope.OPERATOR})
-_READERS = frozenset({Scope.READER, Scope.OPERATOR})
+READERS = frozenset({Scope.READER, Scope.OPERATOR})
+"""For a call that changes nothing."""
+
 # Whatever concerns a job is checked besides: an agent speaks only for those that its grant names.
 _AGENTS = frozenset({Scope.AGENT, Scope.OPERATOR})
 
 RPC_SCOPES: Mapping[str, frozenset[Scope]] = {
     "/grpc.health.v1.Health/Check": NOBODY,
     "/grpc.health.v1.Health/Watch": NOBODY,
-    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _READERS,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READERS,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": READERS,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": READERS,
     "/perseus.v1.AgentService/Connect": _AGENTS,
-    "/perseus.v1.FrontierService/GetFrontier": _READERS,
-    "/perseus.v1.FrontierService/GetPlan": _READERS,
+    "/perseus.v1.FrontierService/GetFrontier": READERS,
+    "/perseus.v1.FrontierService/GetPlan": READERS,
     "/perseus.v1.FrontierService/Solve": _OPERATORS,
     "/perseus.v1.JobService/ClearStraggler": _OPERATORS,
     "/perseus.v1.JobService/DeleteJob": _OPERATORS,
     "/perseus.v1.JobService/FinishJob": _OPERATORS,
-    "/perseus.v1.JobService/GetJob": _READERS,
-    "/perseus.v1.JobService/GetReport": _READERS,
-    "/perseus.v1.JobService/GetTimeline": _READERS,
-    "/perseus.v1.JobService/ListJobEvents": _READERS,
-    "/perseus.v1.JobService/ListJobs": _READERS,
-    "/perseus.v1.JobService/ListRanks": _READERS,
-    "/perseus.v1.JobService/ListRuns": _READERS,
+    "/perseus.v1.JobService/GetJob": READERS,
+    "/perseus.v1.JobService/GetReport": READERS,
+    "/perseus.v1.JobService/GetTimeline": READERS,
+    "/perseus.v1.JobService/ListJobEvents": READERS,
+    "/perseus.v1.JobService/ListJobs": READERS,
+    "/perseus.v1.JobService/ListRanks": READERS,
+    "/perseus.v1.JobService/ListRuns": READERS,
     "/perseus.v1.JobService/MeasureBaseline": _OPERATORS,
     "/perseus.v1.JobService/RegisterJob": _AGENTS,
     "/perseus.v1.JobService/ReportStraggler": _OPERATORS,
     "/perseus.v1.JobService/ResumeJob": _OPERATORS,
     "/perseus.v1.JobService/SetPolicy": _OPERATORS,
-    "/perseus.v1.JobService/WatchJob": _READERS,
-    "/perseus.v1.LedgerService/ListLedgerEntries": _READERS,
+    "/perseus.v1.JobService/WatchJob": READERS,
+    "/perseus.v1.LedgerService/ListLedgerEntries": READERS,
     "/perseus.v1.TokenService/CreateToken": _OPERATORS,
     "/perseus.v1.TokenService/ListTokens": _OPERATORS,
     "/perseus.v1.TokenService/RevokeToken": _OPERATORS,

@@ -7,7 +7,7 @@ from perseus.service.api.translate_jobs import coordinates_to_proto, cost_to_pro
 from perseus.service.api.translate_time import time_from_proto, time_to_proto
 from perseus.service.domain import evidence as domain
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.events import EventFilter, JobEvent
+from perseus.service.domain.events import EventFilter, JobEvent, WatchGap
 from perseus.service.domain.model import (
     EventType,
     FaultyPart,
@@ -39,6 +39,15 @@ _GIVEN_UP = {
 _LIMIT = {limit: event_pb2.ProfilingLimit.Value(f"PROFILING_LIMIT_{limit.name}") for limit in ProfilingLimit}
 _FAULTY_PART = {part: event_pb2.FaultyPart.Value(f"FAULTY_PART_{part.name}") for part in FaultyPart}
 _STALL = {reason: event_pb2.StallReason.Value(f"STALL_REASON_{reason.name}") for reason in StallReason}
+
+
+def gap_to_proto(gap: WatchGap) -> job_service_pb2.WatchGap:
+    """Return what was left out of a watch."""
+    return job_service_pb2.WatchGap(
+        first_missed_sequence=gap.first_missed_sequence,
+        last_missed_sequence=gap.last_missed_sequence,
+        missed_iteration_count=gap.missed_iteration_count,
+    )
 
 
 def event_to_proto(event: JobEvent) -> event_pb2.JobEvent:

@@ -15,12 +15,11 @@ from perseus.service.api.translate_problems import (
 )
 from perseus.service.api.translate_time import time_to_proto
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.domain.measured import Period, Saving, Timeline
+from perseus.service.domain.figures import JobFigures
+from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
 from perseus.service.domain.model import (
     IterationSummary,
-    JobDetails,
     JobState,
-    JobView,
     NoSlowdown,
     NoSlowdownBasis,
     Rank,
@@ -37,6 +36,7 @@ from perseus.service.domain.specification import (
     Parallelism,
 )
 from perseus.service.domain.telemetry import KINDS, ClockStatistics
+from perseus.service.domain.views import JobDetails, JobView
 from perseus.solver import Computation
 from perseus.v1 import (
     clock_statistics_pb2,
@@ -205,6 +205,7 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         last_event_sequence=view.last_event_sequence,
         set_latency_s=view.set_latency_s,
         latency_cost_percent=view.latency_cost_percent,
+        figures=_figures_to_proto(view.figures),
     )
     if view.no_slowdown is not None:
         job.no_slowdown_time.CopyFrom(no_slowdown_to_proto(view.no_slowdown))
@@ -301,10 +302,14 @@ def period_to_proto(period: Period, saving: Saving | None) -> job_pb2.ReportPeri
     )
 
 
-def timeline_to_proto(timeline: Timeline) -> job_service_pb2.GetTimelineResponse:
+def timeline_to_proto(measured: MeasuredTimeline) -> job_service_pb2.GetTimelineResponse:
     """Return an iteration, each stage's computations in the order of their start."""
+    timeline = measured.timeline
     response = job_service_pb2.GetTimelineResponse(
-        iteration=timeline.iteration, iteration_time_s=timeline.iteration_time_s
+        iteration=timeline.iteration,
+        iteration_time_s=timeline.iteration_time_s,
+        pipeline=measured.pipeline,
+        blocking_power_w=measured.blocking_power_w,
     )
     for stage, columns in enumerate(timeline.stages):
         for row in sorted(range(len(columns.begin_s)), key=columns.begin_s.__getitem__):
@@ -317,6 +322,9 @@ def timeline_to_proto(timeline: Timeline) -> job_service_pb2.GetTimelineResponse
                 start_s=columns.begin_s[row],
                 duration_s=columns.duration_s[row],
                 clock_mhz=columns.clock_mhz[row],
+                power_w=measured.powers.at(
+                    stage, (computation.chunk, computation.kind), columns.clock_mhz[row]
+                ),
             )
     return response
 
@@ -358,6 +366,20 @@ def _saving_to_proto(saving: Saving) -> job_pb2.Saving:
         energy_se_percent=saving.energy_se_percent,
         slowdown_percent=saving.slowdown_percent,
         slowdown_se_percent=saving.slowdown_se_percent,
+    )
+
+
+def _figures_to_proto(figures: JobFigures) -> job_pb2.JobFigures:
+    latest, period = figures.latest, figures.period
+    energy_j = sum(latest.pipeline_energy_j) if latest is not None else 0.0
+    return job_pb2.JobFigures(
+        iteration_time_s=latest.iteration_time_s if latest is not None else None,
+        energy_j=energy_j or None,
+        power_w=energy_j / latest.iteration_time_s if latest is not None and energy_j else None,
+        mean_iteration_time_s=period.iteration_time_s if period is not None else None,
+        saving=_saving_to_proto(figures.saving) if figures.saving is not None else None,
+        promised_iteration_time_s=figures.promised_time_s,
+        straggler_iteration_time_s=figures.straggler_time_s or None,
     )
 
 

@@ -11,6 +11,7 @@
     │   ├── UnknownMessageError     a message of a newer protocol, say
     │   ├── EmptyMessageError       a message without content
     │   └── MalformedMessageError   no protocol buffer of its kind
+    ├── UnknownCallError            asked for over HTTP, and none that is served there
     ├── ProtocolError               a stream that does not follow the protocol
     │   ├── HelloExpectedError      something else came first
     │   └── HelloRepeatedError      it came twice
@@ -45,6 +46,8 @@
     ├── ForbiddenError              who calls is known, and may not do that
     │   ├── ScopeTooNarrowError     the call needs another scope
     │   ├── JobOutOfScopeError      the agent may not speak for the job
+    │   ├── OriginMismatchError     another site's page asks over HTTP
+    │   ├── HostUnknownError        asked for over HTTP by a name that is not the coordinator's
     │   ├── OwnerMismatchError      the job is another owner's
     │   └── InstanceServedError     the agent's instance is another credential's
     └── InternalError               a fault of the coordinator's own
@@ -170,6 +173,12 @@ class MalformedMessageError(InvalidInputError):
     """No protocol buffer of its kind."""
 
     parts = ("message", "a protocol buffer of its kind", "{cause}")
+
+
+class UnknownCallError(CoordinatorError):
+    """A call that is not served over HTTP, or that there is not."""
+
+    template = "{rpc} is not served over HTTP"
 
 
 class ProtocolError(CoordinatorError):
@@ -387,6 +396,18 @@ class OwnerMismatchError(ForbiddenError):
     """The job is another owner's."""
 
     template = "job {job_id!r} is another owner's than {owner!r}"
+
+
+class OriginMismatchError(ForbiddenError):
+    """Another site's page asks over HTTP, or nobody says whose it is."""
+
+    template = "expected the header Origin to be {expected}, found {found}"
+
+
+class HostUnknownError(ForbiddenError):
+    """The coordinator is asked over HTTP by a name that is none of its own: another site may have lent it."""
+
+    template = "expected localhost, an address or a name in http_hosts as the header Host, found {found}"
 
 
 class InstanceServedError(ForbiddenError):

@@ -1,8 +1,10 @@
-"""What a run tells its metrics beyond what its view shows, as plain values; None is not known."""
+"""What is told of a run in numbers, as plain values; None is not known."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perseus.service.domain.measured import JobIteration, Period, Saving
+from perseus.service.domain.model import RankState
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,23 @@ class JobFigures:
     straggler_time_s: float | None = None
     switch_count: int | None = None
     saved_energy_j: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankColumns:
+    """Ranks in a row, by pipeline, stage and tensor: parallel columns.
+
+    Attributes:
+        state: whether they are served.
+        iteration: the highest that each reported.
+        clock_mhz: mean clock over the computations of its stage's latest iteration, by time; 0 at stock.
+        slowness: time that its stage computed in the job's latest whole iteration, over what its plan, or
+            without one the median of all pipelines, says.
+        power_w: mean power of its GPU in that iteration.
+    """
+
+    state: Sequence[RankState]
+    iteration: Sequence[int | None]
+    clock_mhz: Sequence[float | None]
+    slowness: Sequence[float | None]
+    power_w: Sequence[float | None]

@@ -1,7 +1,8 @@
 """What was measured of a job, as values: profiles of stages, iterations, the report's periods, a timeline."""
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from perseus.service.domain.model import JobState
@@ -191,6 +192,48 @@ class Timeline:
     iteration: int
     iteration_time_s: float
     stages: tuple[ComputationColumns, ...]
+
+
+class Powers:
+    """What computations draw: the mean power of a stage's GPUs together, as profiled.
+
+    Between two measured clocks it is interpolated; beyond them the nearest counts. Stock counts as the
+    highest.
+    """
+
+    def __init__(self, profiles: Iterable[StageProfile]) -> None:
+        known: dict[tuple[int, StageKey], dict[int, float]] = {}
+        for profile in profiles:
+            for key, measurement in profile.measurements.items():
+                by_clock = known.setdefault((profile.stage, key), {})
+                by_clock[profile.clock_mhz] = measurement.energy_j / measurement.time_s
+        self._known = {place: sorted(by_clock.items()) for place, by_clock in known.items()}
+
+    def at(self, stage: int, key: StageKey, clock_mhz: int) -> float | None:
+        """Return the power at a clock, 0 for stock, watts; None where none was measured."""
+        known = self._known.get((stage, key))
+        if known is None:
+            return None
+        if clock_mhz == 0 or clock_mhz >= known[-1][0]:
+            return known[-1][1]
+        above = bisect_left(known, (clock_mhz,))
+        (high_mhz, high_w), (low_mhz, low_w) = known[above], known[max(0, above - 1)]
+        if high_mhz == low_mhz:
+            return high_w
+        return low_w + (high_w - low_w) * (clock_mhz - low_mhz) / (high_mhz - low_mhz)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasuredTimeline:
+    """A pipeline's iteration, and what is known of the power that it took.
+
+    `blocking_power_w`: what each stage's GPUs together draw while they wait; empty before the job is solved.
+    """
+
+    pipeline: int
+    timeline: Timeline
+    powers: Powers
+    blocking_power_w: tuple[float, ...]
 
 
 def _relative(mean: float, se: float, reference: float, reference_se: float) -> tuple[float, float]:

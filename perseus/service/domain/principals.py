@@ -191,13 +191,20 @@ class TokenBook:
     def find(self, secret: str, now_s: float) -> Token:
         """Return the token that somebody shows, if it is valid.
 
+        Raises:
+            TokenUnknownError, TokenRevokedError, TokenExpiredError: it is not.
+        """
+        return self.find_digest(digest_of(secret), now_s)
+
+    def find_digest(self, digest: str, now_s: float) -> Token:
+        """Return the token of which this is kept, if it is valid.
+
         How long looking up a digest takes tells of the digest, which nobody can choose; the comparison that
         counts takes the same time whatever differs.
 
         Raises:
             TokenUnknownError, TokenRevokedError, TokenExpiredError: it is not.
         """
-        digest = digest_of(secret)
         token = self._by_digest.get(digest)
         if token is None or not hmac.compare_digest(token.digest, digest):
             raise TokenUnknownError

@@ -376,6 +376,8 @@ class Course:
         """Enter a state, and say what clocks the pipelines should have in it."""
         check_transition(self.state, state)
         before, self.state, self.state_reason = self.state, state, why
+        if before is JobState.BASELINE and self.baseline.iteration is not None:
+            self.timelines.keep_baseline()
         if state is JobState.FINISHED:
             self.finish_time_s = self.wall_time_s
             self.planner.stop_solving()

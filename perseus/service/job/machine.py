@@ -17,7 +17,8 @@ on a Tick only. The time is any clock that never goes back; only differences cou
 there to be told to people, and nothing is decided by it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from perseus.service.domain.errors import (
     SpecMismatchError,
     TimelineNotReadyError,
 )
-from perseus.service.domain.figures import JobFigures
+from perseus.service.domain.figures import JobFigures, RankColumns
 from perseus.service.domain.inputs import (
     Abandoned,
     AgentDisconnected,
@@ -59,15 +60,13 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
     Tick,
 )
-from perseus.service.domain.measured import Period, Saving, Timeline
+from perseus.service.domain.measured import MeasuredTimeline, Period, Powers, Saving
 from perseus.service.domain.model import (
     FOREIGN_VERSION,
     LOST_VERSIONS,
     NO_VERSION,
     EventType,
-    JobDetails,
     JobState,
-    JobView,
     Rank,
     RankFilter,
     RankLeftReason,
@@ -81,6 +80,7 @@ from perseus.service.domain.records import (
 )
 from perseus.service.domain.specification import Coordinates, JobSpec, Registration
 from perseus.service.domain.telemetry import Order
+from perseus.service.domain.views import JobDetails, JobView
 from perseus.service.job.course import Course
 from perseus.service.job.planning.operating_point import check_straggler
 from perseus.service.job.planning.refusals import Refusals
@@ -230,6 +230,7 @@ class JobMachine:
             create_time_s=self.create_time_s,
             finish_time_s=self._course.finish_time_s,
             last_event_sequence=self.last_event_sequence,
+            figures=self.figures(),
         )
 
     def details(self) -> JobDetails:
@@ -320,8 +321,8 @@ class JobMachine:
         """Yield what was measured, from the period of a number on, and what it saved against stock."""
         return self.log.report(first_number)
 
-    def timeline(self, pipeline: int) -> Timeline:
-        """Return the latest whole iteration of a pipeline.
+    def timeline(self, pipeline: int, *, from_baseline: bool = False) -> MeasuredTimeline:
+        """Return the latest whole iteration of a pipeline; or the one that is kept of the stock baseline.
 
         Raises:
             PipelineOutOfRangeError: the job has no such pipeline.
@@ -329,9 +330,46 @@ class JobMachine:
         """
         self.spec.check_pipeline(pipeline)
         timeline = self.timelines.latest(pipeline)
+        if from_baseline:
+            pipeline, timeline = self.timelines.baseline or (pipeline, None)
         if timeline is None:
             raise TimelineNotReadyError(job_id=self.spec.job_id, pipeline=pipeline)
-        return timeline
+        frontier = self._planner.frontier
+        return MeasuredTimeline(
+            pipeline,
+            timeline,
+            Powers(self.profiler.profiles),
+            tuple(frontier.pipeline.blocking_power_w) if frontier is not None else (),
+        )
+
+    def rank_columns(self, first_pipeline: int, pipeline_count: int) -> RankColumns:
+        """Return so many pipelines' ranks from one on, in columns; fewer where there are no more."""
+        counts, paces = self.spec.parallelism, self._stragglers.paces
+        places = [
+            (pipeline, stage)
+            for pipeline in range(counts.pipeline_count)[first_pipeline:][:pipeline_count]
+            for stage in range(counts.stage_count)
+        ]
+        ranks = [
+            self._ranks[Coordinates(pipeline, stage, tensor)]
+            for pipeline, stage in places
+            for tensor in range(counts.tensor_count)
+        ]
+
+        def to_ranks(of_stages: Iterable[float | None]) -> list[float | None]:
+            return [value for value in of_stages for _ in range(counts.tensor_count)]
+
+        first_index = first_pipeline * counts.stage_count * counts.tensor_count
+        return RankColumns(
+            state=[rank.state for rank in ranks],
+            iteration=[rank.iteration if rank.iteration >= 0 else None for rank in ranks],
+            clock_mhz=to_ranks(self.timelines.mean_clock_mhz(*place) for place in places),
+            slowness=to_ranks(
+                None if paces is None or math.isnan(paces[stage, pipeline]) else float(paces[stage, pipeline])
+                for pipeline, stage in places
+            ),
+            power_w=self.log.rank_powers_w(first_index, len(ranks)),
+        )
 
     def solved_frontier(self) -> Frontier:
         """Return the frontier.

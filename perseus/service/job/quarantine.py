@@ -15,7 +15,7 @@ from perseus.service.domain.commands import Announce, Command, RefuseRank, Store
 from perseus.service.domain.errors import JobQuarantinedError, cut
 from perseus.service.domain.events import Happening
 from perseus.service.domain.evidence import Evidence, Quarantined, StateChanged
-from perseus.service.domain.figures import JobFigures
+from perseus.service.domain.figures import JobFigures, RankColumns
 from perseus.service.domain.inputs import (
     Abandoned,
     AgentDisconnected,
@@ -33,15 +33,13 @@ from perseus.service.domain.inputs import (
     SolveRetried,
     Tick,
 )
-from perseus.service.domain.measured import Period, Saving, Timeline
+from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
 from perseus.service.domain.model import (
     LOST_VERSIONS,
     NO_VERSION,
     EventType,
     FaultyPart,
-    JobDetails,
     JobState,
-    JobView,
     Rank,
     RankFilter,
     RankState,
@@ -49,6 +47,7 @@ from perseus.service.domain.model import (
 from perseus.service.domain.profiling import ProfilingCost
 from perseus.service.domain.records import ForgetIterations, JobRecord, Registrations, StoredJob
 from perseus.service.domain.specification import Coordinates, Registration
+from perseus.service.domain.views import JobDetails, JobView
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.ranks.rank_table import LIVE
 from perseus.service.job.rules import Rules
@@ -217,6 +216,7 @@ class QuarantinedRun:
             create_time_s=self.create_time_s,
             finish_time_s=record.finish_time_s,
             last_event_sequence=self._sequence,
+            figures=self.figures(),
         )
 
     def details(self) -> JobDetails:
@@ -261,7 +261,22 @@ class QuarantinedRun:
         """Yield what was measured, from the period of a number on, and what it saved against stock."""
         return IterationLog(list(self._ranks), self._periods).report(first_number)
 
-    def timeline(self, _pipeline: int) -> Timeline:
+    def rank_columns(self, first_pipeline: int, pipeline_count: int) -> RankColumns:
+        """Return so many pipelines' ranks from one on, in columns: nothing is measured any more."""
+        counts = self.spec.parallelism
+        width = counts.stage_count * counts.tensor_count
+        own = slice(first_pipeline * width, (first_pipeline + pipeline_count) * width)
+        ranks = list(self._ranks.values())[own]
+        nothing = (None,) * len(ranks)
+        return RankColumns(
+            state=[rank.state for rank in ranks],
+            iteration=[rank.iteration if rank.iteration >= 0 else None for rank in ranks],
+            clock_mhz=nothing,
+            slowness=nothing,
+            power_w=nothing,
+        )
+
+    def timeline(self, _pipeline: int, *, from_baseline: bool = False) -> MeasuredTimeline:
         """There is none.
 
         Raises:

@@ -17,6 +17,7 @@ from perseus.service.domain.errors import (
     RunNotFoundError,
 )
 from perseus.service.domain.events import EventFilter, JobEvent
+from perseus.service.domain.figures import RankColumns
 from perseus.service.domain.inputs import (
     Abandoned,
     BaselineRequested,
@@ -28,11 +29,12 @@ from perseus.service.domain.inputs import (
     StragglerCleared,
     StragglerReported,
 )
-from perseus.service.domain.measured import Period, Saving, Timeline
-from perseus.service.domain.model import JobState, JobView, Rank, RankFilter, Straggler
+from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
+from perseus.service.domain.model import JobState, Rank, RankFilter, Straggler
 from perseus.service.domain.records import UnreadableJob
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import JobSpec, OperatingPolicy, Registration, check_request_id
+from perseus.service.domain.views import JobView
 from perseus.service.job import runs
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
@@ -237,6 +239,16 @@ class Jobs:
         """
         return self._live.read(self._live.find(job_id), lambda machine: machine.ranks(wanted, first_index))
 
+    def rank_columns(self, job_id: str, first_pipeline: int, pipeline_count: int) -> RankColumns:
+        """Return so many pipelines' ranks of a job's latest run, from a pipeline on, in columns.
+
+        Raises:
+            JobNotFoundError: there is none.
+        """
+        return self._live.read(
+            self._live.find(job_id), lambda machine: machine.rank_columns(first_pipeline, pipeline_count)
+        )
+
     # ------------------------------------------------------------------ steering
 
     async def resume(self, job_id: str) -> JobView:
@@ -290,13 +302,15 @@ class Jobs:
         run = await self._run(job_id, run_number)
         return self._live.read(run, lambda machine: machine.report(first_number))
 
-    def timeline(self, job_id: str, pipeline: int) -> Timeline:
-        """Return the latest whole iteration of a pipeline.
+    def timeline(self, job_id: str, pipeline: int, *, from_baseline: bool) -> MeasuredTimeline:
+        """Return the latest whole iteration of a pipeline, or the one that is kept of the stock baseline.
 
         Raises:
             PipelineOutOfRangeError, TimelineNotReadyError: there is no such pipeline, or no iteration yet.
         """
-        return self._live.read(self._live.find(job_id), lambda machine: machine.timeline(pipeline))
+        return self._live.read(
+            self._live.find(job_id), lambda machine: machine.timeline(pipeline, from_baseline=from_baseline)
+        )
 
     def frontier(self, job_id: str) -> Frontier:
         """Return a job's frontier.

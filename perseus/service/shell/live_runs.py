@@ -13,6 +13,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -55,9 +56,10 @@ from perseus.service.domain.inputs import (
     Tick,
 )
 from perseus.service.domain.ledger import EnergyHour, RatesAt
-from perseus.service.domain.model import EventType, FaultyPart, JobView, Rank
+from perseus.service.domain.model import EventType, FaultyPart, Rank
 from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob, UnreadableJob
 from perseus.service.domain.specification import Coordinates, JobSpec
+from perseus.service.domain.views import JobView
 from perseus.service.fleet.ledger import priced
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.quarantine import Fault, QuarantinedRun
@@ -164,6 +166,8 @@ class LiveRuns:
         # Those that may have a deadline: an ended job has none, and costs nothing.
         self._ticking: set[LiveRun] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
+        # Of those who follow all jobs: what has changed since they looked.
+        self._followers: list[set[str]] = []
         self._is_closing = False
         self._making = asyncio.Lock()
 
@@ -208,6 +212,7 @@ class LiveRuns:
             {rank.coordinates: rank for rank in stored.ranks},
             stored.last_sequence,
         )
+        self._note_change(run.job_id)
         self._perform(run, commands)
 
     async def close(self) -> None:
@@ -256,6 +261,21 @@ class LiveRuns:
     def forget(self, run: LiveRun) -> None:
         """Forget a job."""
         del self._runs[run.job_id]
+        self._note_change(run.job_id)
+
+    @contextmanager
+    def changes(self) -> Iterator[set[str]]:
+        """For the length of a block: a set of the jobs that changed, came or went; its reader empties it."""
+        changed: set[str] = set()
+        self._followers.append(changed)
+        try:
+            yield changed
+        finally:
+            self._followers = [each for each in self._followers if each is not changed]
+
+    def _note_change(self, job_id: str) -> None:
+        for changed in self._followers:
+            changed.add(job_id)
 
     def restored(self, stored: StoredJob) -> tuple[JobMachine, list[Command]]:
         """Return the machine of a stored run, and what it wants done to go on."""
@@ -462,6 +482,8 @@ class LiveRuns:
                     then.append(partial(self._do, run, run.machine, command))
         if is_job_changed:
             then.append(partial(self._publish_job, run))
+        if to_store or then:
+            self._note_change(job_id)
         then.extend(more)
         self._ticking.add(run)
         # An action that fails puts its run aside, and nothing else.

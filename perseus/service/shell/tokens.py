@@ -64,6 +64,14 @@ class Tokens:
         """
         return self._book.find(secret, self._clock()).principal
 
+    def holder(self, digest: str) -> Principal:
+        """Return whose token it is of which this is kept (`digest_of`).
+
+        Raises:
+            TokenUnknownError, TokenRevokedError, TokenExpiredError: it is not valid any more.
+        """
+        return self._book.find_digest(digest, self._clock()).principal
+
     async def create(self, name: str, grant: Grant, expire_time_s: float | None) -> tuple[Token, str]:
         """Make a token, durably; return it, and the secret that nobody can be told again.
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from perseus.service.domain.events import CaughtUp, JobEvent, WatchGap
-from perseus.service.domain.model import JobView
+from perseus.service.domain.views import JobView
 from perseus.service.shell.watch_state import End, Fetch, News, Tell, TellJob, Wait, WatchState
 
 Update = JobView | News | CaughtUp | WatchGap

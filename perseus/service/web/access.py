@@ -1,4 +1,4 @@
-"""Who asks over HTTP: by a bearer token, or by a certificate that stands for a grant, as over gRPC."""
+"""Who asks over HTTP: by a bearer token, a session's cookie, or a certificate that stands for a grant."""
 
 from collections.abc import Collection, Mapping
 
@@ -7,6 +7,7 @@ from aiohttp import web
 from perseus.service.domain.errors import CredentialMissingError, ScopeTooNarrowError
 from perseus.service.domain.principals import Grant, Principal, Scope
 from perseus.service.shell.tokens import Tokens
+from perseus.service.web.sessions import LIFETIME_S, Sessions
 
 READERS = frozenset({Scope.READER, Scope.OPERATOR})
 
@@ -15,6 +16,7 @@ class Access:
     """Finds out who asks. `certificates`: what their identities (common or alternative names) stand for."""
 
     def __init__(self, tokens: Tokens, certificates: Mapping[str, Grant]) -> None:
+        self.sessions = Sessions(tokens)
         self._tokens = tokens
         self._certificates = certificates
 
@@ -25,7 +27,7 @@ class Access:
             AuthenticationError: nobody knows who it is.
             ScopeTooNarrowError: they may not.
         """
-        principal = self._principal(request)
+        principal = self.identify(request)
         if principal.grant.scope not in wanted:
             raise ScopeTooNarrowError(
                 rpc=f"{request.method} {request.path}",
@@ -35,19 +37,51 @@ class Access:
             )
         return principal
 
-    def _principal(self, request: web.Request) -> Principal:
+    def identify(self, request: web.Request) -> Principal:
+        """Return who asks.
+
+        Raises:
+            AuthenticationError: nobody knows who it is.
+        """
         shown = request.headers.get("Authorization")
         if shown is not None:  # whoever shows a wrong token is refused, whatever else they show
             scheme, _, secret = shown.partition(" ")
             if scheme.lower() != "bearer":
                 raise CredentialMissingError
             return self._tokens.authenticate(secret.strip())
+        if (session_id := request.cookies.get(cookie_name(request))) is not None:
+            return self.sessions.find(session_id)
         transport = request.transport
         facts = (transport.get_extra_info("peercert") if transport is not None else None) or {}
         for name in (*_common_names(facts), *(value for _, value in facts.get("subjectAltName", ()))):
             if (grant := self._certificates.get(name)) is not None:
                 return Principal(f"certificate {name}", grant)
         raise CredentialMissingError
+
+
+def cookie_name(request: web.Request) -> str:
+    """Return the cookie's name; over TLS one that browsers take from this very host only, and over TLS."""
+    return "__Host-perseus" if request.secure else "perseus"
+
+
+def set_cookie(request: web.Request, response: web.Response, session_id: str) -> None:
+    """Let a browser keep a session: no script sees it, and no other site's request carries it."""
+    response.set_cookie(
+        cookie_name(request),
+        session_id,
+        max_age=int(LIFETIME_S),
+        path="/",
+        httponly=True,
+        samesite="Strict",
+        secure=request.secure,
+    )
+
+
+def drop_cookie(request: web.Request, response: web.Response) -> None:
+    """Let a browser forget a session."""
+    response.del_cookie(
+        cookie_name(request), path="/", httponly=True, samesite="Strict", secure=request.secure
+    )
 
 
 def _common_names(facts: Mapping[str, tuple[tuple[tuple[str, str], ...], ...]]) -> list[str]:

@@ -1,23 +1,47 @@
-"""The routes of the HTTP server, and what is answered where something is wrong."""
+"""The application that is served over HTTP, put together: metrics, the page, and what the page asks."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 
-import structlog
 from aiohttp import web
 
-from perseus.service.domain.errors import AuthenticationError, ForbiddenError
 from perseus.service.web.access import READERS, Access
+from perseus.service.web.errors import Handler, answer_errors
+from perseus.service.web.origin import Hosts
+from perseus.service.web.page_api import PageApi
+from perseus.service.web.page_files import PageFile
 from perseus.service.web.scrape import Scrape
-
-log = structlog.get_logger(__name__)
 
 _MOST_REQUEST_BYTES = 65_536
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_HEADERS = {
+    # Nothing but our own files, and nobody's frame around them.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+_PAGE = "index.html"
 
 
-def make_app(scrape: Scrape, access: Access | None) -> web.Application:
-    """Return the application. Without `access` nobody is asked who they are."""
+def make_app(
+    scrape: Scrape,
+    access: Access | None,
+    page_api: PageApi | None = None,
+    files: Mapping[str, PageFile] | None = None,
+    hosts: Hosts | None = None,
+) -> web.Application:
+    """Return the application.
+
+    Args:
+        scrape: what answers scrapes.
+        access: who may scrape; None where nobody is asked who they are.
+        page_api: what the page asks, if it is served.
+        files: the page's files, by their paths.
+        hosts: by which names the coordinator may be asked; None for any.
+    """
 
     async def metrics(request: web.Request) -> web.Response:
         if access is not None:
@@ -25,21 +49,27 @@ def make_app(scrape: Scrape, access: Access | None) -> web.Application:
         body, content_type = await scrape.answer(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
-    app = web.Application(middlewares=[_answer_errors], client_max_size=_MOST_REQUEST_BYTES)
+    async def file(request: web.Request) -> web.Response:
+        found = (files or {}).get(request.match_info.get("path", _PAGE))
+        if found is None:
+            raise web.HTTPNotFound
+        return found.answer(request)
+
+    @web.middleware
+    async def check_hosts(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if hosts is not None:
+            hosts.check(request)
+        return await handler(request)
+
+    app = web.Application(middlewares=[answer_errors, check_hosts], client_max_size=_MOST_REQUEST_BYTES)
+    app.on_response_prepare.append(_add_headers)
     app.router.add_get("/metrics", metrics)
+    if page_api is not None:
+        app.router.add_get("/", file)
+        app.router.add_get("/static/{path:.+}", file)
+        page_api.add_to(app)
     return app
 
 
-@web.middleware
-async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except AuthenticationError as error:
-        return web.Response(status=401, text=f"{error}\n", headers={"WWW-Authenticate": "Bearer"})
-    except ForbiddenError as error:
-        return web.Response(status=403, text=f"{error}\n")
-    except web.HTTPException:  # no such route, no such method
-        raise
-    except Exception as error:
-        log.error("unexpected error", where=f"{request.method} {request.path}", exc_info=error)
-        return web.Response(status=500, text="a fault of the coordinator's own; its log says more\n")
+async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(_HEADERS)

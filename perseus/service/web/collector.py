@@ -13,10 +13,11 @@ from importlib.metadata import version
 from perseus.metrics import names
 from perseus.metrics.readings import Readings
 from perseus.service.domain.figures import JobFigures
-from perseus.service.domain.model import EventType, FaultyPart, JobState, JobView, RankFilter, RankState
+from perseus.service.domain.model import EventType, FaultyPart, JobState, RankFilter, RankState
 from perseus.service.domain.profiling import ProfilingLimit
+from perseus.service.domain.views import JobView
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.shell.live_runs import LiveRun, Machine
+from perseus.service.shell.live_runs import LiveRun
 
 MOST_JOBS = 1_000
 """Jobs with series of their own."""
@@ -112,7 +113,8 @@ class CoordinatorCollector:
     # ------------------------------------------------------------------ jobs
 
     def _read_job(self, readings: Readings, run: LiveRun) -> None:
-        view, figures = self._coordinator.live.read(run, _shown)
+        view = self._coordinator.live.view(run, has_details=False)
+        figures = view.figures
         _put_state(readings, view)
         _put_measured(readings, view, figures)
         _put_profiling(readings, view)
@@ -137,10 +139,6 @@ class CoordinatorCollector:
             share = clocks.on_clock_time_s / clocks.computation_time_s if clocks.computation_time_s else None
             readings.put(names.RANK_ON_CLOCK, share, *labels)
             readings.put(names.RANK_SET_LATENCY, clocks.set_latency_s, *labels)
-
-
-def _shown(machine: Machine) -> tuple[JobView, JobFigures]:
-    return machine.summary(), machine.figures()
 
 
 def _put_state(readings: Readings, view: JobView) -> None:

@@ -106,3 +106,18 @@ def test_a_finished_run_stays_finished() -> None:
     stand_in = QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH)
     assert stand_in.begin() == []
     assert stand_in.has_finished
+
+
+def test_its_ranks_are_told_in_columns_without_figures() -> None:
+    cluster = planned()
+    before = cluster.machine.rank_columns(0, 100)
+    assert set(before.state) == {RankState.CONNECTED}
+    assert None not in (*before.clock_mhz, *before.slowness, *before.power_w)
+    stand_in = QuarantinedRun(cluster.stored(), FAULT, cluster.rules, EPOCH)
+    counts = cluster.spec.parallelism
+    width = counts.stage_count * counts.tensor_count
+    told = stand_in.rank_columns(1, 1)
+    assert list(told.state) == [RankState.LOST] * width
+    assert list(told.power_w) == list(told.clock_mhz) == list(told.slowness) == [None] * width
+    assert len(stand_in.rank_columns(0, 100).state) == counts.pipeline_count * width
+    assert before.iteration[:width] == cluster.machine.rank_columns(0, 1).iteration

@@ -7,7 +7,8 @@ import pytest
 
 from perseus.service.domain.errors import DrainingError
 from perseus.service.domain.events import CaughtUp, Happening, JobEvent
-from perseus.service.domain.model import EventType, JobView
+from perseus.service.domain.model import EventType
+from perseus.service.domain.views import JobView
 from perseus.service.shell.watch_state import WatchState
 from perseus.service.shell.watching import Watcher
 from tests.service.service_fakes import Cluster, make_spec

@@ -230,6 +230,14 @@ class IterationLog:
         """Return the last period of the report, if there is one, and what it saves against stock."""
         return next(self.report(len(self.periods) - 1)) if self.periods else None
 
+    def rank_powers_w(self, first_index: int, count: int) -> list[float | None]:
+        """Return the mean power of so many ranks, from an index on, in the latest iteration, watts."""
+        if self._latest is None:
+            return [None] * count
+        own = slice(first_index, first_index + count)
+        rows = zip(self._latest.energy_j[own], self._latest.duration_s[own], strict=True)
+        return [energy_j / duration_s if energy_j else None for energy_j, duration_s in rows]
+
     def _open_entry(self, iteration: int) -> _Open:
         entry = self._open.get(iteration)
         if entry is None:

@@ -1,6 +1,8 @@
-"""The latest whole iteration of each pipeline, computation by computation, kept in memory only."""
+"""The latest whole iteration of each pipeline, and one of the stock baseline, kept in memory only."""
 
 from collections import deque
+
+import numpy as np
 
 from perseus.service.domain.measured import Timeline
 from perseus.service.domain.model import IterationSummary
@@ -12,12 +14,17 @@ _KEPT = 4
 
 
 class TimelineMemory:
-    """Keeps the last few iterations of every stage, and finds the latest that is whole."""
+    """Keeps the last few iterations of every stage, and finds the latest that is whole.
+
+    Attributes:
+        baseline: a whole iteration of the latest stock baseline, and its pipeline; None where there is none.
+    """
 
     def __init__(self, parallelism: Parallelism) -> None:
         def memory() -> deque[tuple[int, ComputationColumns]]:
             return deque(maxlen=_KEPT)
 
+        self.baseline: tuple[int, Timeline] | None = None
         pipelines = range(parallelism.pipeline_count)
         self._stages = {p: tuple(memory() for _ in range(parallelism.stage_count)) for p in pipelines}
         self._times_s: dict[int, dict[int, float]] = {p: {} for p in pipelines}
@@ -45,6 +52,26 @@ class TimelineMemory:
                 memory.clear()
                 memory.extend(kept[-1:])
 
+    def keep_baseline(self) -> None:
+        """The stock baseline was just measured: keep an iteration of it, of the first pipeline that has one.
+
+        One pipeline's is enough to look at: at stock all compute the same in the same way.
+        """
+        whole = ((pipeline, self.latest(pipeline)) for pipeline in self._stages)
+        self.baseline = next(
+            ((pipeline, found) for pipeline, found in whole if found is not None and _is_at_stock(found)),
+            None,
+        )
+
+    def mean_clock_mhz(self, pipeline: int, stage: int) -> float | None:
+        """Return the mean clock of a stage's latest iteration, by time, MHz; 0 at stock, None if unknown."""
+        memory = self._stages[pipeline][stage]
+        if not memory:
+            return None
+        durations_s = np.asarray(memory[-1][1].duration_s)
+        time_s = float(durations_s.sum())
+        return float(durations_s @ np.asarray(memory[-1][1].clock_mhz)) / time_s if time_s else None
+
     def latest(self, pipeline: int) -> Timeline | None:
         """Return the complete iteration reported last, if there is one."""
         stages = [dict(memory) for memory in self._stages[pipeline]]
@@ -52,3 +79,7 @@ class TimelineMemory:
             if all(iteration in stage for stage in stages):
                 return Timeline(iteration, time_s, tuple(stage[iteration] for stage in stages))
         return None
+
+
+def _is_at_stock(timeline: Timeline) -> bool:
+    return not any(any(columns.clock_mhz) for columns in timeline.stages)

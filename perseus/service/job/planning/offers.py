@@ -77,6 +77,8 @@ class OfferBoard:
         self._stages = range(parallelism.stage_count)
         nothing = PipelineOffer((NO_VERSION,) * parallelism.stage_count, 0, STOCK)
         self._pipelines = [_Pipeline(nothing) for _ in range(parallelism.pipeline_count)]
+        # None where an offer has changed since this was asked last.
+        self._all_versions: tuple[int, ...] | None = None
         # How many pipelines have each version.
         self._versions = Counter({NO_VERSION: parallelism.pipeline_count})
         # How many pipelines are planned with each iteration time.
@@ -102,7 +104,9 @@ class OfferBoard:
     @property
     def versions(self) -> tuple[int, ...]:
         """Each pipeline's version."""
-        return tuple(offer.version for offer in self)
+        if self._all_versions is None:
+            self._all_versions = tuple(offer.version for offer in self)
+        return self._all_versions
 
     @property
     def versions_in_use(self) -> Collection[int]:
@@ -209,6 +213,7 @@ class OfferBoard:
 
     def validate(self) -> None:
         """Check what must always hold between two inputs."""
+        assert self.versions == tuple(offer.version for offer in self)
         assert set(self.versions_in_use) == set(self.versions)
         times_s = self.planned_times_s
         assert self.planned_range_s == ((min(times_s), max(times_s)) if times_s else (0.0, 0.0))
@@ -266,6 +271,7 @@ class OfferBoard:
         self._versions[offer.version] += 1
         self._versions = +self._versions
         pipeline.offer = offer
+        self._all_versions = None
 
     def _start_iteration(self, pipeline: _Pipeline) -> int:
         margin = LEAST_MARGIN

@@ -50,6 +50,7 @@ class IterationSpans:
         stage_ratios: how much it fell behind, as the ratio of the times that it computed.
         clock_event_reasons: NVML's bits, of all ranks together.
         relative_work: the most that a rank said of its pipeline; 1 where none did.
+        paces: of shape (stages, pipelines): how much each stage fell behind its plan, or its peers.
     """
 
     iteration: int
@@ -60,6 +61,7 @@ class IterationSpans:
     stage_ratios: FloatColumn
     clock_event_reasons: IntColumn
     relative_work: FloatColumn | float = 1.0
+    paces: FloatColumn | None = None
 
 
 class SpanGraph:
@@ -199,16 +201,18 @@ class SpanBook:
         for likes, judged in self._likes:
             pace = np.median(durations_s[judged] / weights_s[judged], axis=0)
             durations_s[likes] = weights_s[likes] * pace
-        stages, ratios = self._slowest_stages(durations_s, weights_s, np.isnan(planned_s))
+        paces = self._paces(durations_s, weights_s, np.isnan(planned_s))
+        stages = np.where(np.isnan(paces), -np.inf, paces).argmax(axis=0)
         return IterationSpans(
             iteration=iteration,
             versions=np.array(versions),
             spans_s=self._graph.spans_s(durations_s),
             planned_s=planned_s,
             slowest_stages=stages,
-            stage_ratios=ratios,
+            stage_ratios=paces[stages, np.arange(self._pipeline_count)],
             clock_event_reasons=reasons,
             relative_work=np.where(found.relative_work > 0, found.relative_work, 1.0),
+            paces=paces,
         )
 
     def _columns(self, stage: int, computations: ComputationColumns) -> NDArray[np.int64]:
@@ -251,19 +255,17 @@ class SpanBook:
                 del self._open[min(self._open)]
         return entry
 
-    def _slowest_stages(
+    def _paces(
         self, durations_s: FloatColumn, weights_s: FloatColumn, is_unplanned: NDArray[np.bool_]
-    ) -> tuple[IntColumn, FloatColumn]:
+    ) -> FloatColumn:
         busy_s = np.array([durations_s[columns].sum(axis=0) for columns in self._stages])
-        ratios = busy_s / np.array([weights_s[columns].sum(axis=0) for columns in self._stages])
+        ratios: FloatColumn = busy_s / np.array([weights_s[columns].sum(axis=0) for columns in self._stages])
         if is_unplanned.any():
             alike = ratios[:, is_unplanned]
             whole = alike[:, ~np.isnan(alike).any(axis=0)]
             if whole.size:
                 ratios[:, is_unplanned] /= np.median(whole, axis=1)[:, None]
-        comparable = np.where(np.isnan(ratios), -np.inf, ratios)
-        stages = comparable.argmax(axis=0)
-        return stages, ratios[stages, np.arange(self._pipeline_count)]
+        return ratios
 
 
 def _likes(

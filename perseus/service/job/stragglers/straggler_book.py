@@ -12,7 +12,7 @@ from perseus.service.domain.evidence import StragglerCleared, StragglerFinding
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import EventType, Straggler
 from perseus.service.domain.specification import Coordinates, Parallelism
-from perseus.service.domain.telemetry import TelemetryBatch
+from perseus.service.domain.telemetry import FloatColumn, TelemetryBatch
 from perseus.service.job.journal import Journal
 from perseus.service.job.stragglers.detector import SLOWING_REASONS, Finding, StragglerDetector
 from perseus.service.job.stragglers.spans import SpanBook
@@ -28,9 +28,15 @@ class Judgement:
 
 
 class StragglerBook:
-    """The stragglers of a job, by pipeline."""
+    """The stragglers of a job, by pipeline.
+
+    Attributes:
+        paces: of shape (stages, pipelines): how much each stage fell behind its plan, or its peers, in the
+            latest iteration that was judged; NaN where it is not known, None before the first.
+    """
 
     def __init__(self, schedule: Schedule, parallelism: Parallelism, journal: Journal) -> None:
+        self.paces: FloatColumn | None = None
         self._journal = journal
         self._stragglers: dict[int, Straggler] = {}
         self._spans = SpanBook(schedule, parallelism)
@@ -103,6 +109,7 @@ class StragglerBook:
         spans = self._spans.take(iteration.iteration, iteration.versions) if iteration.versions else None
         if spans is None:
             return Judgement(False, ())
+        self.paces = spans.paces
         has_changed = False
         is_overridden = any(not straggler.is_detected for straggler in self._stragglers.values())
         for finding in self._detector.judge(spans, is_overridden=is_overridden):

@@ -64,3 +64,41 @@ def test_a_regular_iteration_is_kept_compact_and_as_it_was() -> None:
         assert list(kept) == told
         assert isinstance(kept, array)
         assert sys.getsizeof(kept) < 1.5 * kept.itemsize * len(kept) + 64
+
+
+def at(iteration: int, clocks_mhz: list[int]) -> ComputationColumns:
+    """A forward of 1 s and a backward of 3 s."""
+    return ComputationColumns([iteration] * 2, [0, 1], [0, 0], [0, 0], [0.0, 1.0], [1.0, 3.0], clocks_mhz)
+
+
+def test_an_iteration_of_the_baseline_outlives_those_under_plans_and_the_jobs_end() -> None:
+    memory = TimelineMemory(Parallelism(2, 2, 1))
+    for stage in range(2):
+        memory.add(Coordinates(1, stage, 0), at(3, [0, 0]))
+    memory.finish(IterationSummary(1, 3, 0, 4.0, 1.0))
+    memory.keep_baseline()
+    assert memory.baseline is not None
+    pipeline, timeline = memory.baseline
+    assert (pipeline, timeline.iteration) == (1, 3), "the first pipeline that has a whole one"
+
+    for iteration in range(4, 12):
+        for stage in range(2):
+            memory.add(Coordinates(1, stage, 0), at(iteration, [1200, 1000]))
+        memory.finish(IterationSummary(1, iteration, 1, 4.0, 1.0))
+    memory.end()
+    assert memory.baseline == (1, timeline)
+    latest = memory.latest(1)
+    assert latest is not None
+    assert latest.iteration == 11
+
+    memory.keep_baseline()
+    assert memory.baseline is None, "what ran at other clocks is no baseline"
+
+
+def test_the_mean_clock_is_by_time() -> None:
+    memory = TimelineMemory(Parallelism(1, 2, 1))
+    memory.add(Coordinates(0, 0, 0), at(3, [1200, 1000]))
+    assert memory.mean_clock_mhz(0, 0) == 1050
+    assert memory.mean_clock_mhz(0, 1) is None
+    memory.add(Coordinates(0, 0, 0), at(4, [0, 0]))
+    assert memory.mean_clock_mhz(0, 0) == 0

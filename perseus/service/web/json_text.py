@@ -1,0 +1,80 @@
+"""Messages as JSON and back: protobuf's own, with the fields' names, and what is at its default told."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from google.protobuf import json_format
+from google.protobuf.message import Message
+
+from perseus.service.domain.errors import MalformedMessageError
+
+Asked = TypeVar("Asked", bound=Message)
+
+_MOST_DEPTH = 24
+"""Of messages in messages; the contract's deepest has 8."""
+
+_LARGE_BYTES = 16_384
+"""A message larger than this takes milliseconds: in a thread, which takes turns with the loop."""
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+# One large message at a time: with more threads, the loop's turns would come late.
+_maker = ThreadPoolExecutor(1, "json")
+
+
+def as_json(value: object) -> str:
+    """Return plain values as JSON, on one line."""
+    return _encode(value)
+
+
+def to_json(message: Message) -> str:
+    """Return a small message as JSON, on one line."""
+    return _encode(_plain(message))
+
+
+async def large_to_json(message: Message) -> str:
+    """Return a message of any size as JSON; the loop goes on meanwhile."""
+    if message.ByteSize() <= _LARGE_BYTES:
+        return to_json(message)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_maker, lambda: "".join(_pieces(_plain(message))))
+
+
+def from_json(text: bytes, kind: type[Asked]) -> Asked:
+    """Return the message that a text is.
+
+    Raises:
+        MalformedMessageError: it is none.
+    """
+    try:
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise json_format.ParseError(f"expected an object, found {type(found).__name__}")
+        return json_format.ParseDict(found, kind(), max_recursion_depth=_MOST_DEPTH)
+    except (json_format.ParseError, ValueError, RecursionError) as error:
+        raise MalformedMessageError(cause=error) from None
+
+
+def _plain(message: Message) -> Any:
+    return json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """Yield JSON in pieces that are soon made: Python's encoder lets nobody else run while it is at one."""
+    if isinstance(value, dict) and any(isinstance(inner, dict | list) for inner in value.values()):
+        for number, (key, inner) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{_encode(key)}:"
+            yield from _pieces(inner)
+        yield "}"
+    elif isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
+        for number, inner in enumerate(value):
+            yield "," if number else "["
+            yield from _pieces(inner)
+        yield "]"
+    else:
+        yield _encode(value)

@@ -1,0 +1,210 @@
+"""What the live page asks: who it is for, the services' calls, the ranks in columns, and what is new.
+
+See docs/web-api.md.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+
+from aiohttp import hdrs, web
+
+from perseus.service.api.calls import Call
+from perseus.service.domain.errors import (
+    AuthenticationError,
+    InvalidFieldError,
+    MalformedMessageError,
+    UnknownCallError,
+)
+from perseus.service.domain.principals import ANYBODY, Principal, Scope
+from perseus.service.shell.coordinator import Coordinator
+from perseus.service.web.access import READERS, Access, cookie_name, drop_cookie, set_cookie
+from perseus.service.web.job_feed import JobFeeds
+from perseus.service.web.jobs_feed import JobsFeed
+from perseus.service.web.json_text import as_json, from_json, large_to_json
+from perseus.service.web.listener import Listener, Places
+from perseus.service.web.origin import check_origin
+from perseus.service.web.rank_grid import RankGrid
+from perseus.service.web.sessions import Attempts
+from perseus.service.web.shared import Shared
+
+_JSON = "application/json"
+_PACKAGE = "perseus.v1"
+
+_SHARED = frozenset({f"/{_PACKAGE}.JobService/GetTimeline", f"/{_PACKAGE}.FrontierService/GetFrontier"})
+"""Calls whose answers are large, and wanted time and again: one serves all readers for a while."""
+
+_MOST_ANSWERS = 64
+
+_EVENT_ID = re.compile(r"(\d{1,9}):(\d{1,18})")
+_NUMBER = re.compile(r"\d{1,18}")
+
+
+class PageApi:
+    """The page's requests, as handlers.
+
+    Args:
+        coordinator: what is asked about.
+        calls: the services' calls that may be made.
+        access: who may; None where nobody is asked who they are.
+    """
+
+    def __init__(self, coordinator: Coordinator, calls: Iterable[Call], access: Access | None) -> None:
+        self._calls: Mapping[str, Call] = {call.rpc: call for call in calls}
+        self._access = access
+        self._attempts = Attempts()
+        self._jobs_feed = JobsFeed(coordinator.live)
+        self._job_feeds = JobFeeds(coordinator.jobs)
+        self._grid = RankGrid(coordinator.jobs)
+        self._places = Places()
+        self._answers: Shared[str] = Shared(_MOST_ANSWERS)
+
+    def add_to(self, app: web.Application) -> None:
+        """Add the routes."""
+        app.router.add_get("/session", self._show_session, allow_head=False)
+        app.router.add_post("/session", self._begin_session)
+        app.router.add_delete("/session", self._end_session)
+        app.router.add_post("/api/{service}/{method}", self._call)
+        app.router.add_get("/api/watch/jobs", self._watch_jobs, allow_head=False)
+        app.router.add_get("/api/watch/jobs/{job_id}", self._watch_job, allow_head=False)
+        app.router.add_get("/api/ranks/{job_id}", self._ranks, allow_head=False)
+        app.on_shutdown.append(self._end_streams)
+
+    # ------------------------------------------------------------------ who asks
+
+    async def _show_session(self, request: web.Request) -> web.Response:
+        try:
+            principal = self._asking(request)
+        except AuthenticationError:
+            return _session_answer(None)
+        return _session_answer(principal, is_open=self._access is None)
+
+    async def _begin_session(self, request: web.Request) -> web.Response:
+        check_origin(request, is_needed=True)
+        secret = _token_in(await _body(request))
+        if self._access is None:
+            return _session_answer(ANYBODY, is_open=True)
+        self._attempts.take(request.remote or "")
+        session_id, principal = self._access.sessions.begin(secret)
+        response = _session_answer(principal)
+        set_cookie(request, response, session_id)
+        return response
+
+    async def _end_session(self, request: web.Request) -> web.Response:
+        check_origin(request, is_needed=True)
+        response = web.Response(status=204)
+        session_id = request.cookies.get(cookie_name(request))
+        if session_id is not None and self._access is not None:
+            self._access.sessions.end(session_id)
+            drop_cookie(request, response)
+        return response
+
+    def _asking(self, request: web.Request) -> Principal:
+        return ANYBODY if self._access is None else self._access.identify(request)
+
+    def _check_reader(self, request: web.Request) -> Principal:
+        return ANYBODY if self._access is None else self._access.check(request, READERS)
+
+    # ------------------------------------------------------------------ calls
+
+    async def _call(self, request: web.Request) -> web.Response:
+        principal = self._asking(request)
+        rpc = f"/{_PACKAGE}.{request.match_info['service']}/{request.match_info['method']}"
+        call = self._calls.get(rpc)
+        if call is None:
+            raise UnknownCallError(rpc=rpc)
+        call.check_scope(principal)
+        check_origin(request, is_needed=not call.is_reading)
+        asked = from_json(await _body(request), call.request_type)
+
+        async def make() -> str:
+            return await large_to_json(await call.answer(principal, asked))
+
+        if call.rpc in _SHARED:  # every reader may see the same
+            key = call.rpc, asked.SerializeToString(deterministic=True)
+            return _json_answer(await self._answers.get(key, make))
+        return _json_answer(await make())
+
+    async def _ranks(self, request: web.Request) -> web.Response:
+        self._check_reader(request)
+        body, packed = await self._grid.answer(request.match_info["job_id"])
+        headers = {hdrs.CONTENT_TYPE: _JSON, hdrs.CACHE_CONTROL: "no-store", hdrs.VARY: "Accept-Encoding"}
+        if "gzip" in request.headers.get(hdrs.ACCEPT_ENCODING, ""):
+            return web.Response(body=packed, headers={**headers, hdrs.CONTENT_ENCODING: "gzip"})
+        return web.Response(body=body, headers=headers)
+
+    # ------------------------------------------------------------------ what is new
+
+    async def _watch_jobs(self, request: web.Request) -> web.StreamResponse:
+        principal = self._check_reader(request)
+        listener = Listener()
+        with self._places.place(principal.name), self._jobs_feed.telling(listener) as beginning:
+            return await listener.serve(request, lambda: self._check_reader(request), beginning)
+
+    async def _watch_job(self, request: web.Request) -> web.StreamResponse:
+        principal = self._check_reader(request)
+        job_id, after = request.match_info["job_id"], _after(request)
+        listener = Listener()
+        with self._places.place(principal.name):
+            async with self._job_feeds.telling(job_id, listener, after) as beginning:
+                return await listener.serve(request, lambda: self._check_reader(request), beginning)
+
+    async def _end_streams(self, _: web.Application) -> None:
+        self._jobs_feed.end("DRAINING")
+        self._job_feeds.end("DRAINING")
+
+
+def _session_answer(principal: Principal | None, *, is_open: bool = False) -> web.Response:
+    scope = principal.grant.scope if principal is not None else None
+    return _json_answer(
+        as_json(
+            {
+                "name": principal.name if principal is not None else "",
+                "scope": scope.value if scope is not None else "",
+                "requires_login": not is_open,
+                "may_control": scope is Scope.OPERATOR,
+            }
+        )
+    )
+
+
+def _json_answer(text: str) -> web.Response:
+    headers = {hdrs.CONTENT_TYPE: _JSON, hdrs.CACHE_CONTROL: "no-store"}
+    return web.Response(body=text.encode(), headers=headers)
+
+
+async def _body(request: web.Request) -> bytes:
+    """Return the body, which is said to be JSON: no form of another site can say that.
+
+    Raises:
+        InvalidFieldError: it is said to be something else.
+    """
+    if request.content_type != _JSON:
+        raise InvalidFieldError(field="Content-Type", expected=_JSON, found=repr(request.content_type))
+    return await request.read()
+
+
+def _token_in(body: bytes) -> str:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise MalformedMessageError(cause=error) from None
+    token = found.get("token") if isinstance(found, dict) else None
+    if not isinstance(token, str):
+        raise InvalidFieldError(field="token", expected="a text", found=type(token).__name__)
+    return token
+
+
+def _after(request: web.Request) -> tuple[int, int] | None:
+    """Return the run and the event after which a reader wants to begin; None where it does not say."""
+    if (again := _EVENT_ID.fullmatch(request.headers.get("Last-Event-ID", ""))) is not None:
+        return int(again[1]), int(again[2])
+    asked = {}
+    for name in ("run_number", "after_sequence"):
+        text = request.query.get(name)
+        if text is not None and not (_NUMBER.fullmatch(text) and text.isascii()):
+            raise InvalidFieldError(field=name, expected="0 or more", found=repr(text[:64]))
+        asked[name] = text
+    if asked["after_sequence"] is None:
+        return None
+    return int(asked["run_number"] or 0), int(asked["after_sequence"])

@@ -1,0 +1,71 @@
+"""All ranks of a job in columns, for the grid: made in turns, the same for all who ask."""
+
+import asyncio
+import gzip
+from functools import partial
+
+from perseus.service.domain.model import RankState
+from perseus.service.domain.views import JobView
+from perseus.service.shell.jobs import LATEST, Jobs
+from perseus.service.web.json_text import as_json
+from perseus.service.web.shared import Shared
+
+_TURN_RANKS = 1_024
+"""Ranks read at a time: some milliseconds."""
+
+_MOST_JOBS = 32
+"""Jobs whose answers are kept."""
+
+_STATES = tuple(RankState)
+_STATE_NUMBERS = {state: number for number, state in enumerate(_STATES)}
+_COLUMNS = ("state", "iteration", "clock_mhz", "slowness", "power_w")
+
+
+class RankGrid:
+    """Answers for the ranks of jobs."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+        self._shared: Shared[tuple[bytes, bytes]] = Shared(_MOST_JOBS)
+
+    async def answer(self, job_id: str) -> tuple[bytes, bytes]:
+        """Return the JSON of a job's ranks, as it is and packed with gzip.
+
+        Raises:
+            CoordinatorError: there is no such job.
+        """
+        view = await self._jobs.job(job_id, LATEST, has_details=False)
+        return await self._shared.get((job_id, view.run_number), partial(self._make, view))
+
+    async def _make(self, view: JobView) -> tuple[bytes, bytes]:
+        counts = view.parallelism
+        step = max(1, _TURN_RANKS // (counts.stage_count * counts.tensor_count))
+        texts: dict[str, list[str]] = {name: [] for name in _COLUMNS}
+        for pipeline in range(0, counts.pipeline_count, step):
+            found = self._jobs.rank_columns(view.job_id, pipeline, step)
+            columns = (
+                [_STATE_NUMBERS[state] for state in found.state],
+                found.iteration,
+                [_rounded(value, 1) for value in found.clock_mhz],
+                [_rounded(value, 4) for value in found.slowness],
+                [_rounded(value, 1) for value in found.power_w],
+            )
+            for name, column in zip(_COLUMNS, columns, strict=True):
+                texts[name].append(as_json(column)[1:-1])
+            await asyncio.sleep(0)
+        now = await self._jobs.job(view.job_id, LATEST, has_details=False)
+        if now.run_number != view.run_number:  # another run has begun meanwhile
+            return await self._make(now)
+        head = {
+            "job_id": view.job_id,
+            "run_number": view.run_number,
+            "shape": [counts.pipeline_count, counts.stage_count, counts.tensor_count],
+            "states": [state.name for state in _STATES],
+        }
+        parts = [as_json(head)[:-1], *(f',"{name}":[{",".join(some)}]' for name, some in texts.items()), "}"]
+        body = "".join(parts).encode()
+        return body, await asyncio.to_thread(gzip.compress, body, 1)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)

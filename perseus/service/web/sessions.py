@@ -1,0 +1,126 @@
+"""Logins of browsers: a token is shown once, and from then on a random name stands for it.
+
+What is kept of that name is its SHA-256, as of tokens. A session is as good as its token: that is looked up
+at every use, so a session ends with it.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from perseus.service.domain.errors import (
+    CredentialMissingError,
+    LimitReachedError,
+    ScopeTooNarrowError,
+)
+from perseus.service.domain.principals import Principal, Scope, digest_of
+from perseus.service.shell.tokens import Tokens
+
+LIFETIME_S = 12 * 3600.0
+
+MOST_OF_A_TOKEN = 64
+"""Sessions at once; the oldest makes way."""
+
+MOST = 4_096
+"""Of all tokens; the oldest makes way."""
+
+MOST_ATTEMPTS = 10
+"""In a row, from one address; then one in so many seconds."""
+
+ATTEMPT_S = 2.0
+
+_MOST_ADDRESSES = 1_024
+_ID_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    token_digest: str
+    principal_name: str
+    end_s: float
+
+
+class Sessions:
+    """All sessions, in memory: they end with the process."""
+
+    def __init__(self, tokens: Tokens, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._tokens = tokens
+        self._monotonic = monotonic
+        self._by_digest: dict[str, _Session] = {}  # the oldest first
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def begin(self, secret: str) -> tuple[str, Principal]:
+        """Begin a session of whoever shows a token; return its name, and who that is.
+
+        Raises:
+            AuthenticationError: it is not valid.
+            ScopeTooNarrowError: whose it is may see nothing.
+        """
+        principal = self._tokens.authenticate(secret)
+        if principal.grant.scope not in (Scope.READER, Scope.OPERATOR):
+            raise ScopeTooNarrowError(
+                rpc="POST /session",
+                expected="operator or reader",
+                found=principal.grant.scope.value,
+                principal=principal.name,
+            )
+        now_s = self._monotonic()
+        self._forget(digest for digest, each in self._by_digest.items() if each.end_s <= now_s)
+        own = [digest for digest, each in self._by_digest.items() if each.principal_name == principal.name]
+        self._forget(own[: max(0, len(own) - MOST_OF_A_TOKEN + 1)])
+        self._forget([*self._by_digest][: max(0, len(self) - MOST + 1)])
+        session_id = secrets.token_urlsafe(_ID_BYTES)
+        self._by_digest[digest_of(session_id)] = _Session(
+            digest_of(secret), principal.name, now_s + LIFETIME_S
+        )
+        return session_id, principal
+
+    def find(self, session_id: str) -> Principal:
+        """Return whose session it is.
+
+        Raises:
+            CredentialMissingError: there is none, or no more.
+            TokenUnknownError, TokenRevokedError, TokenExpiredError: its token has ended.
+        """
+        session = self._by_digest.get(digest_of(session_id))
+        if session is None or session.end_s <= self._monotonic():
+            raise CredentialMissingError
+        return self._tokens.holder(session.token_digest)
+
+    def end(self, session_id: str) -> None:
+        """End a session, if there is one."""
+        self._by_digest.pop(digest_of(session_id), None)
+
+    def _forget(self, digests: Iterable[str]) -> None:
+        for digest in [*digests]:
+            del self._by_digest[digest]
+
+
+class Attempts:
+    """How often somebody may try to log in, by the address that they come from."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        # By address, the one heard last at the end: how many are left, and since when.
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def take(self, address: str) -> None:
+        """Note an attempt.
+
+        Raises:
+            LimitReachedError: it is one too many.
+        """
+        now_s = self._monotonic()
+        left, since_s = self._left.pop(address, (MOST_ATTEMPTS, now_s))
+        left = min(MOST_ATTEMPTS, left + (now_s - since_s) / ATTEMPT_S)
+        is_one_too_many = left < 1
+        self._left[address] = (left if is_one_too_many else left - 1, now_s)
+        while len(self._left) > _MOST_ADDRESSES:
+            del self._left[next(iter(self._left))]
+        if is_one_too_many:
+            raise LimitReachedError(
+                principal=address, what="logins in a row", limit=MOST_ATTEMPTS, found=MOST_ATTEMPTS + 1
+            )

@@ -1,0 +1,151 @@
+"""The page's server over a real socket, without gRPC beside it; and what a browser would do with it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from perseus.metrics.readings import Readings
+from perseus.service.api.calls import unary_calls
+from perseus.service.api.frontier_service import FrontierService
+from perseus.service.api.job_service import JobService
+from perseus.service.domain.retention import Retention
+from perseus.service.job.rules import Rules
+from perseus.service.shell.coordinator import Coordinator
+from perseus.service.solving.job_lane import JobLane
+from perseus.service.solving.request_lane import RequestLane
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.web.access import Access
+from perseus.service.web.app import make_app
+from perseus.service.web.listening import listening
+from perseus.service.web.origin import Hosts
+from perseus.service.web.page_api import PageApi
+from perseus.service.web.page_files import PageFile
+from perseus.service.web.scrape import Scrape
+from perseus.v1 import frontier_service_pb2, job_service_pb2
+
+FILES = {
+    "index.html": PageFile.of("index.html", b"<!doctype html>" + b"<p>jobs</p>" * 100),
+    "view/main.js": PageFile.of("view/main.js", b"// " + b"x" * 500),
+    "tiny.css": PageFile.of("tiny.css", b"p{}"),
+}
+
+
+async def nothing() -> Readings:
+    return Readings()
+
+
+@dataclass
+class PageServer:
+    """A coordinator whose page is served at a URL."""
+
+    url: str
+    coordinator: Coordinator
+
+    @property
+    def origin(self) -> dict[str, str]:
+        return {"Origin": self.url}
+
+
+@asynccontextmanager
+async def serving(folder: Path, *, is_open: bool = True) -> AsyncIterator[PageServer]:
+    """Serve the page; `is_open`: nobody is asked who they are."""
+    store = await SqlStore.open(folder / "jobs.db")
+    job_solver, request_solver = JobLane(1, 60.0), RequestLane(1, 60.0)
+    try:
+        coordinator = Coordinator(store, job_solver, request_solver, Rules(30.0, 3), Retention())
+        await coordinator.start()
+        background = asyncio.ensure_future(coordinator.run())
+        jobs, quotas = coordinator.jobs, coordinator.quotas
+        files = (job_service_pb2.DESCRIPTOR, frontier_service_pb2.DESCRIPTOR)
+        services = {name: each for file in files for name, each in file.services_by_name.items()}
+        calls = [
+            *unary_calls(services["JobService"], JobService(jobs, quotas)),
+            *unary_calls(services["FrontierService"], FrontierService(jobs, quotas), but_for=("Solve",)),
+        ]
+        access = None if is_open else Access(coordinator.tokens, {})
+        app = make_app(Scrape(nothing), access, PageApi(coordinator, calls, access), FILES, Hosts({"board"}))
+        try:
+            async with listening(app, "127.0.0.1:0", None, 1.0) as url:
+                yield PageServer(url, coordinator)
+        finally:
+            await coordinator.close()
+            background.cancel()
+            await asyncio.gather(background, return_exceptions=True)
+    finally:
+        job_solver.close()
+        request_solver.close()
+        await store.close()
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+async def ask(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    body: object = None,
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
+    """Make a request; a body is sent as JSON, or as it is where it is bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {"Content-Type": "application/json", **(headers or {})} if body is not None else headers
+    async with session.request(
+        method, url, data=data if body is not None else None, headers=sent
+    ) as response:
+        return Answer(response.status, response.headers, await response.text())
+
+
+@dataclass
+class Stream:
+    """Server-sent events, one by one."""
+
+    response: aiohttp.ClientResponse
+    ids: list[str] = field(default_factory=list)
+
+    async def next(self) -> tuple[str, Any]:
+        """Return an event's name and data; comments are left out."""
+        name, data = "", ""
+        async with asyncio.timeout(20):
+            async for raw in self.response.content:
+                line = raw.decode().rstrip("\n")
+                if line.startswith("id: "):
+                    self.ids.append(line[4:])
+                elif line.startswith("event: "):
+                    name = line[7:]
+                elif line.startswith("data: "):
+                    data = line[6:]
+                elif not line and name:
+                    return name, json.loads(data)
+        raise EOFError
+
+    async def until_end(self) -> str:
+        """Return the reason of the end."""
+        while True:
+            name, data = await self.next()
+            if name == "end":
+                return str(data["reason"])
+
+
+@asynccontextmanager
+async def streaming(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str] | None = None
+) -> AsyncIterator[Stream]:
+    # A whole list of jobs is one line.
+    async with session.get(url, headers=headers, read_bufsize=2**24) as response:
+        assert response.status == 200, await response.text()
+        yield Stream(response)

@@ -1,0 +1,68 @@
+"""Messages as JSON and back: protobuf's own, in pieces or at once, and nothing else is taken for one."""
+
+import json
+from contextlib import suppress
+
+import pytest
+from google.protobuf import json_format
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.domain.errors import MalformedMessageError
+from perseus.service.web import json_text
+from perseus.service.web.json_text import from_json, large_to_json, to_json
+from perseus.v1 import frontier_service_pb2, job_service_pb2
+
+Plan = frontier_service_pb2.GetPlanResponse
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=30,
+)
+
+
+@given(plain)
+def test_pieces_are_the_same_as_the_whole(value: object) -> None:
+    assert "".join(json_text._pieces(value)) == json_text.as_json(value)
+
+
+async def test_a_large_message_is_told_as_a_small_one() -> None:
+    plan = Plan()
+    for stage in range(8):
+        computations = plan.plan.stages.add().computations
+        for number in range(200):
+            computations.add(microbatch=number, clock_mhz=1000 + stage, start_s=0.1 * number)
+    assert plan.ByteSize() > json_text._LARGE_BYTES
+    text = await large_to_json(plan)
+    assert text == to_json(plan)
+    assert "\n" not in text
+    assert json_format.Parse(text, Plan()) == plan
+    assert json.loads(text)["plan"]["stages"][0]["computations"][0] == {
+        "kind": "COMPUTATION_KIND_UNSPECIFIED",
+        "microbatch": 0,
+        "chunk": 0,
+        "clock_mhz": 1000,
+        "start_s": 0.0,
+        "duration_s": 0.0,
+    }
+
+
+@given(
+    st.binary(max_size=200)
+    | st.text(max_size=50).map(str.encode)
+    | plain.map(lambda v: json.dumps(v).encode())
+)
+def test_whatever_comes_is_a_message_or_refused(body: bytes) -> None:
+    for kind in (job_service_pb2.RegisterJobRequest, job_service_pb2.ListJobEventsRequest):
+        with suppress(MalformedMessageError):
+            message = from_json(body, kind)
+            assert from_json(to_json(message).encode(), kind) == message
+
+
+@pytest.mark.parametrize("depth", [1_000, 100_000])
+def test_depth_is_limited(depth: int) -> None:
+    for opening in (b"[", b'{"spec":', b'{"spec":{"schedule":[', b'{"x":'):
+        with pytest.raises(MalformedMessageError):
+            from_json(opening * depth, job_service_pb2.RegisterJobRequest)
+        with pytest.raises(MalformedMessageError):
+            from_json(b'{"a":' * depth + b"1" + b"}" * depth, job_service_pb2.RegisterJobRequest)

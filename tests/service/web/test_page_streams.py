@@ -1,0 +1,330 @@
+"""Server-sent events: all jobs, one job, who comes late or again, who does not read, and the end."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from perseus.service.shell.live_runs import LiveRuns
+from perseus.service.web import job_feed, jobs_feed, listener
+from perseus.v1 import job_pb2, job_service_pb2
+from tests.service.grpc_fakes import ALL_PLACES, Client, FakeAgent, connected, make_settings, until
+from tests.service.web.page_server import Stream, ask, serving, streaming
+from tests.service.web.scraping import free_port
+from tests.service.web.test_page_api import assert_refused, registration
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is gathered is sent soon."""
+    monkeypatch.setattr(jobs_feed, "PERIOD_S", 0.05)
+    monkeypatch.setattr(job_feed, "GATHER_S", 0.05)
+    monkeypatch.setattr(job_feed, "FIGURES_S", 0.1)
+
+
+@asynccontextmanager
+async def watched(folder: Path) -> AsyncIterator[tuple[Client, str, aiohttp.ClientSession]]:
+    url = f"http://127.0.0.1:{free_port()}"
+    async with (
+        connected(make_settings(folder, http=url.removeprefix("http://"))) as client,
+        aiohttp.ClientSession() as session,
+    ):
+        yield client, url, session
+
+
+async def caught_up(stream: Stream) -> list[dict[str, Any]]:
+    """Return the updates up to the one that says that this was all."""
+    found: list[dict[str, Any]] = []
+    while not any("caught_up" in each for each in found):
+        name, data = await stream.next()
+        assert name == "updates", data
+        found += data["updates"]
+    return found
+
+
+async def test_all_jobs_first_and_then_what_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(tmp_path) as (client, url, session):
+        await client.register(job_id="one")
+        await client.register(job_id="two")
+        async with streaming(session, f"{url}/api/watch/jobs") as stream:
+            name, whole = await stream.next()
+            assert name == "jobs"
+            assert whole["is_whole"]
+            assert [job["job_id"] for job in whole["jobs"]] == ["one", "two"]
+            assert whole["jobs"][0]["state"] == "JOB_STATE_WAITING"
+            assert "spec" not in whole["jobs"][0]
+
+            await client.register(job_id="three")
+            _, more = await stream.next()
+            assert not more["is_whole"]
+            assert [job["job_id"] for job in more["jobs"]] == ["three"]
+
+            await client.finish("two")
+            _, changed = await stream.next()
+            assert [(job["job_id"], job["state"]) for job in changed["jobs"]] == [
+                ("two", "JOB_STATE_FINISHED")
+            ]
+
+            await client.jobs.DeleteJob(job_service_pb2.DeleteJobRequest(job_id="two"), timeout=20)
+            _, gone = await stream.next()
+            assert (gone["jobs"], gone["removed"]) == ([], ["two"])
+
+            # Whoever comes later is told what there is now, though nothing changes.
+            async with streaming(session, f"{url}/api/watch/jobs") as late:
+                _, whole = await late.next()
+            assert [job["job_id"] for job in whole["jobs"]] == ["one", "three"]
+
+            # Measured figures are news, too.
+            agent = FakeAgent(client, "agent", ALL_PLACES, job_id="one")
+            await agent.join()
+            await agent.iterate(3)
+            async with asyncio.timeout(20):
+                while not any("power_w" in job["figures"] for job in changed["jobs"]):
+                    _, changed = await stream.next()
+
+
+async def test_nothing_is_made_where_nobody_looks_or_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    text = jobs_feed._text
+
+    def counted(view: Any) -> str:
+        made.append(view.job_id)
+        return text(view)
+
+    monkeypatch.setattr(jobs_feed, "_text", counted)
+    async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
+        live: LiveRuns = server.coordinator.live
+
+        async def register(job_id: str) -> None:
+            path = f"{server.url}/api/JobService/RegisterJob"
+            answer = await ask(session, "POST", path, registration(job_id), server.origin)
+            assert answer.status == 200
+
+        await register("a")
+        await register("b")
+        assert made == []
+        url = f"{server.url}/api/watch/jobs"
+        async with streaming(session, url) as first, streaming(session, url) as second:
+            await first.next()
+            await second.next()
+            assert sorted(made) == ["a", "b"], "made once for both"
+            made.clear()
+            await register("c")
+            told = await asyncio.gather(first.next(), second.next())
+            assert told[0] == told[1]
+            assert made == ["c"], "jobs that have not changed are not looked at"
+            assert len(live._followers) == 1
+
+        async def is_over() -> bool:
+            return not live._followers
+
+        await register("d")  # that nobody reads any more shows when something is told
+        await until(is_over)
+        made.clear()
+        await register("e")
+        await asyncio.sleep(3 * jobs_feed.PERIOD_S)
+        assert made == []
+
+
+async def test_one_job_as_grpc_tells_it(tmp_path: Path) -> None:
+    async with watched(tmp_path) as (client, url, session):
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PROFILING)
+        watching = f"{url}/api/watch/jobs/job"
+        async with streaming(session, watching) as first:
+            found = await caught_up(first)
+            assert "job" in found[0]
+            told = [each["event"] for each in found if "event" in each]
+            last = int(found[-1]["caught_up"]["last_event_sequence"])
+            assert [int(event["sequence"]) for event in told] == list(range(1, last + 1))
+            assert told[0]["type"] == "JOB_EVENT_TYPE_REGISTERED"
+            assert told[0]["registered"]["parallelism"]["pipeline_count"] == 2
+            assert first.ids[-1] == f"1:{last}"
+
+            await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+            async with streaming(session, watching) as second:
+                begun = await caught_up(second)
+                await agent.iterate(3)
+                await client.finish()
+                found += await rest(first)
+                begun += await rest(second)
+        for each in (found, begun):
+            sequences = [int(update["event"]["sequence"]) for update in each if "event" in update]
+            assert sequences == list(range(1, sequences[-1] + 1)), "all of them, in order, once"
+            shown = [update["job"] for update in each if "job" in update]
+            assert shown[-1]["state"] == "JOB_STATE_FINISHED"
+        by_grpc = await client.events()
+        assert len(sequences) == len(by_grpc)
+        measured = [update["iteration"] for update in begun if "iteration" in update]
+        assert {(each["pipeline"], each["iteration_time_s"]) for each in measured} == {(0, 0.8), (1, 0.8)}
+        assert shown[-1]["figures"]["iteration_time_s"] == 0.8
+
+        # A run that has ended is told to its end.
+        async with streaming(session, watching) as late:
+            assert len(await caught_up(late)) == len(by_grpc) + 2
+            assert await late.next() == ("end", {"reason": "RUN_ENDED"})
+
+
+async def rest(stream: Stream) -> list[dict[str, Any]]:
+    """Return the updates up to the end, which is the run's."""
+    found: list[dict[str, Any]] = []
+    while True:
+        name, data = await stream.next()
+        if name == "end":
+            assert data == {"reason": "RUN_ENDED"}
+            return found
+        found += data["updates"]
+
+
+async def test_who_comes_again_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_feed, "FIRST_EVENTS", 2)
+    async with watched(tmp_path) as (client, url, session):
+        await client.register()
+        await FakeAgent(client, "agent", ALL_PLACES).join()
+        watching = f"{url}/api/watch/jobs/job"
+
+        async def sequences(query: str = "", headers: dict[str, str] | None = None) -> list[int]:
+            async with streaming(session, f"{watching}{query}", headers) as stream:
+                found = await caught_up(stream)
+            return [int(update["event"]["sequence"]) for update in found if "event" in update]
+
+        last = (await client.job()).last_event_sequence
+        assert last > 4
+        everything = list(range(1, last + 1))
+        assert await sequences() == everything[-2:]
+        assert await sequences("?after_sequence=0") == everything
+        assert await sequences("?after_sequence=3") == everything[3:]
+        assert await sequences(f"?after_sequence={last + 7}") == []
+        assert await sequences("?run_number=1&after_sequence=3") == everything[3:]
+        assert await sequences("?run_number=9&after_sequence=3") == everything[-2:], "of another run"
+        assert await sequences("?after_sequence=0", {"Last-Event-ID": "1:4"}) == everything[4:]
+        assert await sequences("", {"Last-Event-ID": "nonsense"}) == everything[-2:]
+        for wrong in (
+            "after_sequence=-1",
+            "after_sequence=x",
+            "run_number=1.5&after_sequence=1",
+            "after_sequence=٣",
+        ):
+            refused = await ask(session, "GET", f"{watching}?{wrong}")
+            assert_refused(refused, 400, "INVALID_ARGUMENT", "INVALID_FIELD")
+        missing = await ask(session, "GET", f"{url}/api/watch/jobs/another")
+        assert_refused(missing, 404, "NOT_FOUND", "JOB_NOT_FOUND")
+
+
+async def test_those_who_look_at_the_same_job_share_one_watcher(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
+        register = f"{server.url}/api/JobService/RegisterJob"
+        await ask(session, "POST", register, registration(), server.origin)
+        run = server.coordinator.live.find("job")
+        watching = f"{server.url}/api/watch/jobs/job"
+        async with streaming(session, watching) as first, streaming(session, watching) as second:
+            assert await caught_up(first) == await caught_up(second)
+            assert len(run.watchers) == 1
+        factors = count(1.2, 0.01)
+
+        async def is_over() -> bool:
+            # That they are gone shows when something is told.
+            path = f"{server.url}/api/JobService/ReportStraggler"
+            straggler = {"job_id": "job", "pipeline": 0, "slowdown_factor": next(factors)}
+            await ask(session, "POST", path, straggler, server.origin)
+            return not run.watchers
+
+        await until(is_over)
+
+
+async def test_who_does_not_read_is_cut_off_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "MOST_WAITING_BYTES", 200_000)
+    async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
+        feed_listeners: list[listener.Listener] = []
+        initialise = listener.Listener.__init__
+
+        def noted(self: listener.Listener) -> None:
+            initialise(self)
+            feed_listeners.append(self)
+
+        monkeypatch.setattr(listener.Listener, "__init__", noted)
+        port = int(server.url.rpartition(":")[2])
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            slow.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(slow, ("127.0.0.1", port))
+            request = f"GET /api/watch/jobs HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n"
+            await loop.sock_sendall(slow, request.encode())
+
+            async def is_there() -> bool:
+                return len(feed_listeners) == 1
+
+            await until(is_there)
+            async with streaming(session, f"{server.url}/api/watch/jobs") as quick:
+                await quick.next()
+                slow_one, _ = feed_listeners
+                most = 0
+                for number in range(2_000):
+                    chunk = listener.event("jobs", f'{{"number":{number},"filling":"{"x" * 5_000}"}}')
+                    for each in feed_listeners:
+                        each.tell(chunk)
+                    most = max(most, slow_one._waiting_bytes)
+                    assert (await quick.next())[1]["number"] == number
+                    if slow_one._end_reason:
+                        break
+                assert slow_one._end_reason == "READER_TOO_SLOW"
+                assert not slow_one._waiting
+                assert most <= 200_000
+                # What the kernel took is there to read; then the connection is gone.
+                async with asyncio.timeout(20):
+                    with suppress(ConnectionResetError):
+                        while await loop.sock_recv(slow, 65_536):
+                            pass
+
+                async def is_gone() -> bool:
+                    return len(server.coordinator.live._followers) == 1
+
+                await until(is_gone)
+                quick_one = feed_listeners[1]
+                quick_one.tell(listener.event("jobs", '{"number":-1}'))
+                assert (await quick.next())[1]["number"] == -1
+
+
+async def test_streams_end_when_the_coordinator_stops(tmp_path: Path) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with serving(tmp_path) as server:
+            register = f"{server.url}/api/JobService/RegisterJob"
+            await ask(session, "POST", register, registration(), server.origin)
+            jobs = await session.get(f"{server.url}/api/watch/jobs")
+            job = await session.get(f"{server.url}/api/watch/jobs/job")
+            streams = [Stream(jobs), Stream(job)]
+            for stream in streams:
+                await stream.next()
+        assert [await stream.until_end() for stream in streams] == ["DRAINING", "DRAINING"]
+        jobs.close()
+        job.close()
+
+
+async def test_a_stream_without_news_shows_that_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "HEARTBEAT_S", 0.02)
+    async with (
+        serving(tmp_path) as server,
+        aiohttp.ClientSession() as session,
+        session.get(f"{server.url}/api/watch/jobs") as response,
+    ):
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["Cache-Control"] == "no-store"
+        lines = [await response.content.readline() for _ in range(8)]
+    assert lines[0].startswith(b"event: jobs")
+    assert lines[-1] in (b": \n", b"\n")
+    assert b": \n" in lines

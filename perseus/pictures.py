@@ -1,12 +1,13 @@
-"""The pictures: a time-energy frontier, and a pipeline's timelines coloured by power.
+"""The pictures: a time-energy frontier, a pipeline's timelines coloured by power, and a fleet over days.
 
 They take plain numbers, so that measured and predicted iterations are drawn alike. matplotlib comes with the
 extra `[plot]`; it is imported only here, and only when something is drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,30 @@ class Timeline:
     iteration_time_s: float
     bars: Sequence[Bar]
     blocking_power_w: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """A feed over time: watts. `limit_w` and `ceiling_w` are infinite where nothing is limited."""
+
+    name: str
+    power_w: Sequence[float]
+    limit_w: Sequence[float]
+    ceiling_w: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPicture:
+    """What a fleet's picture shows. All sequences are parallel to `hours`, the end of each step.
+
+    `speeds` and `signals`: by name; NaN where there is none. A speed of 1 is that at stock.
+    """
+
+    title: str
+    hours: Sequence[float]
+    supplies: Sequence[Supply]
+    speeds: Mapping[str, Sequence[float]]
+    signals: Mapping[str, Sequence[float]]
 
 
 def image_format(path: Path) -> str:
@@ -128,6 +153,50 @@ def draw_timelines(path: Path, timelines: Sequence[Timeline]) -> None:
     panels[-1].set_xlim(0.0, max(timeline.iteration_time_s for timeline in timelines) * 1.01)
     figure.colorbar(ScalarMappable(scale, _POWER_COLOURS), ax=list(panels), label="power (W)", pad=0.01)
     figure.savefig(path)
+
+
+def draw_fleet(picture: FleetPicture, image_format: str) -> bytes:
+    """Return a fleet over time as an image: each feed's power, the jobs' speeds, and the signals.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: it is no image format.
+    """
+    panel_count = len(picture.supplies) + 1 + len(picture.signals)
+    figure = _figure(11.0, 1.0 + 2.4 * panel_count)
+    panels = figure.subplots(panel_count, 1, sharex=True, squeeze=False)[:, 0]
+    for axes, supply in zip(panels, picture.supplies, strict=False):
+        _draw_supply(axes, picture.hours, supply)
+    speeds_axes = panels[len(picture.supplies)]
+    for name, speeds in picture.speeds.items():
+        percent = [100 * speed for speed in speeds]
+        speeds_axes.plot(picture.hours, percent, lw=1.2, label=name, drawstyle="steps-pre")
+    speeds_axes.set_ylabel("speed (% of stock)")
+    speeds_axes.legend(fontsize=8, ncols=3, loc="lower left")
+    for axes, (name, values) in zip(
+        panels[len(picture.supplies) + 1 :], picture.signals.items(), strict=True
+    ):
+        axes.plot(picture.hours, values, color="tab:green", lw=1, drawstyle="steps-pre")
+        axes.set_ylabel(name)
+    for axes in panels:
+        axes.grid(alpha=0.3)
+    panels[0].set_title(picture.title)
+    panels[-1].set_xlabel("time since the start (h)")
+    panels[-1].set_xlim(0.0, picture.hours[-1])
+    image = BytesIO()
+    figure.savefig(image, format=image_format)
+    return image.getvalue()
+
+
+def _draw_supply(axes: "Axes", hours: Sequence[float], supply: Supply) -> None:
+    def kilowatts(values_w: Sequence[float]) -> list[float]:
+        return [value_w / 1000 if isfinite(value_w) else float("nan") for value_w in values_w]
+
+    axes.plot(hours, kilowatts(supply.power_w), color="tab:blue", lw=1, label="drawn")
+    axes.plot(hours, kilowatts(supply.ceiling_w), "--", color="tab:orange", lw=1, label="ceiling")
+    axes.plot(hours, kilowatts(supply.limit_w), color="tab:red", lw=1.5, label="limit")
+    axes.set_ylabel(f"feed {supply.name} (kW)")
+    axes.legend(fontsize=8, loc="lower left")
 
 
 def _figure(width_in: float, height_in: float) -> "Figure":

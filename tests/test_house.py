@@ -123,6 +123,29 @@ HOUSE: Mapping[str, Room] = {
         "service.domain", "service.job.iterations", "service.job.ranks", "service.job.rules", "solver"
     ),
     "service.fleet": pure("service.domain"),
+    "service.fleet.power": pure("service.domain", "solver", needs=["highspy", "numpy"]),
+    "service.fleet.signals": pure("service.domain", needs=["numpy"]),
+    "service.fleet.pacing": pure("service.domain", "service.fleet.signals", needs=["numpy"]),
+    # Where signals come from: files so far.
+    "service.signals": room("service.domain", "service.fleet.signals"),
+    # The same decisions, on days that are made up.
+    "simulation": room(
+        "service.domain",
+        "service.fleet.pacing",
+        "service.fleet.power",
+        "service.fleet.signals",
+        "service.signals",
+        "simulation.replay",
+        "solver",
+        needs=["numpy", "pydantic"],
+    ),
+    "simulation.replay": pure(
+        "service.fleet.pacing",
+        "service.fleet.power",
+        "service.fleet.signals",
+        "solver",
+        needs=["numpy"],
+    ),
     "service.storage.check_words": pure(),
     "service.storage": room(
         "service.domain",
@@ -284,6 +307,8 @@ HOUSE: Mapping[str, Room] = {
         "service.server",
         "service.settings",
         "service.storage",
+        "simulation",
+        "simulation.replay",
         "solver",
         "tls",
         "v1",
@@ -427,7 +452,7 @@ import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {
-    "aiohttp", "igraph", "grpc_health", "grpc_reflection", "matplotlib", "prometheus_client"
+    "aiohttp", "highspy", "igraph", "grpc_health", "grpc_reflection", "matplotlib", "prometheus_client"
 }:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 

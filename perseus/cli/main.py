@@ -17,6 +17,7 @@ from perseus.cli import (
     health,
     jobs,
     ledger,
+    simulate,
     solve,
     store,
     tokens,
@@ -27,6 +28,7 @@ from perseus.cli.terminal import FAILURE, console, fail, warn
 # Module that a command may miss → the extra that brings it.
 _EXTRAS = {
     "igraph": "coordinator",
+    "highspy": "coordinator",
     "grpc_health": "coordinator",
     "grpc_reflection": "coordinator",
     "sqlalchemy": "coordinator",
@@ -44,6 +46,7 @@ app = typer.Typer(
 )
 app.command("solve")(solve.solve)
 app.command("plan")(solve.plan)
+app.command("simulate")(simulate.simulate)
 app.command("coordinator")(coordinator.coordinator)
 app.command("agent")(agent.agent)
 app.command("demo")(demo.demo)

@@ -79,13 +79,13 @@ def solve(
     form: FormatOption = Format.TABLE,
 ) -> None:
     """Compute the iteration time-energy frontier of one pipeline from its profile."""
-    with _without_pyplot():
+    with without_pyplot():
         from perseus import solver
 
     destination = _checked("--output", output, profile)
     picture = _checked("--plot", plot, profile)
     if picture is not None:
-        _check_picture(picture)
+        check_picture(picture)
         if destination is not None:
             picture.check_other_than(destination)
     try:
@@ -153,7 +153,7 @@ def plan(
     """Make the plan of least energy that is not slower than an iteration time, or than stock."""
     from google.protobuf import json_format
 
-    with _without_pyplot():
+    with without_pyplot():
         from perseus import solver
         from perseus.service.api import translate_problems
         from perseus.service.domain import errors
@@ -189,7 +189,7 @@ def plan(
 
 
 @contextmanager
-def _without_pyplot() -> Iterator[None]:
+def without_pyplot() -> Iterator[None]:
     """Import igraph without pyplot, which it pulls in for drawings that nobody asks for here.
 
     That would take as long as solving a small problem. Our own pictures import matplotlib when drawn.
@@ -212,7 +212,8 @@ def _checked(flag: str, path: Path | None, read: Path) -> Destination | None:
     return destination
 
 
-def _check_picture(picture: Destination) -> None:
+def check_picture(picture: Destination) -> None:
+    """Exit unless its suffix is that of an image format."""
     from perseus.pictures import image_format
 
     try:

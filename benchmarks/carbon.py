@@ -1,0 +1,179 @@
+"""Running by a carbon signal: what is saved on a published year, and how wrong forecasts of it are.
+
+`python -m benchmarks.carbon`. Draws `docs/images/carbon.png` as well.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks.fleet_jobs import frontier
+from benchmarks.harness import DATA, Cell, Column, Table, main
+from perseus.service.fleet.pacing.policy import SignalPolicy, hours_left, look
+from perseus.service.fleet.pacing.spending import Floats, SpeedCurve
+from perseus.service.fleet.signals.forecast import WEEK_H, RegressionForecast, persistence, seasonal_naive
+from perseus.service.fleet.signals.series import HOUR_S, SignalKind
+from perseus.service.signals.csv_file import read_signal_csv
+from perseus.simulation.replay import speed_curve
+
+PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "carbon.png"
+_EXTRA_PERCENT = (0.0, 2.5, 5.0)
+_HORIZONS_H = (1, 6, 24)
+_J_PER_KWH = 3.6e6
+_LOOK_AHEAD_H = 48
+
+
+def run() -> Sequence[Table]:
+    signal = read_signal_csv(DATA / "carbon" / "ciso-2022.csv", SignalKind.CARBON, "avg_CI")
+    first_s, hours = signal.hourly(signal.times_s[-1] + HOUR_S)
+    first_hour = int(first_s // HOUR_S)
+    model = RegressionForecast()
+    forecasts = {
+        known: model.forecast(first_hour, hours[:known], _LOOK_AHEAD_H) for known in range(WEEK_H, len(hours))
+    }
+    weeks = _Weeks(hours, forecasts)
+    rows = [weeks.row(extra_percent) for extra_percent in _EXTRA_PERCENT]
+    draw(weeks, PICTURE)
+    return [
+        Table(
+            "Carbon of a week's training, GPT-3 175B, A100 SXM, 48 microbatches, California 2022",
+            (
+                Column("extra time, %", ".1f"),
+                Column("weeks", "d"),
+                Column("stock, kg", ".0f"),
+                Column("plan at T_min: less, %", ".2f"),
+                Column("spent evenly: less, %", ".2f"),
+                Column("by forecast: less, %", ".2f"),
+                Column("foreseen: less, %", ".2f"),
+                Column("gain by forecast, points", ".2f"),
+                Column("foreseen, points", ".2f"),
+                Column("of what foresight gains, %", ".0f"),
+                Column("latest, % of the time", ".3f"),
+            ),
+            tuple(rows),
+            "Against stock, for the same iterations: as many as a week at stock has, in so much more time. "
+            "One pipeline, every week of the year but the first, planned anew every hour by its paces; it "
+            "knows the hours that are over. Evenly and foreseen: plans mixed as if that could be done, all "
+            "hours of the week known. Gains are points of stock's carbon over spending the same time evenly; "
+            "latest: how long after the end the work was done, in the worst week.",
+        ),
+        _errors(first_hour, hours, forecasts),
+    ]
+
+
+class _Weeks:
+    def __init__(self, hours: Floats, forecasts: dict[int, Floats]) -> None:
+        self._hours, self._forecasts = hours, forecasts
+        stock = frontier("a100-sxm").baseline
+        self._stock_s, self._stock_w = stock.iteration_time_s, stock.energy_j / stock.iteration_time_s
+        self.curve: SpeedCurve = speed_curve(frontier("a100-sxm"))
+
+    def row(self, extra_percent: float) -> tuple[Cell, ...]:
+        length_h = WEEK_H * (1 + extra_percent / 100)
+        sums = np.zeros(5)
+        latest = 0.0
+        begins = [b for b in range(WEEK_H, len(self._hours), WEEK_H) if b + length_h <= len(self._hours)]
+        for begin in begins:
+            *grams, late = self.week(begin, extra_percent)[0]
+            sums += grams
+            latest = max(latest, late)
+        stock_g, planned_g, even_g, ours_g, foreseen_g = sums.tolist()
+        less = [100 * (1 - grams / stock_g) for grams in (planned_g, even_g, ours_g, foreseen_g)]
+        gain, foreseen = (round(each - less[1], 9) + 0.0 for each in less[2:])
+        share = 100 * gain / foreseen if foreseen > 1e-6 else None
+        return (
+            extra_percent, len(begins), stock_g / 1000, *less, gain, foreseen, share, 100 * latest,
+        )  # fmt: skip
+
+    def week(self, begin: int, extra_percent: float) -> tuple[tuple[float, ...], Floats]:
+        """Return grams at stock, at T_min, evenly, by forecast and foreseen, and how late; and our speeds."""
+        end_s = HOUR_S * (begin + WEEK_H * (1 + extra_percent / 100))
+        policy = SignalPolicy(SignalKind.CARBON, HOUR_S * begin, end_s, WEEK_H * HOUR_S / self._stock_s)
+        durations_s = hours_left(policy.begin_s, end_s)
+        signal = self._hours[begin : begin + len(durations_s)]
+        week = self._hours[begin : begin + WEEK_H]
+        stock_g = self._stock_w * HOUR_S * week.sum() / _J_PER_KWH
+        planned_g = self.curve.power_w(1 / self._stock_s) * HOUR_S * week.sum() / _J_PER_KWH
+        even = policy.iteration_count / durations_s.sum()
+        even_g = self.curve.power_w(even) * float(durations_s @ signal) / _J_PER_KWH
+        foreseen = self.curve.spend(durations_s, signal, policy.iteration_count)
+        foreseen_w = np.array([self.curve.power_w(speed) for speed in foreseen])
+        foreseen_g = float((foreseen_w * durations_s) @ signal) / _J_PER_KWH
+        done = ours_g = 0.0
+        now_s = policy.begin_s
+        speeds = []
+        for hour, duration_s in enumerate(durations_s.tolist()):
+            pace = look(policy, self.curve, now_s, done, self._forecasts[begin + hour]).pace
+            left = policy.iteration_count - done
+            worked_s = min(duration_s, left / pace.speed_per_s)  # it stops when it is done
+            done += worked_s * pace.speed_per_s
+            ours_g += pace.power_w * worked_s * signal[hour] / _J_PER_KWH
+            now_s += duration_s
+            speeds.append(pace.speed_per_s * self._stock_s)
+        late_s = max(0.0, policy.iteration_count - done) / self.curve.fastest_per_s
+        ours_g += self.curve.power_w(self.curve.fastest_per_s) * late_s * signal[-1] / _J_PER_KWH
+        late = late_s / (end_s - policy.begin_s)
+        return (stock_g, planned_g, even_g, ours_g, foreseen_g, late), np.array(speeds)
+
+    def signal(self, begin: int, count: int) -> Floats:
+        """Return some hours of it."""
+        return self._hours[begin : begin + count]
+
+
+def _errors(first_hour: int, hours: Floats, forecasts: dict[int, Floats]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for ahead in _HORIZONS_H:
+        errors: list[tuple[float, ...]] = []
+        for known in range(WEEK_H, len(hours) - ahead + 1):
+            actual = hours[known + ahead - 1]
+            made = (
+                forecasts[known][ahead - 1],
+                persistence(hours[:known], ahead)[-1],
+                seasonal_naive(hours[:known], ahead)[-1],
+            )
+            errors.append(tuple(abs(float(value) - actual) for value in made))
+        ours, as_now, as_yesterday = np.mean(errors, axis=0).tolist()
+        rows.append((ahead, len(errors), ours, as_now, as_yesterday, ours / as_now, ours / as_yesterday))
+    return Table(
+        "Forecasts of carbon intensity, California 2022: mean absolute error, gCO2/kWh",
+        (
+            Column("hours ahead", "d"),
+            Column("forecasts", "d"),
+            Column("regression", ".2f"),
+            Column("persistence", ".2f"),
+            Column("seasonal naive", ".2f"),
+            Column("over persistence", ".2f"),
+            Column("over seasonal naive", ".2f"),
+        ),
+        tuple(rows),
+        "From every hour but the first week's, fitted to what was over by then, once a week; before there "
+        "are two weeks of examples the regression is the seasonal naive one. The year's mean is "
+        f"{hours.mean():.0f} gCO2/kWh. 24 hours ahead, persistence and seasonal naive are the same.",
+    )
+
+
+def draw(weeks: _Weeks, path: Path) -> None:
+    """Draw a week in June: the signal, and the speed that it is answered with."""
+    begin = 23 * WEEK_H
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    _, speeds = weeks.week(begin, 5.0)
+    hours = np.arange(len(speeds))
+    above.plot(hours, weeks.signal(begin, len(speeds)), color="tab:green", drawstyle="steps-post")
+    above.set_ylabel("gCO2/kWh")
+    for extra_percent in _EXTRA_PERCENT:
+        _, speeds = weeks.week(begin, extra_percent)
+        label = f"{extra_percent:g} % extra time"
+        below.plot(np.arange(len(speeds)), 100 * speeds, drawstyle="steps-post", label=label)
+    below.set_ylabel("speed, % of stock")
+    below.set_xlabel("hours")
+    below.legend(frameon=False, fontsize=8, loc="lower left")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main("carbon", run)

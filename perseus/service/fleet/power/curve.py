@@ -1,0 +1,128 @@
+"""The ways in which a planned job can run, by (power per feed, speed): read off its frontier.
+
+A pipeline of T draws the energy of its plan for T over T. Pipelines that wait for a straggler take the plan
+for the straggler's time, or for the pace if that is slower; a straggler itself takes the plan that its
+slowness turns into the pace. It takes that much longer for everything at the same power, as in the published
+savings (its energy grows with its time). So a job that has a straggler gives up power before it gives up
+speed: its first point is already the one that uses the slack.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.fleet.power.demand import PowerPoint
+from perseus.solver import Frontier, Plan
+
+Floats = NDArray[np.float64]
+
+StageFeeds = Mapping[str, float]
+"""The share of a stage's GPUs that is on each feed; together 1."""
+
+DEFAULT_FEED = "default"
+
+
+def power_points(
+    frontier: Frontier,
+    placement: Sequence[Sequence[StageFeeds]],
+    *,
+    own_time_s: float,
+    slowdowns: Mapping[int, float] | None = None,
+    overhead_s: float = 0.0,
+) -> tuple[PowerPoint, ...]:
+    """Return the points of a job, fastest first; a slower one never draws more in all.
+
+    Args:
+        frontier: of one of its pipelines.
+        placement: per pipeline and stage, where its GPUs are supplied from.
+        own_time_s: the iteration time that the job's policy gives it while nobody else asks for less power.
+        slowdowns: of the pipelines that are stragglers, how many times longer everything takes.
+        overhead_s: what an iteration holds beyond computations, at blocking power.
+
+    Raises:
+        InvalidFieldError: there is no pipeline, one has another number of stages than the frontier, or a
+            slowdown is below 1 or that of no pipeline.
+    """
+    slowdowns = {pipeline: factor for pipeline, factor in (slowdowns or {}).items() if factor != 1}
+    _check(frontier, placement, slowdowns)
+    feeds = sorted({feed for stages in placement for stage in stages for feed in stage})
+    groups = Counter(slowdowns.get(pipeline, 1.0) for pipeline in range(len(placement)))
+    # Of all pipelines alike, how many of each stage are on each feed: [F, S].
+    supplied = {factor: np.zeros((len(feeds), len(placement[0]))) for factor in groups}
+    for pipeline, stages in enumerate(placement):
+        for stage, shares in enumerate(stages):
+            for feed, share in shares.items():
+                supplied[slowdowns.get(pipeline, 1.0)][feeds.index(feed), stage] += share
+    slowest = max(groups)
+    first_s = max(own_time_s, slowest * frontier.t_min_s)
+    own_times_s = [point.iteration_time_s for point in frontier.points]
+    paces_s = sorted({first_s, *(f * t for f in groups for t in own_times_s if f * t > first_s)})
+    blocking_w = np.array(frontier.pipeline.blocking_power_w)
+    effective = _EffectiveEnergies(frontier)
+    points: list[PowerPoint] = []
+    for pace_s in paces_s:
+        iteration_s = pace_s + overhead_s
+        power_w = np.zeros(len(feeds))
+        for factor, on_feeds in supplied.items():
+            within_s = max(pace_s / factor, frontier.t_min_s)
+            stage_w = factor * effective.of(within_s) / iteration_s + blocking_w
+            power_w += on_feeds @ stage_w
+        drawn_w = dict(zip(feeds, power_w.tolist(), strict=True))
+        if not points or sum(drawn_w.values()) < sum(points[-1].power_w.values()):
+            points.append(PowerPoint(pace_s, (first_s + overhead_s) / iteration_s, drawn_w))
+    return tuple(points)
+
+
+class _EffectiveEnergies:
+    """Of each stage, all its GPUs together, under the points' plans; each is added up once."""
+
+    def __init__(self, frontier: Frontier) -> None:
+        self._frontier = frontier
+        blocking_w = frontier.pipeline.blocking_power_w
+        self._measured_j = {
+            (*key, m.clock_mhz): m.energy_j - blocking_w[key[0]] * m.time_s
+            for key, some in frontier.pipeline.profiles.items()
+            for m in some
+        }
+        self._known: dict[float, Floats] = {}
+
+    def of(self, iteration_time_s: float) -> Floats:
+        """Return those of the slowest of the points' plans that is not slower than that, `[S]`."""
+        deadline_s = self._frontier.point_within(iteration_time_s).deadline_s
+        known = self._known.get(deadline_s)
+        if known is None:
+            known = self._of_plan(self._frontier.plan_within(iteration_time_s))
+            self._known[deadline_s] = known
+        return known
+
+    def _of_plan(self, plan: Plan) -> Floats:
+        return np.array(
+            [
+                sum(self._measured_j[c.stage, c.chunk, c.kind, clock_mhz] for c, clock_mhz, _, _ in stage)
+                for stage in plan.stages
+            ]
+        )
+
+
+def _check(
+    frontier: Frontier, placement: Sequence[Sequence[StageFeeds]], slowdowns: Mapping[int, float]
+) -> None:
+    stage_count = frontier.pipeline.schedule.stage_count
+    if not placement:
+        raise InvalidFieldError(field="placement", expected="at least one pipeline", found="none")
+    for pipeline, stages in enumerate(placement):
+        if len(stages) != stage_count:
+            raise InvalidFieldError(
+                field=f"placement[{pipeline}]", expected=f"{stage_count} stages", found=len(stages)
+            )
+    for pipeline, factor in slowdowns.items():
+        if not 0 <= pipeline < len(placement):
+            expected = f"a pipeline from 0 to {len(placement) - 1}"
+            raise InvalidFieldError(field="slowdowns", expected=expected, found=pipeline)
+        if not 1 <= factor < float("inf"):
+            raise InvalidFieldError(
+                field=f"slowdowns[{pipeline}]", expected="a finite factor of 1 or more", found=factor
+            )

@@ -1,0 +1,90 @@
+"""What the jobs on the feeds ask for and can offer: the values that an allocation is made from."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from perseus.service.domain.bounds import check_range
+from perseus.service.domain.errors import InvalidFieldError
+
+MAX_WEIGHT = 1e6
+MIN_WEIGHT = 1e-6
+MAX_FEED_POWER_W = 1e12
+"""Of all that is on a feed, or a job: more than all data centres draw."""
+
+
+@dataclass(frozen=True, slots=True)
+class PowerPoint:
+    """A way in which a job can run, by plans that it has.
+
+    Attributes:
+        iteration_time_s: what the job is told to take, on its frontier's scale.
+        speed: iterations per second, relative to the job left alone; 1 is no slowdown.
+        power_w: mean over an iteration, per feed that the job's GPUs are on.
+    """
+
+    iteration_time_s: float
+    speed: float
+    power_w: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class JobDemand:
+    """One job, as an allocation sees it.
+
+    Attributes:
+        job_id: its identifier.
+        points: the ways in which it can run, fastest first; none if it has no plans (its baseline is
+            measured, it is profiled, at stock, quarantined).
+        measured_w: what it draws on each feed if it has no points.
+        tolerance_percent: the most of its speed that its owner lets a budget take.
+        weight: what its lost speed costs, against that of others.
+        paused_power_w: what it would draw on each feed if it were paused: idle GPUs draw, too.
+
+    Raises:
+        InvalidFieldError: a figure is out of range, points are not in order or on other feeds than the
+            first of them.
+    """
+
+    job_id: str
+    points: tuple[PowerPoint, ...] = ()
+    measured_w: Mapping[str, float] = field(default_factory=dict)
+    tolerance_percent: float = 100.0
+    weight: float = 1.0
+    paused_power_w: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_range("tolerance_percent", self.tolerance_percent, 0, 100)
+        check_range("weight", self.weight, MIN_WEIGHT, MAX_WEIGHT)
+        for name, powers_w in (("measured_w", self.measured_w), ("paused_power_w", self.paused_power_w)):
+            for feed, power_w in powers_w.items():
+                check_range(f"{name}[{feed}]", power_w, 0, MAX_FEED_POWER_W)
+        before = math.inf
+        for index, point in enumerate(self.points):
+            check_range(f"points[{index}].speed", point.speed, 0, before)
+            before = point.speed
+            if point.power_w.keys() != self.points[0].power_w.keys():
+                raise InvalidFieldError(
+                    field=f"points[{index}].power_w",
+                    expected=f"the feeds {', '.join(sorted(self.points[0].power_w))}",
+                    found=", ".join(sorted(point.power_w)),
+                )
+            for feed, power_w in point.power_w.items():
+                check_range(f"points[{index}].power_w[{feed}]", power_w, 0, MAX_FEED_POWER_W)
+
+    @property
+    def least_speed(self) -> float:
+        """The least speed that its owner allows."""
+        return 1 - self.tolerance_percent / 100
+
+    @property
+    def allowed(self) -> tuple[PowerPoint, ...]:
+        """The points within the tolerance; the fastest if none is."""
+        # Speeds are ratios of times: the last digits of one that is exactly as slow as allowed are noise.
+        kept = tuple(point for point in self.points if point.speed >= self.least_speed - 1e-12)
+        return kept or self.points[:1]
+
+    @property
+    def is_beyond_tolerance(self) -> bool:
+        """Whether even its fastest plan is slower than its owner allows."""
+        return bool(self.points) and self.points[0].speed < self.least_speed - 1e-12

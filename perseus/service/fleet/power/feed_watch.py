@@ -1,0 +1,117 @@
+"""One feed's limit in reality: where its ceiling is, what was drawn against it, and what that leaves. Pure.
+
+Plans promise a power that GPUs do not keep to the watt. Each job's deviation is known from what it drew
+before (:mod:`perseus.service.fleet.power.meter`), and what still goes wrong is paid back: what was drawn
+above a limit in the window over which it counts is taken off the target until the window's mean is right.
+"""
+
+import math
+
+from perseus.service.fleet.power import budgets
+from perseus.service.fleet.power.budgets import Budget, Feed
+from perseus.service.fleet.power.meter import TrailingMean
+
+LEAST_WINDOW_S = 60.0
+WINDOW_ITERATIONS = 3
+SHORT_WINDOW_S = 10.0
+SHORT_EXCESS = 1.02
+SHORT_ITERATION_S = 2.0
+"""Where iterations take less, means over ten seconds may be 2 % above the limit, and no more."""
+
+MARGIN = 0.006
+"""Of the limit, not planned with: what noise there is in a minute's mean must not break it."""
+
+SETTLE_S = 5.0
+"""Until a change of pace has come to all GPUs, at most."""
+
+_PAY_BACK_S = 15.0
+_DIGITS = 1e-9
+
+
+class FeedWatch:
+    """Follows one feed.
+
+    Attributes:
+        feed: its name and ramps.
+        ceiling_w: what may be drawn now; infinite where nothing limits it.
+        rose_s: when the ceiling was on its way up last.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed = feed
+        self.ceiling_w = math.inf
+        self.rose_s = -math.inf
+        self._moved_s: float | None = None
+        self._limit_w = math.inf
+        self._judged_from_s = math.inf
+        self._drawn = TrailingMean(LEAST_WINDOW_S)
+        self._judged = TrailingMean(LEAST_WINDOW_S)
+        self._longest_iteration_s = 0.0
+
+    def move(self, some: list[Budget], now_s: float, drawn_w: float, most_w: float) -> None:
+        """Let time pass: the ceiling goes where the budgets want it.
+
+        `drawn_w`: what jobs are expected to draw now; `most_w`: what they would if nothing limited them.
+        """
+        elapsed_s = 0.0 if self._moved_s is None else now_s - self._moved_s
+        self._moved_s = now_s
+        goal_w = budgets.goal_w(some, self.feed, now_s)
+        before_w = self.ceiling_w
+        self.ceiling_w = budgets.moved_ceiling_w(self.feed, before_w, min(drawn_w, most_w), goal_w, elapsed_s)
+        if before_w < self.ceiling_w < math.inf:
+            self.rose_s = now_s
+        limit_w = budgets.limit_w(some, now_s)
+        if limit_w == math.inf and min(goal_w, self.ceiling_w) >= most_w:
+            self.ceiling_w = math.inf  # nobody would draw more
+        is_reached = limit_w < math.inf and self.ceiling_w <= limit_w * (1 + _DIGITS)
+        if limit_w != self._limit_w or not is_reached:
+            # A mean counts from when the limit had to be kept; and only against a limit that was the same.
+            self._judged.clear()
+            self._judged_from_s = now_s + SETTLE_S if is_reached else math.inf
+            self._limit_w = limit_w if is_reached else math.nan
+        elif limit_w == math.inf:
+            self._judged_from_s = math.inf
+
+    def take(self, now_s: float, duration_s: float, power_w: float, longest_iteration_s: float) -> None:
+        """Take what was drawn in all over the time until now."""
+        self._longest_iteration_s = longest_iteration_s
+        window_s = max(LEAST_WINDOW_S, WINDOW_ITERATIONS * longest_iteration_s)
+        for mean in (self._drawn, self._judged):
+            mean.window_s = window_s
+        self._drawn.take(now_s, duration_s, power_w)
+        if now_s - duration_s >= self._judged_from_s:
+            self._judged.take(now_s, duration_s, power_w)
+
+    @property
+    def target_w(self) -> float:
+        """What plans may add up to: the ceiling, less the margin and what is to be paid back."""
+        debt_j = 0.0
+        if self._judged.covered_s:
+            debt_j = max(0.0, self._judged.covered_s * (self._judged.mean_w() - self.ceiling_w))
+        return max(0.0, self.ceiling_w * (1 - MARGIN) - debt_j / _PAY_BACK_S)
+
+    @property
+    def measured_w(self) -> float:
+        """The mean over the window."""
+        return self._drawn.mean_w()
+
+    def in_transition(self, now_s: float) -> bool:
+        """Whether a limit can't be judged yet, or the ceiling still rises after one."""
+        if self.ceiling_w == math.inf:
+            return False
+        return now_s < self._judged_from_s or self._judged_from_s == math.inf
+
+    def is_kept(self) -> bool:
+        """Whether what was measured since the limit had to be kept keeps it; no judgement before a window."""
+        if self._judged_from_s == math.inf:
+            return True
+        short_limit_w = SHORT_EXCESS * self._limit_w
+        if (
+            self._longest_iteration_s < SHORT_ITERATION_S
+            and self._judged.covered_s >= SHORT_WINDOW_S
+            and self._judged.mean_w(SHORT_WINDOW_S) > short_limit_w
+        ):
+            return False
+        if self._judged.covered_s < self._judged.window_s - 1e-6:
+            return True
+        return self._judged.mean_w() <= self._limit_w * (1 + _DIGITS)

@@ -1,0 +1,338 @@
+"""The fleet under its budgets: inputs in with the time, commands out. Pure.
+
+Every second while anything is limited, each feed's ceiling moves by its ramps, what was measured corrects the
+target, and jobs are given paces so that what they will draw keeps it:
+
+- *Down* at once: where the paces in force would draw more than a target. A cut that only measurement asks for
+  waits until the one before has settled.
+- *Up* with hysteresis: only when that has been worth it for as long as a window lasts, or while a ceiling
+  rises after a budget. So noise does not move plans to and fro.
+
+A change inside of it (a straggler, another frontier, a job that comes or goes) is answered as a budget is.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from perseus.service.fleet.power.allocation import Allocation, allocate
+from perseus.service.fleet.power.budgets import Budget, Feed, limit_w, next_change_s
+from perseus.service.fleet.power.demand import JobDemand, PowerPoint
+from perseus.service.fleet.power.feed_watch import LEAST_WINDOW_S, SETTLE_S, WINDOW_ITERATIONS, FeedWatch
+from perseus.service.fleet.power.messages import (
+    BudgetCancelled,
+    BudgetSet,
+    Command,
+    FeedStatus,
+    Input,
+    JobChanged,
+    JobLeft,
+    PowerMeasured,
+    SetPace,
+    Tick,
+)
+from perseus.service.fleet.power.meter import JobMeter, TrailingMean
+
+PERIOD_S = 1.0
+"""Between two looks while anything is limited."""
+
+_LEAST_GAIN = 0.002
+"""Of the weights of all: a gain in speed that is worth a change of plans."""
+
+_LEAST_ROOM = 0.002
+"""Of a target: less room than that is none."""
+
+
+class _Job:
+    """A job, what it draws, and the point that it was told to run at; None if its own policy counts."""
+
+    def __init__(self, demand: JobDemand, iteration_time_s: float) -> None:
+        self.demand = demand
+        self.iteration_time_s = iteration_time_s
+        self.meter = JobMeter()
+        self.pace: PowerPoint | None = None
+
+    @property
+    def point(self) -> PowerPoint | None:
+        """Where it runs, if it is planned."""
+        return self.pace or next(iter(self.demand.points), None)
+
+    def corrected(self) -> JobDemand:
+        """Return its demand with powers as they are measured."""
+        if not self.demand.points:
+            return replace(self.demand, measured_w=self.meter.recent_w() or self.demand.measured_w)
+        ratio = self.meter.ratio
+        points = tuple(
+            replace(point, power_w={feed: ratio * power_w for feed, power_w in point.power_w.items()})
+            for point in self.demand.points
+        )
+        return replace(self.demand, points=points)
+
+    def drawn_w(self) -> Mapping[str, float]:
+        """Return what it is expected to draw where it runs now."""
+        if self.point is None:
+            return self.meter.recent_w() or self.demand.measured_w
+        return {feed: self.meter.ratio * power_w for feed, power_w in self.point.power_w.items()}
+
+    def take(self, changed: JobChanged) -> None:
+        """Take what it can offer now; it goes on at the pace that it was told, or the next slower one."""
+        self.demand, self.iteration_time_s = changed.demand, changed.iteration_time_s
+        if self.pace is not None:
+            told_s = self.pace.iteration_time_s
+            points = self.demand.points
+            slower = (point for point in points if point.iteration_time_s >= told_s * (1 - 1e-9))
+            self.pace = next(slower, points[-1] if points else None)
+
+
+class FleetMachine:
+    """Keeps the limits of some feeds. A feed that nobody has configured has no ramps and no reference."""
+
+    def __init__(self, feeds: Mapping[str, Feed]) -> None:
+        self._watches = {name: FeedWatch(feed) for name, feed in feeds.items()}
+        self._budgets: dict[str, Budget] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._others: dict[str, TrailingMean] = {}
+        self._allocation: Allocation | None = None
+        self._said: dict[str, FeedStatus] = {}
+        self._cut_s = self._looked_s = -math.inf
+        self._worth_since_s: float | None = None
+        self._is_stale = False
+        """Something else than measurements has changed since the last look."""
+        self._handlers: dict[type, Callable[..., None]] = {
+            BudgetSet: self._on_budget_set,
+            BudgetCancelled: self._on_budget_cancelled,
+            JobChanged: self._on_job_changed,
+            JobLeft: self._on_job_left,
+            PowerMeasured: self._on_power_measured,
+            Tick: self._on_tick,
+        }
+
+    def handle(self, event: Input, now_s: float) -> list[Command]:
+        """Take what has happened; return what is to be done."""
+        self._handlers[type(event)](event, now_s)
+        for budget_id in [b.budget_id for b in self._budgets.values() if b.is_over(now_s)]:
+            del self._budgets[budget_id]
+        for name, watch in self._watches.items():
+            most_w = sum(_most_w(job, name) for job in self._jobs.values())
+            others_w = self._others_w().get(name, 0.0)
+            watch.move(self._on(name), now_s, self._expected_w(name), most_w + others_w)
+        # Measurements wait for the next second: there may be many, and one look is enough for all.
+        commands = [] if isinstance(event, PowerMeasured) else self._steer(now_s)
+        return commands + self._statuses(now_s)
+
+    def wake_s(self, now_s: float) -> float:
+        """Return when a `Tick` is due at the latest; infinite if nothing is to come."""
+        if any(watch.ceiling_w < math.inf for watch in self._watches.values()):
+            return now_s + PERIOD_S
+        starts_s = [
+            budget.start_s - max(0.0, self._expected_w(budget.feed) - budget.limit_w) / feed.ramp_down_w_per_s
+            for budget in self._budgets.values()
+            for feed in [self._watches[budget.feed].feed]
+        ]
+        return max(now_s, min([*starts_s, next_change_s(self._budgets.values(), now_s)], default=math.inf))
+
+    def validate_state(self) -> None:
+        """Check what always holds; tests call it after every input."""
+        for budget in self._budgets.values():
+            assert budget.feed in self._watches
+        for job in self._jobs.values():
+            assert job.pace is None or job.pace in job.demand.points
+            if job.pace is not None and not job.demand.is_beyond_tolerance:
+                assert job.pace in job.demand.allowed
+
+    # --- Inputs ---------------------------------------------------------------------------------------------
+
+    def _on_budget_set(self, event: BudgetSet, now_s: float) -> None:
+        self._budgets[event.budget.budget_id] = event.budget
+        self._watches.setdefault(event.budget.feed, FeedWatch(Feed(event.budget.feed)))
+        self._is_stale = True
+
+    def _on_budget_cancelled(self, event: BudgetCancelled, now_s: float) -> None:
+        self._budgets.pop(event.budget_id, None)
+        self._is_stale = True
+
+    def _on_job_changed(self, event: JobChanged, now_s: float) -> None:
+        job = self._jobs.get(event.demand.job_id)
+        if job is None:
+            self._jobs[event.demand.job_id] = _Job(event.demand, event.iteration_time_s)
+        else:
+            job.take(event)
+            job.meter.changed(now_s, SETTLE_S + event.iteration_time_s)
+        self._is_stale = True
+
+    def _on_job_left(self, event: JobLeft, now_s: float) -> None:
+        self._jobs.pop(event.job_id, None)
+        self._is_stale = True
+
+    def _on_power_measured(self, event: PowerMeasured, now_s: float) -> None:
+        totals_w: dict[str, float] = dict(event.others_w)
+        for feed, drawn_w in event.others_w.items():
+            if feed not in self._others:
+                self._others[feed] = TrailingMean(JobMeter.RECENT_S)
+            self._others[feed].take(now_s, event.duration_s, drawn_w)
+        for job_id, power_w in event.jobs_w.items():
+            if (job := self._jobs.get(job_id)) is not None:
+                planned_w = None if job.point is None else sum(job.point.power_w.values())
+                job.meter.take(now_s, event.duration_s, power_w, planned_w, job.iteration_time_s)
+            for feed, drawn_w in power_w.items():
+                totals_w[feed] = totals_w.get(feed, 0.0) + drawn_w
+        longest_s = max((job.iteration_time_s for job in self._jobs.values()), default=0.0)
+        for name, watch in self._watches.items():
+            watch.take(now_s, event.duration_s, totals_w.get(name, 0.0), longest_s)
+
+    def _on_tick(self, event: Tick, now_s: float) -> None:
+        """What time brings is looked at after every input."""
+
+    # --- Decisions ------------------------------------------------------------------------------------------
+
+    def _steer(self, now_s: float) -> list[Command]:
+        limited = {name: w for name, w in self._watches.items() if w.ceiling_w < math.inf}
+        if not limited:
+            self._allocation, self._is_stale = None, False
+            return self._tell({}, now_s)
+        targets_w = {name: watch.target_w for name, watch in limited.items()}
+        is_over = any(self._expected_w(name) > target_w for name, target_w in targets_w.items())
+        is_new = self._is_stale or self._allocation is None
+        if not is_new and is_over and now_s < self._cut_s + SETTLE_S:
+            # Measurement asks for it, or a falling ceiling; only that one can't wait.
+            is_over = any(self._expected_w(n) > w.ceiling_w for n, w in limited.items())
+        if not (is_new or is_over or self._has_room(targets_w, now_s)):
+            return []
+        others_w = self._others_w()
+        demands = [job.corrected() for job in self._jobs.values()]
+        found = allocate(demands, {n: t - others_w.get(n, 0.0) for n, t in targets_w.items()})
+        if not (is_new or is_over or self._is_worth_it(found, now_s)):
+            return []
+        self._is_stale = False
+        self._worth_since_s = None
+        self._allocation = found
+        if is_over:
+            self._cut_s = now_s
+        return self._tell(found.paces, now_s)
+
+    def _has_room(self, targets_w: Mapping[str, float], now_s: float) -> bool:
+        """Whether it may be worth while to look for faster paces; every few seconds is often enough."""
+        if now_s < self._looked_s + SETTLE_S or all(job.pace is None for job in self._jobs.values()):
+            return False
+        self._looked_s = now_s
+        if any(target_w - self._expected_w(n) > _LEAST_ROOM * target_w for n, target_w in targets_w.items()):
+            return True
+        self._worth_since_s = None
+        return False
+
+    def _is_worth_it(self, found: Allocation, now_s: float) -> bool:
+        """Whether running faster has been possible for long enough, and enough faster."""
+        total_weight = sum(job.demand.weight for job in self._jobs.values() if job.demand.points)
+        loss_now = sum(
+            job.demand.weight * (1 - job.point.speed) for job in self._jobs.values() if job.point is not None
+        )
+        if loss_now - found.weighted_loss <= _LEAST_GAIN * total_weight:
+            self._worth_since_s = None
+            return False
+        if self._worth_since_s is None:
+            self._worth_since_s = now_s
+        is_rising = any(now_s <= watch.rose_s + 2 * SETTLE_S for watch in self._watches.values())
+        longest_s = max(job.iteration_time_s for job in self._jobs.values())
+        hold_s = SETTLE_S if is_rising else max(LEAST_WINDOW_S, WINDOW_ITERATIONS * longest_s)
+        return now_s >= self._worth_since_s + hold_s
+
+    def _tell(self, paces: Mapping[str, PowerPoint], now_s: float) -> list[Command]:
+        """Give jobs the points of these numbers; those without one go back to their own policies."""
+        commands: list[Command] = []
+        for job_id, job in self._jobs.items():
+            before = job.point
+            told_s = paces[job_id].iteration_time_s if job_id in paces else None
+            # The first of its points is what its own policy says.
+            pace = next((p for p in job.demand.points[1:] if p.iteration_time_s == told_s), None)
+            if pace is job.pace:
+                continue
+            job.pace = pace
+            after = job.point
+            if before is not None and after is not None and before != after:
+                job.meter.changed(now_s, SETTLE_S + job.iteration_time_s)
+            is_urgent = before is None or after is None or after.speed < before.speed
+            commands.append(SetPace(job_id, None if pace is None else pace.iteration_time_s, is_urgent))
+        return commands
+
+    def _statuses(self, now_s: float) -> list[Command]:
+        found: list[Command] = []
+        for name in self._watches:
+            status = self.status(name, now_s)
+            said = self._said.get(name)
+            if said is None or _words(status) != _words(said):
+                self._said[name] = status
+                if said is not None or status.limit_w is not None:
+                    found.append(status)
+        return found
+
+    def status(self, name: str, now_s: float) -> FeedStatus:
+        """Return how a feed stands."""
+        watch = self._watches[name]
+        limit = limit_w(self._on(name), now_s)
+        allocation = self._allocation
+        on_feed = {job_id for job_id, job in self._jobs.items() if job.drawn_w().get(name, 0.0) > 0}
+        is_limited = limit < math.inf
+        in_transition = watch.in_transition(now_s)
+        can_be_kept = (
+            allocation is None or name not in allocation.excess_w or self._is_paying_back(name, limit)
+        )
+        return FeedStatus(
+            feed=name,
+            limit_w=limit if is_limited else None,
+            in_transition=in_transition,
+            is_compliant=not is_limited or (can_be_kept and (in_transition or watch.is_kept())),
+            to_pause=() if allocation is None or can_be_kept else allocation.to_pause,
+            beyond_tolerance=tuple(
+                job_id for job_id in (allocation.beyond_tolerance if allocation else ()) if job_id in on_feed
+            ),
+            measured_w=watch.measured_w,
+            managed_w=sum(
+                job.drawn_w().get(name, 0.0) for job in self._jobs.values() if job.point is not None
+            ),
+            ceiling_w=None if watch.ceiling_w == math.inf else watch.ceiling_w,
+        )
+
+    @property
+    def feeds(self) -> tuple[str, ...]:
+        """The feeds that are known."""
+        return tuple(self._watches)
+
+    def ceiling_w(self, name: str) -> float:
+        """Return what may be drawn on a feed now; infinite where nothing limits it."""
+        watch = self._watches.get(name)
+        return math.inf if watch is None else watch.ceiling_w
+
+    # --- What is drawn --------------------------------------------------------------------------------------
+
+    def _is_paying_back(self, name: str, limit: float) -> bool:
+        """Whether only the target, which lies below the limit, can't be kept."""
+        assert self._allocation is not None
+        return self._allocation.power_w[name] + self._others_w().get(name, 0.0) <= limit
+
+    def _on(self, name: str) -> list[Budget]:
+        return [budget for budget in self._budgets.values() if budget.feed == name]
+
+    def _others_w(self) -> dict[str, float]:
+        return {feed: mean.mean_w() for feed, mean in self._others.items()}
+
+    def _expected_w(self, name: str) -> float:
+        """Return what will be drawn on a feed at the paces in force."""
+        jobs_w = sum(job.drawn_w().get(name, 0.0) for job in self._jobs.values())
+        return jobs_w + self._others_w().get(name, 0.0)
+
+
+def _most_w(job: _Job, name: str) -> float:
+    """Return what a job draws on a feed if nothing limits it."""
+    if not job.demand.points:
+        return job.drawn_w().get(name, 0.0)
+    return job.meter.ratio * job.demand.points[0].power_w.get(name, 0.0)
+
+
+def _words(status: FeedStatus) -> tuple[object, ...]:
+    return (
+        status.limit_w,
+        status.in_transition,
+        status.is_compliant,
+        status.to_pause,
+        status.beyond_tolerance,
+    )

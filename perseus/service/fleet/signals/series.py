@@ -1,0 +1,117 @@
+"""A signal: a time series of carbon intensity or price, of which each value counts until the next one.
+
+Sources fail. A value that has not been followed goes on to count for a while (what the grid emits does not
+jump), and then nothing is known: whoever runs by the signal then runs as if there were none.
+"""
+
+import enum
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perseus.service.domain.bounds import check_range
+from perseus.service.domain.errors import InvalidFieldError
+
+Floats = NDArray[np.float64]
+
+HOUR_S = 3600.0
+MAX_VALUE = 1e6
+"""Of any signal, either way: prices are negative at times."""
+MAX_TIME_S = 1e11
+"""Since 1970: three thousand years."""
+
+
+class SignalKind(enum.Enum):
+    """What a signal tells of a kilowatt-hour."""
+
+    CARBON = "carbon"
+    """gCO2."""
+    PRICE = "price"
+    """Of the operator's currency."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """What is known of a signal.
+
+    Attributes:
+        kind: what it tells.
+        times_s: since 1970, rising: from when each value counts.
+        values: per kWh, one for each time: gCO2, or the operator's currency.
+        valid_s: for how long the last value is meant: the time between two values, usually.
+        stale_s: for how long beyond that it still counts.
+
+    Raises:
+        InvalidFieldError: there is no value, one is out of range, or times do not rise.
+    """
+
+    kind: SignalKind
+    times_s: Sequence[float]
+    values: Sequence[float]
+    valid_s: float = HOUR_S
+    stale_s: float = 3 * HOUR_S
+
+    def __post_init__(self) -> None:
+        if len(self.times_s) != len(self.values) or not self.values:
+            raise InvalidFieldError(
+                field="values", expected="one for each time, at least one", found=len(self.values)
+            )
+        least = 0.0 if self.kind is SignalKind.CARBON else -MAX_VALUE
+        before_s = -1.0
+        for index, (time_s, value) in enumerate(zip(self.times_s, self.values, strict=True)):
+            check_range(f"times_s[{index}]", time_s, 0, MAX_TIME_S)
+            check_range(f"values[{index}]", value, least, MAX_VALUE)
+            if time_s <= before_s:
+                expected = f"after the one before, {before_s:g}"
+                raise InvalidFieldError(field=f"times_s[{index}]", expected=expected, found=f"{time_s:g}")
+            before_s = time_s
+        check_range("valid_s", self.valid_s, 1, MAX_TIME_S)
+        check_range("stale_s", self.stale_s, 0, MAX_TIME_S)
+
+    def value_at(self, now_s: float) -> float | None:
+        """Return what counts at a time; None before the first value, and where the one before is too old."""
+        index = bisect_right(self.times_s, now_s) - 1
+        if index < 0 or now_s >= self.times_s[index] + self.valid_s + self.stale_s:
+            return None
+        return self.values[index]
+
+    def until(self, now_s: float) -> "Signal | None":
+        """Return what was known at a time: the values whose hour was over; None if there was none.
+
+        A mean over an hour is known when the hour is over.
+        """
+        count = bisect_right(self.times_s, now_s - self.valid_s)
+        if not count:
+            return None
+        return Signal(self.kind, self.times_s[:count], self.values[:count], self.valid_s, self.stale_s)
+
+    def hourly(self, end_s: float) -> tuple[float, Floats]:
+        """Return the values on whole hours up to a time, for a forecast: the first one's time, and `[N]`.
+
+        An hour has the mean of what counts in it; where nothing does, what lies between its neighbours.
+        """
+        first_s = HOUR_S * math.ceil(self.times_s[0] / HOUR_S)
+        last_s = min(end_s, self.times_s[-1] + self.valid_s)
+        count = max(0, int((last_s - first_s) // HOUR_S))
+        edges_s = first_s + HOUR_S * np.arange(count + 1)
+        begins_s, values = np.asarray(self.times_s, float), np.asarray(self.values, float)
+        ends_s = np.minimum(np.append(begins_s[1:], np.inf), begins_s + self.valid_s + self.stale_s)
+        # What has been counted until each time, and for how long anything has: both rise piece by piece.
+        knots_s = np.stack([begins_s, ends_s], axis=1).ravel()
+        lengths_s = ends_s - begins_s
+        sums = np.repeat(np.cumsum(values * lengths_s), 2)
+        sums[::2] -= values * lengths_s
+        known_s = np.repeat(np.cumsum(lengths_s), 2)
+        known_s[::2] -= lengths_s
+        in_hour = np.diff(np.interp(edges_s, knots_s, sums))
+        in_hour_s = np.diff(np.interp(edges_s, knots_s, known_s))
+        is_known = in_hour_s > 1e-6
+        hours = np.arange(count)
+        if not is_known.any():
+            return first_s, np.empty(0)
+        means = in_hour[is_known] / in_hour_s[is_known]
+        return first_s, np.interp(hours, hours[is_known], means)

@@ -1,0 +1,106 @@
+"""Reads a signal from a CSV file: a column of times and one of values, found by their names in the header.
+
+Times are ISO 8601 (without an offset they are UTC) or seconds since 1970. A row without a value is a gap.
+Rows are counted as an editor counts lines: the header is line 1.
+"""
+
+import csv
+import math
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.fleet.signals.series import HOUR_S, MAX_TIME_S, MAX_VALUE, Signal, SignalKind
+
+TIME_COLUMN = "timestamp"
+_MOST_ROWS = 1_000_000
+
+
+class SignalFileError(Exception):
+    """A file is no signal; the text names file, line and column, what was expected and what was found."""
+
+
+def read_signal_csv(path: Path, kind: SignalKind, column: str, *, stale_s: float = 3 * HOUR_S) -> Signal:
+    """Read a signal; a value counts until the next row, the last one for as long as the shortest of them.
+
+    Raises:
+        SignalFileError: the file can't be read as such a table, a value is impossible, or times do not rise.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(_rows(path, csv.DictReader(file, strict=True), column))
+    except OSError as error:
+        raise SignalFileError(f"{path}: expected a readable file, found: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise SignalFileError(
+            f"{path}: expected UTF-8 text, found byte 0x{error.object[error.start]:02x} at {error.start}"
+        ) from None
+    times_s: list[float] = []
+    values: list[float] = []
+    for line, time_s, value in rows:
+        if times_s and time_s <= times_s[-1]:
+            raise _refusal(path, line, TIME_COLUMN, "a later time than in the row before", f"{time_s:.0f} s")
+        if value is not None:
+            times_s.append(time_s)
+            values.append(value)
+    if not values:
+        raise SignalFileError(f"{path}, column {column}: expected at least one value, found none")
+    every_s = [row[1] for row in rows]
+    valid_s = min((after - before for before, after in pairwise(every_s)), default=HOUR_S)
+    try:
+        return Signal(kind, times_s, values, max(1.0, valid_s), stale_s)
+    except InvalidFieldError as error:
+        raise SignalFileError(f"{path}: {error}") from None
+
+
+def _rows(
+    path: Path, reader: "csv.DictReader[str]", column: str
+) -> Iterator[tuple[int, float, float | None]]:
+    try:
+        header = reader.fieldnames or ()
+        for name in (TIME_COLUMN, column):
+            if name not in header:
+                found = ", ".join(header) or "an empty file"
+                raise SignalFileError(f"{path}, line 1: expected a column {name}, found {found}")
+        for count, row in enumerate(reader):
+            line = reader.line_num
+            if count >= _MOST_ROWS:
+                raise SignalFileError(f"{path}, line {line}: expected at most {_MOST_ROWS} rows, found more")
+            yield line, _time_s(path, line, row[TIME_COLUMN]), _value(path, line, column, row[column])
+    except csv.Error as error:
+        raise SignalFileError(f"{path}, line {reader.reader.line_num}: expected CSV, found {error}") from None
+
+
+def _time_s(path: Path, line: int, text: str | None) -> float:
+    found = (text or "").strip()
+    try:
+        time_s = float(found)
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(found)
+        except ValueError:
+            expected = "a time in ISO 8601, or seconds since 1970"
+            raise _refusal(path, line, TIME_COLUMN, expected, repr(found)) from None
+        time_s = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    if not 0 <= time_s <= MAX_TIME_S:
+        raise _refusal(path, line, TIME_COLUMN, f"0 to {MAX_TIME_S:g} s since 1970", repr(found))
+    return time_s
+
+
+def _value(path: Path, line: int, column: str, text: str | None) -> float | None:
+    found = (text or "").strip()
+    if not found:
+        return None
+    try:
+        value = float(found)
+    except ValueError:
+        raise _refusal(path, line, column, "a number, or nothing", repr(found)) from None
+    if not (math.isfinite(value) and abs(value) <= MAX_VALUE):
+        raise _refusal(path, line, column, f"a number from {-MAX_VALUE:g} to {MAX_VALUE:g}", repr(found))
+    return value
+
+
+def _refusal(path: Path, line: int, column: str, expected: str, found: str) -> SignalFileError:
+    return SignalFileError(f"{path}, line {line}, column {column}: expected {expected}, found {found}")

@@ -1,0 +1,447 @@
+"""Replays a fleet: its machine, the jobs' curves and policies are the real ones, GPUs are what is made up.
+
+A job draws what its plans say, but for an error of its own and noise, and comes to another pace a second
+after an urgent command, an iteration after any other. Time goes by seconds while a feed is in transition, and
+in longer steps where nothing happens.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from perseus.service.fleet.pacing.policy import SignalPolicy, look
+from perseus.service.fleet.pacing.spending import Floats, Pace, SpeedCurve
+from perseus.service.fleet.power.budgets import Budget, Feed, limit_w
+from perseus.service.fleet.power.curve import power_points
+from perseus.service.fleet.power.demand import JobDemand, PowerPoint
+from perseus.service.fleet.power.machine import PERIOD_S, FleetMachine
+from perseus.service.fleet.power.messages import (
+    BudgetCancelled,
+    BudgetSet,
+    Command,
+    FeedStatus,
+    Input,
+    JobChanged,
+    JobLeft,
+    PowerMeasured,
+    SetPace,
+    Tick,
+)
+from perseus.service.fleet.signals.forecast import RegressionForecast
+from perseus.service.fleet.signals.series import HOUR_S, Signal, SignalKind
+from perseus.solver import Frontier
+
+_FINE_S, _COARSE_S = 1.0, 20.0
+_FINE_FOR_S = 120.0
+"""After whatever happens, time goes by seconds for so long."""
+
+_URGENT_S = 1.0
+_J_PER_KWH = 3.6e6
+_FORECAST_H = 72
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A pipeline that takes so many times longer from a time to another one."""
+
+    pipeline: int
+    factor: float
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedPolicy:
+    """Least signal × energy within some extra time, over one horizon after the other."""
+
+    kind: SignalKind
+    extra_time_percent: float
+    horizon_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedJob:
+    """A job: what it can do, what its owner allows, and what befalls it. Times are seconds since 1970."""
+
+    job_id: str
+    frontier: Frontier
+    pipeline_count: int
+    feed: str
+    tolerance_percent: float
+    weight: float
+    begin_s: float
+    end_s: float
+    policy: ReplayedPolicy | None = None
+    stragglers: Sequence[Straggler] = ()
+    power_error: float = 0.0
+
+    @property
+    def stock_time_s(self) -> float:
+        """Of an iteration with everything at its highest clock."""
+        return self.frontier.baseline.iteration_time_s
+
+    @property
+    def stock_power_w(self) -> float:
+        """Of all its pipelines then."""
+        return self.pipeline_count * self.frontier.baseline.energy_j / self.stock_time_s
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedBudget:
+    """A budget, when it is set, and when it is cancelled if it is."""
+
+    budget: Budget
+    known_s: float
+    cancelled_s: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """All that is replayed."""
+
+    begin_s: float
+    end_s: float
+    feeds: Mapping[str, Feed]
+    jobs: Sequence[ReplayedJob]
+    budgets: Sequence[ReplayedBudget] = ()
+    signals: Mapping[SignalKind, Signal] = field(default_factory=dict)
+    noise: float = 0.01
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobTotals:
+    """What a job did; carbon and cost are None without that signal.
+
+    `stock_*`: of the same iterations with everything at its highest clock, as fast as that goes from the
+    job's begin on.
+    """
+
+    iteration_count: float
+    time_s: float
+    energy_j: float
+    carbon_g: float | None
+    cost: float | None
+    stock_time_s: float
+    stock_energy_j: float
+    stock_carbon_g: float | None
+    stock_cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What happened. Arrays have a value for each step `[N]`, which ends at its time.
+
+    Attributes:
+        times_s: since 1970.
+        durations_s: of the steps.
+        speeds: per job, against stock; NaN where it does not run.
+        powers_w: per job.
+        feeds_w, limits_w, ceilings_w: per feed: drawn, the limit in force and the ceiling; infinite without.
+        signals: per kind; NaN where nothing is known.
+        statuses: what was said of feeds, with the time.
+        totals: per job.
+    """
+
+    times_s: Floats
+    durations_s: Floats
+    speeds: Mapping[str, Floats]
+    powers_w: Mapping[str, Floats]
+    feeds_w: Mapping[str, Floats]
+    limits_w: Mapping[str, Floats]
+    ceilings_w: Mapping[str, Floats]
+    signals: Mapping[SignalKind, Floats]
+    statuses: Sequence[tuple[float, FeedStatus]]
+    totals: Mapping[str, JobTotals]
+
+
+class _Job:
+    """A job on made-up GPUs."""
+
+    def __init__(self, job: ReplayedJob) -> None:
+        self.job = job
+        self.own_time_s = job.stock_time_s
+        self.done_count = 0.0
+        self.points: tuple[PowerPoint, ...] = ()
+        self.is_running = False
+        self.told: list[tuple[float, float | None]] = []
+        """When a pace that it was told comes into force, and that pace; in order."""
+        self._pace_s: float | None = None
+        self._policy: SignalPolicy | None = None
+        self._done_before = 0.0
+        self._known: dict[tuple[float, tuple[tuple[int, float], ...]], tuple[PowerPoint, ...]] = {}
+        self._curve = speed_curve(job.frontier)
+
+    @property
+    def point(self) -> PowerPoint:
+        """Where it runs."""
+        if self._pace_s is None:
+            return self.points[0]
+        pace_s = self._pace_s
+        return next((p for p in self.points if p.iteration_time_s >= pace_s * (1 - 1e-9)), self.points[-1])
+
+    def arrive(self, now_s: float) -> None:
+        """Come to the paces that are due."""
+        while self.told and self.told[0][0] <= now_s:
+            self._pace_s = self.told.pop(0)[1]
+
+    def update(self, now_s: float, outlook: "_Outlooks") -> bool:
+        """Follow stragglers and the job's policy; tell whether what it can offer has changed."""
+        before = self.points
+        job = self.job
+        slowdowns = {
+            each.pipeline: each.factor for each in job.stragglers if each.begin_s <= now_s < each.end_s
+        }
+        if job.policy is not None:
+            self.own_time_s = self._policy_time_s(now_s, job.policy, outlook)
+        key = self.own_time_s, tuple(sorted(slowdowns.items()))
+        if key not in self._known:
+            placement = [[{job.feed: 1.0}] * job.frontier.pipeline.schedule.stage_count] * job.pipeline_count
+            self._known[key] = power_points(
+                job.frontier, placement, own_time_s=self.own_time_s, slowdowns=slowdowns
+            )
+        self.points = self._known[key]
+        return self.points is not before
+
+    def speed_per_s(self) -> float:
+        """Iterations per second where it runs."""
+        return 1 / self.point.iteration_time_s
+
+    def _policy_time_s(self, now_s: float, policy: ReplayedPolicy, outlook: "_Outlooks") -> float:
+        if self._policy is None or now_s >= self._policy.end_s:
+            self._done_before = self.done_count
+            self._policy = SignalPolicy.within_extra_time(
+                policy.kind, now_s, policy.horizon_s, policy.extra_time_percent, 1 / self.job.stock_time_s
+            )
+        signal = outlook.ahead(policy.kind, now_s)
+        found = look(self._policy, self._curve, now_s, self.done_count - self._done_before, signal)
+        return found.pace.iteration_time_s
+
+
+def speed_curve(frontier: Frontier) -> SpeedCurve:
+    """Return the paces of a job that is not slower than stock at its fastest, one pipeline's power."""
+    stock_s = frontier.baseline.iteration_time_s
+    stock = frontier.plan_within(stock_s)
+    paces = [Pace(stock_s, 1 / stock_s, stock.energy_until_j(stock_s) / stock_s)]
+    paces += [
+        Pace(p.iteration_time_s, 1 / p.iteration_time_s, p.energy_j / p.iteration_time_s)
+        for p in frontier.points
+        if p.iteration_time_s > stock_s
+    ]
+    return SpeedCurve(paces)
+
+
+class _Outlooks:
+    """What each signal is known and forecast to be, looked at once an hour."""
+
+    def __init__(self, signals: Mapping[SignalKind, Signal]) -> None:
+        self._signals = signals
+        self._models = {kind: RegressionForecast() for kind in signals}
+        self._made: dict[tuple[SignalKind, int], Floats | None] = {}
+
+    def ahead(self, kind: SignalKind, now_s: float) -> Floats | None:
+        """Return the present hour and those after it; None if what is known is too old."""
+        hour = int(now_s // HOUR_S)
+        if (kind, hour) not in self._made:
+            self._made[kind, hour] = self._ahead(kind, hour)
+        return self._made[kind, hour]
+
+    def _ahead(self, kind: SignalKind, hour: int) -> Floats | None:
+        known = self._signals[kind].until(hour * HOUR_S)
+        if known is None or known.value_at(hour * HOUR_S) is None:
+            return None
+        first_s, history = known.hourly(hour * HOUR_S)
+        if not len(history):
+            return None
+        first = int(first_s // HOUR_S)
+        missing = hour - first - len(history)
+        return self._models[kind].forecast(first, history, missing + _FORECAST_H)[missing:]
+
+
+def replay(fleet: Fleet, on_progress: Callable[[float], None] = lambda _: None) -> Replay:
+    """Replay a fleet from its begin to its end."""
+    return _Replayer(fleet).run(on_progress)
+
+
+class _Replayer:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._machine = FleetMachine(fleet.feeds)
+        self._random = np.random.default_rng(fleet.seed)
+        self._jobs = {job.job_id: _Job(job) for job in fleet.jobs}
+        self._outlooks = _Outlooks(fleet.signals)
+        self._statuses: list[tuple[float, FeedStatus]] = []
+        self._feeds = sorted({job.feed for job in fleet.jobs} | fleet.feeds.keys())
+        self._set: set[str] = set()
+        self._fine_until_s = fleet.begin_s
+        self._rows: list[tuple[float, float]] = []
+        self._speeds: dict[str, list[float]] = {job_id: [] for job_id in self._jobs}
+        self._powers_w: dict[str, list[float]] = {job_id: [] for job_id in self._jobs}
+        self._limits_w: dict[str, list[float]] = {name: [] for name in self._feeds}
+        self._ceilings_w: dict[str, list[float]] = {name: [] for name in self._feeds}
+
+    def run(self, on_progress: Callable[[float], None]) -> Replay:
+        begin_s, end_s = self._fleet.begin_s, self._fleet.end_s
+        now_s = begin_s
+        while now_s < end_s:
+            self._happen(now_s)
+            self._tell(Tick(), now_s)
+            until_s = self._next_s(now_s)
+            self._draw(now_s, until_s)
+            if now_s // HOUR_S != until_s // HOUR_S:
+                on_progress((until_s - begin_s) / (end_s - begin_s))
+            now_s = until_s
+        return self._result()
+
+    def _happen(self, now_s: float) -> None:
+        """Set and cancel budgets, begin and end jobs, and follow what they can offer."""
+        current: dict[str, Budget] = {}
+        for each in self._fleet.budgets:
+            if each.known_s <= now_s < each.cancelled_s and not each.budget.is_over(now_s):
+                current[each.budget.budget_id] = each.budget
+                if each.budget.budget_id not in self._set:
+                    self._set.add(each.budget.budget_id)
+                    self._tell(BudgetSet(each.budget), now_s)
+        for budget_id in sorted(self._set - current.keys()):
+            self._set.discard(budget_id)
+            self._tell(BudgetCancelled(budget_id), now_s)
+        self._current = list(current.values())
+        for job_id, job in self._jobs.items():
+            runs = job.job.begin_s <= now_s < job.job.end_s
+            if runs and job.update(now_s, self._outlooks) | (not job.is_running):
+                demand = JobDemand(
+                    job_id, job.points, tolerance_percent=job.job.tolerance_percent, weight=job.job.weight
+                )
+                self._tell(JobChanged(demand, job.point.iteration_time_s), now_s)
+            elif job.is_running and not runs:
+                self._tell(JobLeft(job_id), now_s)
+            job.is_running = runs
+
+    def _tell(self, event: Input, now_s: float) -> None:
+        commands: list[Command] = self._machine.handle(event, now_s)
+        if commands or not isinstance(event, Tick | PowerMeasured):
+            self._fine_until_s = now_s + _FINE_FOR_S
+        for command in commands:
+            if isinstance(command, SetPace):
+                job = self._jobs[command.job_id]
+                delay_s = _URGENT_S if command.is_urgent else job.point.iteration_time_s
+                job.told = [each for each in job.told if each[0] <= now_s]
+                job.told.append((now_s + delay_s, command.iteration_time_s))
+            else:
+                self._statuses.append((now_s, command))
+
+    def _next_s(self, now_s: float) -> float:
+        """Return when the step ends: before anything that is known to happen."""
+        wake_s = self._machine.wake_s(now_s)
+        is_fine = now_s < self._fine_until_s or self._is_moving(now_s)
+        times_s = [
+            now_s + (_FINE_S if is_fine else _COARSE_S),
+            self._fleet.end_s,
+            now_s - now_s % HOUR_S + HOUR_S,
+        ]
+        if wake_s > now_s + PERIOD_S:
+            times_s.append(wake_s)
+        for each in self._fleet.budgets:
+            times_s += [
+                each.known_s,
+                each.cancelled_s,
+                each.budget.start_s,
+                each.budget.end_s or float("inf"),
+            ]
+        for job in self._fleet.jobs:
+            times_s += [job.begin_s, job.end_s, *(t for s in job.stragglers for t in (s.begin_s, s.end_s))]
+        for running in self._jobs.values():
+            times_s += [time_s for time_s, _ in running.told]
+        return min(time_s for time_s in times_s if time_s > now_s + 1e-6)
+
+    def _is_moving(self, now_s: float) -> bool:
+        return any(self._machine.status(name, now_s).in_transition for name in self._machine.feeds)
+
+    def _draw(self, now_s: float, until_s: float) -> None:
+        """Let time pass, and tell what was drawn."""
+        duration_s = until_s - now_s
+        self._rows.append((until_s, duration_s))
+        measured: dict[str, dict[str, float]] = {}
+        # Means over longer steps are less noisy.
+        noise = self._fleet.noise / max(1.0, duration_s) ** 0.5
+        for job_id, job in self._jobs.items():
+            power_w, speed = 0.0, float("nan")
+            deviation = noise * self._random.standard_normal()
+            if job.is_running:
+                job.arrive(now_s)
+                point = job.point
+                power_w = point.power_w[job.job.feed] * (1 + job.job.power_error) * (1 + deviation)
+                speed = job.job.stock_time_s / point.iteration_time_s
+                job.done_count += duration_s * job.speed_per_s()
+                measured[job_id] = {job.job.feed: power_w}
+            self._speeds[job_id].append(speed)
+            self._powers_w[job_id].append(power_w)
+        for name in self._feeds:
+            ceiling_w = self._machine.ceiling_w(name)
+            own = [budget for budget in self._current if budget.feed == name]
+            self._limits_w[name].append(limit_w(own, now_s))
+            self._ceilings_w[name].append(ceiling_w)
+        self._tell(PowerMeasured(duration_s, measured, {}), until_s)
+
+    def _result(self) -> Replay:
+        times_s, durations_s = (np.array(column) for column in zip(*self._rows, strict=True))
+        powers_w = {job_id: np.array(values) for job_id, values in self._powers_w.items()}
+        signals = {
+            kind: np.array([_or_nan(signal.value_at(time_s)) for time_s in times_s - durations_s])
+            for kind, signal in self._fleet.signals.items()
+        }
+        return Replay(
+            times_s=times_s,
+            durations_s=durations_s,
+            speeds={job_id: np.array(values) for job_id, values in self._speeds.items()},
+            powers_w=powers_w,
+            feeds_w={
+                name: np.sum([powers_w[job.job_id] for job in self._fleet.jobs if job.feed == name], axis=0)
+                for name in self._feeds
+            },
+            limits_w={name: np.array(values) for name, values in self._limits_w.items()},
+            ceilings_w={name: np.array(values) for name, values in self._ceilings_w.items()},
+            signals=signals,
+            statuses=tuple(self._statuses),
+            totals={
+                job_id: self._totals(job, powers_w[job_id], times_s, durations_s, signals)
+                for job_id, job in self._jobs.items()
+            },
+        )
+
+    def _totals(
+        self,
+        job: _Job,
+        power_w: Floats,
+        times_s: Floats,
+        durations_s: Floats,
+        signals: Mapping[SignalKind, Floats],
+    ) -> JobTotals:
+        begin_s = max(job.job.begin_s, self._fleet.begin_s)
+        stock_s = job.done_count * job.job.stock_time_s
+        overlap_s = np.clip(begin_s + stock_s - (times_s - durations_s), 0, durations_s)
+        overlap_s[times_s <= begin_s] = 0
+        stock_j = job.job.stock_power_w * (1 + job.job.power_error) * overlap_s
+        energy_j = power_w * durations_s
+
+        def weighed(kind: SignalKind, joules: Floats) -> float | None:
+            if kind not in signals:
+                return None
+            return float(np.nansum(signals[kind] * joules) / _J_PER_KWH)
+
+        return JobTotals(
+            iteration_count=job.done_count,
+            time_s=float(min(job.job.end_s, self._fleet.end_s) - begin_s),
+            energy_j=float(energy_j.sum()),
+            carbon_g=weighed(SignalKind.CARBON, energy_j),
+            cost=weighed(SignalKind.PRICE, energy_j),
+            stock_time_s=stock_s,
+            stock_energy_j=float(stock_j.sum()),
+            stock_carbon_g=weighed(SignalKind.CARBON, stock_j),
+            stock_cost=weighed(SignalKind.PRICE, stock_j),
+        )
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value

@@ -1,0 +1,180 @@
+"""What is simulated: a TOML or JSON file, checked as a whole before anything runs.
+
+Times are hours from the scenario's start. Paths are relative to the file.
+"""
+
+import json
+import tomllib
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from perseus.service.fleet.power.curve import DEFAULT_FEED
+from perseus.service.fleet.signals.series import SignalKind
+
+Name = Annotated[str, Field(min_length=1, max_length=63, pattern=r"[a-z0-9][a-z0-9._-]*")]
+Hours = Annotated[float, Field(ge=0, le=366 * 24)]
+Percent = Annotated[float, Field(ge=0, le=100)]
+Watts = Annotated[float, Field(gt=0, le=1e12)]
+
+
+class ScenarioError(Exception):
+    """A scenario can't be read or simulated; the text names the place, what was expected and what found."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FeedPart(_Part):
+    """A supply, and how fast what it may give falls and rises."""
+
+    name: Name = DEFAULT_FEED
+    ramp_down_w_per_s: Watts | None = None
+    ramp_up_w_per_s: Watts | None = None
+
+
+class StragglerPart(_Part):
+    """A pipeline that takes so many times longer for a while."""
+
+    pipeline: Annotated[int, Field(ge=0)]
+    factor: Annotated[float, Field(ge=1, le=100)]
+    begin_h: Hours = 0.0
+    end_h: Hours | None = None
+
+
+class PolicyPart(_Part):
+    """Least carbon or cost within some extra time, over one horizon after the other."""
+
+    signal: SignalKind
+    extra_time_percent: Annotated[float, Field(ge=0, le=100)]
+    horizon_h: Annotated[float, Field(ge=1, le=366 * 24)]
+
+
+class JobPart(_Part):
+    """A job by its profile, as `perseus solve` reads it; its schedule is 1F1B."""
+
+    job_id: Name
+    profile: Path
+    microbatches: Annotated[int, Field(ge=1, le=4096)]
+    gpus_per_stage: Annotated[int, Field(ge=1, le=256)] = 1
+    blocking_power_w: Annotated[float, Field(ge=0, le=1e4)] = 0.0
+    pipelines: Annotated[int, Field(ge=1, le=4096)] = 1
+    feed: Name = DEFAULT_FEED
+    tolerance_percent: Percent = 100.0
+    weight: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
+    begin_h: Hours = 0.0
+    end_h: Hours | None = None
+    policy: PolicyPart | None = None
+    stragglers: tuple[StragglerPart, ...] = ()
+    power_error_percent: Annotated[float, Field(ge=-50, le=50)] = 0.0
+    """By how much it draws more than its plans say."""
+
+
+class BudgetPart(_Part):
+    """A limit on a feed, in watts or percent of what all jobs on it draw at stock."""
+
+    budget_id: Name
+    feed: Name = DEFAULT_FEED
+    limit_w: Annotated[float, Field(ge=0, le=1e12)] | None = None
+    percent: Annotated[float, Field(ge=0, le=1000)] | None = None
+    begin_h: Hours
+    end_h: Hours | None = None
+    known_h: Hours = 0.0
+    """When it is set."""
+    cancelled_h: Hours | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> "BudgetPart":
+        if (self.limit_w is None) == (self.percent is None):
+            raise ValueError("expected one of limit_w and percent")
+        if self.end_h is not None and self.end_h <= self.begin_h:
+            raise ValueError(f"expected an end_h after begin_h, {self.begin_h:g}")
+        return self
+
+
+class SignalPart(_Part):
+    """A signal from a CSV file; `column` has its values, `timestamp` their times."""
+
+    kind: SignalKind
+    file: Path
+    column: str
+    stale_h: Hours = 3.0
+
+
+class Scenario(_Part):
+    """All that is simulated, from `start` for so many hours."""
+
+    start: datetime
+    duration_h: Annotated[float, Field(gt=0, le=366 * 24)]
+    seed: int = 0
+    noise_percent: Annotated[float, Field(ge=0, le=50)] = 1.0
+    """Standard deviation of what a second's mean power of a job is off by."""
+    feeds: tuple[FeedPart, ...] = ()
+    jobs: Annotated[tuple[JobPart, ...], Field(max_length=1000)]
+    budgets: tuple[BudgetPart, ...] = ()
+    signals: tuple[SignalPart, ...] = ()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Scenario":
+        if not self.jobs:
+            raise ValueError("expected at least one job")
+        for what, names in (
+            ("job_id", [job.job_id for job in self.jobs]),
+            ("budget_id", [budget.budget_id for budget in self.budgets]),
+            ("feed", [feed.name for feed in self.feeds]),
+            ("signal", [signal.kind.value for signal in self.signals]),
+        ):
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise ValueError(f"expected each {what} once, found {twice!r} twice")
+        supplied = {job.feed for job in self.jobs}
+        for budget in self.budgets:
+            if budget.feed not in supplied:
+                raise ValueError(
+                    f"budget {budget.budget_id!r}: expected a feed with a job on it, found {budget.feed!r}"
+                )
+        known = {signal.kind for signal in self.signals}
+        for job in self.jobs:
+            if job.policy is not None and job.policy.signal not in known:
+                raise ValueError(
+                    f"job {job.job_id!r}: expected a signal {job.policy.signal.value!r}, found none"
+                )
+            for straggler in job.stragglers:
+                if straggler.pipeline >= job.pipelines:
+                    raise ValueError(
+                        f"job {job.job_id!r}: expected a straggler among pipelines 0 to {job.pipelines - 1}, "
+                        f"found {straggler.pipeline}"
+                    )
+        return self
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Read a scenario: JSON if the file is called so, else TOML. Its paths are made relative to nothing.
+
+    Raises:
+        ScenarioError: it can't be read, or something in it is wrong; names every such place.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        content: Any = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ScenarioError(f"{path}: can't be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        expected = "JSON" if path.suffix.lower() == ".json" else "TOML"
+        raise ScenarioError(f"{path}: expected {expected} in UTF-8, found: {error}") from None
+    try:
+        scenario = Scenario.model_validate(content)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            place = ".".join(str(part) for part in problem["loc"])
+            said = problem["msg"].removeprefix("Value error, ")
+            found = "" if problem["type"] in ("missing", "value_error") else f", found {problem['input']!r}"
+            lines.append(f"{path}{f', {place}' if place else ''}: {said}{found}")
+        raise ScenarioError("\n".join(lines)) from None
+    jobs = tuple(job.model_copy(update={"profile": path.parent / job.profile}) for job in scenario.jobs)
+    signals = tuple(s.model_copy(update={"file": path.parent / s.file}) for s in scenario.signals)
+    return scenario.model_copy(update={"jobs": jobs, "signals": signals})

@@ -1,0 +1,76 @@
+"""`perseus simulate`, as users call it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_solve import HEADER, rows, run, text
+
+SCENARIO = """
+start = 2022-01-01T00:00:00Z
+duration_h = 2
+[[jobs]]
+job_id = "x"
+profile = "profile.csv"
+microbatches = 4
+blocking_power_w = 50
+tolerance_percent = 3
+power_error_percent = 1
+[[budgets]]
+budget_id = "cut"
+percent = 60
+begin_h = 0.5
+end_h = 1
+[[signals]]
+kind = "price"
+file = "price.csv"
+column = "eur"
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    (tmp_path / "profile.csv").write_text(HEADER + "\n".join(rows()) + "\n")
+    (tmp_path / "price.csv").write_text("timestamp,eur\n2022-01-01,0.2\n2022-01-01T01:00,0.3\n")
+    path = tmp_path / "scenario.toml"
+    path.write_text(SCENARIO)
+    return path
+
+
+def test_a_table_says_what_was_done_and_what_was_not_kept(scenario: Path) -> None:
+    result = run("simulate", scenario)
+    assert result.exit_code == 0, result.output
+    assert "2 hours of 1 jobs" in text(result)
+    assert "feed default is not compliant, to be paused: x" in text(result)
+
+
+def test_json_has_every_job(scenario: Path) -> None:
+    (job,) = json.loads(run("simulate", scenario, "--format", "json").stdout)
+    assert job["job_id"] == "x"
+    assert job["energy_j"] < job["stock_energy_j"]
+    assert job["cost"] < job["stock_cost"]
+    assert job["carbon_g"] is None
+
+
+def test_a_picture_is_drawn(scenario: Path, tmp_path: Path) -> None:
+    result = run("simulate", scenario, "--plot", tmp_path / "fleet.svg")
+    assert result.exit_code == 0, result.output
+    drawn = (tmp_path / "fleet.svg").read_text()
+    assert drawn.startswith("<?xml")
+    assert "<!-- feed default (kW) -->" in drawn
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("scenario.toml", "duration_h = 1", "start: Field required"),
+        ("profile.csv", "stage", "job 'x': "),
+        ("price.csv", "timestamp,eur\nnow,1\n", "price.csv, line 2, column timestamp: expected a time"),
+    ],
+)
+def test_bad_input_is_one_line_and_no_traceback(scenario: Path, name: str, content: str, said: str) -> None:
+    (scenario.parent / name).write_text(content)
+    result = run("simulate", scenario)
+    assert result.exit_code == 2
+    assert said in text(result)

@@ -1,0 +1,148 @@
+"""Spending extra time by a signal, against a linear program and against what can't be better."""
+
+import highspy
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.fleet.pacing.policy import SignalPolicy, hours_left, look
+from perseus.service.fleet.pacing.spending import Floats, Pace, SpeedCurve
+from perseus.service.fleet.signals.series import HOUR_S, SignalKind
+
+
+def curve_of(*rows: tuple[float, float]) -> SpeedCurve:
+    """Rows of iteration time and power."""
+    return SpeedCurve([Pace(time_s, 1 / time_s, power_w) for time_s, power_w in rows])
+
+
+CURVE = curve_of((1.0, 1000.0), (1.05, 900.0), (1.1, 840.0), (1.2, 750.0), (1.5, 590.0))
+
+curves = st.lists(
+    st.tuples(st.integers(100, 300), st.integers(100, 2000)),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda row: row[0],
+).map(lambda rows: curve_of(*((time / 100, float(power_w)) for time, power_w in rows)))
+signals = st.lists(st.integers(0, 500).map(float), min_size=1, max_size=6).map(np.array)
+
+
+def least_cost(curve: SpeedCurve, durations_s: Floats, signal: Floats, iteration_count: float) -> float:
+    """The same by a linear program over shares of time at each pace."""
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("output_flag", False)
+    columns = []
+    for duration_s, value in zip(durations_s, signal, strict=True):
+        own = [solver.addVariable(lb=0.0, obj=duration_s * value * pace.power_w) for pace in curve.paces]
+        solver.addConstr(sum(own) == 1.0)
+        columns += [(x, duration_s * pace.speed_per_s) for x, pace in zip(own, curve.paces, strict=True)]
+    solver.addConstr(sum(x * gained for x, gained in columns) >= iteration_count)
+    solver.run()
+    return float(solver.getInfo().objective_function_value)
+
+
+@given(curves, signals, st.floats(0, 1))
+def test_nothing_costs_less(curve: SpeedCurve, signal: Floats, share: float) -> None:
+    durations_s = np.full(len(signal), HOUR_S)
+    least, most = (speed * HOUR_S * len(signal) for speed in (curve.slowest_per_s, curve.fastest_per_s))
+    wanted = least + share * (most - least)
+    speeds = curve.spend(durations_s, signal, wanted)
+    assert float(speeds @ durations_s) >= wanted * (1 - 1e-9)
+    cost = sum(
+        duration_s * value * curve.power_w(speed)
+        for duration_s, value, speed in zip(durations_s, signal, speeds, strict=True)
+    )
+    assert cost <= least_cost(curve, durations_s, signal, wanted * (1 - 1e-9)) * (1 + 1e-6) + 1e-3
+
+
+def test_clean_hours_are_for_speed() -> None:
+    speeds = CURVE.spend(np.full(3, HOUR_S), np.array([100.0, 300.0, 200.0]), 2.75 * HOUR_S)
+    assert speeds[0] == 1.0
+    assert speeds[0] > speeds[2] > speeds[1]
+
+
+def test_power_that_is_paid_for_is_taken() -> None:
+    speeds = CURVE.spend(np.full(2, HOUR_S), np.array([-5.0, 100.0]), 1.5 * HOUR_S)
+    assert speeds.tolist() == pytest.approx([1.0, CURVE.slowest_per_s])
+
+
+def test_too_much_work_is_done_as_fast_as_can_be_and_little_as_slowly_as_pays() -> None:
+    hours, signal = np.full(2, HOUR_S), np.array([1.0, 2.0])
+    assert CURVE.spend(hours, signal, 1e9).tolist() == pytest.approx([1.0, 1.0])
+    assert CURVE.spend(hours, signal, 0.0).tolist() == pytest.approx([CURVE.slowest_per_s] * 2)
+
+
+def test_paces_that_need_more_energy_than_a_faster_one_are_left_out() -> None:
+    curve = curve_of((1.0, 1000.0), (2.0, 400.0), (3.0, 300.0))
+    assert [pace.iteration_time_s for pace in curve.paces] == [1.0, 2.0]
+
+
+def test_a_pace_is_never_slower_than_asked() -> None:
+    assert CURVE.at_least(1 / 1.07).iteration_time_s == 1.05
+    assert CURVE.at_least(1 / 1.1).iteration_time_s == 1.1
+    assert CURVE.at_least(2.0).iteration_time_s == 1.0
+
+
+def test_a_job_needs_a_pace() -> None:
+    with pytest.raises(InvalidFieldError, match="paces: expected at least one, found none"):
+        SpeedCurve([])
+
+
+# ---------------------------------------------------------------------- the policy
+
+
+def test_hours_are_the_clocks() -> None:
+    assert hours_left(1.5 * HOUR_S, 3.25 * HOUR_S).tolist() == [0.5 * HOUR_S, HOUR_S, 0.25 * HOUR_S]
+    assert hours_left(1.5 * HOUR_S, 1.6 * HOUR_S).tolist() == pytest.approx([0.1 * HOUR_S])
+
+
+POLICY = SignalPolicy.within_extra_time(SignalKind.CARBON, 0.0, 105 * HOUR_S, 5, full_speed=1.0)
+
+
+def test_extra_time_is_a_share_of_the_horizon() -> None:
+    assert POLICY.iteration_count == pytest.approx(100 * HOUR_S)
+
+
+def test_without_a_signal_there_is_no_slowdown_and_it_is_said() -> None:
+    found = look(POLICY, CURVE, 0.0, 0.0, None)
+    assert (found.pace.iteration_time_s, found.is_blind) == (1.0, True)
+
+
+def test_what_is_late_runs_as_fast_as_it_can_and_it_is_said() -> None:
+    found = look(POLICY, CURVE, 50 * HOUR_S, 10 * HOUR_S, np.array([1.0]))
+    assert (found.pace.iteration_time_s, found.is_late) == (1.0, True)
+
+
+def test_after_its_end_a_policy_asks_for_nothing() -> None:
+    assert look(POLICY, CURVE, 105 * HOUR_S, 0.0, np.array([1.0])).pace.iteration_time_s == 1.0
+
+
+@given(st.lists(st.integers(0, 500).map(float), min_size=1, max_size=48), st.integers(1, 30), st.booleans())
+def test_work_is_done_in_time_whatever_the_forecast_says(
+    forecast: list[float], extra_time_percent: int, is_held_up: bool
+) -> None:
+    """Replanned every hour, by realised paces; `is_held_up`: a budget takes two hours' worth of slack."""
+    policy = SignalPolicy.within_extra_time(
+        SignalKind.CARBON, 0.0, 40 * HOUR_S, extra_time_percent, full_speed=1.0
+    )
+    now_s = done = 0.0
+    while now_s < policy.end_s:
+        found = look(policy, CURVE, now_s, done, np.roll(forecast, -int(now_s // HOUR_S)))
+        assert not found.is_late
+        duration_s = float(hours_left(now_s, policy.end_s)[0])
+        speed = found.pace.speed_per_s
+        if is_held_up and now_s == HOUR_S:
+            speed *= 0.995 ** (1 + extra_time_percent / 10)
+        done += duration_s * speed
+        now_s += duration_s
+    assert done >= policy.iteration_count * (1 - 1e-9)
+
+
+def test_impossible_policies_are_refused() -> None:
+    with pytest.raises(InvalidFieldError, match="end_s: expected after 5, found 5"):
+        SignalPolicy(SignalKind.PRICE, 5.0, 5.0, 1.0)
+    with pytest.raises(InvalidFieldError, match="iteration_count: expected a finite number above 0"):
+        SignalPolicy(SignalKind.PRICE, 5.0, 6.0, 0.0)
+    with pytest.raises(InvalidFieldError, match=r"extra_time_percent: expected 0 to 1000, found -1"):
+        SignalPolicy.within_extra_time(SignalKind.PRICE, 0.0, HOUR_S, -1, 1.0)

@@ -1,0 +1,277 @@
+"""The fleet's state machine against made-up GPUs: what it says, and what is drawn under it."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus.service.fleet.power.budgets import Budget, Feed
+from perseus.service.fleet.power.demand import JobDemand, PowerPoint
+from perseus.service.fleet.power.machine import FleetMachine
+from perseus.service.fleet.power.messages import (
+    BudgetCancelled,
+    BudgetSet,
+    Command,
+    FeedStatus,
+    Input,
+    JobChanged,
+    JobLeft,
+    PowerMeasured,
+    SetPace,
+    Tick,
+)
+
+FEED = Feed("a", ramp_down_w_per_s=200.0, ramp_up_w_per_s=100.0)
+
+
+def demand(
+    job_id: str, watts: float = 1000.0, *, tolerance_percent: float = 50, weight: float = 1
+) -> JobDemand:
+    """A job whose power falls twice as fast as its speed, in steps of 1 % of it."""
+    speeds = np.arange(1.0, 0.599, -0.005)
+    points = tuple(PowerPoint(1 / s, float(s), {"a": float(watts * (2 * s - 1))}) for s in speeds)
+    return JobDemand(job_id, points, tolerance_percent=tolerance_percent, weight=weight)
+
+
+@dataclass
+class Site:
+    """Made-up GPUs: each job draws what its point says, but for an error and noise, a second later."""
+
+    machine: FleetMachine
+    errors: Mapping[str, float] = field(default_factory=dict)
+    noise: float = 0.0
+    now_s: float = 0.0
+    said: list[tuple[float, Command]] = field(default_factory=list)
+    drawn_w: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = np.random.default_rng(0)
+        self._demands: dict[str, JobDemand] = {}
+        self._paces: dict[str, PowerPoint] = {}
+        self._told: list[tuple[float, str, PowerPoint]] = []
+
+    def tell(self, event: Input) -> list[Command]:
+        commands = self.machine.handle(event, self.now_s)
+        self.machine.validate_state()
+        match event:
+            case JobChanged(changed):
+                self._demands[changed.job_id] = changed
+                if changed.points:
+                    self._paces[changed.job_id] = changed.points[0]
+            case JobLeft(job_id):
+                del self._demands[job_id]
+                self._paces.pop(job_id, None)
+        for command in commands:
+            self.said.append((self.now_s, command))
+            if isinstance(command, SetPace):
+                points = self._demands[command.job_id].points
+                wanted_s = command.iteration_time_s or points[0].iteration_time_s
+                point = next(p for p in points if p.iteration_time_s == wanted_s)
+                self._told.append((self.now_s + 1, command.job_id, point))
+        return commands
+
+    def pass_time(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now_s += 1.0
+            due = [each for each in self._told if each[0] <= self.now_s]
+            self._told = [each for each in self._told if each[0] > self.now_s]
+            drawn_w = {}
+            for job_id, job in self._demands.items():
+                power_w = dict(self._paces[job_id].power_w if job.points else job.measured_w)
+                factor = (1 + self.errors.get(job_id, 0.0)) * (
+                    1 + self.noise * self._random.standard_normal()
+                )
+                drawn_w[job_id] = {feed: factor * watts for feed, watts in power_w.items()}
+            self.drawn_w.append(sum(own["a"] for own in drawn_w.values()))
+            for _, job_id, point in due:
+                self._paces[job_id] = point
+            self.tell(PowerMeasured(1.0, drawn_w, {}))
+            self.tell(Tick())
+
+    def statuses(self) -> Iterator[FeedStatus]:
+        return (command for _, command in self.said if isinstance(command, FeedStatus))
+
+    def paces(self) -> list[SetPace]:
+        return [command for _, command in self.said if isinstance(command, SetPace)]
+
+    def means_w(self, window_s: int, begin: int, end: int | None = None) -> Sequence[float]:
+        drawn_w = np.array(self.drawn_w[begin:end])
+        means: list[float] = np.convolve(drawn_w, np.full(window_s, 1 / window_s), "valid").tolist()
+        return means
+
+
+def site(
+    *jobs: JobDemand, feed: Feed = FEED, errors: Mapping[str, float] | None = None, noise: float = 0.0
+) -> Site:
+    made = Site(FleetMachine({"a": feed}), errors or {}, noise)
+    for job in jobs:
+        made.tell(JobChanged(job, 1.0))
+    return made
+
+
+def test_without_a_budget_nobody_is_told_anything() -> None:
+    quiet = site(demand("x"), demand("y"))
+    quiet.pass_time(30)
+    assert quiet.said == []
+    assert quiet.machine.wake_s(30.0) == math.inf
+
+
+def test_a_budget_cuts_at_once_and_urgently_and_jobs_come_back_after_its_end() -> None:
+    run = site(demand("x"), demand("y"), feed=Feed("a"))
+    run.pass_time(10)
+    (cut, *_) = run.tell(BudgetSet(Budget("b", "a", 1500.0, 0.0, 100.0)))
+    assert isinstance(cut, SetPace)
+    assert cut.is_urgent
+    run.pass_time(150)
+    assert run.drawn_w[9] == 2000
+    assert max(run.drawn_w[12:100]) <= 1500
+    assert run.drawn_w[-1] == 2000
+    assert {p.job_id: p.iteration_time_s for p in run.paces()} == {"x": None, "y": None}
+
+
+def test_ramps_bound_how_power_falls_and_rises() -> None:
+    run = site(demand("x"), demand("y"))
+    run.tell(BudgetSet(Budget("b", "a", 1000.0, 50.0, 200.0)))
+    assert run.machine.wake_s(0.0) == pytest.approx(45.0)
+    run.pass_time(300)
+    steps_w = np.diff(run.drawn_w)
+    one_point_w = 2 * 10.0  # of both jobs
+    assert run.drawn_w[44] == 2000
+    assert max(run.drawn_w[52:200]) <= 1000
+    assert steps_w.min() >= -200 - one_point_w - 1e-6
+    over_ten_s = np.array(run.drawn_w)[210:] - np.array(run.drawn_w)[200:-10]
+    assert over_ten_s.max() <= 10 * 100 + one_point_w + 1e-6
+    assert run.drawn_w[-1] == 2000
+
+
+def test_measured_power_corrects_plans_that_promise_too_little() -> None:
+    run = site(demand("x"), demand("y"), errors={"x": 0.06, "y": 0.03})
+    run.pass_time(30)
+    run.tell(BudgetSet(Budget("b", "a", 1500.0, 30.0)))
+    run.pass_time(400)
+    assert max(run.means_w(60, 42)) <= 1500
+    assert max(run.means_w(10, 42)) <= 1.02 * 1500
+    assert np.mean(run.drawn_w[130:]) >= 0.98 * 1500
+    assert all(status.is_compliant for status in run.statuses())
+
+
+def test_noise_does_not_move_plans_to_and_fro() -> None:
+    run = site(demand("x"), demand("y"), demand("z"), noise=0.02)
+    run.tell(BudgetSet(Budget("b", "a", 2400.0, 0.0)))
+    run.pass_time(900)
+    assert max(run.means_w(60, 20)) <= 2400
+    after = [command for now_s, command in run.said if now_s > 120 and isinstance(command, SetPace)]
+    assert len(after) <= 3 * 13 / 2  # each job less than every other minute
+
+
+def test_a_limit_that_cannot_be_kept_is_said_with_the_jobs_to_pause() -> None:
+    run = site(demand("x", tolerance_percent=10), demand("y", tolerance_percent=0, weight=5))
+    run.tell(BudgetSet(Budget("b", "a", 1500.0, 0.0, 60.0)))
+    run.pass_time(30)
+    said = [status for status in run.statuses() if not status.is_compliant]
+    assert said[0].to_pause == ("x",)
+    run.pass_time(60)
+    assert list(run.statuses())[-1].is_compliant
+
+
+def test_what_is_measured_above_the_limit_is_said() -> None:
+    """GPUs that do not follow."""
+    run = site(demand("x"))
+    run.tell(BudgetSet(Budget("b", "a", 700.0, 0.0)))
+    run.errors = {"x": 3.0}
+    run.pass_time(100)
+    assert not list(run.statuses())[-1].is_compliant
+
+
+def test_the_lowest_of_several_budgets_counts_and_one_may_be_cancelled() -> None:
+    run = site(demand("x"), demand("y"), feed=Feed("a"))
+    run.tell(BudgetSet(Budget("high", "a", 1600.0, 0.0)))
+    run.tell(BudgetSet(Budget("low", "a", 1200.0, 0.0)))
+    run.pass_time(30)
+    assert run.drawn_w[-1] <= 1200
+    run.tell(BudgetCancelled("low"))
+    run.pass_time(30)
+    assert 1500 < run.drawn_w[-1] <= 1600
+
+
+def test_a_job_that_comes_under_a_budget_is_made_room_for() -> None:
+    run = site(demand("x"), feed=Feed("a"))
+    run.tell(BudgetSet(Budget("b", "a", 1500.0, 0.0)))
+    run.pass_time(20)
+    run.tell(JobChanged(demand("y"), 1.0))
+    run.pass_time(10)
+    assert run.drawn_w[-1] <= 1500
+    run.tell(JobLeft("y"))
+    run.pass_time(20)
+    assert run.drawn_w[-1] == 1000
+
+
+def test_a_job_that_is_not_planned_counts_as_it_is_measured() -> None:
+    run = site(demand("x"), JobDemand("stock", measured_w={"a": 300.0}), feed=Feed("a"))
+    run.errors = {"stock": 1.0}
+    run.tell(BudgetSet(Budget("b", "a", 1400.0, 0.0)))
+    run.pass_time(60)
+    assert run.drawn_w[-1] <= 1400
+    status = run.machine.status("a", run.now_s)
+    assert status.measured_w - status.managed_w == pytest.approx(600, rel=0.1)
+
+
+limits = st.lists(
+    st.tuples(st.integers(1300, 2200), st.integers(0, 300), st.integers(30, 200)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(limits, st.floats(-0.05, 0.05))
+def test_random_budgets_are_kept_or_said_not_to_be(some: list[tuple[int, int, int]], error: float) -> None:
+    """All are known in advance; every mean of a minute under one limit keeps it."""
+    run = site(demand("x"), demand("y", tolerance_percent=30), errors={"x": error, "y": error}, noise=0.01)
+    run.pass_time(40)
+    begin = len(run.drawn_w)
+    budgets = [
+        Budget(f"b{k}", "a", float(w), begin + 30.0 + s, begin + 30.0 + s + length)
+        for k, (w, s, length) in enumerate(some)
+    ]
+    for budget in budgets:
+        run.tell(BudgetSet(budget))
+    run.pass_time(450)
+    limit_w = np.array(
+        [
+            min((b.limit_w for b in budgets if b.is_in_force(t)), default=math.inf)
+            for t in range(len(run.drawn_w))
+        ]
+    )
+    changes = np.flatnonzero(np.diff(np.where(np.isfinite(limit_w), limit_w, 0.0), prepend=0.0) != 0)
+    for first, last in pairwise([*changes.tolist(), len(limit_w)]):
+        if limit_w[first] < math.inf and last - first > 70:
+            assert max(run.means_w(60, first + 6, last)) <= limit_w[first]
+
+
+def test_each_of_several_feeds_is_kept() -> None:
+    points = tuple(
+        PowerPoint(1 / s, float(s), {"a": 600 * (2 * s - 1), "b": 400 * (2 * s - 1)})
+        for s in np.arange(1.0, 0.599, -0.01).tolist()
+    )
+    run = site(demand("x"), JobDemand("both", points), feed=Feed("a"))
+    run.tell(BudgetSet(Budget("a", "a", 1200.0, 0.0)))
+    run.tell(BudgetSet(Budget("b", "b", 300.0, 0.0)))
+    run.pass_time(100)
+    for feed, limit_w in (("a", 1200.0), ("b", 300.0)):
+        status = run.machine.status(feed, run.now_s)
+        assert status.is_compliant
+        assert 0.9 * limit_w < status.managed_w <= limit_w
+
+
+def test_gpus_in_no_job_count() -> None:
+    machine = FleetMachine({"a": Feed("a")})
+    machine.handle(JobChanged(demand("x"), 1.0), 0.0)
+    machine.handle(PowerMeasured(1.0, {"x": {"a": 1000.0}}, {"a": 500.0}), 1.0)
+    (told, *_) = machine.handle(BudgetSet(Budget("b", "a", 1300.0, 0.0)), 1.0)
+    assert isinstance(told, SetPace)
+    status = machine.status("a", 1.0)
+    assert 0.9 * 800 < status.managed_w <= 800

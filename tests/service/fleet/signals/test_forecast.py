@@ -1,0 +1,87 @@
+"""Forecasts: what each way is, that none looks ahead, and that regression learns what there is to learn."""
+
+import numpy as np
+import pytest
+
+from perseus.service.fleet.signals.forecast import (
+    DAY_H,
+    LEAST_HISTORY_H,
+    WEEK_H,
+    Floats,
+    RegressionForecast,
+    persistence,
+    seasonal_naive,
+)
+from perseus.service.fleet.signals.series import SignalKind
+from perseus.service.signals.csv_file import read_signal_csv
+from tests.published_data import PUBLISHED_DATA
+
+CISO = PUBLISHED_DATA / "carbon" / "ciso-2022.csv"
+
+
+def days(count: int, noise: float = 0.0) -> Floats:
+    """A day's wave, larger on weekends, and slow weather."""
+    hours = np.arange(count * DAY_H)
+    random = np.random.default_rng(3)
+    weather = np.cumsum(random.standard_normal(len(hours))) * noise
+    wave: Floats = (
+        200 + 50 * np.sin(2 * np.pi * hours / DAY_H) * (1 + 0.5 * (hours // DAY_H % 7 >= 5)) + weather
+    )
+    return wave
+
+
+def test_persistence_and_seasonal_naive() -> None:
+    history = np.arange(50.0)
+    assert persistence(history, 3).tolist() == [49.0, 49.0, 49.0]
+    assert seasonal_naive(history, 26).tolist() == [*range(26, 50), 26.0, 27.0]
+    assert seasonal_naive(np.array([7.0]), 2).tolist() == [7.0, 7.0]
+
+
+def test_too_little_history_is_for_the_seasonal_naive() -> None:
+    history = days(30)[: LEAST_HISTORY_H - 1]
+    assert RegressionForecast().forecast(0, history, 30).tolist() == seasonal_naive(history, 30).tolist()
+
+
+def test_regression_learns_what_weekends_are() -> None:
+    wave = days(10 * 7)
+    known = len(wave) - WEEK_H
+    ahead = RegressionForecast().forecast(4 * DAY_H, wave[:known], 2 * DAY_H)  # hour 0 was a Monday's
+    naive = seasonal_naive(wave[:known], 2 * DAY_H)
+    error, naive_error = (np.abs(each - wave[known:][: 2 * DAY_H]).mean() for each in (ahead, naive))
+    assert error < 0.4 * naive_error
+
+
+def test_a_fit_is_used_for_a_week_and_then_made_anew() -> None:
+    wave = days(80, noise=2.0)
+    model = RegressionForecast()
+    model.forecast(0, wave[:1000], 2)
+    kept = model.forecast(0, wave[: 1000 + WEEK_H - 1], 2)
+    assert kept.tolist() != RegressionForecast().forecast(0, wave[: 1000 + WEEK_H - 1], 2).tolist()
+    anew = model.forecast(0, wave[: 1000 + WEEK_H], 2)
+    assert anew.tolist() == RegressionForecast().forecast(0, wave[: 1000 + WEEK_H], 2).tolist()
+
+
+def test_forecasts_stay_in_the_range_that_was_seen() -> None:
+    wave = np.concatenate([days(40), np.full(30, 1000.0)])
+    made = RegressionForecast().forecast(0, wave, 100)
+    assert wave.min() <= made.min()
+    assert made.max() <= 1000.0
+
+
+@pytest.mark.skipif(not CISO.exists(), reason=f"published signal not found at {CISO}")
+def test_errors_on_a_published_spring() -> None:
+    """The whole year is in the benchmarks; here are ten weeks of it."""
+    first_s, hours = read_signal_csv(CISO, SignalKind.CARBON, "avg_CI").hourly(1e11)
+    model = RegressionForecast()
+    errors: dict[str, list[float]] = {"regression": [], "persistence": [], "seasonal": []}
+    for known in range(10 * WEEK_H, 20 * WEEK_H, 5):
+        history, actual = hours[:known], hours[known + 5]
+        for name, made in (
+            ("regression", model.forecast(int(first_s // 3600), history, 6)),
+            ("persistence", persistence(history, 6)),
+            ("seasonal", seasonal_naive(history, 6)),
+        ):
+            errors[name].append(abs(made[5] - actual))
+    means = {name: float(np.mean(some)) for name, some in errors.items()}
+    assert means["regression"] < 0.9 * means["seasonal"]
+    assert means["regression"] < 0.5 * means["persistence"]

@@ -1,0 +1,93 @@
+"""Signals from CSV files, and one clear error for whatever is none."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from perseus.service.fleet.signals.series import SignalKind
+from perseus.service.signals.csv_file import SignalFileError, read_signal_csv
+from tests.published_data import PUBLISHED_DATA
+
+CISO = PUBLISHED_DATA / "carbon" / "ciso-2022.csv"
+
+
+def write(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "signal.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_times_come_in_three_ways(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "zone,timestamp,g",
+        "X,1970-01-01T01:00:00+01:00,1",
+        "X,1970-01-01 01:00,2.5",
+        "X,7200,3",
+    )
+    signal = read_signal_csv(path, SignalKind.CARBON, "g")
+    assert signal.times_s == [0.0, 3600.0, 7200.0]
+    assert signal.values == [1.0, 2.5, 3.0]
+    assert signal.valid_s == 3600
+
+
+def test_a_row_without_a_value_is_a_gap(tmp_path: Path) -> None:
+    path = write(tmp_path, "timestamp,g", "0,1", "3600,", "7200,3")
+    signal = read_signal_csv(path, SignalKind.CARBON, "g", stale_s=0)
+    assert [signal.value_at(time_s) for time_s in (3599, 3600, 7200)] == [1.0, None, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (["time,g", "0,1"], "line 1: expected a column timestamp, found time, g"),
+        (["timestamp,price", "0,1"], "line 1: expected a column g, found timestamp, price"),
+        (
+            ["timestamp,g", "0,1", "soon,2"],
+            "line 3, column timestamp: expected a time in ISO 8601, or seconds",
+        ),
+        (["timestamp,g", "-5,1"], "line 2, column timestamp: expected 0 to 1e+11 s since 1970, found '-5'"),
+        (["timestamp,g", "0,much"], "line 2, column g: expected a number, or nothing, found 'much'"),
+        (["timestamp,g", "0,inf"], "line 2, column g: expected a number from -1e+06 to 1e+06, found 'inf'"),
+        (
+            ["timestamp,g", "9,1", "9,1"],
+            "line 3, column timestamp: expected a later time than in the row before",
+        ),
+        (["timestamp,g", "9,"], "column g: expected at least one value, found none"),
+        (["timestamp,g", "9,-1"], "values[0]: expected 0 to 1e+06, found -1.0"),
+        (["timestamp,g", '9,"1'], "line 2: expected CSV"),
+    ],
+)
+def test_what_is_no_signal_is_refused_with_its_place(tmp_path: Path, lines: list[str], text: str) -> None:
+    path = write(tmp_path, *lines)
+    with pytest.raises(SignalFileError) as caught:
+        read_signal_csv(path, SignalKind.CARBON, "g")
+    assert str(caught.value).startswith(str(path))
+    assert text in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SignalFileError, match="expected a readable file, found: No such file"):
+        read_signal_csv(tmp_path / "none.csv", SignalKind.CARBON, "g")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=80))
+def test_no_file_raises_anything_else(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "signal.csv"
+    path.write_bytes(b"timestamp,g\n0,1\n" + content)
+    with suppress(SignalFileError):
+        assert read_signal_csv(path, SignalKind.CARBON, "g").values[0] == 1.0
+
+
+@pytest.mark.skipif(not CISO.exists(), reason=f"published signal not found at {CISO}")
+def test_the_published_year() -> None:
+    signal = read_signal_csv(CISO, SignalKind.CARBON, "avg_CI")
+    assert len(signal.values) == 8757  # three hours have no value
+    assert signal.valid_s == 3600
+    first_s, hours = signal.hourly(1e11)
+    assert first_s == 1_640_995_200  # 2022 begins
+    assert len(hours) == 8760

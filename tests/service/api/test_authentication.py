@@ -161,7 +161,7 @@ async def test_the_page_says_who_may_call_what(site: Site) -> None:
     secrets = {
         "none": None,
         "wrong": "perseus_wrong",
-        "expired": await site.new("expired", "operator", 0.2),
+        "expired": await site.new("expired", "operator", 1.0),
         "revoked": await site.new("revoked", "operator"),
         "reader": await site.new("reader", "reader"),
         "grid": await site.new("grid", "grid"),
@@ -170,7 +170,7 @@ async def test_the_page_says_who_may_call_what(site: Site) -> None:
         "operator": site.operator,
     }
     await site.tokens.revoke("revoked")
-    await asyncio.sleep(0.25)  # the wall clock passes the expiry
+    await asyncio.sleep(1.05)  # the wall clock passes the expiry
     rows = {rpc: [""] * len(COLUMNS) for rpc in RPC_SCOPES}
     for column, name in enumerate(COLUMNS):
         async with site.as_(secrets[name]) as client:

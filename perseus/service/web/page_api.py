@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from aiohttp import hdrs, web
 
 from perseus.service.api.calls import Call
+from perseus.service.api.rpc_scopes import READERS
 from perseus.service.domain.errors import (
     AuthenticationError,
     InvalidFieldError,
@@ -18,7 +19,7 @@ from perseus.service.domain.errors import (
 )
 from perseus.service.domain.principals import ANYBODY, Principal, Scope
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.web.access import READERS, Access, cookie_name, drop_cookie, set_cookie
+from perseus.service.web.access import Access, cookie_name, drop_cookie, set_cookie
 from perseus.service.web.job_feed import JobFeeds
 from perseus.service.web.jobs_feed import JobsFeed
 from perseus.service.web.json_text import as_json, from_json, large_to_json

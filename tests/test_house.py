@@ -140,6 +140,7 @@ HOUSE: Mapping[str, Room] = {
         needs=["numpy", "pydantic"],
     ),
     "simulation.replay": pure(
+        "service.domain",
         "service.fleet.pacing",
         "service.fleet.power",
         "service.fleet.signals",
@@ -170,6 +171,7 @@ HOUSE: Mapping[str, Room] = {
         "metrics.distribution",
         "service.domain",
         "service.fleet",
+        "service.fleet.power",
         "service.job.machine",
         "service.job.planning",
         "service.job.quarantine",
@@ -208,6 +210,7 @@ HOUSE: Mapping[str, Room] = {
     "service.server": room(
         "service.api",
         "service.domain",
+        "service.fleet.power",
         "service.job.planning",
         "service.job.profiling",
         "service.job.rules",

@@ -69,6 +69,9 @@ def job_facts(job: job_pb2.Job) -> Table:
         "pipelines × stages × tensor": _layout(job.parallelism),
         "ranks": ", ".join(f"{count} {state}" for state, count in ranks.items() if count),
         "policy": _policy(job.policy),
+        "power budget": f"holds it back: iterations of {job.budget_iteration_time_s:.3f} s"
+        if job.HasField("budget_iteration_time_s")
+        else "",
         "stock baseline": _baseline(job.baseline) if job.HasField("baseline") else "",
         "profiling": progress_text(job.profiling_progress) if job.HasField("profiling_progress") else "",
         "clocks measured": str(job.profiled_clock_count or ""),

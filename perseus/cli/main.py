@@ -17,6 +17,7 @@ from perseus.cli import (
     health,
     jobs,
     ledger,
+    power,
     simulate,
     solve,
     store,
@@ -53,6 +54,7 @@ app.command("demo")(demo.demo)
 app.command("health")(health.health)
 app.command("ledger")(ledger.ledger)
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(power.app, name="power")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(certificates.app, name="certificates")
 app.add_typer(store.app, name="store")

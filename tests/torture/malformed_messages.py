@@ -20,6 +20,7 @@ from perseus.v1 import (
     job_pb2,
     job_service_pb2,
     ledger_service_pb2,
+    power_service_pb2,
     rank_pb2,
     token_service_pb2,
 )
@@ -32,6 +33,7 @@ _SERVICES = (
     job_service_pb2.DESCRIPTOR.services_by_name["JobService"],
     frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"],
     ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"],
+    power_service_pb2.DESCRIPTOR.services_by_name["PowerService"],
     token_service_pb2.DESCRIPTOR.services_by_name["TokenService"],
 )
 

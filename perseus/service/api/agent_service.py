@@ -58,7 +58,7 @@ from perseus.service.domain.errors import (
     cut,
 )
 from perseus.service.domain.limits import ROWS_LIKE_A_MESSAGE
-from perseus.service.domain.model import Offer
+from perseus.service.domain.model import Offer, PlannedClocks
 from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents
 from perseus.service.shell.quotas import Pace, Quotas
@@ -89,10 +89,16 @@ Context = grpc.aio.ServicerContext[ConnectRequest, ConnectResponse]
 
 
 class OutboxPort:
-    """The coordinator's way to one agent: translates, and puts into the outbox."""
+    """The coordinator's way to one agent: translates, and puts into the outbox.
+
+    Attributes:
+        epoch: of the coordinator's state, as the agent was told.
+        plan_lease_s: how long plans outlive the coordinator's last word; other clocks have the usual lease.
+    """
 
     def __init__(self, outbox: Outbox, lease_s: float) -> None:
         self.epoch = ""
+        self.plan_lease_s = lease_s
         self._outbox = outbox
         self._lease_s = lease_s
 
@@ -111,7 +117,8 @@ class OutboxPort:
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
         """See `shell.ports.AgentPort`."""
-        message = offer_to_proto(job_id, rank, offer, self.epoch, self._lease_s)
+        lease_s = self.plan_lease_s if isinstance(offer.clocks, PlannedClocks) else self._lease_s
+        message = offer_to_proto(job_id, rank, offer, self.epoch, lease_s)
         self._outbox.replace((job_id, rank), ConnectResponse(plan_offer=message))
 
     def acknowledge(self, sequence: int) -> None:
@@ -264,6 +271,7 @@ class _Stream:
         check_hello(request.hello)
         instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
+        self._port.plan_lease_s = self._agents.plan_lease_s(self._hostname)
         self.instance_id = instance_id  # before it is greeted: it parts, too, if that is cut short
         check_word = request.hello.check_word
         self._port.epoch, sequence = await self._agents.greet(

@@ -12,6 +12,9 @@ _OPERATORS = frozenset({Scope.OPERATOR})
 READERS = frozenset({Scope.READER, Scope.OPERATOR})
 """For a call that changes nothing."""
 
+_GRID = frozenset({Scope.GRID, Scope.OPERATOR})
+_GRID_READERS = READERS | _GRID
+
 # Whatever concerns a job is checked besides: an agent speaks only for those that its grant names.
 _AGENTS = frozenset({Scope.AGENT, Scope.OPERATOR})
 
@@ -41,6 +44,11 @@ RPC_SCOPES: Mapping[str, frozenset[Scope]] = {
     "/perseus.v1.JobService/SetPolicy": _OPERATORS,
     "/perseus.v1.JobService/WatchJob": READERS,
     "/perseus.v1.LedgerService/ListLedgerEntries": READERS,
+    "/perseus.v1.PowerService/CancelBudget": _GRID,
+    "/perseus.v1.PowerService/ListBudgets": _GRID_READERS,
+    "/perseus.v1.PowerService/ListFeeds": _GRID_READERS,
+    "/perseus.v1.PowerService/SetBudget": _GRID,
+    "/perseus.v1.PowerService/WatchFeeds": _GRID_READERS,
     "/perseus.v1.TokenService/CreateToken": _OPERATORS,
     "/perseus.v1.TokenService/ListTokens": _OPERATORS,
     "/perseus.v1.TokenService/RevokeToken": _OPERATORS,

@@ -132,6 +132,17 @@ class PolicySet:
 
 
 @dataclass(frozen=True, slots=True)
+class PaceOrdered:
+    """A power budget makes iterations take this long, on the frontier's scale; None: none does any more.
+
+    `is_urgent`: within seconds, not from some iteration on.
+    """
+
+    deadline_s: float | None
+    is_urgent: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RegisteredAgain:
     """Somebody registers the same specification again: the run goes on."""
 
@@ -240,6 +251,7 @@ Input = (
     | StragglerReported
     | StragglerCleared
     | PolicySet
+    | PaceOrdered
     | RegisteredAgain
     | Abandoned
     | EpochRenewed

@@ -101,6 +101,7 @@ class EventType(enum.Enum):
     CLOCK_CAPPED = "clock capped"
     GPU_LIMITS_CHANGED = "GPU limits changed"
     MEASUREMENTS_UNEXPLAINED = "measurements unexplained"
+    BUDGET_PACED = "budget paced"
 
 
 class FaultyPart(enum.Enum):

@@ -40,6 +40,9 @@ MAX_REQUEST_ID_LENGTH = 64
 The largest published pipeline is of 64 stages and 512 microbatches: 65,536 computations (Narayanan et al., SC
 '21, Table 1). Registering that many takes less than half a second of a thread, solving them hours."""
 
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
+"""Of a job's lost speed."""
+
 
 def check_job_id(job_id: str) -> str:
     """Return a job's identifier, if it is one.
@@ -185,6 +188,31 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetTerms:
+    """What a power budget may do to a job.
+
+    Attributes:
+        tolerance_percent: the most of its speed that it may take, against the job left alone.
+        weight: what the job's lost speed costs, against that of others.
+    """
+
+    tolerance_percent: float = 100.0
+    weight: float = 1.0
+
+    def __str__(self) -> str:
+        return f"a budget may take {self.tolerance_percent:g} % of its speed, of weight {self.weight:g}"
+
+    def check(self) -> None:
+        """Refuse figures that can't be.
+
+        Raises:
+            InvalidFieldError: names the figure.
+        """
+        check_range("policy.budget_terms.tolerance_percent", self.tolerance_percent, 0, 100)
+        check_range("policy.budget_terms.weight", self.weight, MIN_WEIGHT, MAX_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
 class OperatingPolicy:
     """Where on the frontier a job runs without a straggler: one rule of three.
 
@@ -192,13 +220,18 @@ class OperatingPolicy:
         max_slowdown_percent: how much slower than T_min; 0 is no slowdown.
         deadline: as slow as it allows.
         max_average_power_w: as fast as this cap on a pipeline's average power allows.
+        budget_terms: what a power budget may do to it; None where nothing is said.
     """
 
     max_slowdown_percent: float = 0.0
     deadline: Deadline | None = None
     max_average_power_w: float | None = None
+    budget_terms: BudgetTerms | None = None
 
     def __str__(self) -> str:
+        return self._rule() if self.budget_terms is None else f"{self._rule()}; {self.budget_terms}"
+
+    def _rule(self) -> str:
         if self.deadline is not None:
             return f"{self.deadline.iteration_count} iterations within {self.deadline.time_s:g} s"
         if self.max_average_power_w is not None:
@@ -218,6 +251,8 @@ class OperatingPolicy:
             power_w = self.max_average_power_w
             check_range("policy.max_average_power_w", power_w, MIN_POWER_W, MAX_PIPELINE_POWER_W)
         check_range("policy.max_slowdown_percent", self.max_slowdown_percent, 0, 100)
+        if self.budget_terms is not None:
+            self.budget_terms.check()
 
 
 @dataclass(frozen=True, slots=True)

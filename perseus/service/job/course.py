@@ -134,6 +134,7 @@ class Course:
             self.state_reason, self.finish_time_s = record.state_reason, record.finish_time_s
             self.planner.policy, self.planner.lag_s = record.policy, record.lag_s
             self.planner.latency.planned_s = record.set_latency_s
+            self.planner.pace_s = record.pace_s
             self.baseline.iteration = record.baseline
             self.is_profile_complete = record.is_profile_complete
             self.stragglers.restore(record.stragglers)

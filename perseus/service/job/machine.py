@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from perseus.service.domain import evidence
+from perseus.service.domain.bounds import MAX_DURATION_S, MIN_DURATION_S, check_range
 from perseus.service.domain.commands import AcceptRank, Command, EndStream
 from perseus.service.domain.errors import JobNotSolvedError, RankNotServedError, SpecMismatchError
 from perseus.service.domain.inputs import (
@@ -36,6 +37,7 @@ from perseus.service.domain.inputs import (
     Input,
     LagNotFound,
     OfferAnswered,
+    PaceOrdered,
     PlanInForce,
     PolicySet,
     ProfileFound,
@@ -164,6 +166,7 @@ class JobMachine(VisibleRun):
             self._baseline_request_ids,
             planner.watch.broken_count,
             planner.latency.planned_s,
+            planner.pace_s,
         )
         if figures != self._stored_figures:  # of every message; most change none of them
             self._stored_figures = figures
@@ -309,6 +312,13 @@ class JobMachine(VisibleRun):
         if self._planner.set_policy(event.policy):
             self._course.retarget()
 
+    def _on_pace_ordered(self, event: PaceOrdered, _now_s: float) -> None:
+        self._course.check_running()
+        if event.deadline_s is not None:
+            check_range("deadline_s", event.deadline_s, MIN_DURATION_S, MAX_DURATION_S)
+        if self._planner.order_pace(event.deadline_s, is_urgent=event.is_urgent):
+            self._course.retarget()
+
     def _on_finish_requested(self, _event: FinishRequested, _now_s: float) -> None:
         if self.state is not JobState.FINISHED:
             self._course.enter(JobState.FINISHED, "ended on request")
@@ -405,6 +415,7 @@ _HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
     StragglerReported: JobMachine._on_straggler_reported,
     StragglerCleared: JobMachine._on_straggler_cleared,
     PolicySet: JobMachine._on_policy_set,
+    PaceOrdered: JobMachine._on_pace_ordered,
     FinishRequested: JobMachine._on_finish_requested,
     ResumeRequested: JobMachine._on_resume_requested,
     BaselineRequested: JobMachine._on_baseline_requested,

@@ -33,6 +33,7 @@ from perseus.service.domain.inputs import (
     SolveRetried,
     Tick,
 )
+from perseus.service.domain.job_power import JobPower
 from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
 from perseus.service.domain.model import (
     LOST_VERSIONS,
@@ -46,7 +47,7 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.profiling import ProfilingCost
 from perseus.service.domain.records import ForgetIterations, JobRecord, Registrations, StoredJob
-from perseus.service.domain.specification import Coordinates, Registration
+from perseus.service.domain.specification import BudgetTerms, Coordinates, Registration
 from perseus.service.domain.views import JobDetails, JobView
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.ranks.rank_table import LIVE
@@ -236,6 +237,14 @@ class QuarantinedRun:
     def figures(self) -> JobFigures:
         """Return what metrics tell beyond the summary: nothing is measured any more."""
         return JobFigures(detected_count=sum(each.is_detected for each in self._record.stragglers))
+
+    def power(self) -> JobPower:
+        """What it draws is not measured any more."""
+        return JobPower(None, self._record.policy.budget_terms or BudgetTerms())
+
+    def hostnames(self) -> list[str]:
+        """Return the hosts that the ranks are on, or were last, in their order; "" where none is known."""
+        return [rank.hostname for rank in self._ranks.values()]
 
     def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
         """Yield the wanted ranks from an index on, each with its index in the order of all ranks."""

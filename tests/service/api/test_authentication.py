@@ -110,7 +110,7 @@ async def outcome(client: Client, rpc: str) -> str:
     try:
         if rpc.endswith("/Connect"):
             return await joining(client)
-        if rpc.endswith(("/ServerReflectionInfo", "/WatchJob", "/Watch")):
+        if rpc.endswith(("/ServerReflectionInfo", "/WatchFeeds", "/WatchJob", "/Watch")):
             call = channel.unary_stream(rpc)(request, timeout=TIMEOUT_S)
             async for _ in call:
                 call.cancel()

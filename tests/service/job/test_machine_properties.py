@@ -20,6 +20,7 @@ from perseus.service.domain.inputs import (
     AgentHeard,
     AgentLeft,
     OfferAnswered,
+    PaceOrdered,
     PolicySet,
     RankLeft,
     ResumeRequested,
@@ -277,6 +278,10 @@ class RandomLife(RuleBasedStateMachine):
     @rule(percent=st.sampled_from([0.0, 5.0, 20.0]))
     def set_policy(self, percent: float) -> None:
         self.take(self.cluster.tell(PolicySet(OperatingPolicy(percent))))
+
+    @rule(pace_s=st.sampled_from([None, 0.5, 0.9, 100.0]), is_urgent=st.booleans())
+    def order_pace(self, pace_s: float | None, is_urgent: bool) -> None:
+        self.take(self.cluster.tell(PaceOrdered(pace_s, is_urgent)))
 
     @rule()
     def resume(self) -> None:

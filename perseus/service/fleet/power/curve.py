@@ -22,8 +22,6 @@ Floats = NDArray[np.float64]
 StageFeeds = Mapping[str, float]
 """The share of a stage's GPUs that is on each feed; together 1."""
 
-DEFAULT_FEED = "default"
-
 
 def power_points(
     frontier: Frontier,

@@ -6,11 +6,8 @@ from dataclasses import dataclass, field
 
 from perseus.service.domain.bounds import check_range
 from perseus.service.domain.errors import InvalidFieldError
-
-MAX_WEIGHT = 1e6
-MIN_WEIGHT = 1e-6
-MAX_FEED_POWER_W = 1e12
-"""Of all that is on a feed, or a job: more than all data centres draw."""
+from perseus.service.domain.power import MAX_FEED_POWER_W
+from perseus.service.domain.specification import MAX_WEIGHT, MIN_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)

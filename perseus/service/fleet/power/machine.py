@@ -15,15 +15,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from perseus.service.domain.power import Budget, Feed, FeedStatus
 from perseus.service.fleet.power.allocation import Allocation, allocate
-from perseus.service.fleet.power.budgets import Budget, Feed, limit_w, next_change_s
+from perseus.service.fleet.power.budgets import limit_w, next_change_s, ramp_down_w_per_s
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.service.fleet.power.feed_watch import LEAST_WINDOW_S, SETTLE_S, WINDOW_ITERATIONS, FeedWatch
 from perseus.service.fleet.power.messages import (
     BudgetCancelled,
     BudgetSet,
     Command,
-    FeedStatus,
     Input,
     JobChanged,
     JobLeft,
@@ -125,9 +125,9 @@ class FleetMachine:
         if any(watch.ceiling_w < math.inf for watch in self._watches.values()):
             return now_s + PERIOD_S
         starts_s = [
-            budget.start_s - max(0.0, self._expected_w(budget.feed) - budget.limit_w) / feed.ramp_down_w_per_s
+            budget.start_s - max(0.0, self._expected_w(budget.feed) - budget.limit_w) / ramp_w_per_s
             for budget in self._budgets.values()
-            for feed in [self._watches[budget.feed].feed]
+            for ramp_w_per_s in [ramp_down_w_per_s(budget, self._watches[budget.feed].feed)]
         ]
         return max(now_s, min([*starts_s, next_change_s(self._budgets.values(), now_s)], default=math.inf))
 
@@ -171,10 +171,15 @@ class FleetMachine:
                 self._others[feed] = TrailingMean(JobMeter.RECENT_S)
             self._others[feed].take(now_s, event.duration_s, drawn_w)
         for job_id, power_w in event.jobs_w.items():
+            counted_w = power_w
             if (job := self._jobs.get(job_id)) is not None:
-                planned_w = None if job.point is None else sum(job.point.power_w.values())
+                planned_w = None
+                if job.point is not None and job_id not in event.changing:
+                    planned_w = sum(job.point.power_w.values())
+                elif job.point is not None and job_id in event.outdated:
+                    counted_w = job.drawn_w()
                 job.meter.take(now_s, event.duration_s, power_w, planned_w, job.iteration_time_s)
-            for feed, drawn_w in power_w.items():
+            for feed, drawn_w in counted_w.items():
                 totals_w[feed] = totals_w.get(feed, 0.0) + drawn_w
         longest_s = max((job.iteration_time_s for job in self._jobs.values()), default=0.0)
         for name, watch in self._watches.items():
@@ -268,7 +273,7 @@ class FleetMachine:
     def status(self, name: str, now_s: float) -> FeedStatus:
         """Return how a feed stands."""
         watch = self._watches[name]
-        limit = limit_w(self._on(name), now_s)
+        limit = limit_w(self._on(name), watch.feed, now_s)
         allocation = self._allocation
         on_feed = {job_id for job_id, job in self._jobs.items() if job.drawn_w().get(name, 0.0) > 0}
         is_limited = limit < math.inf
@@ -289,13 +294,21 @@ class FleetMachine:
             managed_w=sum(
                 job.drawn_w().get(name, 0.0) for job in self._jobs.values() if job.point is not None
             ),
+            unmanaged_w=self._others_w().get(name, 0.0)
+            + sum(job.drawn_w().get(name, 0.0) for job in self._jobs.values() if job.point is None),
             ceiling_w=None if watch.ceiling_w == math.inf else watch.ceiling_w,
+            held=tuple(job_id for job_id in self._jobs if job_id in on_feed and self.pace_s(job_id)),
         )
 
     @property
     def feeds(self) -> tuple[str, ...]:
         """The feeds that are known."""
         return tuple(self._watches)
+
+    def pace_s(self, job_id: str) -> float | None:
+        """Return the iteration time that a job was told last; None if its own policy counts."""
+        job = self._jobs.get(job_id)
+        return None if job is None or job.pace is None else job.pace.iteration_time_s
 
     def ceiling_w(self, name: str) -> float:
         """Return what may be drawn on a feed now; infinite where nothing limits it."""

@@ -211,6 +211,11 @@ class OfferBoard:
             self._announce_in_force(number, pipeline, ranks)
         self._unsettled.clear()
 
+    @property
+    def are_in_force(self) -> bool:
+        """Whether every pipeline has what it is offered, as far as its ranks have said."""
+        return all(pipeline.in_force_version == pipeline.offer.version for pipeline in self._pipelines)
+
     def validate(self) -> None:
         """Check what must always hold between two inputs."""
         assert self.versions == tuple(offer.version for offer in self)

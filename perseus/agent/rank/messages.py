@@ -356,13 +356,14 @@ class StageClocks:
 
 @dataclass(frozen=True, slots=True)
 class PlanOffer:
-    """Clocks for one rank, from the begin of an iteration."""
+    """Clocks for one rank, from the begin of an iteration; an urgent offer's at once."""
 
     rank: Rank
     plan: PlanId
     start_iteration: int
     lease_s: float
     clocks: Stock | Hold | StageClocks
+    is_urgent: bool = False
 
 
 ToSession = RankAccepted | RankRefused | PlanOffer

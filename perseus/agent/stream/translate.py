@@ -402,6 +402,7 @@ def _plan_offer(offer: wire.PlanOffer) -> PlanOffer:
             start_iteration=_count("plan_offer.start_iteration", offer.start_iteration),
             lease_s=_within("plan_offer.lease_s", offer.lease_s, _MIN_LEASE_S, _MAX_TIME_S),
             clocks=_clocks_of(offer),
+            is_urgent=offer.urgent,
         )
 
 

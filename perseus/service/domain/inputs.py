@@ -132,6 +132,17 @@ class PolicySet:
 
 
 @dataclass(frozen=True, slots=True)
+class CeilingOrdered:
+    """A power budget wants no clock above this one where a GPU computes under no plan; None ends that.
+
+    `outlasts_lease`: as of `Ceiling`.
+    """
+
+    ceiling_mhz: int | None
+    outlasts_lease: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RegisteredAgain:
     """Somebody registers the same specification again: the run goes on."""
 
@@ -240,6 +251,7 @@ Input = (
     | StragglerReported
     | StragglerCleared
     | PolicySet
+    | CeilingOrdered
     | RegisteredAgain
     | Abandoned
     | EpochRenewed

@@ -5,14 +5,17 @@ from outside is `machine`'s to take. Each state says what clocks the pipelines s
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from perseus.service.domain import evidence
-from perseus.service.domain.commands import FindProfile, ReportIteration
+from perseus.service.domain.commands import FindProfile, ReportIteration, SendCeiling
 from perseus.service.domain.errors import JobFinishedError
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import (
     NO_VERSION,
     STOCK,
+    STOCK_MHZ,
+    Ceiling,
     EventType,
     Gpu,
     HoldClocks,
@@ -41,7 +44,7 @@ from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, stages_at_stock
 from perseus.service.job.rules import Rules
 from perseus.service.job.states import NEEDS_ALL_RANKS, check_transition
-from perseus.service.job.stragglers.straggler_book import StragglerBook
+from perseus.service.job.stragglers.straggler_book import NOTHING_JUDGED, StragglerBook
 from perseus.solver import Frontier, Plan, Refinement, SolverError
 
 
@@ -54,6 +57,7 @@ class Course:
         schedule: the job's order of computations.
         state: where the job stands.
         state_reason: why it is there; one sentence.
+        ceiling: the highest clock where nothing is planned, as a power budget wants it; None without one.
         finish_time_s: when it finished, on the wall clock; None if it has not.
         is_profile_complete: whether what is measured is enough to plan on.
         journal: where all parts write down what they want done.
@@ -84,6 +88,7 @@ class Course:
         self.schedule = spec.check()
         self.state = JobState.WAITING
         self.state_reason = "some ranks have not joined yet"
+        self.ceiling: Ceiling | None = None
         self.finish_time_s: float | None = None
         self.is_profile_complete = False
         counts = spec.parallelism
@@ -121,6 +126,8 @@ class Course:
         )
         # As many as make the guard's median.
         self.caps = CapWatch(rules.guard.iterations // 2 + 1)
+        # The round of profiling that is not held because it has clocks above the ceiling.
+        self._put_off: HoldClocks | None = None
         # What is measured is of this work on these GPUs; empty while nothing is.
         self._measured_work: tuple[str, ...] = ()
         # The state and the frontier for which the report and the detection know the offers.
@@ -132,6 +139,7 @@ class Course:
         if (record := stored.record) is not None:
             self.state, version, stall = record.state, record.version, record.stall
             self.state_reason, self.finish_time_s = record.state_reason, record.finish_time_s
+            self.ceiling = record.ceiling
             self.planner.policy, self.planner.lag_s = record.policy, record.lag_s
             self.planner.latency.planned_s = record.set_latency_s
             self.baseline.iteration = record.baseline
@@ -145,7 +153,7 @@ class Course:
         self.ranks.restore(stored.ranks, now_s)
         if any(rank.capped_clock_mhz for rank in stored.ranks):
             self.caps.hold(now_s)
-        self.offers.restore(version, stored.offers)
+        self.offers.restore(version, stored.offers, is_urgent=self.ceiling is not None)
         self.profiler.profiles = stored.profiles
         self.now_s, self.wall_time_s = now_s, wall_time_s
         self.progress.restore(self.state, stall, now_s)
@@ -154,7 +162,9 @@ class Course:
         self.meter.restore(stored.latest_hour)
         self.log.mark_straggler(-1, bool(self.stragglers))
         if self.state not in (JobState.PROFILING, JobState.PLANNED):
-            self.offers.wish(range(len(self.offers)), STOCK)  # a run that was put aside had other clocks
+            self.offers.wish(
+                range(len(self.offers)), self._stock
+            )  # a run that was put aside had other clocks
         if self.baseline.time_s:
             self._measured_work = self._work_keys()
         self._label_versions()
@@ -277,25 +287,44 @@ class Course:
         for iteration in complete:
             gap_s = self.progress.silence_s(self.now_s)
             self.progress.take_iteration(iteration, self.now_s)
-            self.planner.watch.learn(iteration)
-            judgement = self.stragglers.judge(iteration)
+            is_evidence = self._is_evidence(iteration)
+            judgement = NOTHING_JUDGED
+            if is_evidence:
+                self.planner.watch.learn(iteration)
+                judgement = self.stragglers.judge(iteration)
             if judgement.has_changed:
                 self.after_straggler_change()
             if self.state is JobState.PROFILING:
-                self._note_profiled(iteration, judgement.slowed, gap_s)
+                self._note_profiled(iteration, judgement.slowed, gap_s, is_evidence=is_evidence)
             elif self.state is JobState.PLANNED:
-                self._watch_plans(iteration)
-                self._watch_gpus()
-            elif iteration.versions == self.offers.versions:
+                if is_evidence:
+                    self._watch_plans(iteration)
+                if self.ceiling is None:
+                    self._watch_gpus()
+            elif is_evidence and self.ceiling is None and iteration.versions == self.offers.versions:
                 self.planner.watch.take_stock(iteration)
         self.planner.latency.follow(self.now_s)
-        if self.state is JobState.BASELINE:
+        if self.state is JobState.BASELINE and self.ceiling is None:
             self.baseline.take(complete, self.offers.versions)
 
-    def _note_profiled(self, iteration: JobIteration, slowed: Collection[int], gap_s: float) -> None:
+    def _is_evidence(self, iteration: JobIteration) -> bool:
+        """Whether an iteration can show anything of plans and pipelines.
+
+        None does in which clocks were changed, or while some pipelines have theirs and others not yet. Under
+        a ceiling, iterations that left their plan were slowed by it, and so is a stage that stays at stock.
+        """
+        if iteration.is_touched or self.offers.is_urgent:
+            return False
+        if self.ceiling is None:
+            return True
+        return iteration.is_regular and not stages_at_stock(self.ranks.usable_clocks_mhz())
+
+    def _note_profiled(
+        self, iteration: JobIteration, slowed: Collection[int], gap_s: float, *, is_evidence: bool
+    ) -> None:
         """Let the profiler count an iteration, unless it ran at stock because nothing is held for now.
 
-        `gap_s`: since the one before.
+        `gap_s`: since the one before. One that is no evidence only counts for what profiling costs.
         """
         if iteration.skipped_count:
             self.profiler.spending.take_gap(iteration, gap_s, self.baseline.time_s)
@@ -306,7 +335,7 @@ class Course:
         baseline = self.baseline.iteration
         assert baseline is not None
         self.profiler.take_iteration(
-            iteration, is_as_offered, {*self.stragglers.pipelines, *slowed}, baseline
+            iteration, is_as_offered and is_evidence, {*self.stragglers.pipelines, *slowed}, baseline
         )
         if (held := self._held_clocks()) is not None:
             self._profile_without(held)
@@ -363,7 +392,7 @@ class Course:
         if self.state is JobState.PROFILING:
             if self.progress.is_silent:
                 self._release_clocks()
-            else:
+            elif self._put_off is None:
                 self._profile(self._held_clocks())
         if self.state is JobState.SOLVING and self.planner.frontier is not None:
             self.enter(JobState.PLANNED, "the frontier is solved")
@@ -390,6 +419,7 @@ class Course:
             f"{before.value} → {state.value}: {why}",
             evidence.StateChanged(before, state, why),
         )
+        self._put_off = None
         self.baseline.restart()
         self.planner.watch.restart()
         self.progress.enter(state, self.now_s)
@@ -400,14 +430,15 @@ class Course:
             case JobState.BASELINE:
                 if self._spec.stage_work and all(self._spec.stage_work):
                     self._find_profile()  # the very same work: the baseline is enough to hold it against
-                self.offers.wish(range(len(self.offers)), STOCK)
+                self.offers.wish(range(len(self.offers)), self._stock)
+                self._tell_of_ceiling()
             case JobState.PLANNED:
                 self.retarget()
             case JobState.SOLVING:
-                self.offers.wish(range(len(self.offers)), STOCK)
+                self.offers.wish(range(len(self.offers)), self._stock)
                 self._solve()
             case _:
-                self.offers.wish(range(len(self.offers)), STOCK)
+                self.offers.wish(range(len(self.offers)), self._stock)
 
     def _fall_back(self, why: str) -> None:
         if self.state not in (JobState.STOCK, JobState.FINISHED):
@@ -422,7 +453,7 @@ class Course:
         following = self.profiler.next_round(held, clocks_mhz)
         if isinstance(following, HoldClocks):
             if following is not held:
-                self.offers.wish(range(len(self.offers)), following)
+                self._hold(following)
         elif following.is_enough:
             self.is_profile_complete = True
             for stage, key in enumerate(self._work_keys()):
@@ -430,6 +461,16 @@ class Course:
             self.enter(JobState.SOLVING, following.why)
         else:
             self._fall_back(following.why)
+
+    def _hold(self, round_: HoldClocks) -> None:
+        """Hold the clocks of a round, unless there is a ceiling below them: then it waits for that to end."""
+        is_above = self.ceiling is not None and any(
+            clock_mhz == STOCK_MHZ or clock_mhz > self.ceiling.clock_mhz for clock_mhz in round_.clocks_mhz
+        )
+        self._put_off = round_ if is_above else None
+        self.offers.wish(range(len(self.offers)), self._stock if is_above else round_, is_urgent=is_above)
+        if is_above:
+            self._tell_of_ceiling()
 
     def _find_profile(self) -> None:
         """Ask for what is known from before, as long as it can be held against the first measurements."""
@@ -447,7 +488,44 @@ class Course:
         """Hold nothing while nobody knows what the clocks cost; the round begins anew once that is known."""
         if self._held_clocks() is not None:
             self.profiler.spending.take_silence(self.progress.silence_s(self.now_s), self.baseline.time_s)
-            self.offers.wish(range(len(self.offers)), STOCK)
+            self.offers.wish(range(len(self.offers)), self._stock)
+
+    # ------------------------------------------------------------------ ceiling
+
+    @property
+    def _stock(self) -> StockClocks:
+        """What stands for stock now."""
+        return STOCK if self.ceiling is None else StockClocks(self.ceiling.clock_mhz)
+
+    def limit(self, ceiling: Ceiling | None) -> None:
+        """Let no clock be above a ceiling where nothing is planned, or (None) any again: at once.
+
+        Plans stay as they are. The stock baseline is measured without a ceiling only, and so are rounds of
+        profiling with clocks above it: both wait.
+        """
+        if ceiling == self.ceiling:
+            return
+        self.ceiling = ceiling
+        for rank in self.ranks:
+            if rank.state is RankState.CONNECTED:
+                self.journal.do(SendCeiling(rank.coordinates, rank.instance_id, ceiling))
+        if self.state is JobState.PLANNED:
+            return
+        held = self._put_off or self._held_clocks()
+        if held is not None:
+            self._hold(held)
+        else:
+            self.offers.wish(range(len(self.offers)), self._stock, is_urgent=True)
+            self.baseline.restart()
+            self._tell_of_ceiling()
+
+    def _tell_of_ceiling(self) -> None:
+        """Say in the state's reason what waits for the end of the ceiling."""
+        what = {JobState.BASELINE: "the stock baseline is", JobState.PROFILING: "higher clocks are"}
+        if self.ceiling is not None and self.state in what:
+            self.state_reason = (
+                f"{what[self.state]} measured once the ceiling of {self.ceiling.clock_mhz} MHz has ended"
+            )
 
     # ------------------------------------------------------------------ solving
 
@@ -499,6 +577,8 @@ class Course:
 
     def _watch_plans(self, iteration: JobIteration) -> None:
         frontier = self.planner.frontier
+        if self.ceiling is not None:
+            iteration = replace(iteration, gap_slowed_time_s=0.0)  # by the ceiling, not by plans
         verdict = self.planner.judge(iteration, self.caps)
         if verdict.caps:
             self._do_without(verdict.caps)
@@ -556,10 +636,13 @@ class Course:
         self.log.mark_straggler(self.ranks.highest_iteration() + 1, bool(self.stragglers))
         self.retarget()
 
-    def retarget(self) -> None:
-        """Where plans are in force, let them be those for what is wanted, and waited for, now."""
+    def retarget(self, *, is_urgent: bool = False) -> None:
+        """Where plans are in force, let them be those for what is wanted, and waited for, now.
+
+        `is_urgent`: at once.
+        """
         if self.state is JobState.PLANNED:
-            self.planner.retarget()
+            self.planner.retarget(is_urgent=is_urgent)
 
     # ------------------------------------------------------------------ checks
 
@@ -572,13 +655,20 @@ class Course:
         match self.state:
             case JobState.PROFILING:
                 assert len(set(clocks)) == 1
-                assert isinstance(clocks[0], StockClocks if self.progress.is_silent else HoldClocks)
+                is_at_stock = self.progress.is_silent or self._put_off is not None
+                assert isinstance(clocks[0], StockClocks if is_at_stock else HoldClocks)
                 assert not self.is_profile_complete
             case JobState.PLANNED:
                 assert all(isinstance(some, PlannedClocks) for some in clocks)
                 assert planner.frontier is not None or planner.is_solving
             case _:
                 assert all(isinstance(some, StockClocks) for some in clocks)
+        assert self._put_off is None or self.state is JobState.PROFILING
+        for some in clocks:
+            if isinstance(some, StockClocks):
+                assert some == self._stock
+            elif isinstance(some, HoldClocks) and self.ceiling is not None:
+                assert all(0 < clock_mhz <= self.ceiling.clock_mhz for clock_mhz in some.clocks_mhz)
         if self.state in NEEDS_ALL_RANKS:
             assert not any(rank.state in (RankState.EXPECTED, RankState.LOST) for rank in self.ranks)
         if self.state is JobState.WAITING:

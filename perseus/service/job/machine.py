@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from perseus.service.domain import evidence
+from perseus.service.domain.bounds import check_range
 from perseus.service.domain.commands import AcceptRank, Command, EndStream
 from perseus.service.domain.errors import JobNotSolvedError, RankNotServedError, SpecMismatchError
 from perseus.service.domain.inputs import (
@@ -30,6 +31,7 @@ from perseus.service.domain.inputs import (
     AgentHeard,
     AgentLeft,
     BaselineRequested,
+    CeilingOrdered,
     EpochRenewed,
     FinishRequested,
     GpuErrorReported,
@@ -57,6 +59,7 @@ from perseus.service.domain.model import (
     FOREIGN_VERSION,
     LOST_VERSIONS,
     NO_VERSION,
+    Ceiling,
     EventType,
     JobState,
     RankLeftReason,
@@ -70,6 +73,7 @@ from perseus.service.job.planning.refusals import Refusals
 from perseus.service.job.ranks.rank_table import LIVE
 from perseus.service.job.rules import Rules
 from perseus.service.job.views import VisibleRun
+from perseus.solver import MAX_CLOCK_MHZ
 
 
 class JobMachine(VisibleRun):
@@ -164,6 +168,7 @@ class JobMachine(VisibleRun):
             self._baseline_request_ids,
             planner.watch.broken_count,
             planner.latency.planned_s,
+            course.ceiling,
         )
         if figures != self._stored_figures:  # of every message; most change none of them
             self._stored_figures = figures
@@ -204,7 +209,7 @@ class JobMachine(VisibleRun):
             self._course.check_work(f"{event.rank} is back on another GPU, or under other limits")
         self._offers.forget_sent(event.rank)
         self._progress.forget(event.rank)
-        self._journal.do(AcceptRank(event.rank, event.instance_id))
+        self._journal.do(AcceptRank(event.rank, event.instance_id, self.ceiling))
         if has_refused and not self._ranks[event.rank].has_refused:
             self._course.profile_more(f"{event.rank} has another agent")
 
@@ -309,6 +314,13 @@ class JobMachine(VisibleRun):
         if self._planner.set_policy(event.policy):
             self._course.retarget()
 
+    def _on_ceiling_ordered(self, event: CeilingOrdered, _now_s: float) -> None:
+        ceiling = None
+        if event.ceiling_mhz is not None:
+            check_range("ceiling_mhz", event.ceiling_mhz, 1, MAX_CLOCK_MHZ)
+            ceiling = Ceiling(event.ceiling_mhz, event.outlasts_lease)
+        self._course.limit(ceiling)
+
     def _on_finish_requested(self, _event: FinishRequested, _now_s: float) -> None:
         if self.state is not JobState.FINISHED:
             self._course.enter(JobState.FINISHED, "ended on request")
@@ -405,6 +417,7 @@ _HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
     StragglerReported: JobMachine._on_straggler_reported,
     StragglerCleared: JobMachine._on_straggler_cleared,
     PolicySet: JobMachine._on_policy_set,
+    CeilingOrdered: JobMachine._on_ceiling_ordered,
     FinishRequested: JobMachine._on_finish_requested,
     ResumeRequested: JobMachine._on_resume_requested,
     BaselineRequested: JobMachine._on_baseline_requested,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from perseus.service.domain.commands import Announce, Command, RefuseRank, Store
+from perseus.service.domain.commands import Announce, Command, RefuseRank, SendCeiling, Store
 from perseus.service.domain.errors import JobQuarantinedError, cut
 from perseus.service.domain.events import Happening
 from perseus.service.domain.evidence import Evidence, Quarantined, StateChanged
@@ -21,6 +21,7 @@ from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
+    CeilingOrdered,
     EpochRenewed,
     FinishRequested,
     Input,
@@ -37,6 +38,7 @@ from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
 from perseus.service.domain.model import (
     LOST_VERSIONS,
     NO_VERSION,
+    Ceiling,
     EventType,
     FaultyPart,
     JobState,
@@ -125,7 +127,9 @@ class QuarantinedRun:
         self._commands.append(Store(ForgetIterations()))
         self._announce(EventType.QUARANTINED, why, Quarantined(self.fault.part, self.fault.error, before))
         error = self._error()
-        self._commands.extend(RefuseRank(rank.coordinates, rank.instance_id, error) for rank in self._served)
+        self._commands.extend(
+            RefuseRank(rank.coordinates, rank.instance_id, error, self.ceiling) for rank in self._served
+        )
         return self._take()
 
     def handle(self, event: Input, _now_s: float, wall_time_s: float) -> list[Command]:
@@ -141,6 +145,8 @@ class QuarantinedRun:
                 self._finish(f"abandoned: {why}", wall_time_s)
             case RegisteredAgain(registration):
                 self._note_registration(registration)
+            case CeilingOrdered(ceiling_mhz, outlasts_lease):
+                self._limit(None if ceiling_mhz is None else Ceiling(ceiling_mhz, outlasts_lease))
             case EpochRenewed(epoch):
                 self._epoch = epoch
                 self._keep(replace(self._record, version=self._record.version + LOST_VERSIONS))
@@ -160,6 +166,11 @@ class QuarantinedRun:
     def state(self) -> JobState:
         """Where the job stands."""
         return self._record.state
+
+    @property
+    def ceiling(self) -> Ceiling | None:
+        """The highest clock of its ranks, as a power budget wants it; None without one."""
+        return self._record.ceiling
 
     @property
     def finish_time_s(self) -> float | None:
@@ -294,6 +305,12 @@ class QuarantinedRun:
 
     def _error(self) -> JobQuarantinedError:
         return JobQuarantinedError(job_id=self.spec.job_id, cause=self.fault)
+
+    def _limit(self, ceiling: Ceiling | None) -> None:
+        self._keep(replace(self._record, ceiling=ceiling))
+        self._commands.extend(
+            SendCeiling(rank.coordinates, rank.instance_id, ceiling) for rank in self._served
+        )
 
     def _finish(self, why: str, wall_time_s: float) -> None:
         if not self.has_finished:

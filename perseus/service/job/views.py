@@ -10,7 +10,7 @@ from dataclasses import replace
 from perseus.service.domain.errors import JobNotSolvedError, TimelineNotReadyError
 from perseus.service.domain.figures import JobFigures, RankColumns
 from perseus.service.domain.measured import MeasuredTimeline, Period, Powers, Saving
-from perseus.service.domain.model import JobState, Rank, RankFilter
+from perseus.service.domain.model import Ceiling, JobState, Rank, RankFilter
 from perseus.service.domain.records import Registrations
 from perseus.service.domain.specification import Coordinates, JobSpec
 from perseus.service.domain.views import JobDetails, JobView
@@ -70,6 +70,11 @@ class VisibleRun:
     def state(self) -> JobState:
         """Where the job stands."""
         return self._course.state
+
+    @property
+    def ceiling(self) -> Ceiling | None:
+        """The highest clock where nothing is planned, as a power budget wants it; None without one."""
+        return self._course.ceiling
 
     def summary(self) -> JobView:
         """Return the job as others may see it, without details: no work over its ranks or pipelines."""

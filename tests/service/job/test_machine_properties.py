@@ -85,7 +85,10 @@ class RandomLife(RuleBasedStateMachine):
 
     def deliver_one(self) -> None:
         command = self.waiting.popleft()
-        self.take(self.cluster.tell(self.rank(command.rank).answer(command.offer)))
+        rank = self.rank(command.rank)
+        self.take(self.cluster.tell(rank.answer(command.offer)))
+        if (in_force := rank.apply()) is not None:
+            self.take(self.cluster.tell(in_force))
 
     def step(self, rank: FakeRank) -> None:
         in_force = rank.begin()

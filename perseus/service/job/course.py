@@ -5,16 +5,13 @@ from outside is `machine`'s to take. Each state says what clocks the pipelines s
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from perseus.service.domain import evidence
-from perseus.service.domain.commands import FindProfile, ReportIteration, SendCeiling
+from perseus.service.domain.commands import FindProfile, ReportIteration
 from perseus.service.domain.errors import JobFinishedError
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import (
     NO_VERSION,
-    STOCK,
-    STOCK_MHZ,
     Ceiling,
     EventType,
     Gpu,
@@ -35,6 +32,7 @@ from perseus.service.job.iterations.timeline_memory import TimelineMemory
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.caps import Cap, CapWatch
 from perseus.service.job.planning.drift import changed_work
+from perseus.service.job.planning.limiter import Limiter
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.planner import Planner
 from perseus.service.job.profiling.profiler import Profiler
@@ -57,12 +55,12 @@ class Course:
         schedule: the job's order of computations.
         state: where the job stands.
         state_reason: why it is there; one sentence.
-        ceiling: the highest clock where nothing is planned, as a power budget wants it; None without one.
         finish_time_s: when it finished, on the wall clock; None if it has not.
         is_profile_complete: whether what is measured is enough to plan on.
         journal: where all parts write down what they want done.
         ranks: who serves the job.
         offers: what clocks its pipelines should have.
+        limiter: under which ceiling they are without a plan.
         log: its iterations and the report.
         meter: what it uses, for the ledger.
         timelines: the latest iteration of each pipeline.
@@ -88,7 +86,6 @@ class Course:
         self.schedule = spec.check()
         self.state = JobState.WAITING
         self.state_reason = "some ranks have not joined yet"
-        self.ceiling: Ceiling | None = None
         self.finish_time_s: float | None = None
         self.is_profile_complete = False
         counts = spec.parallelism
@@ -98,6 +95,7 @@ class Course:
         self.timelines = TimelineMemory(counts)
         self.ranks = RankTable(spec, rules.lease_s, self.journal, created_s)
         self.offers = OfferBoard(counts, self.ranks, self.journal)
+        self.limiter = Limiter(self.ranks, self.offers, self.journal)
         self.baseline = Baseline(rules.baseline_iterations)
         self.profiler = Profiler(counts, self.schedule, rules.profiling, self.journal)
         self.stragglers = StragglerBook(self.schedule, counts, self.journal)
@@ -126,8 +124,6 @@ class Course:
         )
         # As many as make the guard's median.
         self.caps = CapWatch(rules.guard.iterations // 2 + 1)
-        # The round of profiling that is not held because it has clocks above the ceiling.
-        self._put_off: HoldClocks | None = None
         # What is measured is of this work on these GPUs; empty while nothing is.
         self._measured_work: tuple[str, ...] = ()
         # The state and the frontier for which the report and the detection know the offers.
@@ -139,7 +135,7 @@ class Course:
         if (record := stored.record) is not None:
             self.state, version, stall = record.state, record.version, record.stall
             self.state_reason, self.finish_time_s = record.state_reason, record.finish_time_s
-            self.ceiling = record.ceiling
+            self.limiter.ceiling = record.ceiling
             self.planner.policy, self.planner.lag_s = record.policy, record.lag_s
             self.planner.latency.planned_s = record.set_latency_s
             self.baseline.iteration = record.baseline
@@ -153,7 +149,7 @@ class Course:
         self.ranks.restore(stored.ranks, now_s)
         if any(rank.capped_clock_mhz for rank in stored.ranks):
             self.caps.hold(now_s)
-        self.offers.restore(version, stored.offers, is_urgent=self.ceiling is not None)
+        self.offers.restore(version, stored.offers, is_urgent=self.limiter.ceiling is not None)
         self.profiler.profiles = stored.profiles
         self.now_s, self.wall_time_s = now_s, wall_time_s
         self.progress.restore(self.state, stall, now_s)
@@ -162,9 +158,7 @@ class Course:
         self.meter.restore(stored.latest_hour)
         self.log.mark_straggler(-1, bool(self.stragglers))
         if self.state not in (JobState.PROFILING, JobState.PLANNED):
-            self.offers.wish(
-                range(len(self.offers)), self._stock
-            )  # a run that was put aside had other clocks
+            self.limiter.offer_stock()  # a run that was put aside had other clocks
         if self.baseline.time_s:
             self._measured_work = self._work_keys()
         self._label_versions()
@@ -175,6 +169,8 @@ class Course:
             self._solve()
         if self.state is JobState.PROFILING:
             self._find_profile()
+            if self.limiter.ceiling is not None and self._held_clocks() is None:
+                self._profile(held=None)  # what was put off is not stored
 
     def begin(self, now_s: float, wall_time_s: float) -> None:
         """An input is taken at this time."""
@@ -287,7 +283,7 @@ class Course:
         for iteration in complete:
             gap_s = self.progress.silence_s(self.now_s)
             self.progress.take_iteration(iteration, self.now_s)
-            is_evidence = self._is_evidence(iteration)
+            is_evidence = self.limiter.is_evidence(iteration)
             judgement = NOTHING_JUDGED
             if is_evidence:
                 self.planner.watch.learn(iteration)
@@ -299,25 +295,13 @@ class Course:
             elif self.state is JobState.PLANNED:
                 if is_evidence:
                     self._watch_plans(iteration)
-                if self.ceiling is None:
+                if self.limiter.ceiling is None:
                     self._watch_gpus()
-            elif is_evidence and self.ceiling is None and iteration.versions == self.offers.versions:
+            elif is_evidence and self.limiter.ceiling is None and iteration.versions == self.offers.versions:
                 self.planner.watch.take_stock(iteration)
         self.planner.latency.follow(self.now_s)
-        if self.state is JobState.BASELINE and self.ceiling is None:
+        if self.state is JobState.BASELINE and self.limiter.ceiling is None:
             self.baseline.take(complete, self.offers.versions)
-
-    def _is_evidence(self, iteration: JobIteration) -> bool:
-        """Whether an iteration can show anything of plans and pipelines.
-
-        None does in which clocks were changed, or while some pipelines have theirs and others not yet. Under
-        a ceiling, iterations that left their plan were slowed by it, and so is a stage that stays at stock.
-        """
-        if iteration.is_touched or self.offers.is_urgent:
-            return False
-        if self.ceiling is None:
-            return True
-        return iteration.is_regular and not stages_at_stock(self.ranks.usable_clocks_mhz())
 
     def _note_profiled(
         self, iteration: JobIteration, slowed: Collection[int], gap_s: float, *, is_evidence: bool
@@ -392,7 +376,7 @@ class Course:
         if self.state is JobState.PROFILING:
             if self.progress.is_silent:
                 self._release_clocks()
-            elif self._put_off is None:
+            elif self.limiter.put_off is None:
                 self._profile(self._held_clocks())
         if self.state is JobState.SOLVING and self.planner.frontier is not None:
             self.enter(JobState.PLANNED, "the frontier is solved")
@@ -419,7 +403,7 @@ class Course:
             f"{before.value} → {state.value}: {why}",
             evidence.StateChanged(before, state, why),
         )
-        self._put_off = None
+        self.limiter.put_off = None
         self.baseline.restart()
         self.planner.watch.restart()
         self.progress.enter(state, self.now_s)
@@ -430,15 +414,15 @@ class Course:
             case JobState.BASELINE:
                 if self._spec.stage_work and all(self._spec.stage_work):
                     self._find_profile()  # the very same work: the baseline is enough to hold it against
-                self.offers.wish(range(len(self.offers)), self._stock)
-                self._tell_of_ceiling()
+                self.limiter.offer_stock()
+                self._tell_what_waits()
             case JobState.PLANNED:
                 self.retarget()
             case JobState.SOLVING:
-                self.offers.wish(range(len(self.offers)), self._stock)
+                self.limiter.offer_stock()
                 self._solve()
             case _:
-                self.offers.wish(range(len(self.offers)), self._stock)
+                self.limiter.offer_stock()
 
     def _fall_back(self, why: str) -> None:
         if self.state not in (JobState.STOCK, JobState.FINISHED):
@@ -462,16 +446,6 @@ class Course:
         else:
             self._fall_back(following.why)
 
-    def _hold(self, round_: HoldClocks) -> None:
-        """Hold the clocks of a round, unless there is a ceiling below them: then it waits for that to end."""
-        is_above = self.ceiling is not None and any(
-            clock_mhz == STOCK_MHZ or clock_mhz > self.ceiling.clock_mhz for clock_mhz in round_.clocks_mhz
-        )
-        self._put_off = round_ if is_above else None
-        self.offers.wish(range(len(self.offers)), self._stock if is_above else round_, is_urgent=is_above)
-        if is_above:
-            self._tell_of_ceiling()
-
     def _find_profile(self) -> None:
         """Ask for what is known from before, as long as it can be held against the first measurements."""
         if self.profiler.clock_count < LEAST_CLOCKS and not self.profiler.known:
@@ -488,44 +462,32 @@ class Course:
         """Hold nothing while nobody knows what the clocks cost; the round begins anew once that is known."""
         if self._held_clocks() is not None:
             self.profiler.spending.take_silence(self.progress.silence_s(self.now_s), self.baseline.time_s)
-            self.offers.wish(range(len(self.offers)), self._stock)
+            self.limiter.offer_stock()
 
     # ------------------------------------------------------------------ ceiling
 
-    @property
-    def _stock(self) -> StockClocks:
-        """What stands for stock now."""
-        return STOCK if self.ceiling is None else StockClocks(self.ceiling.clock_mhz)
-
     def limit(self, ceiling: Ceiling | None) -> None:
-        """Let no clock be above a ceiling where nothing is planned, or (None) any again: at once.
-
-        Plans stay as they are. The stock baseline is measured without a ceiling only, and so are rounds of
-        profiling with clocks above it: both wait.
-        """
-        if ceiling == self.ceiling:
+        """Let no clock be above a ceiling where nothing is planned, or (None) any again: at once."""
+        was_waiting = self.limiter.why_waiting(self.state) is not None
+        if not self.limiter.order(ceiling) or self.state is JobState.PLANNED:
             return
-        self.ceiling = ceiling
-        for rank in self.ranks:
-            if rank.state is RankState.CONNECTED:
-                self.journal.do(SendCeiling(rank.coordinates, rank.instance_id, ceiling))
-        if self.state is JobState.PLANNED:
-            return
-        held = self._put_off or self._held_clocks()
+        held = self.limiter.put_off or self._held_clocks()
         if held is not None:
             self._hold(held)
         else:
-            self.offers.wish(range(len(self.offers)), self._stock, is_urgent=True)
+            self.limiter.offer_stock(is_urgent=True)
             self.baseline.restart()
-            self._tell_of_ceiling()
+            self._tell_what_waits()
+        if was_waiting and self.limiter.why_waiting(self.state) is None:
+            self.state_reason = "the ceiling no longer holds it up"
 
-    def _tell_of_ceiling(self) -> None:
+    def _hold(self, round_: HoldClocks) -> None:
+        self.limiter.hold(round_)
+        self._tell_what_waits()
+
+    def _tell_what_waits(self) -> None:
         """Say in the state's reason what waits for the end of the ceiling."""
-        what = {JobState.BASELINE: "the stock baseline is", JobState.PROFILING: "higher clocks are"}
-        if self.ceiling is not None and self.state in what:
-            self.state_reason = (
-                f"{what[self.state]} measured once the ceiling of {self.ceiling.clock_mhz} MHz has ended"
-            )
+        self.state_reason = self.limiter.why_waiting(self.state) or self.state_reason
 
     # ------------------------------------------------------------------ solving
 
@@ -577,9 +539,7 @@ class Course:
 
     def _watch_plans(self, iteration: JobIteration) -> None:
         frontier = self.planner.frontier
-        if self.ceiling is not None:
-            iteration = replace(iteration, gap_slowed_time_s=0.0)  # by the ceiling, not by plans
-        verdict = self.planner.judge(iteration, self.caps)
+        verdict = self.planner.judge(self.limiter.without_gaps(iteration), self.caps)
         if verdict.caps:
             self._do_without(verdict.caps)
             return
@@ -655,7 +615,7 @@ class Course:
         match self.state:
             case JobState.PROFILING:
                 assert len(set(clocks)) == 1
-                is_at_stock = self.progress.is_silent or self._put_off is not None
+                is_at_stock = self.progress.is_silent or self.limiter.put_off is not None
                 assert isinstance(clocks[0], StockClocks if is_at_stock else HoldClocks)
                 assert not self.is_profile_complete
             case JobState.PLANNED:
@@ -663,12 +623,7 @@ class Course:
                 assert planner.frontier is not None or planner.is_solving
             case _:
                 assert all(isinstance(some, StockClocks) for some in clocks)
-        assert self._put_off is None or self.state is JobState.PROFILING
-        for some in clocks:
-            if isinstance(some, StockClocks):
-                assert some == self._stock
-            elif isinstance(some, HoldClocks) and self.ceiling is not None:
-                assert all(0 < clock_mhz <= self.ceiling.clock_mhz for clock_mhz in some.clocks_mhz)
+        self.limiter.validate(self.state, clocks)
         if self.state in NEEDS_ALL_RANKS:
             assert not any(rank.state in (RankState.EXPECTED, RankState.LOST) for rank in self.ranks)
         if self.state is JobState.WAITING:

@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import Any
 
 from perseus.service.domain import evidence
-from perseus.service.domain.bounds import check_range
 from perseus.service.domain.commands import AcceptRank, Command, EndStream
 from perseus.service.domain.errors import JobNotSolvedError, RankNotServedError, SpecMismatchError
 from perseus.service.domain.inputs import (
@@ -59,7 +58,6 @@ from perseus.service.domain.model import (
     FOREIGN_VERSION,
     LOST_VERSIONS,
     NO_VERSION,
-    Ceiling,
     EventType,
     JobState,
     RankLeftReason,
@@ -73,7 +71,6 @@ from perseus.service.job.planning.refusals import Refusals
 from perseus.service.job.ranks.rank_table import LIVE
 from perseus.service.job.rules import Rules
 from perseus.service.job.views import VisibleRun
-from perseus.solver import MAX_CLOCK_MHZ
 
 
 class JobMachine(VisibleRun):
@@ -168,7 +165,7 @@ class JobMachine(VisibleRun):
             self._baseline_request_ids,
             planner.watch.broken_count,
             planner.latency.planned_s,
-            course.ceiling,
+            course.limiter.ceiling,
         )
         if figures != self._stored_figures:  # of every message; most change none of them
             self._stored_figures = figures
@@ -315,11 +312,7 @@ class JobMachine(VisibleRun):
             self._course.retarget()
 
     def _on_ceiling_ordered(self, event: CeilingOrdered, _now_s: float) -> None:
-        ceiling = None
-        if event.ceiling_mhz is not None:
-            check_range("ceiling_mhz", event.ceiling_mhz, 1, MAX_CLOCK_MHZ)
-            ceiling = Ceiling(event.ceiling_mhz, event.outlasts_lease)
-        self._course.limit(ceiling)
+        self._course.limit(event.to_ceiling())
 
     def _on_finish_requested(self, _event: FinishRequested, _now_s: float) -> None:
         if self.state is not JobState.FINISHED:

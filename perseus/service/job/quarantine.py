@@ -145,8 +145,8 @@ class QuarantinedRun:
                 self._finish(f"abandoned: {why}", wall_time_s)
             case RegisteredAgain(registration):
                 self._note_registration(registration)
-            case CeilingOrdered(ceiling_mhz, outlasts_lease):
-                self._limit(None if ceiling_mhz is None else Ceiling(ceiling_mhz, outlasts_lease))
+            case CeilingOrdered():
+                self._limit(event.to_ceiling())
             case EpochRenewed(epoch):
                 self._epoch = epoch
                 self._keep(replace(self._record, version=self._record.version + LOST_VERSIONS))

@@ -74,7 +74,7 @@ class VisibleRun:
     @property
     def ceiling(self) -> Ceiling | None:
         """The highest clock where nothing is planned, as a power budget wants it; None without one."""
-        return self._course.ceiling
+        return self._course.limiter.ceiling
 
     def summary(self) -> JobView:
         """Return the job as others may see it, without details: no work over its ranks or pipelines."""

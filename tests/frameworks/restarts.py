@@ -7,6 +7,7 @@ those of the stock baseline and of profiling, which have their own budget.
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import BinaryIO
 
 import grpc.aio
@@ -68,11 +69,12 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Iterations that count together: how many, their median time, and all GPUs' mean energy."""
+    """Iterations that count together: how many, their median time, all GPUs' mean energy and its error."""
 
     iteration_count: int
     time_s: float
     energy_j: float
+    energy_se_j: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,23 @@ class Outcome:
         """Energy of an iteration under the plan, against stock."""
         return None if self.planned is None else 100 * (1 - self.planned.energy_j / self.stock.energy_j)
 
+    @property
+    def saving_error_percent(self) -> float:
+        """Its standard error: a launch has few iterations at stock."""
+        if self.planned is None:
+            return 0.0
+        stretches = self.planned, self.stock
+        relative = math.hypot(*(some.energy_se_j / some.energy_j for some in stretches))
+        return 100 * relative * self.planned.energy_j / self.stock.energy_j
+
     def __str__(self) -> str:
         told = [f"{self.launch}: run {self.run_number}, stock {self.stock.time_s:.4f} s"]
         told += [f"{percent:+.2f} % {name}" for name, percent in self.slowdowns_percent.items()]
         if self.saving_percent is not None:
-            told.append(f"{-self.saving_percent:+.1f} % energy, planned after {self.planned_after_s:.1f} s")
+            error = f"± {self.saving_error_percent:.1f}"
+            told.append(
+                f"{-self.saving_percent:+.1f} {error} % energy, planned after {self.planned_after_s:.1f} s"
+            )
         return ", ".join(told)
 
 
@@ -318,7 +332,8 @@ def stretch(told: Sequence[Sequence[Told]], indices: Sequence[int]) -> Stretch |
     # stood still for seconds is no matter of clocks.
     usual = [i for i, each_s in zip(indices, times_s, strict=True) if each_s <= _STANDSTILL * time_s]
     energies_j = [sum(rank[i].energy_j - rank[i - 1].energy_j for rank in told) for i in usual]
-    return Stretch(len(indices), time_s, fmean(energies_j))
+    error_j = stdev(energies_j) / math.sqrt(len(energies_j)) if len(energies_j) > 1 else math.inf
+    return Stretch(len(indices), time_s, fmean(energies_j), error_j)
 
 
 def read_told(file: Path) -> list[Told]:
@@ -369,7 +384,8 @@ async def check_ramp(counts: Sequence[int], folder: Path) -> list[Outcome]:
 
 
 def check_outcomes(outcomes: Sequence[Outcome]) -> None:
-    """None is slower than stock by more than 2 %, losses are equal, every long one is planned and saves."""
+    """None is slower than stock by more than 2 %, losses are equal, every long one is planned, none surely
+    costs energy, and together they save."""
     too_slow = [
         str(each)
         for each in outcomes
@@ -379,7 +395,9 @@ def check_outcomes(outcomes: Sequence[Outcome]) -> None:
     assert [str(each) for each in outcomes if not each.losses_are_equal] == []
     long = [each for each in outcomes if each.launch.short_iterations is None]
     assert [str(each) for each in long if each.planned is None] == []
-    assert [str(each) for each in long if each.saving_percent is None or each.saving_percent <= 0] == []
+    savings = [(each, each.saving_percent) for each in outcomes if each.saving_percent is not None]
+    assert [str(each) for each, percent in savings if percent + 2 * each.saving_error_percent < 0] == []
+    assert fmean(percent for _, percent in savings) > 1
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
+from perseus.demo.security import Security
 from perseus.service.domain.inputs import PlanInForce
 from perseus.service.domain.model import STOCK, Clocks, HoldClocks, Offer, PlannedClocks
 from perseus.service.domain.specification import Coordinates
@@ -48,6 +49,21 @@ def make_settings(directory: Path, **changes: Any) -> CoordinatorSettings:
             "insecure": True,
             **changes,
         }
+    )
+
+
+def make_secured_settings(directory: Path, security: Security, **changes: Any) -> CoordinatorSettings:
+    """Mutual TLS, and everybody is asked who they are."""
+    return make_settings(
+        directory,
+        **{
+            "insecure": False,
+            "operator_token_file": security.token_file,
+            "tls_certificate": security.coordinator_certificate,
+            "tls_key": security.coordinator_key,
+            "tls_client_ca": security.ca,
+            **changes,
+        },
     )
 
 

@@ -31,8 +31,11 @@ from perseus.service.web.shared import Shared
 _JSON = "application/json"
 _PACKAGE = "perseus.v1"
 
-_SHARED = frozenset({f"/{_PACKAGE}.JobService/GetTimeline", f"/{_PACKAGE}.FrontierService/GetFrontier"})
-"""Calls whose answers are large, and wanted time and again: one serves all readers for a while."""
+_SHARED = frozenset(
+    f"/{_PACKAGE}.{name}"
+    for name in ("JobService/GetTimeline", "FrontierService/GetFrontier", "LedgerService/ListLedgerEntries")
+)
+"""Calls whose answers take long, and are wanted time and again: one serves all readers for a while."""
 
 _MOST_ANSWERS = 64
 

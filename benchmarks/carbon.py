@@ -11,12 +11,13 @@ from matplotlib.figure import Figure
 
 from benchmarks.fleet_jobs import frontier
 from benchmarks.harness import DATA, Cell, Column, Table, main
-from perseus.service.fleet.pacing.policy import SignalPolicy, hours_left, look
+from perseus.service.domain.job_pacing import PacingBasis
+from perseus.service.domain.signals import HOUR_S, SignalKind, WorkWindow
+from perseus.service.fleet.pacing.curve import speed_curve
+from perseus.service.fleet.pacing.policy import hours_left, look
 from perseus.service.fleet.pacing.spending import Floats, SpeedCurve
 from perseus.service.fleet.signals.forecast import WEEK_H, RegressionForecast, persistence, seasonal_naive
-from perseus.service.fleet.signals.series import HOUR_S, SignalKind
 from perseus.service.signals.csv_file import read_signal_csv
-from perseus.simulation.replay import speed_curve
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "carbon.png"
 _EXTRA_PERCENT = (0.0, 2.5, 5.0)
@@ -68,7 +69,7 @@ class _Weeks:
         self._hours, self._forecasts = hours, forecasts
         stock = frontier("a100-sxm").baseline
         self._stock_s, self._stock_w = stock.iteration_time_s, stock.energy_j / stock.iteration_time_s
-        self.curve: SpeedCurve = speed_curve(frontier("a100-sxm"))
+        self.curve: SpeedCurve = speed_curve(PacingBasis(frontier("a100-sxm"), stock.iteration_time_s))
 
     def row(self, extra_percent: float) -> tuple[Cell, ...]:
         length_h = WEEK_H * (1 + extra_percent / 100)
@@ -90,7 +91,7 @@ class _Weeks:
     def week(self, begin: int, extra_percent: float) -> tuple[tuple[float, ...], Floats]:
         """Return grams at stock, at T_min, evenly, by forecast and foreseen, and how late; and our speeds."""
         end_s = HOUR_S * (begin + WEEK_H * (1 + extra_percent / 100))
-        policy = SignalPolicy(SignalKind.CARBON, HOUR_S * begin, end_s, WEEK_H * HOUR_S / self._stock_s)
+        policy = WorkWindow(HOUR_S * begin, end_s, WEEK_H * HOUR_S / self._stock_s)
         durations_s = hours_left(policy.begin_s, end_s)
         signal = self._hours[begin : begin + len(durations_s)]
         week = self._hours[begin : begin + WEEK_H]

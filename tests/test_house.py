@@ -125,9 +125,13 @@ HOUSE: Mapping[str, Room] = {
     "service.fleet": pure("service.domain"),
     "service.fleet.power": pure("service.domain", "solver", needs=["highspy", "numpy"]),
     "service.fleet.signals": pure("service.domain", needs=["numpy"]),
-    "service.fleet.pacing": pure("service.domain", "service.fleet.signals", needs=["numpy"]),
-    # Where signals come from: files so far.
-    "service.signals": room("service.domain", "service.fleet.signals"),
+    "service.fleet.pacing": pure("service.domain", "service.fleet.signals", "solver", needs=["numpy"]),
+    # Where signals come from: files, and services on the network.
+    "service.signals": room(
+        "service.domain", "service.fleet.signals", "service.signal_settings", "tls", needs=["aiohttp"]
+    ),
+    "service.signals.backoff": pure(),
+    "service.signal_settings": room("tls", needs=["pydantic"]),
     # The same decisions, on days that are made up.
     "simulation": room(
         "service.domain",
@@ -171,7 +175,9 @@ HOUSE: Mapping[str, Room] = {
         "metrics.distribution",
         "service.domain",
         "service.fleet",
+        "service.fleet.pacing",
         "service.fleet.power",
+        "service.fleet.signals",
         "service.job.machine",
         "service.job.planning",
         "service.job.quarantine",
@@ -180,6 +186,8 @@ HOUSE: Mapping[str, Room] = {
         "service.shell.job_clock",
         "service.shell.quotas",
         "service.shell.watch_state",
+        "service.signals",
+        "service.signals.backoff",
         "service.solving",
         "service.storage",
         "solver",
@@ -205,7 +213,9 @@ HOUSE: Mapping[str, Room] = {
         "v1",
         needs=["aiohttp", "google", "structlog"],
     ),
-    "service.settings": room("logs", "service.domain", "tls", needs=["pydantic", "pydantic_settings"]),
+    "service.settings": room(
+        "logs", "service.domain", "service.signal_settings", "tls", needs=["pydantic", "pydantic_settings"]
+    ),
     "service.listening": room("service.domain", "service.settings", "tls", needs=["grpc", "structlog"]),
     "service.server": room(
         "service.api",
@@ -217,6 +227,7 @@ HOUSE: Mapping[str, Room] = {
         "service.listening",
         "service.settings",
         "service.shell",
+        "service.signals",
         "service.solving",
         "service.storage",
         "service.watchdog",

@@ -38,6 +38,19 @@ def later(flag: str, text: str) -> "datetime":
     return moment(flag, text)
 
 
+def duration_s(flag: str, text: str) -> float:
+    """Return how long a flag says, seconds; exits if it is no duration."""
+    from datetime import timedelta
+
+    lasting = _AGO.fullmatch(text)
+    try:
+        if lasting is None:
+            raise ValueError
+        return timedelta(**{_UNITS[lasting["unit"]]: int(lasting["count"])}).total_seconds()
+    except (ValueError, OverflowError):
+        fail(f"{flag}: expected a duration such as 90s, 15m, 2h or 7d, found {text!r}")
+
+
 def moment(flag: str, text: str) -> "datetime":
     """Return a time that a flag has, or one so long ago; exits if it is none."""
     from datetime import UTC, datetime, timedelta

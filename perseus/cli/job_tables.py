@@ -69,6 +69,9 @@ def job_facts(job: job_pb2.Job) -> Table:
         "pipelines × stages × tensor": _layout(job.parallelism),
         "ranks": ", ".join(f"{count} {state}" for state, count in ranks.items() if count),
         "policy": _policy(job.policy),
+        "signal": pacing_text(job.signal_pacing, job.policy.WhichOneof("rule") or "")
+        if job.HasField("signal_pacing")
+        else "",
         "power budget": f"holds it back: iterations of {job.budget_iteration_time_s:.3f} s"
         if job.HasField("budget_iteration_time_s")
         else "",
@@ -302,7 +305,34 @@ def _policy(policy: job_pb2.OperatingPolicy) -> str:
             return f"{policy.deadline.iteration_count} iterations within {policy.deadline.time_s:g} s"
         case "max_average_power_w":
             return f"at most {policy.max_average_power_w:g} W a pipeline"
+        case "least_carbon":
+            return f"least carbon {_time_for(policy.least_carbon)}"
+        case "least_cost":
+            return f"least cost {_time_for(policy.least_cost)}"
     return "no slowdown"
+
+
+def _time_for(least: job_pb2.LeastSignal) -> str:
+    if least.HasField("work_until"):
+        return f"for {least.work_until.iteration_count} iterations until {_moment(least.work_until.end_time)}"
+    extra = least.extra_time
+    return f"within {extra.percent:g} % more time over {extra.horizon_s / 3600:g} h"
+
+
+def pacing_text(pacing: job_pb2.SignalPacing, kind: str) -> str:
+    """How a job runs by its signal, and how far it is."""
+    states = {
+        job_pb2.SIGNAL_PACING_STATE_BLIND: "nothing is known of it: no slowdown",
+        job_pb2.SIGNAL_PACING_STATE_LATE: "no slowdown: the work can't be done in time",
+        job_pb2.SIGNAL_PACING_STATE_DONE: "no slowdown: the work is done, or its time is over",
+    }
+    slow = f"iterations of {pacing.iteration_time_s:.3f} s"
+    text = states.get(pacing.state, slow if pacing.HasField("iteration_time_s") else "no slowdown now")
+    if pacing.HasField("value_per_kwh"):
+        unit = " g" if kind == "least_carbon" else ""
+        text += f", at {pacing.value_per_kwh:.4g}{unit} per kWh"
+    done = f"{pacing.done_count} of {pacing.iteration_count:.0f} iterations"
+    return f"{text}; {done} since {_moment(pacing.begin_time)}, until {_moment(pacing.end_time)}"
 
 
 def _baseline(baseline: job_pb2.Baseline) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perseus.cli.asking import PAGE_SIZE, TIMEOUT_S, moment, pages
+from perseus.cli.asking import PAGE_SIZE, TIMEOUT_S, duration_s, later, moment, pages
 from perseus.cli.connection import Connection, connected, connecting
 from perseus.cli.ledger import ledger_entry
 from perseus.cli.rows import Format, FormatOption, print_json, row_of, show_message, show_messages
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # What the wire's whole numbers hold.
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
+
+# How the time is said for a policy that follows a signal: extra time and horizon, or iterations and until.
+_TIMES = (((True, True), (False, False)), ((False, False), (True, True)))
 
 
 class WatchFormat(StrEnum):
@@ -296,11 +299,30 @@ def policy(
     iterations: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MAX_INT64, help="The remaining iterations, with a deadline.", show_default=False
+            min=1,
+            max=MAX_INT64,
+            help="The remaining iterations, with --deadline-s or --until.",
+            show_default=False,
         ),
     ] = None,
     max_average_power_w: Annotated[
         float | None, typer.Option(help="Cap on a pipeline's average power, watts.", show_default=False)
+    ] = None,
+    carbon: Annotated[bool, typer.Option("--carbon", help="Least carbon in the time that there is.")] = False,
+    cost: Annotated[bool, typer.Option("--cost", help="Least cost in the time that there is.")] = False,
+    extra_time_percent: Annotated[
+        float | None,
+        typer.Option(help="That time, with --horizon: so much more than at full speed.", show_default=False),
+    ] = None,
+    horizon: Annotated[
+        str | None, typer.Option(help="Over which the extra time is spent: 24h, 7d.", show_default=False)
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            help="That time, with --iterations: until 2026-01-31T12:00 (UTC), or 3h, 2d from now.",
+            show_default=False,
+        ),
     ] = None,
     tolerance_percent: Annotated[
         float | None,
@@ -318,11 +340,31 @@ def policy(
     """
     from perseus.v1 import job_pb2, job_service_pb2
 
-    rules = (no_slowdown or None, max_slowdown_percent, deadline_s, max_average_power_w)
+    by_signal = carbon or cost
+    rules = (
+        no_slowdown or None,
+        max_slowdown_percent,
+        deadline_s,
+        max_average_power_w,
+        carbon or None,
+        cost or None,
+    )
     if len(rules) - rules.count(None) != 1:
-        fail("expected one of --no-slowdown, --max-slowdown-percent, --deadline-s and --max-average-power-w")
-    if (deadline_s is None) != (iterations is None):
+        fail(
+            "expected one of --no-slowdown, --max-slowdown-percent, --deadline-s, --max-average-power-w, "
+            "--carbon and --cost"
+        )
+    if not by_signal and (deadline_s is None) != (iterations is None):
         fail("expected --deadline-s and --iterations together")
+    within = (extra_time_percent is not None, horizon is not None)
+    by_work = (iterations is not None, until is not None)
+    if by_signal and (within, by_work) not in _TIMES:
+        fail(
+            "expected --extra-time-percent and --horizon, or --iterations and --until, with --carbon or "
+            "--cost"
+        )
+    if not by_signal and (any(within) or until is not None):
+        fail("expected --extra-time-percent, --horizon and --until with --carbon or --cost only")
     if (tolerance_percent is None) != (weight is None):
         fail("expected --tolerance-percent and --weight together")
     wanted = job_pb2.OperatingPolicy()
@@ -330,6 +372,14 @@ def policy(
         wanted.max_slowdown_percent = max_slowdown_percent
     elif max_average_power_w is not None:
         wanted.max_average_power_w = max_average_power_w
+    elif by_signal:
+        least = wanted.least_carbon if carbon else wanted.least_cost
+        if extra_time_percent is not None and horizon is not None:
+            least.extra_time.percent = extra_time_percent
+            least.extra_time.horizon_s = duration_s("--horizon", horizon)
+        elif until is not None and iterations is not None:
+            least.work_until.iteration_count = iterations
+            least.work_until.end_time.FromDatetime(later("--until", until))
     elif deadline_s is not None and iterations is not None:
         wanted.deadline.iteration_count = iterations
         wanted.deadline.time_s = deadline_s

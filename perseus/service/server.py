@@ -28,6 +28,7 @@ from perseus.service.domain.limits import Limits
 from perseus.service.domain.principals import Grant
 from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.retention import DAY_S, Retention
+from perseus.service.domain.signals import SignalKind
 from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.job.planning.guard import GuardRules
 from perseus.service.job.profiling.profiler import ProfilingRules
@@ -35,7 +36,9 @@ from perseus.service.job.rules import Rules
 from perseus.service.listening import Port
 from perseus.service.settings import CoordinatorSettings
 from perseus.service.shell.coordinator import Coordinator
+from perseus.service.shell.signals import NamedSignal
 from perseus.service.shell.tokens import Tokens, new_secret
+from perseus.service.signals.opening import open_source
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.sql_store import SqlStore
@@ -195,7 +198,13 @@ async def running(
             {name: some.hosts for name, some in settings.feeds.items()},
             [name for name, some in settings.feeds.items() if some.fail_safe == "last plan"],
         )
-        coordinator = Coordinator(store, job_solver, request_solver, rules, retention, limits, rates, feeds)
+        signals = [
+            NamedSignal(name, SignalKind(some.kind), some.feeds, open_source(name, some))
+            for name, some in settings.signals.items()
+        ]
+        coordinator = Coordinator(
+            store, job_solver, request_solver, rules, retention, limits, rates, feeds, signals
+        )
         await coordinator.start()
         background = asyncio.ensure_future(coordinator.run())
         try:

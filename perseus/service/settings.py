@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.logs import LogFormat, LogLevel
+from perseus.service.signal_settings import SignalSettings
 from perseus.tls.address import host_and_port
 from perseus.tls.fields import contradicts, goes_with, keeps_plaintext_here, needs
 from perseus.tls.rules import check_needs
@@ -237,6 +238,9 @@ class CoordinatorSettings(BaseSettings):
     feeds: dict[str, FeedSettings] = Field(
         default={}, description="Power feeds by name, each with patterns of its hosts, limits and ramps."
     )
+    signals: dict[str, SignalSettings] = Field(
+        default={}, description="Signals of carbon intensity and price by name, each with its source."
+    )
     keep_budgets_days: float = Field(
         default=90.0, gt=0, le=36_500, description="Days that power budgets are kept that have ended."
     )
@@ -272,6 +276,27 @@ class CoordinatorSettings(BaseSettings):
             except InvalidFieldError as error:
                 raise ValueError(f"{name}: {error}") from None
         return feeds
+
+    @field_validator("signals")
+    @classmethod
+    def _are_signals(
+        cls, signals: dict[str, SignalSettings], info: ValidationInfo
+    ) -> dict[str, SignalSettings]:
+        from perseus.service.domain.power import DEFAULT_FEED
+
+        known = {DEFAULT_FEED, *info.data.get("feeds", {})}
+        taken: dict[tuple[str, str], str] = {}
+        for name, some in signals.items():
+            for feed in some.feeds or ("",):
+                if feed and feed not in known:
+                    raise ValueError(f"{name}: feeds: expected {', '.join(sorted(known))}")
+                other = taken.setdefault((some.kind, feed), name)
+                if other != name:
+                    what = f"feed {feed}" if feed else "all feeds that have none of their own"
+                    raise ValueError(
+                        f"{name}: expected one {some.kind} signal for {what}, found {other}, too"
+                    )
+        return signals
 
     @field_validator("certificate_scopes")
     @classmethod

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.power import Budget, Feed
-from perseus.service.fleet.signals.series import HOUR_S
+from perseus.service.domain.signals import HOUR_S, ExtraTime
 from perseus.service.signals.csv_file import SignalFileError, read_signal_csv
 from perseus.simulation.replay import Fleet, ReplayedBudget, ReplayedJob, ReplayedPolicy, Straggler
 from perseus.simulation.scenario import JobPart, Scenario, ScenarioError
@@ -56,7 +56,8 @@ def build_fleet(scenario: Scenario, on_progress: Callable[[float], None] = lambd
                 policy=None
                 if part.policy is None
                 else ReplayedPolicy(
-                    part.policy.signal, part.policy.extra_time_percent, part.policy.horizon_h * HOUR_S
+                    part.policy.signal,
+                    ExtraTime(part.policy.extra_time_percent, part.policy.horizon_h * HOUR_S),
                 ),
                 stragglers=tuple(
                     Straggler(each.pipeline, each.factor, at_s(each.begin_h), at_s(each.end_h))

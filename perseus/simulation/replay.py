@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from perseus.service.domain.job_pacing import PacingBasis
 from perseus.service.domain.power import Budget, Feed, FeedStatus
-from perseus.service.fleet.pacing.policy import SignalPolicy, look
-from perseus.service.fleet.pacing.spending import Floats, Pace, SpeedCurve
+from perseus.service.domain.signals import HOUR_S, ExtraTime, SignalKind, WorkWindow
+from perseus.service.fleet.pacing.curve import speed_curve
+from perseus.service.fleet.pacing.policy import look
+from perseus.service.fleet.pacing.spending import Floats
 from perseus.service.fleet.power.budgets import limit_w
 from perseus.service.fleet.power.curve import power_points
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
@@ -29,7 +32,7 @@ from perseus.service.fleet.power.messages import (
     Tick,
 )
 from perseus.service.fleet.signals.forecast import RegressionForecast
-from perseus.service.fleet.signals.series import HOUR_S, Signal, SignalKind
+from perseus.service.fleet.signals.series import Signal
 from perseus.solver import Frontier
 
 _FINE_S, _COARSE_S = 1.0, 20.0
@@ -56,8 +59,7 @@ class ReplayedPolicy:
     """Least signal × energy within some extra time, over one horizon after the other."""
 
     kind: SignalKind
-    extra_time_percent: float
-    horizon_s: float
+    extra_time: ExtraTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +170,10 @@ class _Job:
         self.told: list[tuple[float, float | None]] = []
         """When a pace that it was told comes into force, and that pace; in order."""
         self._pace_s: float | None = None
-        self._policy: SignalPolicy | None = None
+        self._window: WorkWindow | None = None
         self._done_before = 0.0
         self._known: dict[tuple[float, tuple[tuple[int, float], ...]], tuple[PowerPoint, ...]] = {}
-        self._curve = speed_curve(job.frontier)
+        self._curve = speed_curve(PacingBasis(job.frontier, job.stock_time_s))
 
     @property
     def point(self) -> PowerPoint:
@@ -209,27 +211,13 @@ class _Job:
         return 1 / self.point.iteration_time_s
 
     def _policy_time_s(self, now_s: float, policy: ReplayedPolicy, outlook: "_Outlooks") -> float:
-        if self._policy is None or now_s >= self._policy.end_s:
+        if self._window is None or now_s >= self._window.end_s:
             self._done_before = self.done_count
-            self._policy = SignalPolicy.within_extra_time(
-                policy.kind, now_s, policy.horizon_s, policy.extra_time_percent, 1 / self.job.stock_time_s
-            )
+            full_speed = 1 / self.job.stock_time_s
+            self._window = WorkWindow.within_extra_time(now_s, policy.extra_time, full_speed)
         signal = outlook.ahead(policy.kind, now_s)
-        found = look(self._policy, self._curve, now_s, self.done_count - self._done_before, signal)
+        found = look(self._window, self._curve, now_s, self.done_count - self._done_before, signal)
         return found.pace.iteration_time_s
-
-
-def speed_curve(frontier: Frontier) -> SpeedCurve:
-    """Return the paces of a job that is not slower than stock at its fastest, one pipeline's power."""
-    stock_s = frontier.baseline.iteration_time_s
-    stock = frontier.plan_within(stock_s)
-    paces = [Pace(stock_s, 1 / stock_s, stock.energy_until_j(stock_s) / stock_s)]
-    paces += [
-        Pace(p.iteration_time_s, 1 / p.iteration_time_s, p.energy_j / p.iteration_time_s)
-        for p in frontier.points
-        if p.iteration_time_s > stock_s
-    ]
-    return SpeedCurve(paces)
 
 
 class _Outlooks:

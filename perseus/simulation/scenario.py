@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from perseus.service.domain.power import DEFAULT_FEED
-from perseus.service.fleet.signals.series import SignalKind
+from perseus.service.domain.signals import SignalKind
 
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=r"[a-z0-9][a-z0-9._-]*")]
 Hours = Annotated[float, Field(ge=0, le=366 * 24)]

@@ -103,6 +103,10 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """
     JOB_EVENT_TYPE_BUDGET_PACED: _JobEventType.ValueType  # 31
     """A power budget makes the job slower, or faster again, or holds it back no more."""
+    JOB_EVENT_TYPE_SIGNAL_PACED: _JobEventType.ValueType  # 32
+    """By its signal the job is to be slower or faster, or the signal is not known any more, or known again; or the work
+    can't be done in time, or is done.
+    """
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """What kind of thing happened to a job."""
@@ -181,6 +185,10 @@ job goes to stock: the same plans would be as slow again.
 """
 JOB_EVENT_TYPE_BUDGET_PACED: JobEventType.ValueType  # 31
 """A power budget makes the job slower, or faster again, or holds it back no more."""
+JOB_EVENT_TYPE_SIGNAL_PACED: JobEventType.ValueType  # 32
+"""By its signal the job is to be slower or faster, or the signal is not known any more, or known again; or the work
+can't be done in time, or is done.
+"""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 class _ClockGivenUpReason:
@@ -327,6 +335,30 @@ FAULTY_PART_STORING: FaultyPart.ValueType  # 6
 """Storing what follows: it holds what could not be read back."""
 Global___FaultyPart: typing_extensions.TypeAlias = FaultyPart
 
+class _SignalKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SignalKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SignalKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SIGNAL_KIND_UNSPECIFIED: _SignalKind.ValueType  # 0
+    """Never valid on the wire."""
+    SIGNAL_KIND_CARBON: _SignalKind.ValueType  # 1
+    """gCO2 per kWh."""
+    SIGNAL_KIND_PRICE: _SignalKind.ValueType  # 2
+    """The operator's currency per kWh."""
+
+class SignalKind(_SignalKind, metaclass=_SignalKindEnumTypeWrapper):
+    """A signal of carbon or price."""
+
+SIGNAL_KIND_UNSPECIFIED: SignalKind.ValueType  # 0
+"""Never valid on the wire."""
+SIGNAL_KIND_CARBON: SignalKind.ValueType  # 1
+"""gCO2 per kWh."""
+SIGNAL_KIND_PRICE: SignalKind.ValueType  # 2
+"""The operator's currency per kWh."""
+Global___SignalKind: typing_extensions.TypeAlias = SignalKind
+
 @typing.final
 class JobEvent(google.protobuf.message.Message):
     """Something that happened to a job."""
@@ -364,6 +396,7 @@ class JobEvent(google.protobuf.message.Message):
     GPU_LIMITS_CHANGED_FIELD_NUMBER: builtins.int
     MEASUREMENTS_UNEXPLAINED_FIELD_NUMBER: builtins.int
     BUDGET_PACED_FIELD_NUMBER: builtins.int
+    SIGNAL_PACED_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Number of the event within its run, from 1."""
     type: Global___JobEventType.ValueType
@@ -482,6 +515,10 @@ class JobEvent(google.protobuf.message.Message):
     def budget_paced(self) -> Global___BudgetPaced:
         """Of BUDGET_PACED."""
 
+    @property
+    def signal_paced(self) -> Global___SignalPaced:
+        """Of SIGNAL_PACED."""
+
     def __init__(
         self,
         *,
@@ -516,10 +553,11 @@ class JobEvent(google.protobuf.message.Message):
         gpu_limits_changed: Global___GpuLimitsChanged | None = ...,
         measurements_unexplained: Global___MeasurementsUnexplained | None = ...,
         budget_paced: Global___BudgetPaced | None = ...,
+        signal_paced: Global___SignalPaced | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_paced", b"budget_paced", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_paced", b"budget_paced", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped", "clock_capped", "gpu_limits_changed", "measurements_unexplained", "budget_paced"] | None: ...
+    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_paced", b"budget_paced", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "signal_paced", b"signal_paced", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_paced", b"budget_paced", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "signal_paced", b"signal_paced", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped", "clock_capped", "gpu_limits_changed", "measurements_unexplained", "budget_paced", "signal_paced"] | None: ...
 
 Global___JobEvent: typing_extensions.TypeAlias = JobEvent
 
@@ -1546,3 +1584,33 @@ class BudgetPaced(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_iteration_time_s", b"_iteration_time_s"]) -> typing.Literal["iteration_time_s"] | None: ...
 
 Global___BudgetPaced: typing_extensions.TypeAlias = BudgetPaced
+
+@typing.final
+class SignalPaced(google.protobuf.message.Message):
+    """A signal says how long the job's iterations are to take."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    PACING_FIELD_NUMBER: builtins.int
+    BEFORE_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    kind: Global___SignalKind.ValueType
+    """Which it is."""
+    before_iteration_time_s: builtins.float
+    """What iterations were to take before, seconds; absent where nothing slowed them down."""
+    @property
+    def pacing(self) -> perseus.v1.job_pb2.SignalPacing:
+        """How the job runs by it from now on."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___SignalKind.ValueType = ...,
+        pacing: perseus.v1.job_pb2.SignalPacing | None = ...,
+        before_iteration_time_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_before_iteration_time_s", b"_before_iteration_time_s", "before_iteration_time_s", b"before_iteration_time_s", "pacing", b"pacing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_before_iteration_time_s", b"_before_iteration_time_s", "before_iteration_time_s", b"before_iteration_time_s", "kind", b"kind", "pacing", b"pacing"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_before_iteration_time_s", b"_before_iteration_time_s"]) -> typing.Literal["before_iteration_time_s"] | None: ...
+
+Global___SignalPaced: typing_extensions.TypeAlias = SignalPaced

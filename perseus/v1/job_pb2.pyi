@@ -123,6 +123,38 @@ NO_SLOWDOWN_BASIS_BASELINE: NoSlowdownBasis.ValueType  # 2
 """The stock baseline, which was measured to be shorter than that."""
 Global___NoSlowdownBasis: typing_extensions.TypeAlias = NoSlowdownBasis
 
+class _SignalPacingState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SignalPacingStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SignalPacingState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SIGNAL_PACING_STATE_UNSPECIFIED: _SignalPacingState.ValueType  # 0
+    """Never valid on the wire."""
+    SIGNAL_PACING_STATE_PACED: _SignalPacingState.ValueType  # 1
+    """As slow as pays."""
+    SIGNAL_PACING_STATE_BLIND: _SignalPacingState.ValueType  # 2
+    """Nothing is known of the signal: no slowdown."""
+    SIGNAL_PACING_STATE_LATE: _SignalPacingState.ValueType  # 3
+    """The work can't be done in time any more: no slowdown."""
+    SIGNAL_PACING_STATE_DONE: _SignalPacingState.ValueType  # 4
+    """The work is done, or its time is over: no slowdown."""
+
+class SignalPacingState(_SignalPacingState, metaclass=_SignalPacingStateEnumTypeWrapper):
+    """How a job runs by a signal now."""
+
+SIGNAL_PACING_STATE_UNSPECIFIED: SignalPacingState.ValueType  # 0
+"""Never valid on the wire."""
+SIGNAL_PACING_STATE_PACED: SignalPacingState.ValueType  # 1
+"""As slow as pays."""
+SIGNAL_PACING_STATE_BLIND: SignalPacingState.ValueType  # 2
+"""Nothing is known of the signal: no slowdown."""
+SIGNAL_PACING_STATE_LATE: SignalPacingState.ValueType  # 3
+"""The work can't be done in time any more: no slowdown."""
+SIGNAL_PACING_STATE_DONE: SignalPacingState.ValueType  # 4
+"""The work is done, or its time is over: no slowdown."""
+Global___SignalPacingState: typing_extensions.TypeAlias = SignalPacingState
+
 @typing.final
 class Parallelism(google.protobuf.message.Message):
     """How a job's ranks are laid out."""
@@ -151,8 +183,8 @@ Global___Parallelism: typing_extensions.TypeAlias = Parallelism
 
 @typing.final
 class OperatingPolicy(google.protobuf.message.Message):
-    """Where on the frontier a job runs while no straggler holds it up. Never slower than T*: from there on, time
-    costs energy.
+    """Where on the frontier a job runs while neither a straggler nor a power budget makes it slower. Never slower than
+    T*: from there on, time costs energy.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -161,6 +193,8 @@ class OperatingPolicy(google.protobuf.message.Message):
     MAX_SLOWDOWN_PERCENT_FIELD_NUMBER: builtins.int
     DEADLINE_FIELD_NUMBER: builtins.int
     MAX_AVERAGE_POWER_W_FIELD_NUMBER: builtins.int
+    LEAST_CARBON_FIELD_NUMBER: builtins.int
+    LEAST_COST_FIELD_NUMBER: builtins.int
     BUDGET_TERMS_FIELD_NUMBER: builtins.int
     max_slowdown_percent: builtins.float
     """Slower than stock (NoSlowdownTime) by at most this many percent; 0 to 100."""
@@ -177,6 +211,16 @@ class OperatingPolicy(google.protobuf.message.Message):
         """As slow as a deadline allows."""
 
     @property
+    def least_carbon(self) -> Global___LeastSignal:
+        """Least carbon: slower while energy is dirty, faster while it is clean, by the operator's signal of carbon
+        intensity. While nothing is known of that, there is no slowdown.
+        """
+
+    @property
+    def least_cost(self) -> Global___LeastSignal:
+        """Least cost: likewise by the signal of price."""
+
+    @property
     def budget_terms(self) -> Global___BudgetTerms:
         """What a power budget may do to the job. Absent: as before; 100 % and a weight of 1 at first."""
 
@@ -187,11 +231,13 @@ class OperatingPolicy(google.protobuf.message.Message):
         max_slowdown_percent: builtins.float = ...,
         deadline: Global___Deadline | None = ...,
         max_average_power_w: builtins.float = ...,
+        least_carbon: Global___LeastSignal | None = ...,
+        least_cost: Global___LeastSignal | None = ...,
         budget_terms: Global___BudgetTerms | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["budget_terms", b"budget_terms", "deadline", b"deadline", "max_average_power_w", b"max_average_power_w", "max_slowdown_percent", b"max_slowdown_percent", "no_slowdown", b"no_slowdown", "rule", b"rule"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["budget_terms", b"budget_terms", "deadline", b"deadline", "max_average_power_w", b"max_average_power_w", "max_slowdown_percent", b"max_slowdown_percent", "no_slowdown", b"no_slowdown", "rule", b"rule"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["rule", b"rule"]) -> typing.Literal["no_slowdown", "max_slowdown_percent", "deadline", "max_average_power_w"] | None: ...
+    def HasField(self, field_name: typing.Literal["budget_terms", b"budget_terms", "deadline", b"deadline", "least_carbon", b"least_carbon", "least_cost", b"least_cost", "max_average_power_w", b"max_average_power_w", "max_slowdown_percent", b"max_slowdown_percent", "no_slowdown", b"no_slowdown", "rule", b"rule"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["budget_terms", b"budget_terms", "deadline", b"deadline", "least_carbon", b"least_carbon", "least_cost", b"least_cost", "max_average_power_w", b"max_average_power_w", "max_slowdown_percent", b"max_slowdown_percent", "no_slowdown", b"no_slowdown", "rule", b"rule"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["rule", b"rule"]) -> typing.Literal["no_slowdown", "max_slowdown_percent", "deadline", "max_average_power_w", "least_carbon", "least_cost"] | None: ...
 
 Global___OperatingPolicy: typing_extensions.TypeAlias = OperatingPolicy
 
@@ -216,6 +262,85 @@ class BudgetTerms(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["tolerance_percent", b"tolerance_percent", "weight", b"weight"]) -> None: ...
 
 Global___BudgetTerms: typing_extensions.TypeAlias = BudgetTerms
+
+@typing.final
+class LeastSignal(google.protobuf.message.Message):
+    """Least signal × energy in the time that there is. It is spent by what is measured of the job's progress, and by what
+    is known and forecast of the signal; what a power budget takes is made up for as far as the job can.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EXTRA_TIME_FIELD_NUMBER: builtins.int
+    WORK_UNTIL_FIELD_NUMBER: builtins.int
+    @property
+    def extra_time(self) -> Global___ExtraTime:
+        """Some more than at full speed, over one horizon after the other."""
+
+    @property
+    def work_until(self) -> Global___WorkUntil:
+        """Until a time."""
+
+    def __init__(
+        self,
+        *,
+        extra_time: Global___ExtraTime | None = ...,
+        work_until: Global___WorkUntil | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["extra_time", b"extra_time", "time", b"time", "work_until", b"work_until"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["extra_time", b"extra_time", "time", b"time", "work_until", b"work_until"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["time", b"time"]) -> typing.Literal["extra_time", "work_until"] | None: ...
+
+Global___LeastSignal: typing_extensions.TypeAlias = LeastSignal
+
+@typing.final
+class ExtraTime(google.protobuf.message.Message):
+    """So much more time than without slowdown: what takes a horizon less that share is done in a horizon."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PERCENT_FIELD_NUMBER: builtins.int
+    HORIZON_S_FIELD_NUMBER: builtins.int
+    percent: builtins.float
+    """The extra time, percent; 0 to 1000."""
+    horizon_s: builtins.float
+    """The horizon, seconds; 3600 to 31,622,400. It begins when the policy is set and the job is planned, and anew when
+    it is over.
+    """
+    def __init__(
+        self,
+        *,
+        percent: builtins.float = ...,
+        horizon_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["horizon_s", b"horizon_s", "percent", b"percent"]) -> None: ...
+
+Global___ExtraTime: typing_extensions.TypeAlias = ExtraTime
+
+@typing.final
+class WorkUntil(google.protobuf.message.Message):
+    """So many iterations until a time. Those that are done again, from a checkpoint, count again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITERATION_COUNT_FIELD_NUMBER: builtins.int
+    END_TIME_FIELD_NUMBER: builtins.int
+    iteration_count: builtins.int
+    """Iterations that remain, from when the policy is set and the job is planned; 1 to 2^53."""
+    @property
+    def end_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Until when. From then on, and if it can't be kept, there is no slowdown."""
+
+    def __init__(
+        self,
+        *,
+        iteration_count: builtins.int = ...,
+        end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["end_time", b"end_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end_time", b"end_time", "iteration_count", b"iteration_count"]) -> None: ...
+
+Global___WorkUntil: typing_extensions.TypeAlias = WorkUntil
 
 @typing.final
 class Deadline(google.protobuf.message.Message):
@@ -589,6 +714,57 @@ class JobFigures(google.protobuf.message.Message):
 Global___JobFigures: typing_extensions.TypeAlias = JobFigures
 
 @typing.final
+class SignalPacing(google.protobuf.message.Message):
+    """How a job runs by a signal, and how far it is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: builtins.int
+    BEGIN_TIME_FIELD_NUMBER: builtins.int
+    END_TIME_FIELD_NUMBER: builtins.int
+    ITERATION_COUNT_FIELD_NUMBER: builtins.int
+    DONE_COUNT_FIELD_NUMBER: builtins.int
+    ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    VALUE_PER_KWH_FIELD_NUMBER: builtins.int
+    state: Global___SignalPacingState.ValueType
+    """Why it runs as it does."""
+    iteration_count: builtins.float
+    """The work, iterations; of a horizon with extra time, what it leaves room for."""
+    done_count: builtins.int
+    """Iterations since then, as measured."""
+    iteration_time_s: builtins.float
+    """What an iteration is to take, seconds, on the frontier's scale; absent where nothing slows it down."""
+    value_per_kwh: builtins.float
+    """The signal when that was said: gCO2 per kWh, or the operator's currency; absent if it was not known."""
+    @property
+    def begin_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the work began to count."""
+
+    @property
+    def end_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Until when it is to be done."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___SignalPacingState.ValueType = ...,
+        begin_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        iteration_count: builtins.float = ...,
+        done_count: builtins.int = ...,
+        iteration_time_s: builtins.float | None = ...,
+        value_per_kwh: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_iteration_time_s", b"_iteration_time_s", "_value_per_kwh", b"_value_per_kwh", "begin_time", b"begin_time", "end_time", b"end_time", "iteration_time_s", b"iteration_time_s", "value_per_kwh", b"value_per_kwh"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_iteration_time_s", b"_iteration_time_s", "_value_per_kwh", b"_value_per_kwh", "begin_time", b"begin_time", "done_count", b"done_count", "end_time", b"end_time", "iteration_count", b"iteration_count", "iteration_time_s", b"iteration_time_s", "state", b"state", "value_per_kwh", b"value_per_kwh"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_iteration_time_s", b"_iteration_time_s"]) -> typing.Literal["iteration_time_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_value_per_kwh", b"_value_per_kwh"]) -> typing.Literal["value_per_kwh"] | None: ...
+
+Global___SignalPacing: typing_extensions.TypeAlias = SignalPacing
+
+@typing.final
 class Job(google.protobuf.message.Message):
     """One run of a job, as the coordinator sees it."""
 
@@ -621,6 +797,7 @@ class Job(google.protobuf.message.Message):
     NO_SLOWDOWN_TIME_FIELD_NUMBER: builtins.int
     FIGURES_FIELD_NUMBER: builtins.int
     BUDGET_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    SIGNAL_PACING_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
     PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
@@ -707,6 +884,10 @@ class Job(google.protobuf.message.Message):
         """What was measured lately."""
 
     @property
+    def signal_pacing(self) -> Global___SignalPacing:
+        """How it runs by a signal; absent where its policy follows none, or it was not told yet."""
+
+    @property
     def spec(self) -> Global___JobSpec:
         """FULL only: what was registered."""
 
@@ -748,12 +929,13 @@ class Job(google.protobuf.message.Message):
         no_slowdown_time: Global___NoSlowdownTime | None = ...,
         figures: Global___JobFigures | None = ...,
         budget_iteration_time_s: builtins.float | None = ...,
+        signal_pacing: Global___SignalPacing | None = ...,
         spec: Global___JobSpec | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s", "baseline", b"baseline", "budget_iteration_time_s", b"budget_iteration_time_s", "create_time", b"create_time", "figures", b"figures", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s", "baseline", b"baseline", "budget_iteration_time_s", b"budget_iteration_time_s", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s", "baseline", b"baseline", "budget_iteration_time_s", b"budget_iteration_time_s", "create_time", b"create_time", "figures", b"figures", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "signal_pacing", b"signal_pacing", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s", "baseline", b"baseline", "budget_iteration_time_s", b"budget_iteration_time_s", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "signal_pacing", b"signal_pacing", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s"]) -> typing.Literal["budget_iteration_time_s"] | None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job

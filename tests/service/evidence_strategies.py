@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from perseus.service.domain.events import Happening, JobEvent
 from perseus.service.domain.evidence import EVIDENCE, Evidence, PipelineClocks, StragglerReported
 from perseus.service.domain.model import EventType
+from perseus.service.domain.signals import ExtraTime, SignalKind, SignalRule, WorkUntil, WorkWindow
 from perseus.service.domain.specification import BudgetTerms, Deadline, OperatingPolicy
 
 CLASSES: tuple[type[Evidence], ...] = get_args(Evidence)
@@ -28,13 +29,22 @@ _POLICIES = st.one_of(
     st.builds(OperatingPolicy, max_slowdown_percent=_FLOATS, budget_terms=_TERMS),
     st.builds(OperatingPolicy, deadline=st.builds(Deadline, _INT64, _FLOATS), budget_terms=_TERMS),
     st.builds(OperatingPolicy, max_average_power_w=_FLOATS, budget_terms=_TERMS),
+    st.builds(
+        OperatingPolicy,
+        signal=st.builds(SignalRule, st.sampled_from(SignalKind), st.builds(ExtraTime, _FLOATS, _FLOATS))
+        | st.builds(SignalRule, st.sampled_from(SignalKind), work_until=st.builds(WorkUntil, _INT64, _TIMES)),
+        budget_terms=_TERMS,
+    ),
 )
+_WINDOWS = st.builds(WorkWindow, st.floats(1e9, 2e9), st.floats(3e9, 4e9), st.floats(1e-3, 1e15))
 
 
 def values(kind: Any, name: str = "") -> st.SearchStrategy[Any]:
     """Return what a field of this type and name may hold."""
     if kind is OperatingPolicy:
         return _POLICIES
+    if kind is WorkWindow:
+        return _WINDOWS
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         parts = {field.name: values(hints[field.name], field.name) for field in fields(kind)}

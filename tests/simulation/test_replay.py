@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from perseus.service.domain.power import Budget, Feed
-from perseus.service.fleet.signals.series import HOUR_S, Signal, SignalKind
+from perseus.service.domain.signals import HOUR_S, ExtraTime, SignalKind
+from perseus.service.fleet.signals.series import Signal
 from perseus.simulation.replay import (
     Fleet,
     Replay,
@@ -104,7 +105,7 @@ def carbon(hours: int) -> Signal:
 
 
 def test_a_policy_spends_its_time_where_energy_is_dirty(frontier: Frontier) -> None:
-    policy = ReplayedPolicy(SignalKind.CARBON, 4.0, 24 * HOUR_S)
+    policy = ReplayedPolicy(SignalKind.CARBON, ExtraTime(4.0, 24 * HOUR_S))
     steered = replace(job(frontier), begin_s=72 * HOUR_S, end_s=96 * HOUR_S, policy=policy)
     days = replace(fleet(steered, hours=96), signals={SignalKind.CARBON: carbon(96)})
     done = replay(replace(days, begin_s=72 * HOUR_S))
@@ -119,7 +120,7 @@ def test_a_policy_spends_its_time_where_energy_is_dirty(frontier: Frontier) -> N
 
 
 def test_a_signal_that_ends_leaves_the_job_without_a_slowdown(frontier: Frontier) -> None:
-    policy = ReplayedPolicy(SignalKind.CARBON, 4.0, 24 * HOUR_S)
+    policy = ReplayedPolicy(SignalKind.CARBON, ExtraTime(4.0, 24 * HOUR_S))
     steered = replace(job(frontier, hours=20), policy=policy)
     days = replace(fleet(steered, hours=20), signals={SignalKind.CARBON: carbon(5)})
     done = replay(days)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus.service.fleet.signals.series import SignalKind
+from perseus.service.domain.signals import SignalKind
 from perseus.simulation.scenario import ScenarioError, read_scenario
 
 JOB = '[[jobs]]\njob_id = "x"\nprofile = "x.csv"\nmicrobatches = 4\n'

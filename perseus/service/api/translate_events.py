@@ -3,7 +3,12 @@
 from collections.abc import Iterable
 from typing import assert_never
 
-from perseus.service.api.translate_jobs import coordinates_to_proto, cost_to_proto, policy_to_proto
+from perseus.service.api.translate_jobs import (
+    coordinates_to_proto,
+    cost_to_proto,
+    pacing_to_proto,
+    policy_to_proto,
+)
 from perseus.service.api.translate_time import time_from_proto, time_to_proto
 from perseus.service.domain import evidence as domain
 from perseus.service.domain.errors import InvalidFieldError
@@ -17,6 +22,7 @@ from perseus.service.domain.model import (
     RefusalReason,
 )
 from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingLimit
+from perseus.service.domain.signals import SignalKind
 from perseus.service.domain.stall import Stall, StallReason
 from perseus.solver import Kind
 from perseus.v1 import computation_pb2, event_pb2, job_pb2, job_service_pb2, rank_pb2
@@ -38,6 +44,7 @@ _GIVEN_UP = {
 }
 _LIMIT = {limit: event_pb2.ProfilingLimit.Value(f"PROFILING_LIMIT_{limit.name}") for limit in ProfilingLimit}
 _FAULTY_PART = {part: event_pb2.FaultyPart.Value(f"FAULTY_PART_{part.name}") for part in FaultyPart}
+_SIGNAL_KIND = {kind: event_pb2.SignalKind.Value(f"SIGNAL_KIND_{kind.name}") for kind in SignalKind}
 _STALL = {reason: event_pb2.StallReason.Value(f"STALL_REASON_{reason.name}") for reason in StallReason}
 
 
@@ -153,6 +160,14 @@ def _add_details(message: event_pb2.JobEvent, evidence: domain.Evidence) -> None
                     iteration_time_s=evidence.iteration_time_s,
                     before_iteration_time_s=evidence.before_iteration_time_s,
                     is_urgent=evidence.is_urgent,
+                )
+            )
+        case domain.SignalPaced():
+            message.signal_paced.CopyFrom(
+                event_pb2.SignalPaced(
+                    kind=_SIGNAL_KIND[evidence.kind],
+                    pacing=pacing_to_proto(evidence.pacing),
+                    before_iteration_time_s=evidence.before_iteration_time_s,
                 )
             )
         case Stall():

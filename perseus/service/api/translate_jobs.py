@@ -13,7 +13,7 @@ from perseus.service.api.translate_problems import (
     schedule_spec_from_proto,
     schedule_spec_to_proto,
 )
-from perseus.service.api.translate_time import time_to_proto
+from perseus.service.api.translate_time import time_from_proto, time_to_proto
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.figures import JobFigures
 from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
@@ -28,6 +28,14 @@ from perseus.service.domain.model import (
     Straggler,
 )
 from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
+from perseus.service.domain.signals import (
+    ExtraTime,
+    PacingState,
+    SignalKind,
+    SignalPacing,
+    SignalRule,
+    WorkUntil,
+)
 from perseus.service.domain.specification import (
     BudgetTerms,
     Coordinates,
@@ -53,6 +61,9 @@ _NO_SLOWDOWN_BASIS = {
     NoSlowdownBasis.BASELINE: job_pb2.NO_SLOWDOWN_BASIS_BASELINE,
 }
 _JOB_STATE = {state: job_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
+_PACING_STATE = {
+    state: job_pb2.SignalPacingState.Value(f"SIGNAL_PACING_STATE_{state.name}") for state in PacingState
+}
 _RANK_STATE = {state: rank_pb2.RankState.Value(f"RANK_STATE_{state.name}") for state in RankState}
 
 
@@ -75,7 +86,11 @@ def spec_from_proto(message: job_pb2.JobSpec) -> JobSpec:
 
 
 def policy_from_proto(message: job_pb2.OperatingPolicy) -> OperatingPolicy:
-    """Return the policy; no rule means no slowdown."""
+    """Return the policy; no rule means no slowdown.
+
+    Raises:
+        InvalidFieldError: a time is none.
+    """
     terms = None
     if message.HasField("budget_terms"):
         terms = BudgetTerms(message.budget_terms.tolerance_percent, message.budget_terms.weight)
@@ -85,7 +100,24 @@ def policy_from_proto(message: job_pb2.OperatingPolicy) -> OperatingPolicy:
             return OperatingPolicy(deadline=deadline, budget_terms=terms)
         case "max_average_power_w":
             return OperatingPolicy(max_average_power_w=message.max_average_power_w, budget_terms=terms)
+        case "least_carbon":
+            rule = _signal_rule(SignalKind.CARBON, message.least_carbon)
+            return OperatingPolicy(signal=rule, budget_terms=terms)
+        case "least_cost":
+            rule = _signal_rule(SignalKind.PRICE, message.least_cost)
+            return OperatingPolicy(signal=rule, budget_terms=terms)
     return OperatingPolicy(message.max_slowdown_percent, budget_terms=terms)
+
+
+def _signal_rule(kind: SignalKind, message: job_pb2.LeastSignal) -> SignalRule:
+    match message.WhichOneof("time"):
+        case "extra_time":
+            return SignalRule(kind, ExtraTime(message.extra_time.percent, message.extra_time.horizon_s))
+        case "work_until":
+            work = message.work_until
+            end_s = time_from_proto("work_until.end_time", work.end_time)
+            return SignalRule(kind, work_until=WorkUntil(work.iteration_count, end_s))
+    return SignalRule(kind)
 
 
 def policy_to_proto(policy: OperatingPolicy) -> job_pb2.OperatingPolicy:
@@ -96,6 +128,15 @@ def policy_to_proto(policy: OperatingPolicy) -> job_pb2.OperatingPolicy:
         message.deadline.time_s = deadline.time_s
     elif policy.max_average_power_w is not None:
         message.max_average_power_w = policy.max_average_power_w
+    elif (rule := policy.signal) is not None:
+        least = message.least_carbon if rule.kind is SignalKind.CARBON else message.least_cost
+        least.SetInParent()
+        if rule.extra_time is not None:
+            least.extra_time.percent = rule.extra_time.percent
+            least.extra_time.horizon_s = rule.extra_time.horizon_s
+        if rule.work_until is not None:
+            least.work_until.iteration_count = rule.work_until.iteration_count
+            least.work_until.end_time.CopyFrom(time_to_proto(rule.work_until.end_s))
     elif policy.max_slowdown_percent == 0:
         message.no_slowdown.SetInParent()
     else:
@@ -216,6 +257,8 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         figures=_figures_to_proto(view.figures),
         budget_iteration_time_s=view.budget_time_s,
     )
+    if view.signal_pacing is not None:
+        job.signal_pacing.CopyFrom(pacing_to_proto(view.signal_pacing))
     if view.no_slowdown is not None:
         job.no_slowdown_time.CopyFrom(no_slowdown_to_proto(view.no_slowdown))
     if (baseline := view.baseline) is not None:
@@ -231,6 +274,19 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
     if view.details is not None:
         _add_details(job, view.details)
     return job
+
+
+def pacing_to_proto(pacing: SignalPacing) -> job_pb2.SignalPacing:
+    """Return how a job runs by a signal."""
+    return job_pb2.SignalPacing(
+        state=_PACING_STATE[pacing.state],
+        begin_time=time_to_proto(pacing.window.begin_s),
+        end_time=time_to_proto(pacing.window.end_s),
+        iteration_count=pacing.window.iteration_count,
+        done_count=pacing.done_count,
+        iteration_time_s=pacing.pace_s,
+        value_per_kwh=pacing.value,
+    )
 
 
 def no_slowdown_to_proto(found: NoSlowdown) -> job_pb2.NoSlowdownTime:

@@ -57,6 +57,7 @@
     ├── AddressUnavailableError
     ├── CertificatesUnusableError
     ├── TokenFileUnusableError
+    ├── SignalUnusableError
     └── DatabaseUnavailableError
     StoreFailedError                the database fails while the coordinator runs: it stops
 
@@ -456,6 +457,12 @@ class TokenFileUnusableError(StartupError):
     """The operator's token can't be read or written; the cause names its file."""
 
     template = "{cause}"
+
+
+class SignalUnusableError(StartupError):
+    """A signal can't be read as it is set; the cause says why."""
+
+    template = "signals.{signal}: {cause}"
 
 
 class DatabaseUnavailableError(StartupError):

@@ -17,6 +17,7 @@ from perseus.service.domain.model import (
     RefusalReason,
 )
 from perseus.service.domain.profiling import ClockGivenUpReason, ProfilingCost, ProfilingLimit
+from perseus.service.domain.signals import SignalKind, SignalPacing
 from perseus.service.domain.specification import Coordinates, OperatingPolicy, Parallelism
 from perseus.service.domain.stall import Stall
 from perseus.solver import Kind
@@ -345,6 +346,15 @@ class BudgetPaced:
     is_urgent: bool
 
 
+@dataclass(frozen=True, slots=True)
+class SignalPaced:
+    """A signal says how long iterations are to take; `before_iteration_time_s` is None for no slowdown."""
+
+    kind: SignalKind
+    pacing: SignalPacing
+    before_iteration_time_s: float | None
+
+
 Evidence = (
     Registered
     | StateChanged
@@ -372,6 +382,7 @@ Evidence = (
     | GpuLimitsChanged
     | MeasurementsUnexplained
     | BudgetPaced
+    | SignalPaced
     | Stall
 )
 
@@ -404,6 +415,7 @@ EVIDENCE: Mapping[EventType, type[Evidence]] = {
     EventType.GPU_LIMITS_CHANGED: GpuLimitsChanged,
     EventType.MEASUREMENTS_UNEXPLAINED: MeasurementsUnexplained,
     EventType.BUDGET_PACED: BudgetPaced,
+    EventType.SIGNAL_PACED: SignalPaced,
     EventType.STALLED: Stall,
     EventType.STALL_ENDED: Stall,
 }

@@ -17,6 +17,7 @@ from perseus.service.domain.model import (
     RefusalReason,
     Straggler,
 )
+from perseus.service.domain.signals import PacingState, SignalRule, WorkWindow
 from perseus.service.domain.specification import Coordinates, OperatingPolicy, Registration
 from perseus.service.domain.telemetry import TelemetryBatch
 from perseus.solver import MAX_CLOCK_MHZ, Frontier, Plan, Refinement
@@ -151,6 +152,21 @@ class PaceOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class SignalPaced:
+    """A signal says how long iterations are to take, on the frontier's scale; None: it slows nothing down.
+
+    `rule`: what that is to keep; it counts only while the job's policy is it. `window`: the work, and the
+    time for it; another one than before begins with nothing done. `value`: the signal's, None if not known.
+    """
+
+    rule: SignalRule
+    window: WorkWindow
+    state: PacingState
+    pace_s: float | None
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class CeilingOrdered:
     """A power budget wants no clock above this one where a GPU computes under no plan; None ends that.
 
@@ -282,6 +298,7 @@ Input = (
     | StragglerCleared
     | PolicySet
     | PaceOrdered
+    | SignalPaced
     | CeilingOrdered
     | RegisteredAgain
     | Abandoned

@@ -102,6 +102,7 @@ class EventType(enum.Enum):
     GPU_LIMITS_CHANGED = "GPU limits changed"
     MEASUREMENTS_UNEXPLAINED = "measurements unexplained"
     BUDGET_PACED = "budget paced"
+    SIGNAL_PACED = "signal paced"
 
 
 class FaultyPart(enum.Enum):

@@ -7,6 +7,7 @@ from perseus.service.domain.ledger import EnergyHour
 from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import Ceiling, JobState, PipelineOffer, Rank, StockIteration, Straggler
 from perseus.service.domain.profiling import GivenUpClock, ProfilingCost
+from perseus.service.domain.signals import SignalPacing
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Registration
 from perseus.service.domain.stall import Stall
 from perseus.service.domain.telemetry import IterationColumns
@@ -21,7 +22,8 @@ class JobRecord:
     the job does not get on, None once it does. `baseline_request_ids`: the latest requests to measure the
     baseline again. `broken_promise_count`: promises of plans that were broken and not made up for.
     `set_latency_s`: of the GPUs, as plans are made with it; 0 before it is known. `pace_s`: what a power
-    budget makes iterations take, None if none does; `ceiling`: as one ordered it last.
+    budget makes iterations take, None if none does; `ceiling`: as one ordered it last. `pacing`: how it runs
+    by a signal, None where it does not, or was not told yet.
     """
 
     policy: OperatingPolicy
@@ -41,6 +43,7 @@ class JobRecord:
     set_latency_s: float = 0.0
     pace_s: float | None = None
     ceiling: Ceiling | None = None
+    pacing: SignalPacing | None = None
 
 
 MOST_REQUEST_IDS = 64

@@ -21,6 +21,7 @@ from perseus.service.domain.errors import (
     PipelineOutOfRangeError,
     RankOutOfRangeError,
 )
+from perseus.service.domain.signals import SignalRule
 from perseus.solver import Computation, Path, Schedule, gpipe, one_forward_one_backward
 
 _JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -214,12 +215,13 @@ class BudgetTerms:
 
 @dataclass(frozen=True, slots=True)
 class OperatingPolicy:
-    """Where on the frontier a job runs without a straggler: one rule of three.
+    """Where on the frontier a job runs without a straggler: one rule of four.
 
     Attributes:
         max_slowdown_percent: how much slower than T_min; 0 is no slowdown.
         deadline: as slow as it allows.
         max_average_power_w: as fast as this cap on a pipeline's average power allows.
+        signal: slower while energy is dirty or dear, faster while it is not.
         budget_terms: what a power budget may do to it; None where nothing is said.
     """
 
@@ -227,6 +229,7 @@ class OperatingPolicy:
     deadline: Deadline | None = None
     max_average_power_w: float | None = None
     budget_terms: BudgetTerms | None = None
+    signal: SignalRule | None = None
 
     def __str__(self) -> str:
         return self._rule() if self.budget_terms is None else f"{self._rule()}; {self.budget_terms}"
@@ -236,6 +239,8 @@ class OperatingPolicy:
             return f"{self.deadline.iteration_count} iterations within {self.deadline.time_s:g} s"
         if self.max_average_power_w is not None:
             return f"at most {self.max_average_power_w:g} W a pipeline"
+        if self.signal is not None:
+            return str(self.signal)
         return f"at most {self.max_slowdown_percent:g} % slower than T_min"
 
     def check(self) -> None:
@@ -251,6 +256,8 @@ class OperatingPolicy:
             power_w = self.max_average_power_w
             check_range("policy.max_average_power_w", power_w, MIN_POWER_W, MAX_PIPELINE_POWER_W)
         check_range("policy.max_slowdown_percent", self.max_slowdown_percent, 0, 100)
+        if self.signal is not None:
+            self.signal.check()
         if self.budget_terms is not None:
             self.budget_terms.check()
 

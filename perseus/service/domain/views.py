@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from perseus.service.domain.figures import JobFigures
 from perseus.service.domain.model import JobState, NoSlowdown, RankState, StockIteration
 from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost, ProfilingProgress
+from perseus.service.domain.signals import SignalPacing
 from perseus.service.domain.specification import JobSpec, OperatingPolicy, Parallelism
 from perseus.service.domain.stall import Stall
 
@@ -71,4 +72,6 @@ class JobView:
     """What was measured lately."""
     budget_time_s: float | None = None
     """What a power budget makes its iterations take, on the frontier's scale; None if none holds it back."""
+    signal_pacing: SignalPacing | None = None
+    """How it runs by a signal; None where it does not, or was not told yet."""
     details: JobDetails | None = None

@@ -138,7 +138,7 @@ class Course:
             self.limiter.ceiling = record.ceiling
             self.planner.policy, self.planner.lag_s = record.policy, record.lag_s
             self.planner.latency.planned_s = record.set_latency_s
-            self.planner.pace_s = record.pace_s
+            self.planner.pace_s, self.planner.pacing = record.pace_s, record.pacing
             self.baseline.iteration = record.baseline
             self.is_profile_complete = record.is_profile_complete
             self.stragglers.restore(record.stragglers)
@@ -280,6 +280,7 @@ class Course:
             if period != last:
                 self.journal.store(period)
         self.journal.store(self.meter.take(complete, self.log.latest_baseline, self.wall_time_s))
+        self.planner.count_done(sum(1 + iteration.skipped_count for iteration in complete))
         self.offers.iteration_time_s = complete[-1].iteration_time_s
         for iteration in complete:
             gap_s = self.progress.silence_s(self.now_s)

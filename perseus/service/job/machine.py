@@ -48,6 +48,7 @@ from perseus.service.domain.inputs import (
     RefineFailed,
     RegisteredAgain,
     ResumeRequested,
+    SignalPaced,
     Solved,
     SolveFailed,
     SolveRetried,
@@ -169,6 +170,7 @@ class JobMachine(VisibleRun):
             planner.latency.planned_s,
             planner.pace_s,
             course.limiter.ceiling,
+            planner.pacing,
         )
         if figures != self._stored_figures:  # of every message; most change none of them
             self._stored_figures = figures
@@ -321,6 +323,13 @@ class JobMachine(VisibleRun):
         if self._planner.order_pace(event.deadline_s, is_urgent=event.is_urgent):
             self._course.retarget(is_urgent=event.is_urgent)
 
+    def _on_signal_paced(self, event: SignalPaced, _now_s: float) -> None:
+        self._course.check_running()
+        if event.pace_s is not None:
+            check_range("pace_s", event.pace_s, MIN_DURATION_S, MAX_DURATION_S)
+        if self._planner.order_signal_pace(event):
+            self._course.retarget()
+
     def _on_ceiling_ordered(self, event: CeilingOrdered, _now_s: float) -> None:
         self._course.limit(event.to_ceiling())
 
@@ -421,6 +430,7 @@ _HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
     StragglerCleared: JobMachine._on_straggler_cleared,
     PolicySet: JobMachine._on_policy_set,
     PaceOrdered: JobMachine._on_pace_ordered,
+    SignalPaced: JobMachine._on_signal_paced,
     CeilingOrdered: JobMachine._on_ceiling_ordered,
     FinishRequested: JobMachine._on_finish_requested,
     ResumeRequested: JobMachine._on_resume_requested,

@@ -34,6 +34,7 @@ from perseus.service.domain.inputs import (
     SolveRetried,
     Tick,
 )
+from perseus.service.domain.job_pacing import JobPacing
 from perseus.service.domain.job_power import JobPower
 from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
 from perseus.service.domain.model import (
@@ -229,6 +230,7 @@ class QuarantinedRun:
             finish_time_s=record.finish_time_s,
             last_event_sequence=self._sequence,
             figures=self.figures(),
+            signal_pacing=record.pacing,
         )
 
     def details(self) -> JobDetails:
@@ -252,6 +254,10 @@ class QuarantinedRun:
     def power(self) -> JobPower:
         """What it draws is not measured any more."""
         return JobPower(None, self._record.policy.budget_terms or BudgetTerms())
+
+    def pacing(self) -> JobPacing | None:
+        """No signal paces it."""
+        return None
 
     def hostnames(self) -> list[str]:
         """Return the hosts that the ranks are on, or were last, in their order; "" where none is known."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from perseus.service.domain.errors import JobNotSolvedError, TimelineNotReadyError
 from perseus.service.domain.figures import JobFigures, RankColumns
+from perseus.service.domain.job_pacing import JobPacing
 from perseus.service.domain.job_power import JobPower
 from perseus.service.domain.measured import MeasuredTimeline, Period, Powers, Saving
 from perseus.service.domain.model import Ceiling, JobState, Rank, RankFilter
@@ -110,6 +111,7 @@ class VisibleRun:
             last_event_sequence=self.last_event_sequence,
             figures=self.figures(),
             budget_time_s=self._planner.pace_s,
+            signal_pacing=self._planner.pacing,
         )
 
     def details(self) -> JobDetails:
@@ -162,6 +164,10 @@ class VisibleRun:
             is_changing=latest.is_touched or latest.versions != self._offers.versions,
             is_in_force=self._offers.are_in_force,
         )
+
+    def pacing(self) -> JobPacing | None:
+        """Return what it wants of a signal, and can do; None if its policy follows none."""
+        return self._planner.job_pacing(is_planned=self.state is JobState.PLANNED)
 
     def hostnames(self) -> list[str]:
         """Return the hosts that the ranks are on, or were last, in their order; "" where none is known."""

@@ -6,6 +6,7 @@ clients may ask, `agents` what agents say; the writer stores everything before a
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import structlog
 
@@ -21,8 +22,10 @@ from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.ledger import Ledger
 from perseus.service.shell.live_runs import LiveRuns
+from perseus.service.shell.pacing import Pacing
 from perseus.service.shell.power import Power
 from perseus.service.shell.quotas import Quotas
+from perseus.service.shell.signals import NamedSignal, Signals
 from perseus.service.shell.tokens import Tokens
 from perseus.service.shell.writer import Writer
 from perseus.service.solving.job_lane import JobLane
@@ -53,6 +56,8 @@ class Coordinator:
         tokens: who they are.
         ledger: what jobs have used and saved.
         power: budgets on what they draw.
+        signals: of carbon and price.
+        pacing: of jobs that follow them.
         quotas: what each of them has, and may have.
         live: the jobs' latest runs.
         writer: what stores.
@@ -71,6 +76,7 @@ class Coordinator:
         limits: Limits | None = None,
         rates: Rates = UNKNOWN,
         feeds: Feeds = NO_FEEDS,
+        signals: Sequence[NamedSignal] = (),
     ) -> None:
         self._store = store
         self._retention = retention
@@ -79,14 +85,18 @@ class Coordinator:
         self.lag_s = self.late_total_s = 0.0
         self.store_size_bytes: int | None = None
         self.job_solver, self.request_solver = job_solver, request_solver
-        rates_at = constant(rates)
-        self.live = LiveRuns(store, self.writer, job_solver, rules, self._clock, rates_at)
+        self.signals = Signals(signals, rates)
+        self.live = LiveRuns(store, self.writer, job_solver, rules, self._clock, self._rates_at)
         self.quotas = Quotas(limits or Limits(), time.monotonic)
         self.jobs = Jobs(store, self.writer, request_solver, self.live, self.quotas)
         self.agents = Agents(store, self.writer, self.live, feeds)
         self.tokens = Tokens(store, self.writer)
-        self.ledger = Ledger(store, self.writer, rates_at)
+        self.ledger = Ledger(store, self.writer, constant(rates))
         self.power = Power(store, self.writer, self.live, self.quotas, feeds, retention)
+        self.pacing = Pacing(self.live, self.signals, self.power.shares)
+
+    def _rates_at(self, job_id: str, time_s: float) -> Rates:
+        return self.signals.rates_at(self.power.shares(job_id), time_s)
 
     async def start(self) -> None:
         """Load what is stored, and go on with it."""
@@ -106,6 +116,8 @@ class Coordinator:
             self.writer.run(),
             self._tick(),
             self.power.run(),
+            self.signals.run(),
+            self.pacing.run(),
             self._prune(),
             self._store.watch(),
         )

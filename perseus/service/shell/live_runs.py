@@ -56,7 +56,7 @@ from perseus.service.domain.inputs import (
     SolveRetried,
     Tick,
 )
-from perseus.service.domain.ledger import EnergyHour, RatesAt
+from perseus.service.domain.ledger import EnergyHour, Rates
 from perseus.service.domain.model import EventType, FaultyPart, Rank
 from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob, UnreadableJob
 from perseus.service.domain.specification import Coordinates, JobSpec
@@ -150,8 +150,9 @@ class LiveRuns:
         solver: JobLane,
         rules: Rules,
         clock: JobClock,
-        rates_at: RatesAt,
+        rates_at: Callable[[str, float], Rates],
     ) -> None:
+        """`rates_at`: what is assumed of a job's energy at a time of the wall clock."""
         self.epoch = ""
         self.rules = rules
         self.clock = clock
@@ -461,7 +462,7 @@ class LiveRuns:
         for command in commands:
             match command:
                 case Store(EnergyHour() as hour):
-                    to_store.append(JobEntry(job_id, number, priced(hour, self._rates_at)))
+                    to_store.append(JobEntry(job_id, number, priced(hour, partial(self._rates_at, job_id))))
                 case Store(record):
                     to_store.append(JobEntry(job_id, number, record))
                     if isinstance(record, _SHOWN):

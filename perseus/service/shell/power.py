@@ -9,7 +9,7 @@ A fault in it is logged, and the fleet begun anew from the budgets that were acc
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -256,15 +256,16 @@ class Power:
 
     async def _look(self, changed: set[str]) -> None:
         """Tell the fleet what has changed, which empties the set, and the jobs what follows."""
-        while self._inbox:
-            self._tell(self._inbox.popleft())
+        # Budgets first, by themselves: a ceiling's way down begins at what is drawn then, and that is what
+        # jobs that are known draw. After a restart none is, and those that come keep the limit at once.
+        inbox = list(self._inbox)
+        self._inbox.clear()
+        self._tell(inbox)
         looked_at = list(changed)
         changed.clear()
-        for job_id in looked_at:
-            if (event := await self._jobs.follow(job_id)) is not None:
-                self._tell(event)
-        self._tell(self._jobs.measured(self._since_look_s()))
-        self._tell(Tick())
+        found = [await self._jobs.follow(job_id) for job_id in looked_at]
+        of_jobs = (event for event in found if event is not None)
+        self._tell([*of_jobs, self._jobs.measured(self._since_look_s()), Tick()])
         self._jobs.order(self._fleet, self._is_urgent)
         self._is_urgent.clear()
         self._forget()
@@ -275,9 +276,13 @@ class Power:
         before_s, self._looked_s = self._looked_s, self.now_s()
         return min(MOST_PERIOD_S, max(LEAST_PERIOD_S, self._looked_s - before_s))
 
-    def _tell(self, event: Input) -> None:
-        """Let the fleet take an input; its paces are ordered when this look ends."""
-        for command in self._fleet.handle(event, self.now_s()):
+    def shares(self, job_id: str) -> Mapping[str, float]:
+        """Return the share of a job's GPUs that is on each feed; empty where nothing is known."""
+        return self._jobs.shares(job_id)
+
+    def _tell(self, events: Iterable[Input]) -> None:
+        """Let the fleet take inputs, if there are any; its paces are ordered when this look ends."""
+        for command in self._fleet.handle_all(events, self.now_s()):
             match command:
                 case SetPace(job_id, _, is_urgent):
                     self._is_urgent[job_id] = is_urgent

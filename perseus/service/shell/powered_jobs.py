@@ -100,6 +100,11 @@ class PoweredJobs:
             {job_id for job_id in changing if self._jobs[job_id].power.is_in_force},
         )
 
+    def shares(self, job_id: str) -> Mapping[str, float]:
+        """Return the share of a job's GPUs that is on each feed; empty where it is not reckoned with."""
+        known = self._jobs.get(job_id)
+        return {} if known is None else known.shares
+
     def order(self, fleet: FleetMachine, urgent: Mapping[str, bool]) -> None:
         """Order the paces and ceilings that the fleet wants. `urgent`: of the paces that it just changed."""
         for job_id, known in list(self._jobs.items()):

@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.fleet.signals.series import HOUR_S, MAX_TIME_S, MAX_VALUE, Signal, SignalKind
+from perseus.service.domain.signals import HOUR_S, MAX_SIGNAL_TIME_S, SignalKind
+from perseus.service.fleet.signals.series import MAX_VALUE, Signal
 
 TIME_COLUMN = "timestamp"
 _MOST_ROWS = 1_000_000
@@ -84,8 +85,8 @@ def _time_s(path: Path, line: int, text: str | None) -> float:
             expected = "a time in ISO 8601, or seconds since 1970"
             raise _refusal(path, line, TIME_COLUMN, expected, repr(found)) from None
         time_s = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-    if not 0 <= time_s <= MAX_TIME_S:
-        raise _refusal(path, line, TIME_COLUMN, f"0 to {MAX_TIME_S:g} s since 1970", repr(found))
+    if not 0 <= time_s <= MAX_SIGNAL_TIME_S:
+        raise _refusal(path, line, TIME_COLUMN, f"0 to {MAX_SIGNAL_TIME_S:g} s since 1970", repr(found))
     return time_s
 
 

@@ -233,6 +233,11 @@ def registers() -> list[Message]:
         job_pb2.OperatingPolicy(deadline=job_pb2.Deadline(iteration_count=1, time_s=1)),
         job_pb2.OperatingPolicy(max_average_power_w=1),
         job_pb2.OperatingPolicy(budget_terms=job_pb2.BudgetTerms(tolerance_percent=1, weight=1)),
+        *(
+            job_pb2.OperatingPolicy(**{rule: job_pb2.LeastSignal(**{time: value})})  # type: ignore[arg-type]
+            for rule in ("least_carbon", "least_cost")
+            for time, value in signal_times().items()
+        ),
     ]
     specs = [spec(policy=policy) for policy in policies]
     specs.append(spec(schedule=computation_pb2.Schedule(explicit=explicit)))
@@ -264,6 +269,12 @@ def asked() -> list[Message]:
         *budgets(),
         power_service_pb2.ListBudgetsRequest(page_size=1),
     ]
+
+
+def signal_times() -> dict[str, Message]:
+    until = job_pb2.WorkUntil(iteration_count=1)
+    until.end_time.FromSeconds(4_000_000_000)
+    return {"extra_time": job_pb2.ExtraTime(percent=1, horizon_s=7200), "work_until": until}
 
 
 def budgets() -> list[Message]:

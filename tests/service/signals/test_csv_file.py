@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from perseus.service.fleet.signals.series import SignalKind
+from perseus.service.domain.signals import SignalKind
 from perseus.service.signals.csv_file import SignalFileError, read_signal_csv
 from tests.published_data import PUBLISHED_DATA
 

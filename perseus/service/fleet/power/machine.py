@@ -15,7 +15,7 @@ them; one without plans as `ceilings` says.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from perseus.service.domain.power import Budget, Feed, FeedStatus
@@ -122,7 +122,17 @@ class FleetMachine:
 
     def handle(self, event: Input, now_s: float) -> list[Command]:
         """Take what has happened; return what is to be done."""
-        self._handlers[type(event)](event, now_s)
+        return self.handle_all((event,), now_s)
+
+    def handle_all(self, events: Iterable[Input], now_s: float) -> list[Command]:
+        """Take all that has happened; return what is to be done.
+
+        Each costs what it changes. What is decided over all jobs is decided once, however many have changed.
+        """
+        is_measured_only = True
+        for event in events:
+            self._handlers[type(event)](event, now_s)
+            is_measured_only &= isinstance(event, PowerMeasured)
         for budget_id in [b.budget_id for b in self._budgets.values() if b.is_over(now_s)]:
             del self._budgets[budget_id]
         for name, watch in self._watches.items():
@@ -130,7 +140,7 @@ class FleetMachine:
             others_w = self._others_w().get(name, 0.0)
             watch.move(self._on(name), now_s, self._expected_w(name), most_w + others_w)
         # Measurements wait for the next second: there may be many, and one look is enough for all.
-        commands = [] if isinstance(event, PowerMeasured) else self._steer(now_s)
+        commands = [] if is_measured_only else self._steer(now_s)
         return commands + self._statuses(now_s)
 
     def wake_s(self, now_s: float) -> float:

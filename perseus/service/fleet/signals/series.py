@@ -4,34 +4,22 @@ Sources fail. A value that has not been followed goes on to count for a while (w
 jump), and then nothing is known: whoever runs by the signal then runs as if there were none.
 """
 
-import enum
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perseus.service.domain.bounds import check_range
 from perseus.service.domain.errors import InvalidFieldError
+from perseus.service.domain.signals import HOUR_S, MAX_SIGNAL_TIME_S, SignalKind
 
 Floats = NDArray[np.float64]
 
-HOUR_S = 3600.0
 MAX_VALUE = 1e6
 """Of any signal, either way: prices are negative at times."""
-MAX_TIME_S = 1e11
-"""Since 1970: three thousand years."""
-
-
-class SignalKind(enum.Enum):
-    """What a signal tells of a kilowatt-hour."""
-
-    CARBON = "carbon"
-    """gCO2."""
-    PRICE = "price"
-    """Of the operator's currency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +51,14 @@ class Signal:
         least = 0.0 if self.kind is SignalKind.CARBON else -MAX_VALUE
         before_s = -1.0
         for index, (time_s, value) in enumerate(zip(self.times_s, self.values, strict=True)):
-            check_range(f"times_s[{index}]", time_s, 0, MAX_TIME_S)
+            check_range(f"times_s[{index}]", time_s, 0, MAX_SIGNAL_TIME_S)
             check_range(f"values[{index}]", value, least, MAX_VALUE)
             if time_s <= before_s:
                 expected = f"after the one before, {before_s:g}"
                 raise InvalidFieldError(field=f"times_s[{index}]", expected=expected, found=f"{time_s:g}")
             before_s = time_s
-        check_range("valid_s", self.valid_s, 1, MAX_TIME_S)
-        check_range("stale_s", self.stale_s, 0, MAX_TIME_S)
+        check_range("valid_s", self.valid_s, 1, MAX_SIGNAL_TIME_S)
+        check_range("stale_s", self.stale_s, 0, MAX_SIGNAL_TIME_S)
 
     def value_at(self, now_s: float) -> float | None:
         """Return what counts at a time; None before the first value, and where the one before is too old."""
@@ -95,9 +83,22 @@ class Signal:
         An hour has the mean of what counts in it; where nothing does, what lies between its neighbours.
         """
         first_s = HOUR_S * math.ceil(self.times_s[0] / HOUR_S)
-        last_s = min(end_s, self.times_s[-1] + self.valid_s)
+        last_s = min(end_s, self.known_end_s)
         count = max(0, int((last_s - first_s) // HOUR_S))
-        edges_s = first_s + HOUR_S * np.arange(count + 1)
+        means = self.means(first_s + HOUR_S * np.arange(count + 1, dtype=np.float64))
+        is_known = ~np.isnan(means)
+        hours = np.arange(count)
+        if not is_known.any():
+            return first_s, np.empty(0)
+        return first_s, np.interp(hours, hours[is_known], means[is_known])
+
+    @property
+    def known_end_s(self) -> float:
+        """Until when the last value is meant."""
+        return self.times_s[-1] + self.valid_s
+
+    def means(self, edges_s: Floats) -> Floats:
+        """Return the mean of what counts between each two times `[N + 1]`; NaN where nothing does `[N]`."""
         begins_s, values = np.asarray(self.times_s, float), np.asarray(self.values, float)
         ends_s = np.minimum(np.append(begins_s[1:], np.inf), begins_s + self.valid_s + self.stale_s)
         # What has been counted until each time, and for how long anything has: both rise piece by piece.
@@ -107,11 +108,22 @@ class Signal:
         sums[::2] -= values * lengths_s
         known_s = np.repeat(np.cumsum(lengths_s), 2)
         known_s[::2] -= lengths_s
-        in_hour = np.diff(np.interp(edges_s, knots_s, sums))
-        in_hour_s = np.diff(np.interp(edges_s, knots_s, known_s))
-        is_known = in_hour_s > 1e-6
-        hours = np.arange(count)
-        if not is_known.any():
-            return first_s, np.empty(0)
-        means = in_hour[is_known] / in_hour_s[is_known]
-        return first_s, np.interp(hours, hours[is_known], means)
+        between = np.diff(np.interp(edges_s, knots_s, sums))
+        between_s = np.diff(np.interp(edges_s, knots_s, known_s))
+        means: Floats = np.full(len(between), np.nan)
+        np.divide(between, between_s, out=means, where=between_s > 1e-6)
+        return means
+
+    def after(self, before: "Signal | None", since_s: float) -> "Signal":
+        """Return this one with what an earlier one has of the time before it, back to a time.
+
+        What was forecast for a time that this one tells of counts no more.
+        """
+        if before is None:
+            return self
+        first, end = bisect_left(before.times_s, since_s), bisect_left(before.times_s, self.times_s[0])
+        return replace(
+            self,
+            times_s=(*before.times_s[first:end], *self.times_s),
+            values=(*before.values[first:end], *self.values),
+        )

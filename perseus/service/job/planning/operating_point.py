@@ -117,14 +117,15 @@ def target_times_s(
     baseline_time_s: float,
     straggler_times_s: Mapping[int, float],
     pipeline_count: int,
+    signal_pace_s: float | None = None,
 ) -> tuple[float, ...]:
     """Return the iteration time that each pipeline may take.
 
     Without a straggler that is what the policy says. With stragglers the slowest of them is
     waited for, so every other pipeline may take min(T_slow, T'); the stragglers themselves must not get any
-    slower.
+    slower. `signal_pace_s` as of `own_time_s`.
     """
-    own_s = own_time_s(frontier, policy, baseline_time_s)
+    own_s = own_time_s(frontier, policy, baseline_time_s, signal_pace_s)
     others_s = max([own_s, min(frontier.t_slow_s, max(straggler_times_s.values(), default=0.0))])
     return tuple(own_s if pipeline in straggler_times_s else others_s for pipeline in range(pipeline_count))
 
@@ -142,10 +143,13 @@ def paced_times_s(
     )
 
 
-def own_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float) -> float:
+def own_time_s(
+    frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float, signal_pace_s: float | None = None
+) -> float:
     """Return the iteration time that a pipeline may take that waits for nobody: from T_min to T*.
 
-    A slowdown is against stock.
+    A slowdown is against stock. `signal_pace_s`: what a policy that follows a signal was told for now; None
+    while the signal slows nothing down.
     """
     if policy.deadline is not None:
         pace_s = policy.deadline.time_s / policy.deadline.iteration_count
@@ -155,6 +159,8 @@ def own_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: flo
         powers_w = [point.energy_j / point.iteration_time_s for point in frontier.points]
         first = bisect_left(powers_w, -policy.max_average_power_w, key=lambda power_w: -power_w)
         return frontier.points[min(first, len(frontier.points) - 1)].iteration_time_s
+    elif policy.signal is not None and signal_pace_s is not None:
+        wanted_s = signal_pace_s
     else:
         wanted_s = no_slowdown(frontier, baseline_time_s).time_s * (1 + policy.max_slowdown_percent / 100)
     return max(frontier.t_min_s, min(wanted_s, frontier.t_star_s))

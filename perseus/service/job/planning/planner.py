@@ -11,9 +11,12 @@ from functools import partial
 
 from perseus.service.domain import evidence
 from perseus.service.domain.commands import DropSolve, SlowPlan, Solve
+from perseus.service.domain.inputs import SignalPaced
+from perseus.service.domain.job_pacing import JobPacing, PacingBasis
 from perseus.service.domain.job_power import CurveBasis
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import Clocks, EventType, NoSlowdown, PlannedClocks, Straggler
+from perseus.service.domain.signals import PacingState, SignalPacing
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.journal import Journal
@@ -55,6 +58,7 @@ class Planner:
     Attributes:
         policy: the operating policy now in force.
         pace_s: what a power budget makes iterations take, on the frontier's scale; None if none does.
+        pacing: how the job runs by a signal; None where its policy follows none, or nothing was told yet.
         frontier: once solved; it stays until a newer one is there, or it is dropped.
         is_solving: whether an answer is to come.
         is_in_vain: whether it is of no use any more.
@@ -77,6 +81,7 @@ class Planner:
     ) -> None:
         self.policy = policy
         self.pace_s: float | None = None
+        self.pacing: SignalPacing | None = None
         self.frontier: Frontier | None = None
         self.is_solving = False
         self.is_in_vain = False
@@ -225,6 +230,8 @@ class Planner:
             policy = replace(policy, budget_terms=self.policy.budget_terms)
         is_news = policy != self.policy
         if is_news:
+            if policy.signal != self.policy.signal:
+                self.pacing = None  # what was spent was of another rule
             self.policy = policy
             self._journal.announce(EventType.POLICY_SET, f"policy: {policy}", evidence.PolicySet(policy))
         return is_news
@@ -245,6 +252,52 @@ class Planner:
         )
         return True
 
+    def order_signal_pace(self, order: SignalPaced) -> bool:
+        """Take what a signal makes iterations take; tell whether that is another time.
+
+        The slower of this pace and a budget's counts (`retarget`).
+        """
+        if order.rule != self.policy.signal:
+            return False
+        before = self.pacing
+        before_s = None if before is None else before.pace_s
+        is_same_window = before is not None and before.window == order.window
+        self.pacing = SignalPacing(
+            order.window,
+            order.state,
+            order.pace_s,
+            order.value,
+            before.done_count if before is not None and is_same_window else 0,
+        )
+        if before is None or (before_s, before.state) != (order.pace_s, order.state):
+            self._journal.announce(
+                EventType.SIGNAL_PACED,
+                _pacing_text(self.pacing, order.rule.kind.value),
+                evidence.SignalPaced(order.rule.kind, self.pacing, before_s),
+            )
+        return before_s != order.pace_s
+
+    def count_done(self, iteration_count: int) -> None:
+        """Count iterations of the job: the work that a signal's window is for."""
+        if self.pacing is not None:
+            self.pacing = replace(self.pacing, done_count=self.pacing.done_count + iteration_count)
+
+    def job_pacing(self, *, is_planned: bool) -> JobPacing | None:
+        """Return what whoever paces the job by a signal is to know; None if its policy follows none."""
+        rule = self.policy.signal
+        if rule is None:
+            return None
+        basis = None
+        if is_planned and self.frontier is not None and self._policy_in_use() is self.policy:
+            baseline_s = self._baseline.time_s
+            full_s = no_slowdown(self.frontier, baseline_s).time_s
+            basis = PacingBasis(self.frontier, full_s, overhead_s(self.frontier, baseline_s))
+        return JobPacing(rule, self.pacing, basis)
+
+    @property
+    def _signal_pace_s(self) -> float | None:
+        return None if self.pacing is None else self.pacing.pace_s
+
     def curve_basis(self) -> CurveBasis | None:
         """Return what the job's powers and speeds are made from; None while there is no frontier."""
         if self.frontier is None:
@@ -260,7 +313,7 @@ class Planner:
 
     def _own_times_s(self, frontier: Frontier) -> tuple[float, float]:
         """Return what the policy lets an iteration of a pipeline take, and what the plan for it takes."""
-        own_s = own_time_s(frontier, self._policy_in_use(), self._baseline.time_s)
+        own_s = own_time_s(frontier, self._policy_in_use(), self._baseline.time_s, self._signal_pace_s)
         return own_s, self._exact.plan_within(frontier, own_s).iteration_time_s
 
     def announce_straggler(self, straggler: Straggler) -> None:
@@ -289,6 +342,7 @@ class Planner:
             self._baseline.time_s,
             self.straggler_times_s(),
             len(self._offers),
+            self._signal_pace_s,
         )
         if self.pace_s is not None and (basis := self.curve_basis()) is not None:
             targets_s = paced_times_s(self.frontier, targets_s, self.pace_s, basis.slowdowns)
@@ -367,3 +421,19 @@ class Planner:
         """Check what must always hold."""
         assert self.is_solving or not self.is_in_vain
         assert self._exact.refining is None or (self.frontier is not None and not self.is_solving)
+
+
+def _pacing_text(pacing: SignalPacing, signal: str) -> str:
+    value = "" if pacing.value is None else f" ({pacing.value:g} per kWh)"
+    work = f"{pacing.done_count} of {pacing.window.iteration_count:.0f} iterations are done"
+    match pacing.state:
+        case PacingState.PACED if pacing.pace_s is not None:
+            return f"by the {signal} signal{value}, iterations take {pacing.pace_s:.6f} s; {work}"
+        case PacingState.PACED:
+            return f"by the {signal} signal{value}, there is no slowdown now; {work}"
+        case PacingState.BLIND:
+            return f"nothing is known of the {signal} signal: there is no slowdown; {work}"
+        case PacingState.LATE:
+            return f"the work can't be done in time any more: there is no slowdown; {work}"
+        case PacingState.DONE:
+            return f"the {signal} policy's work is done, or its time is over: there is no slowdown; {work}"

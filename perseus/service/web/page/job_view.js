@@ -14,7 +14,7 @@ import { figure } from "./panel.js";
 import { PeriodsPanel } from "./periods_panel.js";
 import { RanksPanel } from "./ranks_panel.js";
 import { TimelinePanel } from "./timeline_panel.js";
-import { jobState, layout, policy, profiling, profilingCost, rankCount } from "./words.js";
+import { jobState, layout, pacing, policy, profiling, profilingCost, rankCount } from "./words.js";
 
 const SHOW_EVERY_MS = 250;
 const ASK_EVERY_MS = 1_000;
@@ -242,6 +242,7 @@ export class JobView {
     );
     const rule = policy(job.policy);
     const limit_s = job.no_slowdown_time?.iteration_time_s;
-    set("policy", rule.charAt(0).toUpperCase() + rule.slice(1), limit_s ? `not slower than stock up to ${n.seconds(limit_s)}` : "");
+    const note = pacing(job.signal_pacing) || (limit_s ? `not slower than stock up to ${n.seconds(limit_s)}` : "");
+    set("policy", rule.charAt(0).toUpperCase() + rule.slice(1), note);
   }
 }

@@ -64,7 +64,28 @@ export function policy(rule = {}) {
   if (rule.deadline)
     return `${n.count(Number(rule.deadline.iteration_count), "iteration")} within ${n.span(rule.deadline.time_s)}`;
   if (rule.max_average_power_w !== undefined) return `at most ${n.watts(rule.max_average_power_w)} a pipeline`;
+  if (rule.least_carbon) return `least carbon ${timeFor(rule.least_carbon)}`;
+  if (rule.least_cost) return `least cost ${timeFor(rule.least_cost)}`;
   return "no slowdown";
+}
+
+/** The time that there is for least carbon or cost. */
+function timeFor({ extra_time: extra, work_until: work }) {
+  if (extra) return `within ${extra.percent ?? 0} % more time over ${n.span(extra.horizon_s)}`;
+  return work ? `for ${n.count(Number(work.iteration_count), "iteration")} until ${work.end_time}` : "";
+}
+
+/** How a job runs by its signal now, and how far it is; "" where it follows none. */
+export function pacing(told) {
+  if (!told) return "";
+  const why = {
+    SIGNAL_PACING_STATE_BLIND: "nothing is known of the signal: no slowdown",
+    SIGNAL_PACING_STATE_LATE: "the work can't be done in time: no slowdown",
+    SIGNAL_PACING_STATE_DONE: "the work is done, or its time is over: no slowdown",
+  }[told.state];
+  const pace = told.iteration_time_s === undefined ? "no slowdown now" : `iterations of ${n.seconds(told.iteration_time_s)}`;
+  const done = `${told.done_count ?? 0} of ${n.count(Math.round(told.iteration_count), "iteration")}`;
+  return `${why ?? pace}; ${done}`;
 }
 
 /** Which version of a plan: "stock" where there is none. */
@@ -98,7 +119,7 @@ export const EVENT_GROUPS = [
     name: "stragglers",
     types: ["STRAGGLER_REPORTED", "STRAGGLER_CLEARED", "STRAGGLER_DETECTED", "STRAGGLER_WITHDRAWN"],
   },
-  { name: "plans", types: ["SOLVED", "PLAN_OFFERED", "PLAN_IN_FORCE", "POLICY_SET", "PROFILE_CORRECTED", "BUDGET_PACED"] },
+  { name: "plans", types: ["SOLVED", "PLAN_OFFERED", "PLAN_IN_FORCE", "POLICY_SET", "PROFILE_CORRECTED", "BUDGET_PACED", "SIGNAL_PACED"] },
   { name: "profiling", types: ["CLOCK_PROFILED", "CLOCK_GIVEN_UP", "PROFILE_ADOPTED", "PROFILING_ENDED", "BASELINE_REQUESTED"] },
   { name: "ranks", types: ["RANK_CHANGED"] },
   { name: "job", types: ["REGISTERED", "STATE_CHANGED", "RESUMED", "STALL_ENDED"] },

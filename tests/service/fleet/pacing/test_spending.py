@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.fleet.pacing.policy import SignalPolicy, hours_left, look
+from perseus.service.domain.signals import HOUR_S, ExtraTime, WorkWindow
+from perseus.service.fleet.pacing.policy import hours_left, look
 from perseus.service.fleet.pacing.spending import Floats, Pace, SpeedCurve
-from perseus.service.fleet.signals.series import HOUR_S, SignalKind
 
 
 def curve_of(*rows: tuple[float, float]) -> SpeedCurve:
@@ -97,7 +97,7 @@ def test_hours_are_the_clocks() -> None:
     assert hours_left(1.5 * HOUR_S, 1.6 * HOUR_S).tolist() == pytest.approx([0.1 * HOUR_S])
 
 
-POLICY = SignalPolicy.within_extra_time(SignalKind.CARBON, 0.0, 105 * HOUR_S, 5, full_speed=1.0)
+POLICY = WorkWindow.within_extra_time(0.0, ExtraTime(5, 105 * HOUR_S), full_speed=1.0)
 
 
 def test_extra_time_is_a_share_of_the_horizon() -> None:
@@ -123,9 +123,7 @@ def test_work_is_done_in_time_whatever_the_forecast_says(
     forecast: list[float], extra_time_percent: int, is_held_up: bool
 ) -> None:
     """Replanned every hour, by realised paces; `is_held_up`: a budget takes two hours' worth of slack."""
-    policy = SignalPolicy.within_extra_time(
-        SignalKind.CARBON, 0.0, 40 * HOUR_S, extra_time_percent, full_speed=1.0
-    )
+    policy = WorkWindow.within_extra_time(0.0, ExtraTime(extra_time_percent, 40 * HOUR_S), full_speed=1.0)
     now_s = done = 0.0
     while now_s < policy.end_s:
         found = look(policy, CURVE, now_s, done, np.roll(forecast, -int(now_s // HOUR_S)))
@@ -141,8 +139,6 @@ def test_work_is_done_in_time_whatever_the_forecast_says(
 
 def test_impossible_policies_are_refused() -> None:
     with pytest.raises(InvalidFieldError, match="end_s: expected after 5, found 5"):
-        SignalPolicy(SignalKind.PRICE, 5.0, 5.0, 1.0)
+        WorkWindow(5.0, 5.0, 1.0)
     with pytest.raises(InvalidFieldError, match="iteration_count: expected a finite number above 0"):
-        SignalPolicy(SignalKind.PRICE, 5.0, 6.0, 0.0)
-    with pytest.raises(InvalidFieldError, match=r"extra_time_percent: expected 0 to 1000, found -1"):
-        SignalPolicy.within_extra_time(SignalKind.PRICE, 0.0, HOUR_S, -1, 1.0)
+        WorkWindow(5.0, 6.0, 0.0)

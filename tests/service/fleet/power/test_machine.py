@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus.service.domain.power import Budget, Feed, FeedStatus
+from perseus.service.fleet.power import machine as machine_module
+from perseus.service.fleet.power.allocation import allocate
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.service.fleet.power.machine import FleetMachine
 from perseus.service.fleet.power.messages import (
@@ -309,3 +312,30 @@ def test_gpus_in_no_job_count() -> None:
     assert isinstance(told, SetPace)
     status = machine.status("a", 1.0)
     assert 0.9 * 800 < status.managed_w <= 800
+
+
+def test_many_jobs_that_change_at_once_are_decided_upon_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, everything over all jobs would be made once for each of them."""
+    count = 0
+
+    def counting(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return allocate(*args)
+
+    monkeypatch.setattr(machine_module, "allocate", counting)
+    at_once, one_by_one = FleetMachine({"a": FEED}), FleetMachine({"a": FEED})
+    jobs = [JobChanged(demand(f"job-{number}", 1000.0 + number), 1.0) for number in range(200)]
+    for machine in (at_once, one_by_one):
+        machine.handle(BudgetSet(Budget("b", "a", 150_000.0, 0.0)), 0.0)
+    count = 0
+    commands = at_once.handle_all([*jobs, Tick()], 0.0)
+    at_once.validate_state()
+    assert count == 1
+    for event in (*jobs, Tick()):
+        one_by_one.handle(event, 0.0)
+    told = {each.job_id: each.iteration_time_s for each in commands if isinstance(each, SetPace)}
+    assert len(told) > 50
+    names = [f"job-{number}" for number in range(200)]
+    assert [at_once.pace_s(name) for name in names] == [told.get(name) for name in names]
+    assert [at_once.pace_s(name) for name in names] == [one_by_one.pace_s(name) for name in names]

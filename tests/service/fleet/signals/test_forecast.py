@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from perseus.service.domain.signals import SignalKind
 from perseus.service.fleet.signals.forecast import (
     DAY_H,
     LEAST_HISTORY_H,
@@ -12,7 +13,6 @@ from perseus.service.fleet.signals.forecast import (
     persistence,
     seasonal_naive,
 )
-from perseus.service.fleet.signals.series import SignalKind
 from perseus.service.signals.csv_file import read_signal_csv
 from tests.published_data import PUBLISHED_DATA
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.fleet.signals.series import HOUR_S, Signal, SignalKind
+from perseus.service.domain.signals import HOUR_S, SignalKind
+from perseus.service.fleet.signals.series import Signal
 
 CARBON = Signal(SignalKind.CARBON, (0.0, HOUR_S, 3 * HOUR_S), (10.0, 20.0, 40.0), HOUR_S, stale_s=HOUR_S)
 

@@ -1,0 +1,122 @@
+"""The signals of carbon and price: one task for each reads its source again and again.
+
+A source that fails is said once, and again when the cause is another one; what it said last counts until it
+is too old.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from perseus.service.domain.ledger import HOUR_S, UNKNOWN, Rates
+from perseus.service.domain.signals import SignalKind
+from perseus.service.fleet.signals.outlook import SignalBook
+from perseus.service.signals.backoff import Backoff
+from perseus.service.signals.source import Source, SourceError
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class NamedSignal:
+    """A signal as the operator has set it: for some feeds, or (none) for all that have none of their own."""
+
+    name: str
+    kind: SignalKind
+    feeds: Sequence[str]
+    source: Source
+    book: SignalBook = field(default_factory=SignalBook)
+
+
+class Signals:
+    """All signals. `clock` is the wall clock; `draw` draws by lot from 0 to 1."""
+
+    def __init__(
+        self,
+        signals: Sequence[NamedSignal] = (),
+        rates: Rates = UNKNOWN,
+        clock: Callable[[], float] = time.time,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """`rates`: assumed where no signal tells."""
+        self._signals = signals
+        self._rates = rates
+        self._clock = clock
+        self._draw = draw
+        self._by_feed = {
+            (signal.kind, feed): signal.book for signal in signals for feed in signal.feeds or [""]
+        }
+
+    async def run(self) -> None:
+        """Read all sources until cancelled."""
+        following = [asyncio.ensure_future(self._follow(signal)) for signal in self._signals]
+        try:
+            # Without a signal there is nothing to do, and nothing to end for.
+            await asyncio.gather(asyncio.Event().wait(), *following)
+        finally:
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
+            for signal in self._signals:
+                await signal.source.close()
+
+    def book(self, kind: SignalKind, shares: Mapping[str, float]) -> SignalBook | None:
+        """Return the signal that a job is to follow: that of the feed with the most of its GPUs.
+
+        `shares`: of its GPUs, by feed; empty if that is not known.
+        """
+        feed = max(shares, key=lambda name: shares[name], default="")
+        return self._by_feed.get((kind, feed)) or self._by_feed.get((kind, ""))
+
+    def rates_at(self, shares: Mapping[str, float], time_s: float) -> Rates:
+        """Return what signals say of an hour for GPUs on these feeds; where they say nothing, what is set."""
+        hour = int(time_s // HOUR_S)
+        price, intensity = (self._mean(kind, shares, hour) for kind in (SignalKind.PRICE, SignalKind.CARBON))
+        return Rates(
+            self._rates.price_per_kwh if price is None else price,
+            self._rates.intensity_g_per_kwh if intensity is None else intensity,
+        )
+
+    def _mean(self, kind: SignalKind, shares: Mapping[str, float], hour: int) -> float | None:
+        total = 0.0
+        for feed, share in (shares or {"": 1.0}).items():
+            book = self._by_feed.get((kind, feed)) or self._by_feed.get((kind, ""))
+            mean = None if book is None else book.mean_in_hour(hour)
+            if mean is None:
+                return None
+            total += share * mean
+        return total
+
+    async def _follow(self, signal: NamedSignal) -> None:
+        backoff = Backoff(signal.source.period_s)
+        said = ""
+        while True:
+            try:
+                found = await signal.source.read(self._clock())
+                if found is not None:
+                    signal.book.take(found, self._clock())
+                    log.debug("signal read", signal=signal.name, value_count=len(found.values))
+            except Exception as error:
+                cause = str(error) if isinstance(error, SourceError) else f"a fault: {error!r}"
+                retry_after_s = error.retry_after_s if isinstance(error, SourceError) else 0.0
+                wait_s = backoff.failed(retry_after_s, self._draw())
+                if cause != said:
+                    known = signal.book.value_at(self._clock()) is not None
+                    log.warning(
+                        "signal can't be read",
+                        signal=signal.name,
+                        cause=cause,
+                        consequence="the last value counts for now" if known else "nothing is known of it",
+                        exc_info=None if isinstance(error, SourceError) else error,
+                    )
+                said = cause
+            else:
+                if said:
+                    log.info("signal is read again", signal=signal.name, failure_count=backoff.failure_count)
+                said = ""
+                wait_s = backoff.worked()
+            await asyncio.sleep(wait_s)

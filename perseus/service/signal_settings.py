@@ -1,0 +1,86 @@
+"""A signal, in the coordinator's TOML file: `[signals.NAME]`."""
+
+from pathlib import Path
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from perseus.tls.address import is_local
+
+
+class SignalSettings(BaseModel):
+    """Where one signal comes from, and for which feeds it is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["carbon", "price"] = Field(
+        description="Grams of CO2 that a kWh stands for, or what it costs in your currency."
+    )
+    feeds: tuple[str, ...] = Field(
+        default=(), max_length=1024, description="Power feeds that it is for; all others if none."
+    )
+    csv: Path | None = Field(
+        default=None, description="A file with a column timestamp; read again when it changes."
+    )
+    column: str = Field(default="", max_length=256, description="The file's column of values.")
+    provider: Literal["electricity-maps", "uk-carbon-intensity"] | None = Field(
+        default=None, description="A service on the network."
+    )
+    zone: str = Field(
+        default="", max_length=64, pattern="^[A-Za-z0-9-]*$", description="Electricity Maps' zone, as DE."
+    )
+    region: int | None = Field(
+        default=None, ge=1, le=17, description="The UK's region; all of Great Britain if not given."
+    )
+    url: str | None = Field(default=None, description="Where the provider is, if not where it usually is.")
+    key_file: Path | None = Field(
+        default=None, description="File with the provider's key; PERSEUS_ELECTRICITY_MAPS_KEY if not given."
+    )
+    forecast: Literal["source", "own"] = Field(
+        default="source",
+        description="Whose forecast counts: what file or provider say of times to come, or Perseus' own.",
+    )
+    stale_s: float = Field(
+        default=10_800.0,
+        ge=0,
+        le=1e9,
+        description="For how long the last value counts beyond its own time; then nothing is known.",
+    )
+    timeout_s: float = Field(
+        default=30.0, gt=0, le=600, description="How long the provider may take to answer, seconds."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port or 1
+        except ValueError:
+            raise ValueError("url: expected https://HOST") from None
+        is_here = host is not None and is_local(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        is_safe = parts.scheme == "https" or (parts.scheme == "http" and is_here)
+        if not host or not is_safe or parts.query or parts.fragment or parts.username:
+            raise ValueError("url: expected https://HOST; http:// on loopback only")
+        return url
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if (self.csv is None) == (self.provider is None):
+            raise ValueError("expected one of csv and provider")
+        if (self.csv is None) != (not self.column):
+            raise ValueError("expected csv and column together")
+        if (self.provider == "electricity-maps") != bool(self.zone):
+            raise ValueError("expected a zone with provider electricity-maps, and with nothing else")
+        if self.region is not None and self.provider != "uk-carbon-intensity":
+            raise ValueError("expected a region with provider uk-carbon-intensity only")
+        if self.provider == "uk-carbon-intensity" and self.kind != "carbon":
+            raise ValueError("expected kind carbon, which is all that uk-carbon-intensity has")
+        if self.key_file is not None and self.provider != "electricity-maps":
+            raise ValueError("expected a key_file with provider electricity-maps only")
+        if self.url is not None and self.provider is None:
+            raise ValueError("expected a url with a provider only")
+        return self

@@ -1,0 +1,69 @@
+"""A signal in a CSV file, which is read again whenever it has changed; rows of times to come forecast it."""
+
+import asyncio
+from bisect import bisect_right
+from dataclasses import replace
+from pathlib import Path
+
+from perseus.service.domain.signals import SignalKind
+from perseus.service.fleet.signals.series import Signal
+from perseus.service.signals.csv_file import SignalFileError, read_signal_csv
+from perseus.service.signals.source import SourceError
+
+PERIOD_S = 1.0
+_MOST_BYTES = 64 * 2**20
+
+
+class CsvSource:
+    """See `signals.source.Source`. Without `has_forecast`, a row counts once its time has come."""
+
+    period_s = PERIOD_S
+
+    def __init__(
+        self, path: Path, kind: SignalKind, column: str, stale_s: float, *, has_forecast: bool = True
+    ) -> None:
+        self._path = path
+        self._kind = kind
+        self._column = column
+        self._stale_s = stale_s
+        self._has_forecast = has_forecast
+        # What tells the file that was read last from another: its size, time and inode.
+        self._seen: tuple[int, int, int] | None = None
+        self._signal: Signal | None = None
+        self._told_count = 0
+
+    async def read(self, now_s: float) -> Signal | None:
+        """See `Source.read`."""
+        is_new = await asyncio.to_thread(self._read)
+        signal = self._signal
+        if signal is None or self._has_forecast:
+            return signal if is_new else None
+        count = bisect_right(signal.times_s, now_s)
+        if count == 0 or not (is_new or count != self._told_count):
+            return None
+        self._told_count = count
+        return replace(signal, times_s=signal.times_s[:count], values=signal.values[:count])
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def _read(self) -> bool:
+        """Read the file if it has changed; tell whether it has."""
+        try:
+            found = self._path.stat()
+        except OSError as error:
+            self._seen = None
+            raise SourceError(f"{self._path}: expected a readable file, found: {error.strerror}") from None
+        seen = found.st_size, found.st_mtime_ns, found.st_ino
+        if seen == self._seen:
+            return False
+        if found.st_size > _MOST_BYTES:
+            raise SourceError(
+                f"{self._path}: expected at most {_MOST_BYTES} bytes, found {found.st_size} bytes"
+            )
+        try:
+            self._signal = read_signal_csv(self._path, self._kind, self._column, stale_s=self._stale_s)
+        except SignalFileError as error:
+            raise SourceError(str(error)) from None
+        self._seen = seen
+        return True

@@ -12,7 +12,7 @@ from perseus.cli.coordinator import coordinator
 from perseus.service.settings import CoordinatorSettings
 
 # A secret is not for the command line, which everybody sees; a table is for the configuration's file.
-NO_FLAGS = {"token", "certificate_scopes", "feeds"}
+NO_FLAGS = {"token", "certificate_scopes", "feeds", "signals"}
 
 
 @pytest.mark.parametrize(

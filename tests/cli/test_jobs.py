@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 from typer.testing import CliRunner, Result
 
 from perseus.cli.main import app
@@ -141,6 +142,14 @@ def test_report_of_a_job_without_measurements_is_empty(coordinator: Coordinator)
         (["policy", "gpt3", "--deadline-s", 0, "--iterations", 5], "time_s"),
         (["policy", "gpt3", "--deadline-s", 60, "--iterations", 0], "--iterations"),
         (["policy", "gpt3", "--max-average-power-w", "nan"], "max_average_power_w"),
+        (["policy", "gpt3", "--carbon"], "--extra-time-percent"),
+        (["policy", "gpt3", "--carbon", "--cost", "--extra-time-percent", 5, "--horizon", "1d"], "--carbon"),
+        (["policy", "gpt3", "--carbon", "--extra-time-percent", 5], "--horizon"),
+        (["policy", "gpt3", "--carbon", "--extra-time-percent", 5, "--horizon", "soon"], "--horizon"),
+        (["policy", "gpt3", "--carbon", "--extra-time-percent", 5, "--horizon", "9s"], "horizon_s"),
+        (["policy", "gpt3", "--cost", "--iterations", 5], "--until"),
+        (["policy", "gpt3", "--cost", "--iterations", 5, "--until", "someday"], "--until"),
+        (["policy", "gpt3", "--no-slowdown", "--horizon", "1d"], "--horizon"),
         (["rebaseline", "gpt3"], "frontier"),
         (["delete", "gpt3"], "has not finished: it is waiting"),
         (["delete", "nosuch"], "nosuch"),
@@ -179,6 +188,22 @@ def test_mistakes_get_one_line_and_exit_code_2(
             job_pb2.OperatingPolicy(deadline=job_pb2.Deadline(iteration_count=30, time_s=60)),
         ),
         (["--max-average-power-w", 900], job_pb2.OperatingPolicy(max_average_power_w=900)),
+        (
+            ["--carbon", "--extra-time-percent", 5, "--horizon", "1d"],
+            job_pb2.OperatingPolicy(
+                least_carbon=job_pb2.LeastSignal(extra_time=job_pb2.ExtraTime(percent=5, horizon_s=86_400))
+            ),
+        ),
+        (
+            ["--cost", "--iterations", 40, "--until", "2100-01-01T00:00"],
+            job_pb2.OperatingPolicy(
+                least_cost=job_pb2.LeastSignal(
+                    work_until=job_pb2.WorkUntil(
+                        iteration_count=40, end_time=Timestamp(seconds=4_102_444_800)
+                    )
+                )
+            ),
+        ),
         (["--no-slowdown"], job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown())),
     ],
 )

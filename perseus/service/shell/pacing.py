@@ -20,7 +20,8 @@ from perseus.service.domain.job_pacing import JobPacing, PacingBasis
 from perseus.service.fleet.pacing.curve import speed_curve
 from perseus.service.fleet.pacing.pacer import LEAST_BETWEEN_S, decide
 from perseus.service.fleet.pacing.spending import SpeedCurve
-from perseus.service.shell.live_runs import LiveRun, LiveRuns
+from perseus.service.shell.live_run import LiveRun
+from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.signals import Signals
 
 PATIENCE_S = 60.0

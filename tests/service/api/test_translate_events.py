@@ -18,6 +18,7 @@ from perseus.service.domain import evidence as domain
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.events import EventFilter, Happening, JobEvent
 from perseus.service.domain.model import EventType
+from perseus.service.domain.signals import SignalPacing
 from perseus.service.domain.specification import OperatingPolicy
 from perseus.service.domain.stall import Stall
 from perseus.v1 import event_pb2, job_pb2
@@ -54,6 +55,17 @@ def plain_evidence(value: Any) -> Any:
             shown = {field.name: plain_evidence(getattr(value, field.name)) for field in fields(value)}
             shown["since_time"] = shown.pop("since_time_s")
             return {name: each for name, each in shown.items() if each is not None}
+        case SignalPacing():
+            told = {
+                "state": value.state.name,
+                "begin_time": value.window.begin_s,
+                "end_time": value.window.end_s,
+                "iteration_count": value.window.iteration_count,
+                "done_count": value.done_count,
+                "iteration_time_s": value.pace_s,
+                "value_per_kwh": value.value,
+            }
+            return {name: each for name, each in told.items() if each is not None}
         case enum.Enum():
             return value.name
         case tuple():

@@ -1,0 +1,256 @@
+"""Jobs that follow a signal, on a real coordinator with a real store; and the sources of signals."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from perseus.service.domain.ledger import Rates
+from perseus.service.domain.signals import HOUR_S, SignalKind
+from perseus.service.fleet.signals.series import Signal
+from perseus.service.shell.signals import NamedSignal, Signals
+from perseus.service.signals.source import SourceError
+from perseus.v1 import event_pb2, job_pb2, job_service_pb2
+from perseus.v1 import ledger_service_pb2 as ledger_pb
+from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    TIMEOUT_S,
+    Client,
+    FakeAgent,
+    connected,
+    make_settings,
+    until,
+)
+
+if TYPE_CHECKING:
+    from perseus.v1.ledger_service_pb2_grpc import LedgerServiceAsyncStub
+
+DIRTY, CLEAN = (500.0, 500.0, *[100.0] * 30), (100.0, 100.0, *[500.0] * 30)
+"""The second hour is as the first, which may end while a test runs."""
+
+LEAST_CARBON = job_pb2.OperatingPolicy(
+    least_carbon=job_pb2.LeastSignal(extra_time=job_pb2.ExtraTime(percent=10, horizon_s=86_400))
+)
+
+
+def write(path: Path, values: Sequence[float], begin_s: float | None = None) -> None:
+    """Write hourly values from the present hour on, or from another time."""
+    begin_s = HOUR_S * (time.time() // HOUR_S) if begin_s is None else begin_s
+    rows = "".join(f"{begin_s + index * HOUR_S:.0f},{value}\n" for index, value in enumerate(values))
+    new = path.with_suffix(".new")
+    new.write_text(f"timestamp,g\n{rows}")
+    os.replace(new, path)
+
+
+def settings(folder: Path, **changes: Any) -> Any:
+    signals = {"grid": {"kind": "carbon", "csv": folder / "carbon.csv", "column": "g"}}
+    return make_settings(folder, **{"signals": signals, **changes})
+
+
+@asynccontextmanager
+async def planned(client: Client) -> AsyncIterator[FakeAgent]:
+    await client.register()
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+    await agent.iterate(4)
+    yield agent
+    await agent.end()
+
+
+async def set_policy(client: Client, policy: job_pb2.OperatingPolicy) -> None:
+    request = job_service_pb2.SetPolicyRequest(job_id="job", policy=policy)
+    assert (await client.jobs.SetPolicy(request, timeout=TIMEOUT_S)).job.policy == policy
+
+
+def runs(
+    client: Client, state: "job_pb2.SignalPacingState.ValueType", *, slow: bool
+) -> Callable[[], Awaitable[bool]]:
+    async def is_so() -> bool:
+        told = (await client.job()).signal_pacing
+        return told.state == state and told.HasField("iteration_time_s") == slow
+
+    return is_so
+
+
+async def signal_events(client: Client) -> list[event_pb2.SignalPaced]:
+    request = job_service_pb2.ListJobEventsRequest(
+        job_id="job", types=[event_pb2.JOB_EVENT_TYPE_SIGNAL_PACED]
+    )
+    return [event.signal_paced for event in (await client.jobs.ListJobEvents(request)).events]
+
+
+async def test_a_job_is_slow_while_energy_is_dirty_and_not_once_nothing_is_known(tmp_path: Path) -> None:
+    write(tmp_path / "carbon.csv", DIRTY)
+    async with connected(settings(tmp_path)) as client, planned(client) as agent:
+        before_s = (await client.job()).max_planned_iteration_time_s
+        await set_policy(client, LEAST_CARBON)
+        await until(runs(client, job_pb2.SIGNAL_PACING_STATE_PACED, slow=True))
+        await agent.iterate(4)
+        job = await client.job()
+        assert before_s < job.max_planned_iteration_time_s <= job.signal_pacing.iteration_time_s
+        assert job.signal_pacing.value_per_kwh == 500.0
+        assert job.signal_pacing.done_count == 4
+        write(tmp_path / "carbon.csv", CLEAN)
+        await until(runs(client, job_pb2.SIGNAL_PACING_STATE_PACED, slow=False))
+        write(tmp_path / "carbon.csv", DIRTY)
+        await until(runs(client, job_pb2.SIGNAL_PACING_STATE_PACED, slow=True))
+        write(tmp_path / "carbon.csv", (400.0,), begin_s=time.time() - 5 * HOUR_S)
+        # What was told of later hours goes with a file that tells of earlier ones only.
+        await until(runs(client, job_pb2.SIGNAL_PACING_STATE_BLIND, slow=False))
+
+        async def are_told() -> bool:
+            return len(await signal_events(client)) == 4
+
+        await until(are_told)
+        told = await signal_events(client)
+        assert [each.pacing.HasField("iteration_time_s") for each in told] == [True, False, True, False]
+        assert told[-1].pacing.state == job_pb2.SIGNAL_PACING_STATE_BLIND
+        assert not told[-1].pacing.HasField("value_per_kwh")
+        await set_policy(client, job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown()))
+        assert not (await client.job()).HasField("signal_pacing")
+
+
+async def test_a_policy_may_be_in_the_specification_and_a_job_without_a_signal_is_blind(
+    tmp_path: Path,
+) -> None:
+    async with connected(make_settings(tmp_path)) as client, planned(client):
+        by_price = job_pb2.OperatingPolicy(
+            least_cost=job_pb2.LeastSignal(work_until=job_pb2.WorkUntil(iteration_count=10**6))
+        )
+        by_price.least_cost.work_until.end_time.FromSeconds(int(time.time()) + 10**7)
+        await set_policy(client, by_price)
+        await until(runs(client, job_pb2.SIGNAL_PACING_STATE_BLIND, slow=False))
+        told = (await client.job()).signal_pacing
+        assert told.iteration_count == 10**6
+        assert told.end_time == by_price.least_cost.work_until.end_time
+
+
+async def test_a_restart_goes_on_with_the_window_and_what_is_done(tmp_path: Path) -> None:
+    write(tmp_path / "carbon.csv", DIRTY)
+    async with connected(settings(tmp_path)) as client, planned(client) as agent:
+        await set_policy(client, LEAST_CARBON)
+        await until(runs(client, job_pb2.SIGNAL_PACING_STATE_PACED, slow=True))
+        await agent.iterate(6)
+        before = await client.job()
+    assert before.signal_pacing.done_count == 6
+    async with connected(settings(tmp_path)) as client:
+        agent.use(client)
+        await agent.join()
+        await agent.iterate(5)
+        after = await client.job()
+        told, again = before.signal_pacing, after.signal_pacing
+        assert (again.begin_time, again.end_time) == (told.begin_time, told.end_time)
+        assert again.iteration_count == told.iteration_count
+        assert again.done_count == 11
+        assert again.iteration_time_s == told.iteration_time_s
+        assert len(await signal_events(client)) == 1, "nothing is told anew for nothing"
+        await agent.end()
+
+
+async def test_the_ledger_takes_the_signals_value_of_the_hour(tmp_path: Path) -> None:
+    write(tmp_path / "carbon.csv", (250.0, 250.0))
+    rates = {"price_per_kwh": 0.2, "intensity_g_per_kwh": 999.0}
+    async with connected(settings(tmp_path, **rates)) as client, planned(client) as agent:
+        stub: LedgerServiceAsyncStub = LedgerServiceStub(client.channel)
+
+        async def is_priced() -> bool:
+            await agent.iterate(1)
+            answer = await stub.ListLedgerEntries(ledger_pb.ListLedgerEntriesRequest(), timeout=TIMEOUT_S)
+            return bool(answer.total.intensity_g_per_kwh == pytest.approx(250.0))
+
+        await until(is_priced)
+        answer = await stub.ListLedgerEntries(ledger_pb.ListLedgerEntriesRequest(), timeout=TIMEOUT_S)
+        assert answer.total.price_per_kwh == pytest.approx(0.2)
+        assert answer.total.carbon_g == pytest.approx(250.0 * answer.total.energy_kwh)
+
+
+class Scripted:
+    """A source that says one thing after the other, and then the last one again and again."""
+
+    period_s = 0.001
+
+    def __init__(self, *says: Signal | Exception | None) -> None:
+        self._says = list(says)
+        self.read_count = 0
+        self.is_closed = False
+
+    async def read(self, now_s: float) -> Signal | None:
+        self.read_count += 1
+        found = self._says.pop(0) if len(self._says) > 1 else self._says[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def constant(value: float, kind: SignalKind = SignalKind.CARBON) -> Signal:
+    return Signal(kind, (0.0,), (value,), HOUR_S)
+
+
+async def read_through(signals: Signals, sources: Sequence[Scripted], count: int) -> list[Any]:
+    with capture_logs() as logs:
+        running = asyncio.create_task(signals.run())
+        async with asyncio.timeout(TIMEOUT_S):
+            while any(source.read_count < count for source in sources):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+    assert all(source.is_closed for source in sources)
+    return [(line["event"], line.get("cause", "")) for line in logs if line["log_level"] != "debug"]
+
+
+async def test_a_source_that_fails_is_said_once_and_its_last_value_counts_on() -> None:
+    source = Scripted(
+        constant(100.0),
+        *[SourceError("it is down")] * 3,
+        SourceError("it is odd"),
+        KeyError("a fault"),
+        constant(200.0),
+        None,
+    )
+    named = NamedSignal("grid", SignalKind.CARBON, (), source)
+    signals = Signals([named], Rates(0.3, 400.0), clock=lambda: 0.0)
+    assert signals.rates_at({}, 0.0) == Rates(0.3, 400.0)
+    said = await read_through(signals, [source], 9)
+    assert said == [
+        ("signal can't be read", "it is down"),
+        ("signal can't be read", "it is odd"),
+        ("signal can't be read", "a fault: KeyError('a fault')"),
+        ("signal is read again", ""),
+    ]
+    assert named.book.value_at(0.0) == 200.0
+    assert named.book.version == 2
+
+
+async def test_each_feed_has_its_own_signal_or_the_one_for_all() -> None:
+    sources = [Scripted(constant(value), None) for value in (100.0, 500.0)]
+    prices = Scripted(constant(-0.5, SignalKind.PRICE), None)
+    signals = Signals(
+        [
+            NamedSignal("all", SignalKind.CARBON, (), sources[0]),
+            NamedSignal("hall", SignalKind.CARBON, ("hall", "annex"), sources[1]),
+            NamedSignal("price", SignalKind.PRICE, ("hall",), prices),
+        ],
+        Rates(None, 400.0),
+        clock=lambda: 0.0,
+    )
+    await read_through(signals, [*sources, prices], 2)
+    assert signals.rates_at({"hall": 0.25, "default": 0.75}, 0.0) == Rates(None, 200.0)
+    assert signals.rates_at({"hall": 1.0}, 0.0) == Rates(-0.5, 500.0)
+    assert signals.rates_at({}, 0.0) == Rates(None, 100.0)
+    assert signals.rates_at({"hall": 1.0}, 100 * HOUR_S) == Rates(None, 400.0), "where nothing is known"
+    most_on_hall = signals.book(SignalKind.CARBON, {"default": 0.4, "annex": 0.6})
+    assert most_on_hall is not None
+    assert most_on_hall.value_at(0.0) == 500.0
+    assert signals.book(SignalKind.PRICE, {"default": 1.0}) is None

@@ -1,0 +1,91 @@
+"""Asking for JSON: limits on time and size, what a server says of waiting, and no key in any mistake."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from perseus.service.signals.json_client import MOST_BYTES, JsonClient
+from perseus.service.signals.source import SourceError
+from tests.service.signals.signal_server import serving
+
+KEY = "secret-key"
+
+
+async def mistake(answer: Callable[[web.Request], web.StreamResponse], path: str = "/x") -> SourceError:
+    """Ask a server that answers so; return what is said of it."""
+    async with serving({"/x": answer}) as server:
+        client = JsonClient(server.url, {"auth-token": KEY}, timeout_s=5.0)
+        with pytest.raises(SourceError) as caught:
+            await client.get(path, {"zone": "DE"})
+        await client.close()
+    assert KEY not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert server.url.rstrip("/") in str(caught.value)
+    return caught.value
+
+
+def of_status(status: int, **headers: str) -> Callable[[web.Request], web.Response]:
+    return lambda _: web.Response(status=status, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "wait_s"),
+    [
+        (401, {}, 0.0),
+        (404, {"Retry_After": "60"}, 0.0),
+        (429, {"Retry_After": "60"}, 60.0),
+        (429, {"Retry_After": "99999999999"}, 3600.0),
+        (429, {"Retry_After": "soon"}, 0.0),
+        (503, {"Retry_After": "Fri, 01 Jan 2100 00:00:00 GMT"}, 3600.0),
+        (503, {"Retry_After": "Thu, 01 Jan 1970 00:00:00 GMT"}, 0.0),
+        (302, {"Location": "http://127.0.0.1:1/elsewhere"}, 0.0),
+    ],
+)
+async def test_another_status_is_a_mistake_and_may_ask_to_wait(
+    status: int, headers: dict[str, str], wait_s: float
+) -> None:
+    found = await mistake(of_status(status, **headers))
+    assert f"expected an answer, found {status}" in str(found)
+    assert found.retry_after_s == wait_s
+
+
+async def test_what_is_no_json_is_shown_at_its_begin() -> None:
+    found = await mistake(lambda _: web.Response(text="<html>" + "x" * 1000))
+    assert str(found).endswith(f"expected JSON, found {'<html>' + 'x' * 34!r}")
+    deep = await mistake(lambda _: web.Response(text="[" * 200_000))
+    assert "expected JSON" in str(deep)
+
+
+async def test_an_answer_that_is_too_large_is_not_read_to_its_end() -> None:
+    found = await mistake(lambda _: web.Response(body=b" " * (MOST_BYTES + 1)))
+    assert f"expected at most {MOST_BYTES} bytes, found more" in str(found)
+
+
+async def test_a_server_that_does_not_answer_is_not_waited_for() -> None:
+    async def stay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(stay, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client = JsonClient(f"http://127.0.0.1:{port}", timeout_s=0.2)
+    with pytest.raises(SourceError, match=r"expected an answer in 0\.2 s, found none"):
+        await client.get("/x")
+    await client.close()
+    server.close()
+    with pytest.raises(SourceError, match="expected an answer, found: "):
+        await client.get("/x")
+    await client.close()
+
+
+async def test_what_is_asked_arrives_with_its_headers() -> None:
+    found: dict[str, Any] = {"value": 1}
+    async with serving({"/x": found}) as server:
+        client = JsonClient(server.url, {"auth-token": KEY})
+        assert await client.get("/x", {"zone": "DE"}) == found
+        await client.close()
+    assert server.asked == [("/x", {"zone": "DE"})]
+    assert server.headers[0]["auth-token"] == KEY

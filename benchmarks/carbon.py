@@ -14,7 +14,7 @@ from benchmarks.harness import DATA, Cell, Column, Table, main
 from perseus.service.domain.job_pacing import PacingBasis
 from perseus.service.domain.signals import HOUR_S, SignalKind, WorkWindow
 from perseus.service.fleet.pacing.curve import speed_curve
-from perseus.service.fleet.pacing.policy import hours_left, look
+from perseus.service.fleet.pacing.policy import look
 from perseus.service.fleet.pacing.spending import Floats, SpeedCurve
 from perseus.service.fleet.signals.forecast import WEEK_H, RegressionForecast, persistence, seasonal_naive
 from perseus.service.signals.csv_file import read_signal_csv
@@ -64,6 +64,11 @@ def run() -> Sequence[Table]:
     ]
 
 
+def _hours_left(now_s: float, end_s: float) -> Floats:
+    """Return how long each clock hour from now to the end lasts, the last one cut; now is a whole hour."""
+    return np.diff([*np.arange(now_s, end_s, HOUR_S), end_s])
+
+
 class _Weeks:
     def __init__(self, hours: Floats, forecasts: dict[int, Floats]) -> None:
         self._hours, self._forecasts = hours, forecasts
@@ -92,7 +97,7 @@ class _Weeks:
         """Return grams at stock, at T_min, evenly, by forecast and foreseen, and how late; and our speeds."""
         end_s = HOUR_S * (begin + WEEK_H * (1 + extra_percent / 100))
         policy = WorkWindow(HOUR_S * begin, end_s, WEEK_H * HOUR_S / self._stock_s)
-        durations_s = hours_left(policy.begin_s, end_s)
+        durations_s = _hours_left(policy.begin_s, end_s)
         signal = self._hours[begin : begin + len(durations_s)]
         week = self._hours[begin : begin + WEEK_H]
         stock_g = self._stock_w * HOUR_S * week.sum() / _J_PER_KWH

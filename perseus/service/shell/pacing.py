@@ -18,8 +18,9 @@ from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import SignalPaced
 from perseus.service.domain.job_pacing import JobPacing, PacingBasis
 from perseus.service.fleet.pacing.curve import speed_curve
-from perseus.service.fleet.pacing.pacer import LEAST_BETWEEN_S, decide
+from perseus.service.fleet.pacing.pacer import LEAST_BETWEEN_S, Decision, decide
 from perseus.service.fleet.pacing.spending import SpeedCurve
+from perseus.service.fleet.signals.outlook import SignalBook
 from perseus.service.shell.live_run import LiveRun
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.signals import Signals
@@ -97,13 +98,13 @@ class Pacing:
         version = 0 if book is None else book.version
         if not version and job.pacing is not None and now_s < self._began_s + PATIENCE_S:
             return  # it goes on as it was told
-        outlook = None if book is None else book.outlook(now_s)
-        is_blind = outlook is None
+        is_blind = book is None or book.value_at(now_s) is None
         is_due = now_s >= followed.next_s or followed.version != version
         was_blind = job.pacing is not None and job.pacing.value is None
         if job.pacing is not None and not is_due and is_blind == was_blind:
             return
-        made = await asyncio.to_thread(decide, job, followed.curve, now_s, outlook)
+        # In a thread, one job after the other: a forecast may have to be fitted.
+        made = await asyncio.to_thread(_decide, job, followed.curve, now_s, book)
         followed.next_s, followed.version = made.next_s, version
         if _is_news(job, made.order):
             self._tell(run, made.order)
@@ -119,6 +120,10 @@ class Pacing:
     def _tell(self, run: LiveRun, order: SignalPaced) -> None:
         with suppress(CoordinatorError):  # it has ended, or is quarantined: the next look finds it so
             self._live.handle(run, order)
+
+
+def _decide(job: JobPacing, curve: SpeedCurve, now_s: float, book: SignalBook | None) -> Decision:
+    return decide(job, curve, now_s, None if book is None else book.outlook(now_s))
 
 
 def _is_news(job: JobPacing, order: SignalPaced) -> bool:

@@ -34,14 +34,20 @@ class Outlook:
     is_late: bool
 
 
-def hours_left(now_s: float, end_s: float, hour_s: float = HOUR_S) -> Floats:
-    """Return how long each clock hour from now to the end lasts, the first and last ones cut; `[N]`.
+def hours_ahead(now_s: float, end_s: float, signal: Floats, hour_s: float = HOUR_S) -> tuple[Floats, Floats]:
+    """Return how long each value of a signal counts from now to the end, and the values; `[N + 1]` both.
 
-    `hour_s`: of a signal with finer values, how long one of them counts.
+    The first is the rest of the present clock hour. After it, each value is there once, with all its hours: a
+    signal that is too short repeats, and however long the time, there are no more of them.
     """
-    first_s = hour_s * (math.floor(now_s / hour_s) + 1)
-    edges_s = np.concatenate([[now_s], np.arange(first_s, end_s, hour_s), [end_s]])
-    return np.diff(edges_s)
+    first_s = min(end_s, hour_s * (math.floor(now_s / hour_s) + 1)) - now_s
+    count = len(signal)
+    whole_count, last_s = divmod(end_s - now_s - first_s, hour_s)
+    rounds, rest = divmod(int(whole_count), count)
+    durations_s = np.full(count, rounds * hour_s)
+    durations_s[np.arange(1, rest + 1) % count] += hour_s
+    durations_s[(rest + 1) % count] += last_s
+    return np.concatenate([[first_s], durations_s]), np.concatenate([signal[:1], signal])
 
 
 def look(
@@ -70,6 +76,6 @@ def look(
     is_late = left > curve.fastest_per_s * (window.end_s - now_s) * (1 + 1e-9)
     if signal is None or not len(signal):
         return Outlook(fastest, is_blind=True, is_late=is_late)
-    durations_s = hours_left(now_s, window.end_s, hour_s)
-    speeds = curve.spend(durations_s, np.resize(signal, len(durations_s)), left)
+    durations_s, values = hours_ahead(now_s, window.end_s, signal, hour_s)
+    speeds = curve.spend(durations_s, values, left)
     return Outlook(curve.at_least(float(speeds[0])), is_blind=False, is_late=is_late)

@@ -26,7 +26,7 @@ class Outlook:
 
 
 class SignalBook:
-    """All that is known of one signal.
+    """All that is known of one signal; another thread may make the outlook, one at a time.
 
     Attributes:
         version: rises whenever more is known.
@@ -44,7 +44,6 @@ class SignalBook:
         since_s = now_s - MOST_HISTORY_H * HOUR_S
         self._signal = signal.after(self._signal, since_s)
         self.version += 1
-        self._made = None
         self._hourly_means.clear()
 
     def value_at(self, now_s: float) -> float | None:
@@ -64,14 +63,15 @@ class SignalBook:
 
     def outlook(self, now_s: float) -> Outlook | None:
         """Return what the signal is now and may be; None if nothing counts any more."""
-        signal = self._signal
+        version, signal = self.version, self._signal  # more may become known while this is made
         if signal is None or signal.value_at(now_s) is None:
             return None
         hour_s = min(HOUR_S, signal.valid_s)
         hour = int(now_s // hour_s)
-        if self._made is None or self._made[:2] != (self.version, hour):
-            self._made = self.version, hour, self._outlook(signal, hour, hour_s, now_s)
-        return self._made[2]
+        made = self._made
+        if made is None or made[:2] != (version, hour):
+            made = self._made = version, hour, self._outlook(signal, hour, hour_s, now_s)
+        return made[2]
 
     def _outlook(self, signal: Signal, hour: int, hour_s: float, now_s: float) -> Outlook | None:
         ahead_s = max(FORECAST_H * HOUR_S, signal.known_end_s - now_s)

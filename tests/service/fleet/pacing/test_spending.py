@@ -1,5 +1,7 @@
 """Spending extra time by a signal, against a linear program and against what can't be better."""
 
+import math
+
 import highspy
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.signals import HOUR_S, ExtraTime, WorkWindow
-from perseus.service.fleet.pacing.policy import hours_left, look
+from perseus.service.fleet.pacing.policy import hours_ahead, look
 from perseus.service.fleet.pacing.spending import Floats, Pace, SpeedCurve
 
 
@@ -92,9 +94,37 @@ def test_a_job_needs_a_pace() -> None:
 # ---------------------------------------------------------------------- the policy
 
 
-def test_hours_are_the_clocks() -> None:
-    assert hours_left(1.5 * HOUR_S, 3.25 * HOUR_S).tolist() == [0.5 * HOUR_S, HOUR_S, 0.25 * HOUR_S]
-    assert hours_left(1.5 * HOUR_S, 1.6 * HOUR_S).tolist() == pytest.approx([0.1 * HOUR_S])
+def ahead_h(begin_h: float, end_h: float, *signal: float) -> list[float]:
+    durations_s, values = hours_ahead(begin_h * HOUR_S, end_h * HOUR_S, np.array(signal))
+    assert values.tolist() == [signal[0], *signal]
+    return [float(round(duration_s / HOUR_S, 9)) for duration_s in durations_s]
+
+
+def test_hours_are_the_clocks_and_the_signal_repeats() -> None:
+    assert ahead_h(1.5, 3.25, 1, 2, 3, 4) == [0.5, 0, 1, 0.25, 0]
+    assert ahead_h(1.5, 1.6, 1, 2) == [0.1, 0, 0]
+    assert ahead_h(0, 10.5, 1, 2, 3) == [1, 3, 3.5, 3]
+    assert ahead_h(0.25, 5, 7) == [0.75, 4]
+    assert ahead_h(0, 366 * 24, *range(24)) == [1, 365, *[366] * 23]
+
+
+@given(
+    st.floats(0, 1e4),
+    st.floats(1, 1e5),
+    st.lists(st.floats(0, 9), min_size=1, max_size=9),
+    st.floats(1, 3600),
+)
+def test_all_time_is_somebodys(now_s: float, length_s: float, signal: list[float], hour_s: float) -> None:
+    durations_s, values = hours_ahead(now_s, now_s + length_s, np.array(signal), hour_s)
+    assert (durations_s >= 0).all()
+    assert durations_s.sum() == pytest.approx(length_s)
+    starts_s = [
+        now_s,
+        *(hour_s * (math.floor(now_s / hour_s) + 1 + i) for i in range(int(length_s / hour_s) + 2)),
+    ]
+    edges_s = np.minimum([*starts_s, now_s + length_s], now_s + length_s)
+    one_by_one = np.resize(np.array(signal), len(starts_s)) @ np.diff(edges_s)
+    assert durations_s @ values == pytest.approx(one_by_one, rel=1e-6, abs=1e-6)
 
 
 POLICY = WorkWindow.within_extra_time(0.0, ExtraTime(5, 105 * HOUR_S), full_speed=1.0)
@@ -128,7 +158,7 @@ def test_work_is_done_in_time_whatever_the_forecast_says(
     while now_s < policy.end_s:
         found = look(policy, CURVE, now_s, done, np.roll(forecast, -int(now_s // HOUR_S)))
         assert not found.is_late
-        duration_s = float(hours_left(now_s, policy.end_s)[0])
+        duration_s = min(HOUR_S, policy.end_s - now_s)
         speed = found.pace.speed_per_s
         if is_held_up and now_s == HOUR_S:
             speed *= 0.995 ** (1 + extra_time_percent / 10)

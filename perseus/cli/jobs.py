@@ -241,7 +241,7 @@ def report(
     """
     from rich.text import Text
 
-    from perseus.cli.job_tables import no_slowdown, profiling_cost, report_table
+    from perseus.cli.job_tables import no_slowdown, pacing_text, profiling_cost, report_table
     from perseus.cli.ledger_tables import account_lines
     from perseus.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, ledger_service_pb2_grpc
 
@@ -250,7 +250,8 @@ def report(
         wanted = job_service_pb2.GetJobRequest(
             job_id=job_id, run_number=run_number, view=job_pb2.JOB_VIEW_SUMMARY
         )
-        number = jobs.GetJob(wanted, timeout=TIMEOUT_S).job.run_number
+        job = jobs.GetJob(wanted, timeout=TIMEOUT_S).job
+        number = job.run_number
         request = job_service_pb2.GetReportRequest(job_id=job_id, run_number=number, page_size=PAGE_SIZE)
         found = list(pages(jobs.GetReport, request))
         entry = ledger_entry(ledger_service_pb2_grpc.LedgerServiceStub(channel), job_id, number)
@@ -265,6 +266,8 @@ def report(
     if last.HasField("no_slowdown_time"):
         whole.no_slowdown_time.CopyFrom(last.no_slowdown_time)
         facts.append(f"no slowdown: {no_slowdown(last.no_slowdown_time)}")
+    if job.HasField("signal_pacing"):
+        facts.append(f"signal: {pacing_text(job.signal_pacing, job.policy.WhichOneof('rule') or '')}")
     if form is Format.JSON:
         print_json({**row_of(whole), "ledger": row_of(entry.account) if entry is not None else None})
         return

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from perseus.metrics.names import AGENT, BOTH, FEED, JOB, RANK, SERVER, Metric
+from perseus.metrics.names import AGENT, BOTH, FEED, JOB, RANK, SERVER, SIGNAL, Metric
 
 _INTRODUCTION = """\
 # Metrics
@@ -25,6 +25,7 @@ _SECTIONS: Sequence[tuple[str, str, Sequence[Metric]]] = (
         SERVER,
     ),
     ("Each feed", "Of the feeds in the coordinator's settings, and `default`.", FEED),
+    ("Each signal", "Of the signals of carbon and price in the coordinator's settings.", SIGNAL),
     (
         "Each job",
         "Of jobs that have not finished, the 1,000 newest at most: some 46 series for each, however many "

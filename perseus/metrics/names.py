@@ -142,6 +142,15 @@ FEED = (
     FEED_HELD_JOBS,
 )
 
+# ---------------------------------------------------------------------- each signal
+
+SIGNAL_KNOWN = _gauge(
+    "signal_known", "1 while a value of it counts, 0 while nothing is known of it.", "signal"
+)
+SIGNAL_FAILURES = _counter("signal_failures", "How often it could not be read from its source.", "signal")
+
+SIGNAL = (SIGNAL_KNOWN, SIGNAL_FAILURES)
+
 # ---------------------------------------------------------------------- each job that has not finished
 
 JOB_STATE = _gauge("job_state", "1 for the state that the job is in, 0 for the others.", "job_id", "state")
@@ -353,4 +362,4 @@ AGENT = (
 
 BOTH = (BUILD_INFO, CERTIFICATE_EXPIRY)
 
-ALL = (*BOTH, *SERVER, *FEED, *JOB, *RANK, *AGENT)
+ALL = (*BOTH, *SERVER, *FEED, *SIGNAL, *JOB, *RANK, *AGENT)

@@ -26,6 +26,7 @@ BOUNDED = {
     "lane": "two",
     "job_id": "the newest 1,000",
     "feed": "those that are configured",
+    "signal": "those that are configured",
     "regular": "two",
     "point": "three",
     "source": "two",

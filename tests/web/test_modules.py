@@ -157,3 +157,31 @@ def _luminance(colour: str) -> float:
     channels = [int(each) / 255 for each in colour.removeprefix("rgb(").removesuffix(")").split()]
     linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+WORDS = "(m, policy, pacing) => [m.policy(policy), m.pacing(pacing)]"
+
+
+async def test_a_policy_by_a_signal_is_said_in_words(page: Page) -> None:
+    work = {"iteration_count": "40", "end_time": "2027-01-15T08:00:00Z"}
+    paced = {"state": "SIGNAL_PACING_STATE_PACED", "iteration_count": 82285.7, "done_count": "1200"}
+    cases: list[tuple[dict[str, Any], dict[str, Any] | None, str, str]] = [
+        (
+            {"least_carbon": {"extra_time": {"percent": 5, "horizon_s": 86_400}}},
+            {**paced, "iteration_time_s": 1.1},
+            "least carbon within 5 % more time over 1 d 0 h",
+            "iterations of 1.100 s; 1200 of 82",
+        ),
+        (
+            {"least_cost": {"work_until": work}},
+            {**paced, "state": "SIGNAL_PACING_STATE_BLIND"},
+            "least cost for 40 iterations until 2027-01-15T08:00:00Z",
+            "nothing is known of the signal: no slowdown; 1200 of 82",
+        ),
+        ({"least_cost": {"work_until": work}}, paced, "least cost for 40", "no slowdown now; 1200 of 82"),
+        ({}, None, "no slowdown", ""),
+    ]
+    for policy, pacing, rule, note in cases:
+        said_rule, said_note = await run(page, "words", WORDS, policy, pacing)
+        assert said_rule.startswith(rule)
+        assert said_note.startswith(note)

@@ -7,7 +7,7 @@ is too old.
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -23,13 +23,17 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class NamedSignal:
-    """A signal as the operator has set it: for some feeds, or (none) for all that have none of their own."""
+    """A signal as the operator has set it: for some feeds, or (none) for all that have none of their own.
+
+    `failure_count`: how often its source could not be read.
+    """
 
     name: str
     kind: SignalKind
     feeds: Sequence[str]
     source: Source
     book: SignalBook = field(default_factory=SignalBook)
+    failure_count: int = 0
 
 
 class Signals:
@@ -72,6 +76,12 @@ class Signals:
         feed = max(shares, key=lambda name: shares[name], default="")
         return self._by_feed.get((kind, feed)) or self._by_feed.get((kind, ""))
 
+    def states(self) -> Iterator[tuple[str, bool, int]]:
+        """Yield each signal's name, whether anything is known of it now, and its failures so far."""
+        now_s = self._clock()
+        for signal in self._signals:
+            yield signal.name, signal.book.value_at(now_s) is not None, signal.failure_count
+
     def rates_at(self, shares: Mapping[str, float], time_s: float) -> Rates:
         """Return what signals say of an hour for GPUs on these feeds; where they say nothing, what is set."""
         hour = int(time_s // HOUR_S)
@@ -103,6 +113,7 @@ class Signals:
             except Exception as error:
                 cause = str(error) if isinstance(error, SourceError) else f"a fault: {error!r}"
                 retry_after_s = error.retry_after_s if isinstance(error, SourceError) else 0.0
+                signal.failure_count += 1
                 wait_s = backoff.failed(retry_after_s, self._draw())
                 if cause != said:
                     known = signal.book.value_at(self._clock()) is not None

@@ -97,6 +97,9 @@ class CoordinatorCollector:
         self._read_store(readings)
         for feed, status in coordinator.power.feeds():
             _put_feed(readings, feed.name, status)
+        for name, is_known, failure_count in coordinator.signals.states():
+            readings.put(names.SIGNAL_KNOWN, is_known, name)
+            readings.put(names.SIGNAL_FAILURES, failure_count, name)
         for name, lane in (("jobs", coordinator.job_solver), ("requests", coordinator.request_solver)):
             readings.put(names.SOLVER_QUEUE, lane.waiting_count, name)
             readings.put(names.SOLVER_BUSY, lane.busy_count, name)

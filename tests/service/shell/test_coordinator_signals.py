@@ -222,6 +222,7 @@ async def test_a_source_that_fails_is_said_once_and_its_last_value_counts_on() -
     named = NamedSignal("grid", SignalKind.CARBON, (), source)
     signals = Signals([named], Rates(0.3, 400.0), clock=lambda: 0.0)
     assert signals.rates_at({}, 0.0) == Rates(0.3, 400.0)
+    assert list(signals.states()) == [("grid", False, 0)]
     said = await read_through(signals, [source], 9)
     assert said == [
         ("signal can't be read", "it is down"),
@@ -231,6 +232,7 @@ async def test_a_source_that_fails_is_said_once_and_its_last_value_counts_on() -
     ]
     assert named.book.value_at(0.0) == 200.0
     assert named.book.version == 2
+    assert list(signals.states()) == [("grid", True, 5)]
 
 
 async def test_each_feed_has_its_own_signal_or_the_one_for_all() -> None:

@@ -31,6 +31,7 @@ from tests.service.web.scraping import Samples, free_port, get, scrape, value
 PROFILING = {names.JOB_PROFILING_TRIED, names.JOB_PROFILING_MOST, names.JOB_PROFILING_LEFT}
 CONDITIONAL = {names.JOB_STALLED, names.JOB_STRAGGLER_TIME, names.JOB_BUDGET_TIME, *PROFILING}
 UNLIMITED = {names.FEED_LIMIT, names.FEED_CEILING}
+CARBON = {"kind": "carbon", "csv": "/nonexistent/carbon.csv", "column": "g"}
 
 
 def series_of(samples: Samples, metrics: tuple[names.Metric, ...]) -> dict[str, set[frozenset[str]]]:
@@ -46,7 +47,7 @@ def series_of(samples: Samples, metrics: tuple[names.Metric, ...]) -> dict[str, 
 
 async def test_a_job_is_told_as_over_grpc(tmp_path: Path) -> None:
     http = f"127.0.0.1:{free_port()}"
-    settings = make_settings(tmp_path, http=http, metrics_ranks=True)
+    settings = make_settings(tmp_path, http=http, metrics_ranks=True, signals={"grid": CARBON})
     async with connected(settings) as client:
         await client.register()
         agent = FakeAgent(client, "agent", ALL_PLACES)
@@ -91,12 +92,14 @@ async def test_a_job_is_told_as_over_grpc(tmp_path: Path) -> None:
         assert value(samples, "perseus_rank_iteration", job_id="job", pipeline="1", stage="0", tensor="0") > 0
 
         ranks = names.RANK_CONNECTED, names.RANK_ITERATION
-        wanted = (names.BUILD_INFO, *names.SERVER, *names.FEED, *names.JOB, *ranks)
+        wanted = (names.BUILD_INFO, *names.SERVER, *names.FEED, *names.SIGNAL, *names.JOB, *ranks)
         untold = CONDITIONAL | UNLIMITED
         assert series_of(samples, wanted) == {
             metric.name: {frozenset(metric.labels)} for metric in wanted if metric not in untold
         }
 
+        assert value(samples, "perseus_signal_known", signal="grid") == 0
+        assert value(samples, "perseus_signal_failures_total", signal="grid") >= 1
         straggling = job_service_pb2.ReportStragglerRequest(job_id="job", pipeline=0, slowdown_factor=1.2)
         job = (await client.jobs.ReportStraggler(straggling, timeout=TIMEOUT_S)).job
 

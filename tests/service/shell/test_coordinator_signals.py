@@ -26,6 +26,7 @@ from tests.service.grpc_fakes import (
     FakeAgent,
     connected,
     make_settings,
+    spec_message,
     until,
 )
 
@@ -55,8 +56,12 @@ def settings(folder: Path, **changes: Any) -> Any:
 
 
 @asynccontextmanager
-async def planned(client: Client) -> AsyncIterator[FakeAgent]:
-    await client.register()
+async def planned(client: Client, policy: job_pb2.OperatingPolicy | None = None) -> AsyncIterator[FakeAgent]:
+    spec = spec_message()
+    if policy is not None:
+        spec.policy.CopyFrom(policy)
+    request = job_service_pb2.RegisterJobRequest(spec=spec, request_id="r")
+    await client.jobs.RegisterJob(request, timeout=TIMEOUT_S)
     agent = FakeAgent(client, "agent", ALL_PLACES)
     await agent.join()
     await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
@@ -121,14 +126,15 @@ async def test_a_job_is_slow_while_energy_is_dirty_and_not_once_nothing_is_known
 async def test_a_policy_may_be_in_the_specification_and_a_job_without_a_signal_is_blind(
     tmp_path: Path,
 ) -> None:
-    async with connected(make_settings(tmp_path)) as client, planned(client):
-        by_price = job_pb2.OperatingPolicy(
-            least_cost=job_pb2.LeastSignal(work_until=job_pb2.WorkUntil(iteration_count=10**6))
-        )
-        by_price.least_cost.work_until.end_time.FromSeconds(int(time.time()) + 10**7)
-        await set_policy(client, by_price)
+    by_price = job_pb2.OperatingPolicy(
+        least_cost=job_pb2.LeastSignal(work_until=job_pb2.WorkUntil(iteration_count=10**6))
+    )
+    by_price.least_cost.work_until.end_time.FromSeconds(int(time.time()) + 10**7)
+    async with connected(make_settings(tmp_path)) as client, planned(client, by_price):
         await until(runs(client, job_pb2.SIGNAL_PACING_STATE_BLIND, slow=False))
-        told = (await client.job()).signal_pacing
+        job = await client.job()
+        told = job.signal_pacing
+        assert job.policy == job.spec.policy == by_price
         assert told.iteration_count == 10**6
         assert told.end_time == by_price.least_cost.work_until.end_time
 

@@ -26,7 +26,7 @@ NVML ?=
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
 .PHONY: demo test test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-languages \
-  test-postgresql test-prometheus test-web pictures torture torture-coordinator check bench metrics protos contract clean
+  test-postgresql test-prometheus test-web pictures torture torture-coordinator check bench docs metrics protos contract clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -111,6 +111,10 @@ MALFORMED ?= 100000
 torture-coordinator: $(STAMP)
 	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) docs/torture-coordinator.md \
 	  --malformed $(MALFORMED)
+
+# The documentation site, in build/docs; a warning is an error, and a link that leads nowhere is a warning.
+docs: $(STAMP)
+	$(BIN)/sphinx-build --fail-on-warning --fresh-env --quiet -b html docs build/docs
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

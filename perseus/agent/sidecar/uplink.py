@@ -25,6 +25,7 @@ from perseus.agent.rank.messages import (
     PlanRefusal,
     PlanRefusalReason,
     RankAccepted,
+    RankCeiling,
     RankRefused,
     ToSession,
     Welcome,
@@ -130,6 +131,8 @@ class Uplink:
                 self._on_rank_accepted(message)
             case RankRefused():
                 self._on_rank_refused(message)
+            case RankCeiling():
+                self._roster.tell(message.rank, message)
             case _:
                 assert_never(message)
 

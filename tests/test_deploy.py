@@ -1,10 +1,13 @@
 """What deploy/ says to systemd is what the command line understands."""
 
 import configparser
+import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from perseus.agent.sidecar.local import _FILES_FOR_ALL_ELSE, _MAX_CONNECTIONS
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.cli.main import app
 from perseus.cli.terminal import BAD_INPUT
+from perseus.demo.security import Security
 from perseus.service.settings import CoordinatorSettings
 from perseus.tls.files import TlsFiles
 
@@ -73,6 +77,40 @@ def test_the_coordinators_command_is_parsed_and_its_settings_are_settings() -> N
     settings = configuration.load(CoordinatorSettings, None, shown_settings(COORDINATOR_UNIT))
     state = Path("/var/lib") / unit(COORDINATOR_UNIT)["StateDirectory"]
     assert Path(settings.database).parent == settings.operator_token_file.parent == state
+
+
+def test_the_coordinator_runs_with_the_settings_that_its_unit_shows(tmp_path: Path) -> None:
+    security = Security(tmp_path / "security")
+    given = {
+        **shown_settings(COORDINATOR_UNIT),
+        "listen": "127.0.0.1:0",
+        "http": "127.0.0.1:0",
+        "database": str(tmp_path / "jobs.db"),
+        "operator_token_file": str(security.token_file),
+        "tls_certificate": str(security.coordinator_certificate),
+        "tls_key": str(security.coordinator_key),
+        "tls_client_ca": str(security.ca),
+    }
+    config = tmp_path / "coordinator.toml"
+    config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items()))
+    command = (
+        unit(COORDINATOR_UNIT)["ExecStart"].replace("/etc/perseus/coordinator.toml", str(config)).split()
+    )
+    perseus = [sys.executable, "-m", "perseus.cli"]
+    with subprocess.Popen(
+        [*perseus, *command[1:], "--log-format=json"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as coordinator:
+        assert coordinator.stdout is not None
+        try:
+            lines = (json.loads(line) for line in coordinator.stdout if line.startswith(b"{"))
+            address = next(str(line["address"]) for line in lines if line["event"] == "listening")
+            environment = {**os.environ, **security.of_operator(), "PERSEUS_COORDINATOR": address}
+            asked = subprocess.run([*perseus, "health"], env=environment, check=False, timeout=60)
+            assert asked.returncode == 0
+        finally:
+            coordinator.terminate()
+            coordinator.communicate(timeout=60)
+    assert coordinator.returncode == 0
 
 
 def test_the_coordinator_has_a_user_of_its_own_and_nothing_else() -> None:

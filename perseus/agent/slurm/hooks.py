@@ -30,6 +30,7 @@ _START_S = 10.0
 _ANSWER_S = 2.0
 _RESTORE_S = 15.0
 _LOOK_S = 0.1
+_LANE = "all of this node's"
 # What slurmd says of one job is nothing that an agent for all of them should know.
 _OF_THE_JOB = ("SLURM", "SPANK_", "CUDA_", "GPU_", "ROCR_", "ZE_")
 
@@ -52,7 +53,7 @@ def prolog(job: SlurmJob, settings: AgentSettings, start: "AgentStart | None" = 
     """
     if not job.gpu_numbers:
         return
-    write_grant(settings.grants, job, uuids_of(job.gpu_numbers, _device_nodes(backend(settings))))
+    write_grant(settings.grants, job, asyncio.run(_uuids(job, backend(settings), Lanes())))
     if _answers(settings.socket):
         return
     if start is None:
@@ -73,15 +74,15 @@ def epilog(job: SlurmJob, settings: AgentSettings) -> None:
         GpuError: what there is to restore can't be read.
         OSError: the grant can't be taken back.
     """
-    gpu_uuids = take_back(settings.grants, job)
-    if not gpu_uuids and job.gpu_numbers:  # the prolog failed, or ran with other settings
-        gpu_uuids = frozenset(uuids_of(job.gpu_numbers, _device_nodes(backend(settings))))
-    asyncio.run(_restored(gpu_uuids, settings))
+    asyncio.run(_restored(job, take_back(settings.grants, job), settings))
 
 
-async def _restored(gpu_uuids: Collection[str], settings: AgentSettings) -> None:
+async def _restored(job: SlurmJob, gpu_uuids: Collection[str], settings: AgentSettings) -> None:
+    gpus, lanes = backend(settings), Lanes()
     records = RecordFolder(settings.restore_folder)
-    restorer = Restorer(records, backend(settings).open, Lanes())
+    restorer = Restorer(records, gpus.open, lanes)
+    if not gpu_uuids and job.gpu_numbers:  # the prolog failed, or ran with other settings
+        gpu_uuids = await _uuids(job, gpus, lanes)
     end_s = time.monotonic() + _RESTORE_S
     while True:
         found: list[Restoration] = await restorer.restore_once()
@@ -126,14 +127,21 @@ def for_all_jobs(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_OF_THE_JOB)}
 
 
-def _device_nodes(gpus: Backend) -> dict[str, str]:
-    """The device file of each GPU that answers; one that is lost has none. `GpuError` if none is known."""
-    found: dict[str, str] = {}
-    for uuid in gpus.listed():
-        if isinstance(uuid, GpuError):
-            continue
-        found[uuid] = gpus.look(uuid).device_node
-    return found
+async def _uuids(job: SlurmJob, gpus: Backend, lanes: Lanes) -> list[str]:
+    """The job's GPUs. `NoSuchGpuError`; `GpuError` if none is known.
+
+    One that is lost, or hangs, is as if it were not there, and keeps no job from the others.
+    """
+
+    async def device_node(uuid: str) -> str:
+        try:
+            return (await lanes.run(uuid, lambda: gpus.look(uuid))).device_node
+        except GpuError:
+            return ""
+
+    uuids = [uuid for uuid in await lanes.run(_LANE, gpus.listed) if isinstance(uuid, str)]
+    nodes = await asyncio.gather(*map(device_node, uuids))
+    return uuids_of(job.gpu_numbers, dict(zip(uuids, nodes, strict=True)))
 
 
 def _answers(socket: Path) -> bool:

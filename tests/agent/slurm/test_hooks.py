@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from perseus import configuration
+from perseus.agent.gpu import Gpu, GpuError, GpuLostError, GpuUse
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.restore.guarded import GuardedGpu
@@ -13,7 +14,7 @@ from perseus.agent.restore.records import RecordFolder
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.slurm import hooks
 from perseus.agent.slurm.hooks import NoAgentError, NotRestoredError, epilog, for_all_jobs, prolog
-from perseus.agent.slurm.job import SlurmJob
+from perseus.agent.slurm.job import NoSuchGpuError, SlurmJob
 
 MODEL = A100_SXM.with_clocks(4)
 JOB = SlurmJob("17", 1004, (1,), "physics")
@@ -73,6 +74,32 @@ def test_what_a_job_that_is_over_has_left_on_its_gpus_goes(settings: AgentSettin
     with pytest.raises(NoAgentError):
         prolog(JOB, settings)
     assert sorted(granted(settings)) == ["slurm-15", "slurm-17", "staff"]
+
+
+class LostAndFound:
+    """A node whose first GPU has no name any more, and whose second does not answer."""
+
+    def open(self, uuid: str) -> Gpu:
+        raise AssertionError("no GPU is opened to grant it")
+
+    def look(self, uuid: str) -> GpuUse:
+        if uuid == "GPU-1":
+            raise GpuLostError("GPU-1: fell off the bus")
+        return GpuUse(2, "/dev/nvidia2", ())
+
+    def listed(self) -> list[str | GpuError]:
+        return [GpuLostError("GPU 0: fell off the bus"), "GPU-1", "GPU-2"]
+
+
+def test_a_lost_gpu_keeps_no_job_from_the_others(
+    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "backend", lambda _: LostAndFound())
+    with pytest.raises(NoAgentError):
+        prolog(SlurmJob("17", 1004, (2,)), settings)
+    assert granted(settings) == {"slurm-17": "1004: GPU-2 slurm-job=17\n"}
+    with pytest.raises(NoSuchGpuError, match=r"expected GPUs of this node \(2\), found 1"):
+        prolog(SlurmJob("18", 1004, (1,)), settings)
 
 
 def test_a_job_without_gpus_leaves_no_trace(settings: AgentSettings) -> None:

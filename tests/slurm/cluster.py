@@ -121,6 +121,10 @@ class SlurmCluster:
         """What is granted on a node now, by file."""
         return {path.name: path.read_text() for path in self.node_folder(node).glob("grants/[!.]*")}
 
+    def hooks_log(self, node: int) -> str:
+        """What prolog and epilog have said on a node."""
+        return (self.node_folder(node) / "hooks.log").read_text()
+
     def _write_files(self, coordinator: str) -> None:
         controller_port, *ports = free_ports(1 + NODE_COUNT)
         nodes, gres = [], []

@@ -9,6 +9,7 @@ import pytest
 
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import Hello
+from perseus.agent.restore.records import Record, RecordFolder
 from perseus.demo import nvml_stub
 from tests.agent.other_users import NOBODY, needs_root, passable_folder, start_as
 from tests.nvml.strangers import claim
@@ -119,6 +120,18 @@ def test_a_node_daemon_that_is_killed(slurm: SlurmCluster) -> None:
     slurm.until(slurm.is_at_stock, "stock after a node was given up", _STOCK_S)
     slurm.start_slurmd(1)
     until_over(slurm, number, "NODE_FAIL")
+
+
+def test_a_gpu_that_is_not_given_back_drains_its_node(slurm: SlurmCluster) -> None:
+    number = slurm.submit("#!/bin/sh\nexec sleep 600\n", "--nodelist=node0", "--gres=gpu:1")
+    slurm.until(lambda: bool(slurm.grants(0)), "the grant")
+    held = RecordFolder(slurm.node_folder(0) / "restore").write(Record(gpu_uuid(0, 0), None))
+    slurm.run("scancel", number)
+    slurm.until(lambda: "DRAIN" in slurm.node_state(0), "the node, drained")
+    assert f"GPU {gpu_uuid(0, 0)}: not back on stock: an agent holds it" in slurm.hooks_log(0)
+    held.remove()
+    slurm.run("scontrol", "update", "nodename=node0", "state=resume")
+    until_over(slurm, number, "CANCELLED")
 
 
 def test_the_daemons_are_on_loopback(slurm: SlurmCluster) -> None:

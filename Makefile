@@ -26,8 +26,8 @@ NVML ?=
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
 .PHONY: demo test test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-languages \
-  test-postgresql test-prometheus test-slurm test-dist test-web pictures torture torture-coordinator check bench \
-  metrics protos contract dist clean
+  test-postgresql test-prometheus test-slurm test-kubernetes test-dist test-web pictures torture torture-coordinator \
+  check bench metrics protos contract dist clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -95,6 +95,12 @@ test-web: $(STAMP)
 test-slurm: $(STAMP)
 	tests/slurm/install
 	$(BIN)/pytest tests/slurm
+
+# The Helm chart for several values: linted, rendered, held against Kubernetes' schemas, and its commands run.
+test-kubernetes: $(STAMP)
+	$(BIN)/pip install -qq --requirement tests/kubernetes/requirements.txt
+	test -x $(BIN)/helm || $(BIN)/python -m tests.kubernetes.get_helm $(BIN)/helm
+	$(BIN)/pytest tests/kubernetes
 
 # The wheel, and a bundle to install it from where there is no index: all wheels that it needs, for this Python and this
 # kind of machine, with deploy/ and its install script. Neither holds anything but what is in the checkout.

@@ -109,11 +109,15 @@ HOUSE: Mapping[str, Room] = {
         "service.job.stragglers",
         "solver",
     ),
+    "service.job.iteration_judge": pure(
+        "service.domain", "service.job.course", "service.job.planning", "service.job.stragglers"
+    ),
     "service.job.views": pure(
         "service.domain", "service.job.course", "service.job.ranks", "service.job.rules", "solver"
     ),
     "service.job.machine": pure(
         "service.domain",
+        "service.job.iteration_judge",
         "service.job.planning",
         "service.job.ranks",
         "service.job.rules",

@@ -206,7 +206,11 @@ class SlurmCluster:
 
     def __exit__(self, *_: object) -> None:
         if "slurmctld" in self._processes:
-            self.run("scancel", "--user=root", "--user=nobody")
+            for node in range(NODE_COUNT):  # one that was killed, for what it has left
+                if f"slurmd{node}" not in self._processes:
+                    self.start_slurmd(node)
+            for user in ("root", "nobody"):
+                self.run("scancel", f"--user={user}")
             self.until(lambda: not self.run("squeue", "--noheader"), "the end of all jobs", is_checked=False)
         for node in range(NODE_COUNT):
             self.end_agent(node, signal.SIGTERM)

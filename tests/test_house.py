@@ -305,6 +305,18 @@ HOUSE: Mapping[str, Room] = {
     ),
     "demo.nvml_stub": room(),
     # Nobody imports the command line, and it may import everybody.
+    # What is wrong, and what to do.
+    "doctor": room(
+        "agent.gpu",
+        "agent.link",
+        "agent.restore",
+        "agent.sidecar",
+        "doctor.checks",
+        "tls",
+        "v1",
+        needs=["grpc"],
+    ),
+    "doctor.checks": pure("tls"),
     "cli": room(
         "agent.gpu",
         "agent.gpu.interface",
@@ -317,6 +329,8 @@ HOUSE: Mapping[str, Room] = {
         "configuration",
         "demo",
         "demo.nvml_stub",
+        "doctor",
+        "doctor.checks",
         "logs",
         "metrics",
         "perseus",

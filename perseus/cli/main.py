@@ -14,6 +14,7 @@ from perseus.cli import (
     certificates,
     coordinator,
     demo,
+    doctor,
     health,
     jobs,
     ledger,
@@ -23,6 +24,7 @@ from perseus.cli import (
     solve,
     store,
     tokens,
+    top,
 )
 from perseus.cli.environment import unknown
 from perseus.cli.terminal import FAILURE, console, fail, warn
@@ -52,6 +54,8 @@ app.command("simulate")(simulate.simulate)
 app.command("coordinator")(coordinator.coordinator)
 app.command("agent")(agent.agent)
 app.command("demo")(demo.demo)
+app.command("top")(top.top)
+app.command("doctor")(doctor.doctor)
 app.command("health")(health.health)
 app.command("ledger")(ledger.ledger)
 app.add_typer(jobs.app, name="jobs")

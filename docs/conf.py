@@ -36,9 +36,8 @@ def write_commands(app: Sphinx) -> None:
 # What pages link to for readers of the repository, and where it stands in the site.
 PLACES = {
     "](../benchmarks/README.md": "](benchmarks.md",
-    "](../README.md#run-it-on-a-cluster)": "](tutorial.md)",
     "](../protos/perseus/v1)": "](reference/contract.md)",
-    "](../examples/nodejs)": "](reference/contract.md)",
+    "](../examples/nodejs)": "](protocol.md)",
 }
 
 

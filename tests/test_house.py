@@ -275,6 +275,17 @@ HOUSE: Mapping[str, Room] = {
         "tls",
         needs=["pydantic", "pydantic_settings", "pynvml", "structlog"],
     ),
+    "agent.slurm.job": pure(),
+    # What a batch system runs on the node, before and after a job.
+    "agent.slurm": room(
+        "agent.claims",
+        "agent.gpu",
+        "agent.gpu.interface",
+        "agent.link",
+        "agent.restore",
+        "agent.sidecar",
+        "agent.slurm.job",
+    ),
     # What needs no cluster to be seen: emulated GPUs in real processes, real agents, a real coordinator.
     "demo": room(
         "agent.gpu",
@@ -312,6 +323,8 @@ HOUSE: Mapping[str, Room] = {
         "agent.link",
         "agent.restore",
         "agent.sidecar",
+        "agent.slurm",
+        "agent.slurm.job",
         "certificates",
         "configuration",
         "demo",

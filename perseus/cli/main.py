@@ -20,6 +20,7 @@ from perseus.cli import (
     ledger,
     power,
     simulate,
+    slurm,
     solve,
     store,
     tokens,
@@ -59,6 +60,7 @@ app.command("health")(health.health)
 app.command("ledger")(ledger.ledger)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(power.app, name="power")
+app.add_typer(slurm.app, name="slurm")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(certificates.app, name="certificates")
 app.add_typer(store.app, name="store")

@@ -14,6 +14,7 @@ from perseus.cli import (
     certificates,
     coordinator,
     demo,
+    grid,
     health,
     jobs,
     ledger,
@@ -37,6 +38,8 @@ _EXTRAS = {
     "psycopg": "postgresql",
     "matplotlib": "plot",
     "cryptography": "certificates",
+    "aiomqtt": "grid",
+    "joserfc": "grid",
 }
 
 app = typer.Typer(
@@ -55,6 +58,7 @@ app.command("health")(health.health)
 app.command("ledger")(ledger.ledger)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(power.app, name="power")
+app.add_typer(grid.app, name="grid")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(certificates.app, name="certificates")
 app.add_typer(store.app, name="store")

@@ -5,21 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.demo.observation import Observer
 from perseus.demo.story import ANSWERED, PLAN, PROFILING, RECOVERED, STOCK, STRAGGLER, Plot, tell
-from perseus.demo.workload import Workload
-
-SMALL = Workload(
-    job_id="small",
-    pipeline_count=2,
-    stage_weights=(0.7, 1.0),
-    microbatch_count=4,
-    forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
-    backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
-    optimizer_s=0.01,
-    gpu=A100_SXM.with_clocks(4),
-)
+from tests.workloads import SMALL
 
 
 class Notes:

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.gpu.physics import A100_SXM, GpuModel, Work
+from perseus.agent.gpu.physics import A100_SXM, GpuModel
 from perseus.demo.cluster import Cluster
 from perseus.demo.workload import Workload
 from perseus.v1 import (
@@ -26,6 +26,7 @@ from perseus.v1 import (
     job_service_pb2,
     job_service_pb2_grpc,
 )
+from tests.workloads import SMALL
 
 if TYPE_CHECKING:
     from perseus.v1.frontier_service_pb2_grpc import FrontierServiceAsyncStub
@@ -38,16 +39,7 @@ LATENCY_S = 0.060
 
 def workload(gpu: GpuModel) -> Workload:
     """One pipeline of two stages; computations of 15 to 46 ms, some 0.35 s an iteration."""
-    return Workload(
-        job_id="job",
-        pipeline_count=1,
-        stage_weights=(0.7, 1.0),
-        microbatch_count=4,
-        forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
-        backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
-        optimizer_s=0.01,
-        gpu=gpu,
-    )
+    return replace(SMALL, job_id="job", pipeline_count=1, gpu=gpu)
 
 
 @dataclass

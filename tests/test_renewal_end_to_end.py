@@ -12,7 +12,7 @@ from perseus.demo.cluster import Cluster
 from perseus.demo.observation import Observer
 from perseus.demo.summary import Measurements
 from perseus.v1 import event_pb2, job_pb2
-from tests.test_end_to_end import SMALL
+from tests.workloads import SMALL
 
 START_TIMEOUT_S = 150.0
 RENEWAL_TIMEOUT_S = 60.0

@@ -15,8 +15,8 @@ from perseus.demo.security import AGENTS
 from perseus.demo.summary import Measurements
 from perseus.v1 import job_pb2, token_service_pb2
 from perseus.v1.token_service_pb2_grpc import TokenServiceStub
-from tests.test_end_to_end import SMALL
 from tests.test_renewal_end_to_end import START_TIMEOUT_S, logged
+from tests.workloads import SMALL
 
 REVOKED_WITHIN_S = 5.0
 READMITTED_WITHIN_S = 90.0

@@ -86,13 +86,9 @@ _OPTIONS = [
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
 
-_GARBAGE_THRESHOLDS = 10_000, 5, 100
-"""When Python looks for garbage, as `gc.set_threshold` has it.
-
-At its own (700, 10, 10), a fifth of the time under load went into looking through timelines and ranks that
-live on; hardly anything here needs looking for. To look through all of a million objects stops everybody for
-half a second: with 100, not already while thousands of agents come back.
-"""
+_YOUNG_OBJECTS = 50_000
+"""Objects more than before at which Python looks for garbage. At its 700, a fifth of the time under load went
+into looking through timelines and ranks that live on; hardly anything here needs looking for."""
 
 _JOB_SERVICE = job_service_pb2.DESCRIPTOR.services_by_name["JobService"]
 _FRONTIER_SERVICE = frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"]
@@ -117,7 +113,7 @@ async def serve(settings: CoordinatorSettings, *, on_listening: Callable[[str], 
         StartupError: the coordinator can't start.
         StoreFailedError: the database has failed.
     """
-    gc.set_threshold(*_GARBAGE_THRESHOLDS)
+    gc.set_threshold(_YOUNG_OBJECTS)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -14,7 +14,7 @@ from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import agent_service_pb2_grpc, computation_pb2, job_service_pb2, job_service_pb2_grpc
 
 
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
     """Poll: what is waited for happens on other threads, or behind a socket."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -63,7 +63,7 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
     def say(self, response: wire.ConnectResponse) -> None:
         self._outbox.put_nowait(response)
 
-    async def until(self, condition: Callable[[Book], bool], what: str, timeout_s: float = 10) -> None:
+    async def until(self, condition: Callable[[Book], bool], what: str, timeout_s: float = 30) -> None:
         try:
             await until(lambda: condition(self.book), what, timeout_s)
         except AssertionError as error:

@@ -6,16 +6,16 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.demo.cluster import Cluster
-from perseus.demo.workload import Workload
 from tests.metrics.test_names import board_queries
 from tests.prometheus.server import Prometheus
+from tests.workloads import SMALL
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
 RULES = DEPLOY / "perseus-rules.yml"
@@ -25,16 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs prometheus and promtool; `make test-prometheus` installs them, as root on Debian",
 )
 
-WORKLOAD = Workload(
-    job_id="scraped",
-    pipeline_count=2,
-    stage_weights=(0.7, 1.0),
-    microbatch_count=4,
-    forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
-    backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
-    optimizer_s=0.01,
-    gpu=A100_SXM.with_clocks(4),
-)
+WORKLOAD = replace(SMALL, job_id="scraped")
 SCRAPES_S = 1
 LIMIT_S = 150.0
 

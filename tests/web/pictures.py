@@ -1,7 +1,7 @@
 """The pictures of docs/page.md: `python -m tests.web.pictures FOLDER`.
 
 Nothing on them is drawn by hand: a demo runs in processes of its own, and has a straggler; the large
-job is a state machine that was brought there.
+job is a state machine that was brought there, and the ledger has hours that were made up.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from tests.service.grpc_fakes import Client
 from tests.web.browser import browsing, panel
 from tests.web.demo import http_url, log_in, page_served
 from tests.web.fleet import fleet, machine
+from tests.web.ledgers import ENTRIES, serving, table_row
 
 _LONG_MS = 240_000
 
@@ -74,6 +75,14 @@ async def _large_job(folder: Path) -> None:
             await _picture(ranks, folder / "page-ranks.png")
 
 
+async def _ledger(folder: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="perseus-") as name:
+        async with serving(Path(name), ENTRIES) as site, browsing(height=620) as page:
+            await site.open(page)
+            await expect(table_row(page, "total")).to_be_visible()
+            await _picture(page, folder / "page-ledger.png")
+
+
 async def _picture(what: Page | Locator, path: Path) -> None:
     page = what.page if isinstance(what, Locator) else what
     await page.wait_for_timeout(1_500)
@@ -84,6 +93,7 @@ async def _picture(what: Page | Locator, path: Path) -> None:
 async def main(folder: Path) -> None:
     """Make all pictures."""
     await _large_job(folder)
+    await _ledger(folder)
     await _demo(folder)
 
 

@@ -3,32 +3,23 @@
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from playwright.async_api import Page, expect
 
-from perseus.agent.gpu.physics import A100_SXM, Work
 from perseus.demo.cluster import Cluster
-from perseus.demo.workload import Workload
 from perseus.v1 import job_pb2
 from tests.service.grpc_fakes import Client
 from tests.web import said
 from tests.web.browser import browsing, figure, needs_chromium, panel
 from tests.web.demo import http_url, log_in, page_served
+from tests.workloads import SMALL
 
 pytestmark = needs_chromium
 
-WORKLOAD = Workload(
-    job_id="seen",
-    pipeline_count=2,
-    stage_weights=(0.7, 1.0),
-    microbatch_count=4,
-    forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
-    backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
-    optimizer_s=0.01,
-    gpu=A100_SXM.with_clocks(4),
-)
+WORKLOAD = replace(SMALL, job_id="seen")
 LONG_MS = 90_000
 
 

@@ -10,7 +10,7 @@ from perseus.demo.security import Security
 from perseus.service.server import running
 from perseus.v1 import token_service_pb2
 from perseus.v1.token_service_pb2_grpc import TokenServiceStub
-from tests.service.grpc_fakes import TIMEOUT_S, Client, make_settings
+from tests.service.grpc_fakes import TIMEOUT_S, Client, make_secured_settings
 from tests.service.web.scraping import free_port
 from tests.web.browser import browsing, inaccessible, needs_chromium, panel
 
@@ -40,14 +40,7 @@ class Guarded:
 async def guarded(folder: Path) -> AsyncIterator[Guarded]:
     security = Security(folder / "security")
     http = f"127.0.0.1:{free_port()}"
-    settings = make_settings(
-        folder,
-        http=http,
-        insecure=False,
-        tls_certificate=security.coordinator_certificate,
-        tls_key=security.coordinator_key,
-        operator_token_file=security.token_file,
-    )
+    settings = make_secured_settings(folder, security, http=http, tls_client_ca=None)
     async with running(settings) as (address, _), security.channels(address).open() as channel:
         client = Client(channel)
         await client.register()

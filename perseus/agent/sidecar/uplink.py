@@ -24,6 +24,7 @@ from perseus.agent.rank.messages import (
     PlanRefusal,
     PlanRefusalReason,
     RankAccepted,
+    RankCeiling,
     RankRefused,
     ToSession,
     Welcome,
@@ -129,6 +130,8 @@ class Uplink:
                 self._on_rank_accepted(message)
             case RankRefused():
                 self._on_rank_refused(message)
+            case RankCeiling():
+                self._roster.tell(message.rank, message)
             case _:
                 assert_never(message)
 

@@ -1,6 +1,6 @@
 """Which scope each call of each service needs: one table, for all that the server serves."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from perseus.service.domain.errors import ScopeTooNarrowError
 from perseus.service.domain.principals import Principal, Scope
@@ -63,11 +63,20 @@ def check_scope(rpc: str, principal: Principal) -> None:
         ScopeTooNarrowError: it may not.
     """
     wanted = RPC_SCOPES.get(rpc)
-    if wanted is not None and (not wanted or principal.grant.scope in wanted):
-        return
-    raise ScopeTooNarrowError(
-        rpc=rpc,
-        expected=" or ".join(sorted(scope.value for scope in wanted or ())) or "none that there is",
-        found=principal.grant.scope.value,
-        principal=principal.name,
-    )
+    if wanted != NOBODY:
+        check_one_of(wanted or NOBODY, rpc, principal)
+
+
+def check_one_of(wanted: Collection[Scope], what: str, principal: Principal) -> None:
+    """Refuse what a principal may not do; `what` is the call or the request, as it is told.
+
+    Raises:
+        ScopeTooNarrowError: none of these scopes is theirs.
+    """
+    if principal.grant.scope not in wanted:
+        raise ScopeTooNarrowError(
+            rpc=what,
+            expected=" or ".join(sorted(scope.value for scope in wanted)) or "none that there is",
+            found=principal.grant.scope.value,
+            principal=principal.name,
+        )

@@ -45,7 +45,7 @@ class JobPower:
         iteration_time_s: of that iteration; 0 before the first.
         is_changing: whether that iteration ran, in part at least, under other clocks than are offered now.
         is_in_force: whether all ranks have what they are offered now.
-        placement_count: how often a rank came from another host than before.
+        placement_count: how often a rank came from another host, or with another GPU, than before.
     """
 
     basis: CurveBasis | None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from perseus.service.domain.ledger import EnergyHour
 from perseus.service.domain.measured import Period, StageProfile
-from perseus.service.domain.model import JobState, PipelineOffer, Rank, StockIteration, Straggler
+from perseus.service.domain.model import Ceiling, JobState, PipelineOffer, Rank, StockIteration, Straggler
 from perseus.service.domain.profiling import GivenUpClock, ProfilingCost
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Registration
 from perseus.service.domain.stall import Stall
@@ -21,7 +21,7 @@ class JobRecord:
     the job does not get on, None once it does. `baseline_request_ids`: the latest requests to measure the
     baseline again. `broken_promise_count`: promises of plans that were broken and not made up for.
     `set_latency_s`: of the GPUs, as plans are made with it; 0 before it is known. `pace_s`: what a power
-    budget makes iterations take, None if none does.
+    budget makes iterations take, None if none does; `ceiling`: as one ordered it last.
     """
 
     policy: OperatingPolicy
@@ -40,6 +40,7 @@ class JobRecord:
     broken_promise_count: int = 0
     set_latency_s: float = 0.0
     pace_s: float | None = None
+    ceiling: Ceiling | None = None
 
 
 MOST_REQUEST_IDS = 64

@@ -12,7 +12,7 @@ from perseus.service.domain.errors import JobFinishedError
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import (
     NO_VERSION,
-    STOCK,
+    Ceiling,
     EventType,
     Gpu,
     HoldClocks,
@@ -32,6 +32,7 @@ from perseus.service.job.iterations.timeline_memory import TimelineMemory
 from perseus.service.job.journal import Journal
 from perseus.service.job.planning.caps import Cap, CapWatch
 from perseus.service.job.planning.drift import changed_work
+from perseus.service.job.planning.limiter import Limiter
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.planner import Planner
 from perseus.service.job.profiling.profiler import Profiler
@@ -41,7 +42,7 @@ from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.job.ranks.usable_clocks import LEAST_CLOCKS, stages_at_stock
 from perseus.service.job.rules import Rules
 from perseus.service.job.states import NEEDS_ALL_RANKS, check_transition
-from perseus.service.job.stragglers.straggler_book import StragglerBook
+from perseus.service.job.stragglers.straggler_book import NOTHING_JUDGED, StragglerBook
 from perseus.solver import Frontier, Plan, Refinement, SolverError
 
 
@@ -59,6 +60,7 @@ class Course:
         journal: where all parts write down what they want done.
         ranks: who serves the job.
         offers: what clocks its pipelines should have.
+        limiter: under which ceiling they are without a plan.
         log: its iterations and the report.
         meter: what it uses, for the ledger.
         timelines: the latest iteration of each pipeline.
@@ -93,6 +95,7 @@ class Course:
         self.timelines = TimelineMemory(counts)
         self.ranks = RankTable(spec, rules.lease_s, self.journal, created_s)
         self.offers = OfferBoard(counts, self.ranks, self.journal)
+        self.limiter = Limiter(self.ranks, self.offers, self.journal)
         self.baseline = Baseline(rules.baseline_iterations)
         self.profiler = Profiler(counts, self.schedule, rules.profiling, self.journal)
         self.stragglers = StragglerBook(self.schedule, counts, self.journal)
@@ -132,6 +135,7 @@ class Course:
         if (record := stored.record) is not None:
             self.state, version, stall = record.state, record.version, record.stall
             self.state_reason, self.finish_time_s = record.state_reason, record.finish_time_s
+            self.limiter.ceiling = record.ceiling
             self.planner.policy, self.planner.lag_s = record.policy, record.lag_s
             self.planner.latency.planned_s = record.set_latency_s
             self.planner.pace_s = record.pace_s
@@ -146,7 +150,7 @@ class Course:
         self.ranks.restore(stored.ranks, now_s)
         if any(rank.capped_clock_mhz for rank in stored.ranks):
             self.caps.hold(now_s)
-        self.offers.restore(version, stored.offers)
+        self.offers.restore(version, stored.offers, is_urgent=self.limiter.ceiling is not None)
         self.profiler.profiles = stored.profiles
         self.now_s, self.wall_time_s = now_s, wall_time_s
         self.progress.restore(self.state, stall, now_s)
@@ -155,7 +159,7 @@ class Course:
         self.meter.restore(stored.latest_hour)
         self.log.mark_straggler(-1, bool(self.stragglers))
         if self.state not in (JobState.PROFILING, JobState.PLANNED):
-            self.offers.wish(range(len(self.offers)), STOCK)  # a run that was put aside had other clocks
+            self.limiter.offer_stock()  # a run that was put aside had other clocks
         if self.baseline.time_s:
             self._measured_work = self._work_keys()
         self._label_versions()
@@ -166,6 +170,8 @@ class Course:
             self._solve()
         if self.state is JobState.PROFILING:
             self._find_profile()
+            if self.limiter.ceiling is not None and self._held_clocks() is None:
+                self._profile(held=None)  # what was put off is not stored
 
     def begin(self, now_s: float, wall_time_s: float) -> None:
         """An input is taken at this time."""
@@ -278,25 +284,32 @@ class Course:
         for iteration in complete:
             gap_s = self.progress.silence_s(self.now_s)
             self.progress.take_iteration(iteration, self.now_s)
-            self.planner.watch.learn(iteration)
-            judgement = self.stragglers.judge(iteration)
+            is_evidence = self.limiter.is_evidence(iteration)
+            judgement = NOTHING_JUDGED
+            if is_evidence:
+                self.planner.watch.learn(iteration)
+                judgement = self.stragglers.judge(iteration)
             if judgement.has_changed:
                 self.after_straggler_change()
             if self.state is JobState.PROFILING:
-                self._note_profiled(iteration, judgement.slowed, gap_s)
+                self._note_profiled(iteration, judgement.slowed, gap_s, is_evidence=is_evidence)
             elif self.state is JobState.PLANNED:
-                self._watch_plans(iteration)
-                self._watch_gpus()
-            elif iteration.versions == self.offers.versions:
+                if is_evidence:
+                    self._watch_plans(iteration)
+                if self.limiter.ceiling is None:
+                    self._watch_gpus()
+            elif is_evidence and self.limiter.ceiling is None and iteration.versions == self.offers.versions:
                 self.planner.watch.take_stock(iteration)
         self.planner.latency.follow(self.now_s)
-        if self.state is JobState.BASELINE:
+        if self.state is JobState.BASELINE and self.limiter.ceiling is None:
             self.baseline.take(complete, self.offers.versions)
 
-    def _note_profiled(self, iteration: JobIteration, slowed: Collection[int], gap_s: float) -> None:
+    def _note_profiled(
+        self, iteration: JobIteration, slowed: Collection[int], gap_s: float, *, is_evidence: bool
+    ) -> None:
         """Let the profiler count an iteration, unless it ran at stock because nothing is held for now.
 
-        `gap_s`: since the one before.
+        `gap_s`: since the one before. One that is no evidence only counts for what profiling costs.
         """
         if iteration.skipped_count:
             self.profiler.spending.take_gap(iteration, gap_s, self.baseline.time_s)
@@ -307,7 +320,7 @@ class Course:
         baseline = self.baseline.iteration
         assert baseline is not None
         self.profiler.take_iteration(
-            iteration, is_as_offered, {*self.stragglers.pipelines, *slowed}, baseline
+            iteration, is_as_offered and is_evidence, {*self.stragglers.pipelines, *slowed}, baseline
         )
         if (held := self._held_clocks()) is not None:
             self._profile_without(held)
@@ -364,7 +377,7 @@ class Course:
         if self.state is JobState.PROFILING:
             if self.progress.is_silent:
                 self._release_clocks()
-            else:
+            elif self.limiter.put_off is None:
                 self._profile(self._held_clocks())
         if self.state is JobState.SOLVING and self.planner.frontier is not None:
             self.enter(JobState.PLANNED, "the frontier is solved")
@@ -391,6 +404,7 @@ class Course:
             f"{before.value} → {state.value}: {why}",
             evidence.StateChanged(before, state, why),
         )
+        self.limiter.put_off = None
         self.baseline.restart()
         self.planner.watch.restart()
         self.progress.enter(state, self.now_s)
@@ -401,14 +415,15 @@ class Course:
             case JobState.BASELINE:
                 if self._spec.stage_work and all(self._spec.stage_work):
                     self._find_profile()  # the very same work: the baseline is enough to hold it against
-                self.offers.wish(range(len(self.offers)), STOCK)
+                self.limiter.offer_stock()
+                self._tell_what_waits()
             case JobState.PLANNED:
                 self.retarget()
             case JobState.SOLVING:
-                self.offers.wish(range(len(self.offers)), STOCK)
+                self.limiter.offer_stock()
                 self._solve()
             case _:
-                self.offers.wish(range(len(self.offers)), STOCK)
+                self.limiter.offer_stock()
 
     def _fall_back(self, why: str) -> None:
         if self.state not in (JobState.STOCK, JobState.FINISHED):
@@ -423,7 +438,7 @@ class Course:
         following = self.profiler.next_round(held, clocks_mhz)
         if isinstance(following, HoldClocks):
             if following is not held:
-                self.offers.wish(range(len(self.offers)), following)
+                self._hold(following)
         elif following.is_enough:
             self.is_profile_complete = True
             for stage, key in enumerate(self._work_keys()):
@@ -448,7 +463,32 @@ class Course:
         """Hold nothing while nobody knows what the clocks cost; the round begins anew once that is known."""
         if self._held_clocks() is not None:
             self.profiler.spending.take_silence(self.progress.silence_s(self.now_s), self.baseline.time_s)
-            self.offers.wish(range(len(self.offers)), STOCK)
+            self.limiter.offer_stock()
+
+    # ------------------------------------------------------------------ ceiling
+
+    def limit(self, ceiling: Ceiling | None) -> None:
+        """Let no clock be above a ceiling where nothing is planned, or (None) any again: at once."""
+        was_waiting = self.limiter.why_waiting(self.state) is not None
+        if not self.limiter.order(ceiling) or self.state is JobState.PLANNED:
+            return
+        held = self.limiter.put_off or self._held_clocks()
+        if held is not None:
+            self._hold(held)
+        else:
+            self.limiter.offer_stock(is_urgent=True)
+            self.baseline.restart()
+            self._tell_what_waits()
+        if was_waiting and self.limiter.why_waiting(self.state) is None:
+            self.state_reason = "the ceiling no longer holds it up"
+
+    def _hold(self, round_: HoldClocks) -> None:
+        self.limiter.hold(round_)
+        self._tell_what_waits()
+
+    def _tell_what_waits(self) -> None:
+        """Say in the state's reason what waits for the end of the ceiling."""
+        self.state_reason = self.limiter.why_waiting(self.state) or self.state_reason
 
     # ------------------------------------------------------------------ solving
 
@@ -500,7 +540,7 @@ class Course:
 
     def _watch_plans(self, iteration: JobIteration) -> None:
         frontier = self.planner.frontier
-        verdict = self.planner.judge(iteration, self.caps)
+        verdict = self.planner.judge(self.limiter.without_gaps(iteration), self.caps)
         if verdict.caps:
             self._do_without(verdict.caps)
             return
@@ -557,10 +597,13 @@ class Course:
         self.log.mark_straggler(self.ranks.highest_iteration() + 1, bool(self.stragglers))
         self.retarget()
 
-    def retarget(self) -> None:
-        """Where plans are in force, let them be those for what is wanted, and waited for, now."""
+    def retarget(self, *, is_urgent: bool = False) -> None:
+        """Where plans are in force, let them be those for what is wanted, and waited for, now.
+
+        `is_urgent`: at once.
+        """
         if self.state is JobState.PLANNED:
-            self.planner.retarget()
+            self.planner.retarget(is_urgent=is_urgent)
 
     # ------------------------------------------------------------------ checks
 
@@ -573,13 +616,15 @@ class Course:
         match self.state:
             case JobState.PROFILING:
                 assert len(set(clocks)) == 1
-                assert isinstance(clocks[0], StockClocks if self.progress.is_silent else HoldClocks)
+                is_at_stock = self.progress.is_silent or self.limiter.put_off is not None
+                assert isinstance(clocks[0], StockClocks if is_at_stock else HoldClocks)
                 assert not self.is_profile_complete
             case JobState.PLANNED:
                 assert all(isinstance(some, PlannedClocks) for some in clocks)
                 assert planner.frontier is not None or planner.is_solving
             case _:
                 assert all(isinstance(some, StockClocks) for some in clocks)
+        self.limiter.validate(self.state, clocks)
         if self.state in NEEDS_ALL_RANKS:
             assert not any(rank.state in (RankState.EXPECTED, RankState.LOST) for rank in self.ranks)
         if self.state is JobState.WAITING:

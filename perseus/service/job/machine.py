@@ -31,6 +31,7 @@ from perseus.service.domain.inputs import (
     AgentHeard,
     AgentLeft,
     BaselineRequested,
+    CeilingOrdered,
     EpochRenewed,
     FinishRequested,
     GpuErrorReported,
@@ -167,6 +168,7 @@ class JobMachine(VisibleRun):
             planner.watch.broken_count,
             planner.latency.planned_s,
             planner.pace_s,
+            course.limiter.ceiling,
         )
         if figures != self._stored_figures:  # of every message; most change none of them
             self._stored_figures = figures
@@ -207,7 +209,7 @@ class JobMachine(VisibleRun):
             self._course.check_work(f"{event.rank} is back on another GPU, or under other limits")
         self._offers.forget_sent(event.rank)
         self._progress.forget(event.rank)
-        self._journal.do(AcceptRank(event.rank, event.instance_id))
+        self._journal.do(AcceptRank(event.rank, event.instance_id, self.ceiling))
         if has_refused and not self._ranks[event.rank].has_refused:
             self._course.profile_more(f"{event.rank} has another agent")
 
@@ -317,7 +319,10 @@ class JobMachine(VisibleRun):
         if event.deadline_s is not None:
             check_range("deadline_s", event.deadline_s, MIN_DURATION_S, MAX_DURATION_S)
         if self._planner.order_pace(event.deadline_s, is_urgent=event.is_urgent):
-            self._course.retarget()
+            self._course.retarget(is_urgent=event.is_urgent)
+
+    def _on_ceiling_ordered(self, event: CeilingOrdered, _now_s: float) -> None:
+        self._course.limit(event.to_ceiling())
 
     def _on_finish_requested(self, _event: FinishRequested, _now_s: float) -> None:
         if self.state is not JobState.FINISHED:
@@ -416,6 +421,7 @@ _HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
     StragglerCleared: JobMachine._on_straggler_cleared,
     PolicySet: JobMachine._on_policy_set,
     PaceOrdered: JobMachine._on_pace_ordered,
+    CeilingOrdered: JobMachine._on_ceiling_ordered,
     FinishRequested: JobMachine._on_finish_requested,
     ResumeRequested: JobMachine._on_resume_requested,
     BaselineRequested: JobMachine._on_baseline_requested,

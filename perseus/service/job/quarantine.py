@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from perseus.service.domain.commands import Announce, Command, RefuseRank, Store
+from perseus.service.domain.commands import Announce, Command, RefuseRank, SendCeiling, Store
 from perseus.service.domain.errors import JobQuarantinedError, cut
 from perseus.service.domain.events import Happening
 from perseus.service.domain.evidence import Evidence, Quarantined, StateChanged
@@ -21,6 +21,7 @@ from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
+    CeilingOrdered,
     EpochRenewed,
     FinishRequested,
     Input,
@@ -38,6 +39,7 @@ from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
 from perseus.service.domain.model import (
     LOST_VERSIONS,
     NO_VERSION,
+    Ceiling,
     EventType,
     FaultyPart,
     JobState,
@@ -126,7 +128,9 @@ class QuarantinedRun:
         self._commands.append(Store(ForgetIterations()))
         self._announce(EventType.QUARANTINED, why, Quarantined(self.fault.part, self.fault.error, before))
         error = self._error()
-        self._commands.extend(RefuseRank(rank.coordinates, rank.instance_id, error) for rank in self._served)
+        self._commands.extend(
+            RefuseRank(rank.coordinates, rank.instance_id, error, self.ceiling) for rank in self._served
+        )
         return self._take()
 
     def handle(self, event: Input, _now_s: float, wall_time_s: float) -> list[Command]:
@@ -142,6 +146,8 @@ class QuarantinedRun:
                 self._finish(f"abandoned: {why}", wall_time_s)
             case RegisteredAgain(registration):
                 self._note_registration(registration)
+            case CeilingOrdered():
+                self._limit(event.to_ceiling())
             case EpochRenewed(epoch):
                 self._epoch = epoch
                 self._keep(replace(self._record, version=self._record.version + LOST_VERSIONS))
@@ -161,6 +167,11 @@ class QuarantinedRun:
     def state(self) -> JobState:
         """Where the job stands."""
         return self._record.state
+
+    @property
+    def ceiling(self) -> Ceiling | None:
+        """The highest clock of its ranks, as a power budget wants it; None without one."""
+        return self._record.ceiling
 
     @property
     def finish_time_s(self) -> float | None:
@@ -246,6 +257,11 @@ class QuarantinedRun:
         """Return the hosts that the ranks are on, or were last, in their order; "" where none is known."""
         return [rank.hostname for rank in self._ranks.values()]
 
+    def highest_clock_mhz(self) -> int:
+        """Return the highest clock that a GPU of it has; 0 where none is known."""
+        gpus = (rank.gpu for rank in self._ranks.values())
+        return max((gpu.supported_clocks_mhz[0] for gpu in gpus if gpu is not None), default=0)
+
     def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
         """Yield the wanted ranks from an index on, each with its index in the order of all ranks."""
         for index, rank in enumerate(self._ranks.values()):
@@ -303,6 +319,12 @@ class QuarantinedRun:
 
     def _error(self) -> JobQuarantinedError:
         return JobQuarantinedError(job_id=self.spec.job_id, cause=self.fault)
+
+    def _limit(self, ceiling: Ceiling | None) -> None:
+        self._keep(replace(self._record, ceiling=ceiling))
+        self._commands.extend(
+            SendCeiling(rank.coordinates, rank.instance_id, ceiling) for rank in self._served
+        )
 
     def _finish(self, why: str, wall_time_s: float) -> None:
         if not self.has_finished:

@@ -26,7 +26,7 @@ from perseus.service.domain.inputs import (
     RankLeft,
     TelemetryArrived,
 )
-from perseus.service.domain.model import FaultyPart, RankLeftReason
+from perseus.service.domain.model import Ceiling, FaultyPart, RankLeftReason
 from perseus.service.domain.principals import ANYBODY
 from perseus.service.domain.specification import Coordinates
 from perseus.service.fleet.gpus import GpuIndex
@@ -270,6 +270,11 @@ class Agents:
     async def flush(self) -> None:
         """Wait until what agents said so far is stored, and carried out."""
         await self._writer.flush()
+
+    def ceiling(self, job_id: str) -> Ceiling | None:
+        """The ceiling that a job's ranks are under, whether they are served or not; None without one."""
+        run = self._live.get(job_id)
+        return run.machine.ceiling if run is not None else None
 
     def _is_on_gpu(self, job_id: str, rank: Coordinates, gpu_uuid: str) -> bool:
         run = self._live.get(job_id)

@@ -30,6 +30,7 @@ from perseus.service.domain.commands import (
     Refine,
     RefuseRank,
     ReportIteration,
+    SendCeiling,
     SendOffer,
     Solve,
     Store,
@@ -493,15 +494,18 @@ class LiveRuns:
         if run.machine is not machine:
             return  # It was put aside, or has been revived: nothing that it wanted before is of use.
         match command:
-            case AcceptRank(rank, instance_id):
+            case AcceptRank(rank, instance_id, ceiling):
                 if (port := self.ports.get(instance_id)) and isinstance(machine, JobMachine):
-                    port.accept_rank(run.job_id, rank, machine.order(rank.stage))
+                    port.accept_rank(run.job_id, rank, machine.order(rank.stage), ceiling)
+            case SendCeiling(rank, instance_id, ceiling):
+                if port := self.ports.get(instance_id):
+                    port.limit_rank(run.job_id, rank, ceiling)
             case SendOffer(rank, instance_id, offer):
                 if port := self.ports.get(instance_id):
                     port.offer(run.job_id, rank, offer)
-            case RefuseRank(rank, instance_id, error):
+            case RefuseRank(rank, instance_id, error, ceiling):
                 if port := self.ports.get(instance_id):
-                    port.refuse_rank(run.job_id, rank, error)
+                    port.refuse_rank(run.job_id, rank, error, ceiling)
             case EndStream(instance_id):
                 if port := self.ports.get(instance_id):
                     port.end(LeaseExpiredError(instance_id=instance_id, lease_s=self.rules.lease_s))

@@ -1,9 +1,7 @@
 """Power budgets: what clients ask of them, and the one task that keeps them.
 
 Once a second the fleet's machine (`fleet.power.machine`) is told what has changed of jobs and what they draw,
-and jobs are told the paces that it wants. A job's pace is compared with the one that it has, so whatever got
-lost on the way, in a restart or a quarantine, is put right with the next look. Of jobs that nothing happened
-to nothing is asked.
+and jobs (`powered_jobs`) are told the paces and ceilings that it wants.
 
 A fault in it is logged, and the fleet begun anew from the budgets that were accepted; jobs keep their paces.
 """
@@ -11,9 +9,9 @@ A fault in it is logged, and the fleet begun anew from the budgets that were acc
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -21,12 +19,9 @@ import structlog
 from perseus.service.domain.bounds import check_range
 from perseus.service.domain.errors import (
     BudgetNotFoundError,
-    CoordinatorError,
     FeedNotFoundError,
     InvalidFieldError,
 )
-from perseus.service.domain.inputs import PaceOrdered
-from perseus.service.domain.job_power import CurveBasis, JobPower
 from perseus.service.domain.power import (
     MAX_TIME_S,
     Budget,
@@ -39,21 +34,17 @@ from perseus.service.domain.power import (
 )
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import check_request_id
-from perseus.service.fleet.power.curve import StageFeeds, power_points
-from perseus.service.fleet.power.demand import JobDemand, PowerPoint
-from perseus.service.fleet.power.feeds import Feeds, placement, shares
+from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.fleet.power.machine import PERIOD_S, FleetMachine
 from perseus.service.fleet.power.messages import (
     BudgetCancelled,
     BudgetSet,
     Input,
-    JobChanged,
-    JobLeft,
-    PowerMeasured,
     SetPace,
     Tick,
 )
-from perseus.service.shell.live_runs import LiveRun, LiveRuns
+from perseus.service.shell.live_runs import LiveRuns
+from perseus.service.shell.powered_jobs import PoweredJobs
 from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.store import BudgetEntry, JobStore
@@ -62,26 +53,6 @@ LEAST_PERIOD_S, MOST_PERIOD_S = 0.5 * PERIOD_S, 10 * PERIOD_S
 """For how long a power is believed to have held: the wall clock may jump."""
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class _Known:
-    """A job as the fleet knows it."""
-
-    run_number: int
-    power: JobPower
-    placement: Sequence[Sequence[StageFeeds]]
-    shares: Mapping[str, float]
-    points: tuple[PowerPoint, ...] = ()
-
-    def drawn_w(self) -> dict[str, float]:
-        power_w = self.power.power_w or 0.0
-        return {feed: share * power_w for feed, share in self.shares.items()}
-
-    def changed(self, job_id: str) -> JobChanged:
-        terms = self.power.terms
-        demand = JobDemand(job_id, self.points, self.drawn_w(), terms.tolerance_percent, terms.weight)
-        return JobChanged(demand, self.power.iteration_time_s)
 
 
 class Power:
@@ -107,10 +78,8 @@ class Power:
         self._latest_s = self._looked_s = 0.0
         self._records: dict[str, BudgetRecord] = {}
         self._fleet = FleetMachine(feeds.all())
-        self._jobs: dict[str, _Known] = {}
+        self._jobs = PoweredJobs(live, feeds)
         self._is_urgent: dict[str, bool] = {}
-        # Jobs that can't be reckoned with, which the log has told of.
-        self._left_out: set[str] = set()
         # What the fleet is to be told with the next look, which is at once if there is any.
         self._inbox: deque[Input] = deque()
         self._has_news = asyncio.Event()
@@ -124,7 +93,7 @@ class Power:
 
     def _begin(self) -> None:
         """Begin with the budgets alone."""
-        self._fleet, self._jobs = FleetMachine(self._feeds.all()), {}
+        self._fleet, self._jobs = FleetMachine(self._feeds.all()), PoweredJobs(self._live, self._feeds)
         now_s = self.now_s()
         current = (record.budget for record in self._records.values() if not record.is_over(now_s))
         self._inbox = deque(map(BudgetSet, current))
@@ -292,14 +261,11 @@ class Power:
         looked_at = list(changed)
         changed.clear()
         for job_id in looked_at:
-            await self._follow(job_id)
-        drawn_w = {job_id: known.drawn_w() for job_id, known in self._jobs.items()}
-        changing = {job_id for job_id, known in self._jobs.items() if known.power.is_changing}
-        outdated = {job_id for job_id in changing if self._jobs[job_id].power.is_in_force}
-        self._tell(PowerMeasured(self._since_look_s(), drawn_w, {}, changing, outdated))
+            if (event := await self._jobs.follow(job_id)) is not None:
+                self._tell(event)
+        self._tell(self._jobs.measured(self._since_look_s()))
         self._tell(Tick())
-        for job_id in list(self._jobs):
-            self._order(job_id)
+        self._jobs.order(self._fleet, self._is_urgent)
         self._is_urgent.clear()
         self._forget()
         self._wake_readers()
@@ -308,66 +274,6 @@ class Power:
         """Return for how long what is known to be drawn has held: about a second."""
         before_s, self._looked_s = self._looked_s, self.now_s()
         return min(MOST_PERIOD_S, max(LEAST_PERIOD_S, self._looked_s - before_s))
-
-    async def _follow(self, job_id: str) -> None:
-        """Tell the fleet of a job that something happened to; one whose figures can't be is left out."""
-        run = self._live.get(job_id)
-        if run is None or run.machine.has_finished or not run.machine.has_live_rank:
-            self._leave(job_id)
-            return
-        try:
-            await self._update(job_id, run)
-            self._left_out.discard(job_id)
-        except Exception as error:
-            self._leave(job_id)
-            if job_id not in self._left_out:
-                self._left_out.add(job_id)
-                log.error("a job is left out of power budgets", job_id=job_id, exc_info=error)
-
-    def _leave(self, job_id: str) -> None:
-        if self._jobs.pop(job_id, None) is not None:
-            self._tell(JobLeft(job_id))
-
-    async def _update(self, job_id: str, run: LiveRun) -> None:
-        power = self._live.read(run, lambda machine: machine.power())
-        known = self._jobs.get(job_id)
-        if power.power_w is None and known is not None:
-            power = replace(power, power_w=known.power.power_w)  # it goes on to draw what it drew
-        if known is None or (known.run_number, known.power.placement_count) != (
-            run.number,
-            power.placement_count,
-        ):
-            placed = self._placed(run)
-            known_now = _Known(run.number, power, placed, shares(placed))
-            known_now.points = await self._points(power.basis, placed)
-        else:
-            known_now = replace(known, power=power)
-            if _is_new(power.basis, known.power.basis):
-                known_now.points = await self._points(power.basis, known.placement)
-        changed = known_now.changed(job_id)
-        self._jobs[job_id] = known_now
-        if known is None or known_now.points is not known.points or power.terms != known.power.terms:
-            self._tell(changed)
-
-    def _placed(self, run: LiveRun) -> Sequence[Sequence[StageFeeds]]:
-        counts = run.machine.spec.parallelism
-        hostnames = self._live.read(run, lambda machine: machine.hostnames())
-        return placement(self._feeds, hostnames, counts.stage_count, counts.tensor_count)
-
-    async def _points(
-        self, basis: CurveBasis | None, placed: Sequence[Sequence[StageFeeds]]
-    ) -> tuple[PowerPoint, ...]:
-        """Return the points of a curve: in a thread, as that adds up every plan of the frontier."""
-        if basis is None:
-            return ()
-        return await asyncio.to_thread(
-            power_points,
-            basis.frontier,
-            placed,
-            own_time_s=basis.own_time_s,
-            slowdowns=basis.slowdowns,
-            overhead_s=basis.overhead_s,
-        )
 
     def _tell(self, event: Input) -> None:
         """Let the fleet take an input; its paces are ordered when this look ends."""
@@ -386,16 +292,6 @@ class Power:
                         to_pause=command.to_pause,
                         beyond_tolerance=command.beyond_tolerance,
                     )
-
-    def _order(self, job_id: str) -> None:
-        """Order the pace that the fleet wants of a planned job, if it has another."""
-        power, run = self._jobs[job_id].power, self._live.get(job_id)
-        pace_s = self._fleet.pace_s(job_id)
-        if run is None or power.basis is None or pace_s == power.pace_s:
-            return
-        is_urgent = self._is_urgent.get(job_id, pace_s is not None)
-        with suppress(CoordinatorError):  # it has ended, or is quarantined: the next look finds it so
-            self._live.handle(run, PaceOrdered(pace_s, is_urgent))
 
     def _forget(self) -> None:
         """Forget budgets that ended long ago, as the store does."""
@@ -421,7 +317,3 @@ def _check_times(start_s: float, end_s: float | None, now_s: float) -> None:
     if end_s <= max(start_s, now_s):
         expected = "a time after start_time, and to come"
         raise InvalidFieldError(field="end_time", expected=expected, found=f"{end_s:.3f}")
-
-
-def _is_new(basis: CurveBasis | None, before: CurveBasis | None) -> bool:
-    return before is not None if basis is None else not basis.is_same(before)

@@ -4,12 +4,11 @@ from collections.abc import Collection, Mapping
 
 from aiohttp import web
 
-from perseus.service.domain.errors import CredentialMissingError, ScopeTooNarrowError
+from perseus.service.api.rpc_scopes import check_one_of
+from perseus.service.domain.errors import CredentialMissingError
 from perseus.service.domain.principals import Grant, Principal, Scope
 from perseus.service.shell.tokens import Tokens
 from perseus.service.web.sessions import LIFETIME_S, Sessions
-
-READERS = frozenset({Scope.READER, Scope.OPERATOR})
 
 
 class Access:
@@ -28,13 +27,7 @@ class Access:
             ScopeTooNarrowError: they may not.
         """
         principal = self.identify(request)
-        if principal.grant.scope not in wanted:
-            raise ScopeTooNarrowError(
-                rpc=f"{request.method} {request.path}",
-                expected=" or ".join(sorted(scope.value for scope in wanted)),
-                found=principal.grant.scope.value,
-                principal=principal.name,
-            )
+        check_one_of(wanted, f"{request.method} {request.path}", principal)
         return principal
 
     def identify(self, request: web.Request) -> Principal:

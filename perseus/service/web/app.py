@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from perseus.service.web.access import READERS, Access
+from perseus.service.api.rpc_scopes import READERS
+from perseus.service.web.access import Access
 from perseus.service.web.errors import Handler, answer_errors
 from perseus.service.web.origin import Hosts
 from perseus.service.web.page_api import PageApi

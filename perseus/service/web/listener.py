@@ -72,11 +72,11 @@ class Listener:
         `check` raises AuthenticationError once the reader may read no more: asked before everything sent.
         """
         response = web.StreamResponse(headers=_HEADERS)
-        await response.prepare(request)
-        transport = request.transport
-        if transport is not None:
-            self._cut_off = transport.abort
-        with suppress(ConnectionResetError, ClientConnectionError):  # it is gone
+        with suppress(ConnectionResetError, ClientConnectionError):  # it is gone, maybe before the first word
+            await response.prepare(request)
+            transport = request.transport
+            if transport is not None:
+                self._cut_off = transport.abort
             try:
                 async for first in beginning:
                     check()

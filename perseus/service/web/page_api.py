@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from aiohttp import hdrs, web
 
 from perseus.service.api.calls import Call
+from perseus.service.api.rpc_scopes import READERS
 from perseus.service.domain.errors import (
     AuthenticationError,
     InvalidFieldError,
@@ -18,7 +19,7 @@ from perseus.service.domain.errors import (
 )
 from perseus.service.domain.principals import ANYBODY, Principal, Scope
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.web.access import READERS, Access, cookie_name, drop_cookie, set_cookie
+from perseus.service.web.access import Access, cookie_name, drop_cookie, set_cookie
 from perseus.service.web.job_feed import JobFeeds
 from perseus.service.web.jobs_feed import JobsFeed
 from perseus.service.web.json_text import as_json, from_json, large_to_json
@@ -31,8 +32,11 @@ from perseus.service.web.shared import Shared
 _JSON = "application/json"
 _PACKAGE = "perseus.v1"
 
-_SHARED = frozenset({f"/{_PACKAGE}.JobService/GetTimeline", f"/{_PACKAGE}.FrontierService/GetFrontier"})
-"""Calls whose answers are large, and wanted time and again: one serves all readers for a while."""
+_SHARED = frozenset(
+    f"/{_PACKAGE}.{name}"
+    for name in ("JobService/GetTimeline", "FrontierService/GetFrontier", "LedgerService/ListLedgerEntries")
+)
+"""Calls whose answers take long, and are wanted time and again: one serves all readers for a while."""
 
 _MOST_ANSWERS = 64
 

@@ -9,12 +9,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from perseus.service.domain.errors import (
-    CredentialMissingError,
-    LimitReachedError,
-    ScopeTooNarrowError,
-)
-from perseus.service.domain.principals import Principal, Scope, digest_of
+from perseus.service.api.rpc_scopes import READERS, check_one_of
+from perseus.service.domain.errors import CredentialMissingError, LimitReachedError
+from perseus.service.domain.principals import Principal, digest_of
 from perseus.service.shell.tokens import Tokens
 
 LIFETIME_S = 12 * 3600.0
@@ -60,13 +57,7 @@ class Sessions:
             ScopeTooNarrowError: whose it is may see nothing.
         """
         principal = self._tokens.authenticate(secret)
-        if principal.grant.scope not in (Scope.READER, Scope.OPERATOR):
-            raise ScopeTooNarrowError(
-                rpc="POST /session",
-                expected="operator or reader",
-                found=principal.grant.scope.value,
-                principal=principal.name,
-            )
+        check_one_of(READERS, "POST /session", principal)
         now_s = self._monotonic()
         self._forget(digest for digest, each in self._by_digest.items() if each.end_s <= now_s)
         own = [digest for digest, each in self._by_digest.items() if each.principal_name == principal.name]

@@ -29,7 +29,15 @@ from perseus.tls.files import TlsFiles
 from perseus.tls.tokens import TokenSource
 from perseus.v1 import agent_service_pb2, job_service_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
-from tests.service.grpc_fakes import TIMEOUT_S, Client, FakeAgent, make_settings, refusal, spec_message
+from tests.service.grpc_fakes import (
+    TIMEOUT_S,
+    Client,
+    FakeAgent,
+    make_secured_settings,
+    make_settings,
+    refusal,
+    spec_message,
+)
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
@@ -153,7 +161,7 @@ async def test_the_page_says_who_may_call_what(site: Site) -> None:
     secrets = {
         "none": None,
         "wrong": "perseus_wrong",
-        "expired": await site.new("expired", "operator", 0.2),
+        "expired": await site.new("expired", "operator", 1.0),
         "revoked": await site.new("revoked", "operator"),
         "reader": await site.new("reader", "reader"),
         "grid": await site.new("grid", "grid"),
@@ -162,7 +170,7 @@ async def test_the_page_says_who_may_call_what(site: Site) -> None:
         "operator": site.operator,
     }
     await site.tokens.revoke("revoked")
-    await asyncio.sleep(0.25)  # the wall clock passes the expiry
+    await asyncio.sleep(1.05)  # the wall clock passes the expiry
     rows = {rpc: [""] * len(COLUMNS) for rpc in RPC_SCOPES}
     for column, name in enumerate(COLUMNS):
         async with site.as_(secrets[name]) as client:
@@ -394,15 +402,7 @@ async def test_a_certificates_identity_stands_for_a_token(
     tmp_path: Path, scopes: dict[str, str], reason: str | None
 ) -> None:
     security = Security(tmp_path / "security")
-    settings = make_settings(
-        tmp_path,
-        insecure=False,
-        operator_token_file=security.token_file,
-        tls_certificate=security.coordinator_certificate,
-        tls_key=security.coordinator_key,
-        tls_client_ca=security.ca,
-        certificate_scopes=scopes,
-    )
+    settings = make_secured_settings(tmp_path, security, certificate_scopes=scopes)
     files: TlsFiles = security.client_files
     async with running(settings) as (address, _):
         async with Channels(address, files).open() as channel:

@@ -59,7 +59,7 @@ async def answer(agent: FakeAgent, message: agent_service_pb2.RankJoined) -> str
 
 async def test_one_gpu_serves_one_rank_of_one_job_until_that_has_left(tmp_path: Path) -> None:
     first, second = ALL_PLACES[:2]
-    async with connected(make_settings(tmp_path, lease_s=0.5)) as client:
+    async with connected(make_settings(tmp_path, lease_s=2.0)) as client:
         await client.register()
         await client.register(job_id="other")
         agent = FakeAgent(client, "agent", ALL_PLACES)

@@ -18,6 +18,7 @@ from perseus.service.domain.inputs import (
     PolicySet,
     RankLeft,
     StragglerReported,
+    TelemetryArrived,
 )
 from perseus.service.domain.model import (
     JobState,
@@ -32,7 +33,7 @@ from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.job.rules import Rules
-from tests.service.service_fakes import EPOCH, START_S, Cluster, make_spec
+from tests.service.service_fakes import EPOCH, START_S, Cluster, batch, make_spec
 
 
 def planned(pipelines: int = 3) -> Cluster:
@@ -216,3 +217,15 @@ def test_ranks_are_selected_by_state_pipeline_and_stage_from_any_place(
 def test_a_place_that_the_job_does_not_have_is_refused(wanted: RankFilter, error: type[Exception]) -> None:
     with pytest.raises(error):
         JobMachine(make_spec(), 1, Rules(), EPOCH, 0.0, 0.0).ranks(wanted)
+
+
+def test_a_baseline_that_every_rank_tells_of_at_once_can_be_looked_at() -> None:
+    cluster = Cluster(make_spec(pipelines=1))
+    cluster.join_all()
+    for rank in cluster.ranks.values():
+        told = batch(1, range(4), 0, 0.8, order=rank.order)
+        cluster.send(TelemetryArrived(rank.place, rank.instance_id, told))
+    cluster.expect(JobState.PROFILING)
+    measured = cluster.machine.timeline(0, from_baseline=True)
+    assert measured.timeline.iteration in range(4)
+    assert not any(any(stage.clock_mhz) for stage in measured.timeline.stages)

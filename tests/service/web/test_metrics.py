@@ -20,6 +20,7 @@ from tests.service.grpc_fakes import (
     TIMEOUT_S,
     FakeAgent,
     connected,
+    make_secured_settings,
     make_settings,
     refusal,
     until,
@@ -222,15 +223,7 @@ async def test_tls_is_grpcs_and_a_renewed_certificate_is_taken(
     monkeypatch.setattr("perseus.service.listening._POLL_S", 0.02)
     security = Security(tmp_path / "security")
     http = f"127.0.0.1:{free_port()}"
-    settings = make_settings(
-        tmp_path,
-        http=http,
-        insecure=False,
-        tls_certificate=security.coordinator_certificate,
-        tls_key=security.coordinator_key,
-        tls_client_ca=security.ca,
-        operator_token_file=security.token_file,
-    )
+    settings = make_secured_settings(tmp_path, security, http=http)
     url = f"https://{http}/metrics"
     file = str(security.coordinator_certificate)
     async with running(settings):

@@ -19,7 +19,7 @@ from perseus.service.domain.principals import Grant, Scope
 from perseus.service.server import running
 from perseus.service.web import listener, sessions
 from perseus.service.web.sessions import Attempts, Sessions
-from tests.service.grpc_fakes import make_settings
+from tests.service.grpc_fakes import make_secured_settings, make_settings
 from tests.service.web.page_server import PageServer, ask, serving, streaming
 from tests.service.web.scraping import free_port
 from tests.service.web.test_metrics import client_context
@@ -226,15 +226,7 @@ async def test_streams_of_one_principal_are_limited(tmp_path: Path, monkeypatch:
 async def test_over_tls_the_cookie_is_for_tls_and_this_host_only(tmp_path: Path) -> None:
     security = Security(tmp_path / "security")
     http = f"127.0.0.1:{free_port()}"
-    settings = make_settings(
-        tmp_path,
-        http=http,
-        insecure=False,
-        tls_certificate=security.coordinator_certificate,
-        tls_key=security.coordinator_key,
-        tls_client_ca=security.ca,
-        operator_token_file=security.token_file,
-    )
+    settings = make_secured_settings(tmp_path, security, http=http)
     connector = aiohttp.TCPConnector(ssl=client_context(security))
     jar = aiohttp.CookieJar(unsafe=True)
     async with running(settings), aiohttp.ClientSession(connector=connector, cookie_jar=jar) as session:

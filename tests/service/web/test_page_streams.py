@@ -1,6 +1,7 @@
 """Server-sent events: all jobs, one job, who comes late or again, who does not read, and the end."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -10,6 +11,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
 
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.web import job_feed, jobs_feed, listener
@@ -296,6 +299,46 @@ async def test_who_does_not_read_is_cut_off_and_nobody_else(
                 quick_one = feed_listeners[1]
                 quick_one.tell(listener.event("jobs", '{"number":-1}'))
                 assert (await quick.next())[1]["number"] == -1
+
+
+@pytest.mark.parametrize("watching", ["jobs", "jobs/job"])
+async def test_who_leaves_before_the_first_word_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, watching: str
+) -> None:
+    asked, answered = asyncio.Event(), asyncio.Event()
+    serve = listener.Listener.serve
+
+    async def serve_once_it_has_left(
+        self: listener.Listener, request: web.Request, *rest: Any
+    ) -> web.StreamResponse:
+        async def has_left() -> bool:
+            return request.transport is None
+
+        asked.set()
+        await until(has_left)
+        try:
+            return await serve(self, request, *rest)
+        finally:
+            answered.set()
+
+    monkeypatch.setattr(listener.Listener, "serve", serve_once_it_has_left)
+    async with serving(tmp_path) as server, aiohttp.ClientSession() as session:
+        register = f"{server.url}/api/JobService/RegisterJob"
+        await ask(session, "POST", register, registration(), server.origin)
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        with capture_logs() as logs:
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"GET /api/watch/{watching} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+            async with asyncio.timeout(20):
+                await asked.wait()
+                writer.transport.abort()
+                await answered.wait()
+            monkeypatch.undo()
+            # Its place is free again, and others are told what there is.
+            async with streaming(session, f"{server.url}/api/watch/{watching}") as stream:
+                await stream.next()
+        assert logs == []
+        assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
 async def test_streams_end_when_the_coordinator_stops(tmp_path: Path) -> None:

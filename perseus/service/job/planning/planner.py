@@ -276,8 +276,11 @@ class Planner:
             ),
         )
 
-    def retarget(self) -> None:
-        """Give every pipeline the plan of its target time; pipelines of the same plan share its version."""
+    def retarget(self, *, is_urgent: bool = False) -> None:
+        """Give every pipeline the plan of its target time; pipelines of the same plan share its version.
+
+        `is_urgent`: at once.
+        """
         if self.frontier is None:
             return
         targets_s = target_times_s(
@@ -293,7 +296,8 @@ class Planner:
         for target_s in sorted(set(targets_s)):
             same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
             plan = self._exact.plan_within(self.frontier, target_s)
-            self._offers.wish(same, planned_clocks(plan, self.frontier, target_s, at_stock))
+            clocks = planned_clocks(plan, self.frontier, target_s, at_stock)
+            self._offers.wish(same, clocks, is_urgent=is_urgent)
         if not self.is_solving:
             self._exact.want(self.frontier, dict.fromkeys(sorted(targets_s, reverse=True)))
 

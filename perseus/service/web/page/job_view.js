@@ -8,6 +8,7 @@ import { Feed } from "./feed.js";
 import { FrontierPanel } from "./frontier_panel.js";
 import { IterationsPanel } from "./iterations_panel.js";
 import { JobModel } from "./job_model.js";
+import { LedgerPanel } from "./ledger_panel.js";
 import * as n from "./numbers.js";
 import { figure } from "./panel.js";
 import { PeriodsPanel } from "./periods_panel.js";
@@ -26,6 +27,7 @@ export class JobView {
     this._model = new JobModel();
     this._full = null;
     this._report = null;
+    this._statement = null;
     this._askedAt = 0;
     this._askedKey = "";
     this._isAsking = false;
@@ -36,6 +38,7 @@ export class JobView {
     this._timeline = new TimelinePanel(jobId);
     this._ranks = new RanksPanel(jobId);
     this._periods = new PeriodsPanel();
+    this._ledger = new LedgerPanel();
     this._events = new EventsPanel();
     this._controls = app.session.may_control ? new ControlsPanel(jobId, (job) => this._takeFull(job)) : null;
     this._panels = el(
@@ -45,7 +48,7 @@ export class JobView {
       this._timeline.element,
       this._ranks.element,
       el("div", { class: "pair uneven" }, this._periods.element, this._controls?.element),
-      this._events.element,
+      el("div", { class: "pair" }, this._ledger.element, this._events.element),
     );
     this._missing = el("p", { class: "empty", hidden: true });
     this.element = el("div", {}, this._head, this._missing, this._panels);
@@ -153,6 +156,7 @@ export class JobView {
     try {
       this._takeFull((await call("JobService", "GetJob", { job_id: this._jobId })).job);
       this._report = await pages("JobService", "GetReport", { job_id: this._jobId, page_size: 1000 }, "periods");
+      this._statement = await pages("LedgerService", "ListLedgerEntries", { job_id: this._jobId, page_size: 1000 }, "entries");
       this._askedKey = key;
     } catch (error) {
       if (!(error instanceof CallError)) throw error;
@@ -172,6 +176,7 @@ export class JobView {
     this._iterations.update(this._model, this._report);
     this._timeline.update(this._model);
     this._periods.update(this._report);
+    this._ledger.update(job, this._statement);
     this._events.update(this._model);
     this._controls?.update(job, this._full);
   }

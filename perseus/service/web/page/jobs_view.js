@@ -3,7 +3,7 @@
 import { el, put, say } from "./dom.js";
 import { Feed } from "./feed.js";
 import * as n from "./numbers.js";
-import { figure, waiting } from "./panel.js";
+import { cardTable, figure, numberCell, waiting } from "./panel.js";
 import { jobState, layout, profiling, rankCount } from "./words.js";
 
 const COLUMNS = [
@@ -27,11 +27,7 @@ export class JobsView {
     this._figures = Object.fromEntries(["jobs", "under a plan", "power now", "energy saved"].map((name) => [name, figure(name)]));
     this._filter = el("input", { type: "search", placeholder: "Filter by name or state", "aria-label": "Filter jobs", oninput: () => this._show() });
     this._headers = COLUMNS.map((column) => this._header(column));
-    this._table = el(
-      "div",
-      { class: "scroll jobs panel", tabindex: 0, role: "group", "aria-label": "Table of jobs" },
-      el("table", { class: "figures", role: "table" }, el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, this._headers)), this._rows),
-    );
+    this._table = cardTable("Table of jobs", this._headers, this._rows);
     this._empty = waiting("Waiting for the coordinator…");
     this.element = el(
       "div",
@@ -127,22 +123,19 @@ function row(job) {
   const progress = job.profiling_progress;
   const straggling = job.straggler_count ? n.count(job.straggler_count, "straggler") : "";
   const goesOn = [progress ? profiling(progress) : job.state_reason, straggling].filter(Boolean).join("; ");
-  const number = (name, text, { kind = "", title = false } = {}) =>
-    el("td", { role: "cell", class: `number ${kind} ${text === "–" ? "unknown" : ""}`, "data-name": name, title }, text);
   const isAttention = state.tone === "trouble" || job.straggler_count > 0;
-  // Roles are said, since on a narrow screen the rows are laid out as no table's are.
   return el(
     "tr",
     { role: "row" },
     el("th", { scope: "row", role: "rowheader" }, el("a", { href: `#/jobs/${encodeURIComponent(job.job_id)}` }, job.job_id)),
     el("td", { role: "cell" }, el("span", { class: `state ${state.tone}`, title: state.meaning }, state.name)),
-    number("ranks", `${n.fixed(counts.connected_count)} of ${n.fixed(rankCount(job.parallelism))}`, {
+    numberCell("ranks", `${n.fixed(counts.connected_count)} of ${n.fixed(rankCount(job.parallelism))}`, {
       title: `pipelines × stages × tensor: ${layout(job.parallelism)}`,
     }),
-    number("iteration", iteration_time_s === undefined ? "–" : n.seconds(iteration_time_s)),
-    number("power", power_w === undefined ? "–" : n.watts(power_w)),
-    number("saved", saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_se_percent), { kind: "strong" }),
-    number("slowdown", saving === undefined ? "–" : n.change(saving.slowdown_percent)),
+    numberCell("iteration", iteration_time_s === undefined ? "–" : n.seconds(iteration_time_s)),
+    numberCell("power", power_w === undefined ? "–" : n.watts(power_w)),
+    numberCell("saved", saving?.energy_percent === undefined ? "–" : n.withError(saving.energy_percent, saving.energy_se_percent), { kind: "strong" }),
+    numberCell("slowdown", saving === undefined ? "–" : n.change(saving.slowdown_percent)),
     el("td", { role: "cell", class: `reason ${isAttention ? "attention" : ""}` }, goesOn),
   );
 }

@@ -4,6 +4,7 @@ import { CallError, session } from "./api.js";
 import { el, put, say } from "./dom.js";
 import { JobView } from "./job_view.js";
 import { JobsView } from "./jobs_view.js";
+import { LedgerView } from "./ledger_view.js";
 import { LoginView } from "./login_view.js";
 import * as n from "./numbers.js";
 
@@ -76,8 +77,15 @@ function route(isMoved) {
   if (!app.session || !isLoggedIn(app.session)) return;
   const matched = /^#\/jobs\/([^/]+)$/.exec(location.hash);
   const jobId = matched && decoded(matched[1]);
-  put(trail, jobId ? [el("a", { href: "#/" }, "Jobs"), el("span", { "aria-current": "page" }, jobId)] : []);
-  show(jobId ? new JobView(app, jobId) : new JobsView(app));
+  const isLedger = location.hash === "#/ledger";
+  const link = (href, name, isHere) => el("a", { href, "aria-current": isHere ? "page" : false }, name);
+  put(
+    trail,
+    link("#/", "Jobs", !isLedger && !jobId),
+    jobId ? el("span", { "aria-current": "page" }, jobId) : null,
+    link("#/ledger", "Ledger", isLedger),
+  );
+  show(jobId ? new JobView(app, jobId) : isLedger ? new LedgerView(app) : new JobsView(app));
   // Whoever goes by keyboard or screen reader is led to what is new.
   if (isMoved) {
     content.focus();

@@ -41,6 +41,35 @@ export const joules = (value) => scaled(value, "J", 4);
 /** Power: 1,234 W is "1.23 kW". */
 export const watts = (value) => scaled(value, "W", 3);
 
+/** Amounts that are added up and compared down a column: so many decimals, more where that would hide all of it. */
+const decimalsOf = (value, decimals) => {
+  const size = Math.abs(value);
+  if (size === 0 || !Number.isFinite(size)) return 0;
+  if (size >= 1_000) return 1;
+  return size >= 10 ** (1 - decimals) ? decimals : Math.min(12, 2 - Math.floor(Math.log10(size)));
+};
+
+/** Energy as it is billed. */
+export const kilowattHours = (value) => `${fixed(value, decimalsOf(value, 3))} kWh`;
+
+export const signedKilowattHours = (value) => `${signed(value, decimalsOf(value, 3))} kWh`;
+
+/** Energy with half its interval, as precise as both of them want. */
+export function kilowattHoursWithin(value, margin) {
+  const digits = margin > 0 ? Math.min(12, 1 - Math.floor(Math.log10(margin))) : 0;
+  const decimals = Math.max(decimalsOf(value, 3), digits);
+  return `${fixed(value, decimals)} ± ${fixed(margin, decimals)} kWh`;
+}
+
+/** Money, in whatever currency. */
+export const money = (value) => fixed(value, value === 0 ? 0 : Math.abs(value) >= 1 ? 2 : decimalsOf(value, 2));
+
+/** Carbon dioxide: grams, kilograms, tonnes. */
+export function grams(value) {
+  const [factor, unit] = [[1e6, "t"], [1e3, "kg"]].find(([each]) => Math.abs(value) >= each) ?? [1, "g"];
+  return `${fixed(value / factor, decimalsOf(value / factor, 2))} ${unit}`;
+}
+
 /** Iteration times and the like: three decimals below 100 s. */
 export function seconds(value) {
   if (!Number.isFinite(value)) return UNKNOWN;

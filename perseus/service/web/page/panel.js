@@ -41,3 +41,20 @@ export function figure(name) {
   const note = el("dd", { class: "aside" });
   return { element: el("div", { class: "figure" }, el("dt", {}, name), value, note), value, note };
 }
+
+/**
+ * A number's cell in a table whose rows are laid out as no table's are on a narrow screen: there its name stands
+ * before it, and "–" is left out. Roles are said for that reason.
+ */
+export function numberCell(name, text, { kind = "", title = false } = {}) {
+  return el("td", { role: "cell", class: `number ${kind} ${text === "–" ? "unknown" : ""}`, "data-name": name, title }, text);
+}
+
+/** Such a table, in a frame that scrolls; `headers` and `rows` have their roles already. */
+export function cardTable(label, headers, rows) {
+  return el(
+    "div",
+    { class: "scroll jobs panel", tabindex: 0, role: "group", "aria-label": label },
+    el("table", { class: "figures", role: "table" }, el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, headers)), rows),
+  );
+}

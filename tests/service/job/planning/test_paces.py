@@ -96,15 +96,21 @@ def test_a_pace_waits_for_plans_and_survives_a_restart() -> None:
     assert len(cluster.offered_versions) == offered_count, "nothing is offered anew for nothing"
 
 
-def test_what_a_job_draws_is_that_of_its_latest_iteration() -> None:
+@pytest.mark.parametrize("is_urgent", [True, False])
+def test_what_a_job_draws_is_that_of_its_latest_iteration(is_urgent: bool) -> None:
     cluster = planned()
     power = cluster.machine.power()
     assert power.power_w == pytest.approx(4 * 100.0)
     assert power.iteration_time_s == pytest.approx(0.8)
     assert not power.is_changing
-    cluster.send(PaceOrdered(middle_s(cluster), is_urgent=True))
+    for rank in cluster.ranks.values():
+        rank.begin()
+    cluster.send(PaceOrdered(middle_s(cluster), is_urgent=is_urgent))
     power = cluster.machine.power()
-    assert (power.is_changing, power.is_in_force) == (True, False)
+    assert (power.is_changing, power.is_in_force) == (True, is_urgent)
+    for rank in cluster.ranks.values():
+        cluster.send(rank.end(0.8))
+    assert cluster.machine.power().is_changing, "one in which clocks changed is not of the new plans"
     cluster.iterate(4)
     power = cluster.machine.power()
     assert (power.is_changing, power.is_in_force) == (False, True)

@@ -1,0 +1,298 @@
+"""The ledger on the page, in a real browser: of one job, and of all of them in a period."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from google.protobuf import json_format
+from playwright.async_api import expect
+
+from perseus.v1 import job_pb2
+from perseus.v1.ledger_service_pb2 import LedgerAccount
+from tests.service.grpc_fakes import ALL_PLACES, FakeAgent
+from tests.web import said
+from tests.web.browser import (
+    Scheme,
+    browsing,
+    figure,
+    inaccessible,
+    is_scrolled_sideways,
+    needs_chromium,
+    panel,
+)
+from tests.web.ledgers import ENTRIES, NOW, Site, at, serving, table_row
+from tests.web.test_modules import run
+
+pytestmark = needs_chromium
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    async with serving(tmp_path, ENTRIES) as site:
+        yield site
+
+
+def figures(account: LedgerAccount) -> list[str]:
+    """What stands in the row of an account of which all is known."""
+    return [
+        said.kwh(account.energy_kwh),
+        said.kwh(account.saved_energy_kwh, account.saved_energy_margin_kwh),
+        said.percent(account.saved_percent),
+        said.money(account.cost),
+        said.money(account.saved_cost),
+        said.carbon(account.carbon_g),
+        said.carbon(account.saved_carbon_g),
+    ]
+
+
+PERIODS = [
+    ("today", {"start_time": at(11, 22, 0)}, ["bare", "gpt3", "total"]),
+    ("7 days", {"start_time": at(11, 15, 13)}, ["bare", "gpt3", "old deleted", "total"]),
+    (
+        "this month",
+        {"start_time": at(11, 1, 0)},
+        ["bare", "gpt3", "run 1", "run 2", "old deleted", "total"],
+    ),
+    ("last month", {"start_time": at(10, 1, 0), "end_time": at(11, 1, 0)}, ["gpt3", "total"]),
+]
+
+
+@pytest.mark.parametrize(("period", "times", "rows"), PERIODS, ids=[name for name, *_ in PERIODS])
+async def test_a_periods_numbers_are_those_of_grpc(
+    site: Site, period: str, times: dict[str, datetime], rows: list[str]
+) -> None:
+    told = await site.ledger(times=times)
+    async with browsing() as page:
+        await site.open(page)
+        await page.get_by_role("radio", name=period).check(force=True)
+        await expect(page.get_by_role("rowheader")).to_have_text(rows)
+        cells = table_row(page, "total").get_by_role("cell")
+        energy = said.kwh(told.total.energy_kwh)
+        saved = said.kwh(told.total.saved_energy_kwh, told.total.saved_energy_margin_kwh)
+        await expect(cells.nth(1)).to_have_text(energy)
+        await expect(cells.nth(2)).to_have_text(saved)
+        await expect(cells.nth(3)).to_have_text(said.percent(told.total.saved_percent))
+        await expect(figure(page, "used")).to_have_text(energy)
+        await expect(figure(page, "saved")).to_have_text(saved)
+        for entry in told.entries:
+            if entry.job_id == "bare":
+                shown = ["run 1", "0.500 kWh", *6 * ["unknown"]]
+                await expect(table_row(page, "bare").get_by_role("cell")).to_have_text(shown)
+                continue
+            # Of several runs, each has a row of its own below the job's.
+            run_name = f"run {entry.run_number}"
+            is_one_of_several = entry.job_id == "gpt3" and run_name in rows
+            name = run_name if is_one_of_several else f"{entry.job_id}{' deleted' * entry.is_deleted}"
+            shown = ["" if is_one_of_several else run_name, *figures(entry.account)]
+            await expect(table_row(page, name).get_by_role("cell")).to_have_text(shown)
+
+
+async def test_a_deleted_job_is_marked_and_leads_nowhere(site: Site) -> None:
+    async with browsing() as page:
+        await site.open(page)
+        await expect(page.get_by_role("link", name="gpt3", exact=True)).to_be_visible()
+        await expect(table_row(page, "old deleted")).to_be_visible()
+        await expect(table_row(page, "old deleted").get_by_role("link")).to_have_count(0)
+        await page.get_by_role("link", name="gpt3", exact=True).click()
+        await expect(page.get_by_role("heading", name="gpt3", level=1)).to_be_visible()
+
+
+TOGETHER = "(m, accounts) => JSON.parse(JSON.stringify(m.together(accounts)))"  # without what is not known
+
+
+async def test_runs_add_up_to_what_the_coordinator_says_of_their_job(site: Site) -> None:
+    told = await site.ledger("gpt3")
+    assert len(told.entries) == 2
+    accounts = [
+        json_format.MessageToDict(
+            each.account, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        for each in told.entries
+    ]
+    async with browsing() as page:
+        await page.goto(site.url)
+        found = await run(page, "ledger", TOGETHER, accounts)
+    assert "saved_energy_margin_kwh" not in found, "no interval is made up"
+    for field, value in found.items():
+        assert value == pytest.approx(getattr(told.total, field)), field
+    assert {"cost", "carbon_g", "saved_cost", "saved_percent", "price_per_kwh"} <= set(found)
+
+
+async def test_what_one_run_does_not_know_the_job_does_not_know(site: Site) -> None:
+    zeros = dict.fromkeys(
+        [
+            *("iteration_count", "unmeasured_iteration_count", "uncompared_energy_kwh"),
+            *("profiling_energy_kwh", "straggler_energy_kwh"),
+        ],
+        0,
+    )
+    one = {**zeros, "energy_kwh": 8.0, "saved_energy_kwh": 2.0, "cost": 4.0, "saved_cost": 1.0}
+    other = {**zeros, "energy_kwh": 5.0, "uncompared_energy_kwh": 5.0}
+    async with browsing() as page:
+        await page.goto(site.url)
+        both = await run(page, "ledger", TOGETHER, [one, other])
+        neither = await run(page, "ledger", TOGETHER, [other, other])
+    assert (both["energy_kwh"], both["saved_energy_kwh"], both["saved_percent"]) == (13.0, 2.0, 20.0)
+    assert not {"cost", "saved_cost", "carbon_g", "price_per_kwh"} & set(both)
+    assert neither["uncompared_energy_kwh"] == 10.0
+    assert not {"saved_energy_kwh", "saved_percent"} & set(neither)
+
+
+async def test_periods_are_those_of_utc(site: Site) -> None:
+    cases = [
+        ("today", "2026-11-22T23:59:59Z", "2026-11-22 00:00 UTC to now"),
+        ("week", "2026-03-02T00:30:00Z", "2026-02-23 00:00 UTC to now"),
+        ("month", "2026-11-01T00:00:00Z", "2026-11-01 00:00 UTC to now"),
+        ("last-month", "2027-01-01T00:00:00Z", "2026-12-01 00:00 to 2027-01-01 00:00 UTC"),
+        ("last-month", "2028-03-31T12:00:00Z", "2028-02-01 00:00 to 2028-03-01 00:00 UTC"),
+    ]
+    async with browsing() as page:
+        await page.goto(site.url)
+        for name, now, words in cases:
+            script = "(m, name, now) => m.periodWords(m.period(name, Date.parse(now)))"
+            assert await run(page, "ledger", script, name, now) == words
+
+
+async def test_amounts_are_never_hidden_by_their_decimals(site: Site) -> None:
+    cases: dict[str, list[tuple[list[float], str]]] = {
+        "kilowattHours": [
+            ([0], "0 kWh"),
+            ([0.1], "0.100 kWh"),
+            ([0.00012345], "0.000123 kWh"),
+            ([1234.56], "1234.6 kWh"),
+        ],
+        "kilowattHoursWithin": [
+            ([2, 0.1043], "2.000 ± 0.104 kWh"),
+            ([0.0002, 0.000013], "0.000200 ± 0.000013 kWh"),
+            ([-1.5, 0.00042], "−1.50000 ± 0.00042 kWh"),
+        ],
+        "money": [([0], "0"), ([1.005], "1.00"), ([0.00321], "0.00321")],
+        "grams": [([0.042], "0.0420 g"), ([400], "400.00 g"), ([1234.5], "1.23 kg"), ([2.5e6], "2.50 t")],
+    }
+    async with browsing() as page:
+        await page.goto(site.url)
+        for name, pairs in cases.items():
+            for given, words in pairs:
+                assert await run(page, "numbers", f"(m, given) => m.{name}(...given)", given) == words
+
+
+async def test_an_empty_ledger_is_said(tmp_path: Path) -> None:
+    async with serving(tmp_path) as site, browsing() as page:
+        await site.open(page)
+        await expect(page.get_by_text("No job has used anything in this time")).to_be_visible()
+        await expect(page.get_by_text("2026-11-01 00:00 UTC to now")).to_be_visible()
+        await expect(page.get_by_role("table")).to_have_count(0)
+        await site.client.register()
+        await page.goto(f"{site.url}/#/jobs/job")
+        await expect(panel(page, "Ledger")).to_contain_text("Nothing was counted yet.")
+
+
+async def test_a_job_without_a_baseline_has_saved_nobody_knows_what(tmp_path: Path) -> None:
+    async with serving(tmp_path, baseline_iterations=100) as site, browsing() as page:
+        await site.client.register()
+        agent = FakeAgent(site.client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate(1)
+        await page.goto(f"{site.url}/#/jobs/job")
+        ledger = panel(page, "Ledger")
+        for name in ("saved against stock", "saved, percent", "cost", "cost saved", "CO₂", "CO₂ saved"):
+            await expect(table_row(page, name).get_by_role("cell")).to_have_text("unknown")
+        row = table_row(page, "assumed: price of a kWh").get_by_role("cell")
+        await expect(row).to_have_text("unknown: none is set")
+        await expect(ledger).to_contain_text("no stock baseline was measured")
+        # All of it is uncompared: what was used says so, too.
+        used_kwh = await table_row(page, "used").get_by_role("cell").inner_text()
+        await expect(table_row(page, "uncompared").get_by_role("cell")).to_have_text(used_kwh)
+        assert used_kwh != "0 kWh"
+
+
+async def test_a_job_is_told_of_this_run_and_of_all(site: Site) -> None:
+    told = await site.ledger("gpt3")
+    run_account = told.entries[-1].account
+    async with browsing() as page:
+        await page.goto(f"{site.url}/#/jobs/gpt3")
+        ledger = panel(page, "Ledger")
+        await expect(ledger.get_by_role("columnheader")).to_have_text(["this run", "all 2 runs"])
+        names = ["used", "saved against stock", "saved, percent", "cost", "cost saved", "CO₂", "CO₂ saved"]
+        for name, own, whole in zip(names, figures(run_account), figures(told.total), strict=True):
+            await expect(table_row(page, name).get_by_role("cell")).to_have_text([own, whole])
+        profiling_kwh, extra_kwh = run_account.profiling_energy_kwh, run_account.profiling_extra_energy_kwh
+        profiling = table_row(page, "used for profiling").get_by_role("cell")
+        await expect(profiling.first).to_have_text(said.kwh(profiling_kwh))
+        extra = table_row(page, "of it beyond stock").get_by_role("cell")
+        await expect(extra.first).to_have_text(f"+{said.kwh(extra_kwh)}")
+        assumed = table_row(page, "assumed: price of a kWh").get_by_role("cell")
+        await expect(assumed).to_have_text(["0.25", "0.25"])
+        assumed = table_row(page, "assumed: CO₂ of a kWh").get_by_role("cell")
+        await expect(assumed).to_have_text(["400 g", "400 g"])
+        await expect(ledger).to_contain_text(f"{said.kwh(told.total.straggler_energy_kwh)} with a straggler")
+
+
+async def test_a_running_jobs_ledger_is_that_of_grpc(tmp_path: Path) -> None:
+    async with serving(tmp_path, price_per_kwh=0.25, intensity_g_per_kwh=400.0) as site:
+        await site.client.register()
+        agent = FakeAgent(site.client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(site.client, job_pb2.JOB_STATE_PLANNED)
+        await agent.iterate(4)
+        account = (await site.ledger("job")).total
+        async with browsing() as page:
+            await page.goto(f"{site.url}/#/jobs/job")
+            await expect(panel(page, "Ledger").get_by_role("columnheader")).to_have_text(
+                "this run, the only one"
+            )
+            used_kwh = await table_row(page, "used").get_by_role("cell").inner_text()
+            assert float(used_kwh.removesuffix(" kWh")) == pytest.approx(account.energy_kwh, rel=0.01)
+            await expect(table_row(page, "iterations").get_by_role("cell")).to_have_text(
+                str(account.iteration_count)
+            )
+            await agent.iterate(3)
+            more = table_row(page, "iterations").get_by_role("cell")
+            await expect(more).to_have_text(str(account.iteration_count + 3))
+
+
+async def test_figures_that_nobody_renews_are_stale(site: Site) -> None:
+    async with browsing(expected=["ERR_FAILED"]) as page:
+        await site.open(page)
+        await expect(page.locator("#feed-state")).to_have_text("live")
+        shown = await figure(page, "used").inner_text()
+        await page.route("**/ListLedgerEntries", lambda route: asyncio.ensure_future(route.abort()))
+        await page.get_by_role("radio", name="today").check(force=True)
+        await expect(page.locator("#feed-state")).to_contain_text("stale since")
+        await expect(figure(page, "used")).to_have_text(shown)
+        # What is shown is still that of the period before, and says so.
+        await expect(page.get_by_text("2026-11-01 00:00 UTC to now")).to_be_visible()
+        await page.unroute("**/ListLedgerEntries")
+        await expect(page.locator("#feed-state")).to_have_text("live")
+        await expect(page.get_by_text("2026-11-22 00:00 UTC to now")).to_be_visible()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 360)])
+async def test_nothing_is_inaccessible(site: Site, scheme: Scheme, width: int) -> None:
+    async with browsing(scheme=scheme, width=width) as page:
+        await site.open(page)
+        await expect(table_row(page, "total")).to_be_visible()
+        assert await inaccessible(page) == []
+        assert not await is_scrolled_sideways(page)
+        await page.goto(f"{site.url}/#/jobs/gpt3")
+        await expect(table_row(page, "uncompared")).to_be_visible()
+        assert await inaccessible(page) == []
+        assert not await is_scrolled_sideways(page)
+
+
+async def test_the_keyboard_is_enough(site: Site) -> None:
+    async with browsing() as page:
+        await page.clock.set_fixed_time(NOW)
+        await page.goto(site.url)
+        await page.get_by_role("link", name="Ledger").focus()
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("heading", name="Ledger", level=1)).to_be_visible()
+        await expect(page.locator("#content")).to_be_focused()
+        await page.keyboard.press("Tab")
+        await expect(page.get_by_role("radio", name="this month")).to_be_focused()
+        await page.keyboard.press("ArrowRight")
+        await expect(page.get_by_role("radio", name="last month")).to_be_checked()
+        await expect(page.get_by_text("2026-10-01 00:00 to 2026-11-01 00:00 UTC")).to_be_visible()
+        await expect(page.get_by_role("rowheader")).to_have_text(["gpt3", "total"])

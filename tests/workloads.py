@@ -1,0 +1,16 @@
+"""Jobs that several tests run as the demo does, in real processes."""
+
+from perseus.agent.gpu.physics import A100_SXM, Work
+from perseus.demo.workload import Workload
+
+SMALL = Workload(
+    job_id="small",
+    pipeline_count=2,
+    stage_weights=(0.7, 1.0),
+    microbatch_count=4,
+    forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
+    backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
+    optimizer_s=0.01,
+    gpu=A100_SXM.with_clocks(4),
+)
+"""Two pipelines of two stages: planned within half a minute."""

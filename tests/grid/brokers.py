@@ -14,9 +14,13 @@ from typing import Any
 
 import aiomqtt
 from joserfc.jwk import Key
+from pwdlib.hashers.argon2 import Argon2Hasher
 
 from perseus.demo.security import Security
 from tests.grid.isv import opened
+
+TOKEN = "password-of-all"
+"""What every client shows; a door as an OAuth2 token, with the user's name that the contract has for it."""
 
 _START_TIMEOUT_S = 30.0
 _RUN = """
@@ -47,6 +51,10 @@ class MqttBroker:
         self._security = security
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._passwords = log.with_suffix(".passwords")
+        self._passwords.write_text(
+            "".join(f"{user}:{Argon2Hasher().hash(TOKEN)}\n" for user in ("oauthtoken", "isv"))
+        )
 
     @property
     def address(self) -> str:
@@ -61,7 +69,8 @@ class MqttBroker:
             "certfile": str(self._security.coordinator_certificate),
             "keyfile": str(self._security.coordinator_key),
         }
-        plugins = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}}
+        # Nobody is anonymous: for such amqtt keeps no messages.
+        plugins = {"amqtt.plugins.authentication.FileAuthPlugin": {"password_file": str(self._passwords)}}
         config = json.dumps({"listeners": {"default": listener}, "plugins": plugins})
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -87,7 +96,15 @@ class MqttBroker:
         """A client with a certificate of the demo's."""
         context = ssl.create_default_context(cafile=self._security.ca)
         context.load_cert_chain(self._security.client_certificate, self._security.client_key)
-        return aiomqtt.Client("127.0.0.1", self.port, identifier=name, tls_context=context, timeout=10)
+        return aiomqtt.Client(
+            "127.0.0.1",
+            self.port,
+            identifier=name,
+            username="isv",
+            password=TOKEN,
+            tls_context=context,
+            timeout=10,
+        )
 
 
 @contextmanager

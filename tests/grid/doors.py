@@ -15,6 +15,7 @@ from perseus.demo.security import Security
 from perseus.tls.tokens import own_token
 from perseus.v1 import token_service_pb2
 from perseus.v1.token_service_pb2_grpc import TokenServiceStub
+from tests.grid.brokers import TOKEN
 from tests.grid.isv import agent_key
 
 NAME = "maxlps"
@@ -44,11 +45,14 @@ class DoorProcess:
             "TLS_CERTIFICATE": security.client_certificate,
             "TLS_KEY": security.client_key,
         }
+        broker_token = folder / "broker.token"
+        broker_token.write_text(TOKEN)
         self._environment: Mapping[str, str] = {
             **{f"PERSEUS_GRID_{name}": str(path) for name, path in files.items()},
             **{f"PERSEUS_GRID_BROKER_{name}": str(path) for name, path in files.items()},
             "PERSEUS_GRID_TOKEN_FILE": str(grid_token(security, coordinator, folder)),
             "PERSEUS_GRID_BROKER": broker,
+            "PERSEUS_GRID_BROKER_TOKEN_FILE": str(broker_token),
             "PERSEUS_GRID_COORDINATOR": coordinator,
             "PERSEUS_GRID_IDENTIFIER": NAME,
             "PERSEUS_GRID_KEYS": str(self.keys),

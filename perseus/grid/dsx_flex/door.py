@@ -131,7 +131,7 @@ class Door:
         return [*commands, Answer(some, verdict, detail), *self._answers(now_s)]
 
     def _on_feeds_listed(self, event: FeedsListed, now_s: float) -> list[Command]:
-        was_lost, self._is_lost = self._is_lost, False
+        self._is_lost = False
         before = set(self._readings)
         # A feed that nothing is said of can't be told of: the contract wants its capacity.
         self._readings = {each.feed: each for each in event.readings if each.maximum_w is not None}
@@ -141,8 +141,6 @@ class Door:
             commands.append(AskForBudgets())
         for reading in self._readings.values():
             commands += self._looked(reading, now_s)
-        if was_lost:
-            commands += self._status({}, now_s)
         return commands
 
     def _on_feed_read(self, event: FeedRead, now_s: float) -> list[Command]:
@@ -153,8 +151,11 @@ class Door:
         return self._looked(reading, now_s)
 
     def _on_budgets_listed(self, event: BudgetsListed, now_s: float) -> list[Command]:
-        self._budgets = dict(event.known)
-        return [AskForBudgets(), *self._answers(now_s)]
+        is_first, self._budgets = self._budgets is None, dict(event.known)
+        commands: list[Command] = [AskForBudgets(), *self._answers(now_s)]
+        if is_first:  # of this connection
+            commands += self._status({}, now_s)
+        return commands
 
     def _on_budget_answered(self, event: BudgetAnswered, now_s: float) -> list[Command]:
         if self._budgets is not None:
@@ -167,7 +168,7 @@ class Door:
 
     def _on_tick(self, event: Tick, now_s: float) -> list[Command]:
         commands: list[Command] = []
-        if not self._is_lost:
+        if not self._is_lost and self._budgets is not None:
             for reading in self._readings.values():
                 commands += self._looked(reading, now_s)
             if self._said_s is None or now_s >= self._said_s + self._heartbeat_s:

@@ -124,7 +124,7 @@ async def test_every_message_has_one_answer(site: Site) -> None:
     isv, stranger = site.isv, Sender(site.door.keys.parent / "elsewhere")
     good = {"targets": [target_of(7e5)]}
     accepted = isv.envelope(now_s, good)
-    refused = {
+    refused: dict[str, dict[str, Any]] = {
         "all of its targets are over": isv.envelope(
             now_s, {"targets": [target_of(1, interval={"start_time": moment(1), "end_time": moment(2)})]}
         ),
@@ -133,7 +133,7 @@ async def test_every_message_has_one_answer(site: Site) -> None:
         "a feed that is not served": isv.envelope(now_s, {"targets": [target_of(1, feed_tags=["cellar"])]}),
     }
     older = isv.envelope(now_s - 60, {"targets": [target_of(8e5, interval={"start_time": moment(now_s)})]})
-    nobody_s = {
+    nobody_s: dict[str, bytes | dict[str, Any]] = {
         "expected JSON": b"no json",
         "specversion": isv.envelope(now_s, good, specversion="1.0"),
         "source: expected //grid/v1/isv/acme-energy": isv.envelope(now_s, good, source="//grid/v1/isv/volt"),

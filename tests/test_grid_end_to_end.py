@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiomqtt
 import pytest
 
 from perseus.agent.gpu.physics import A100_SXM, Work
@@ -77,6 +79,32 @@ def feed(data: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+async def breach_it(heard: Heard, mqtt: aiomqtt.Client, isv: Sender, limit_w: float) -> None:
+    """Send a target that no plan can keep, wait for a breach and its hints, and lift it."""
+    sent = isv.envelope(time.time(), {"targets": [target_of(limit_w)]})
+    await mqtt.publish(isv.topic, json.dumps(sent), qos=1)
+
+    async def is_told(count: int) -> bool:
+        return len(heard.alerts()) >= count
+
+    await until(lambda: is_told(1), "the breach is told")
+    lifted = isv.envelope(time.time(), {"targets": [target_of(None)]})
+    await mqtt.publish(isv.topic, json.dumps(lifted), qos=1)
+    await until(lambda: is_told(2), "its end is told")
+    (active, resolved) = [data for _, data in heard.alerts()]
+    assert (active["status"], resolved["status"]) == ("active", "resolved")
+    assert active["severity"] == "critical"
+    assert active["breach"]["breach_id"] == resolved["breach"]["breach_id"]
+    assert active["target"]["correlation_id"] == sent["correlationid"]
+    assert active["measured_load"]["value"] > 1.2 * limit_w
+    assert [hint["resource_id"] for hint in active["shed_hints"]] == [socket.gethostname()]
+    assert active["shed_hints"][0]["action"] == "suspend"
+    if CONTRACT.exists():
+        for envelope, data in heard.alerts():
+            assert problems("PowerBreachAlertEvent", envelope) == []
+            assert problems("PowerBreachAlertData", data) == []
+
+
 @pytest.mark.timeout(300)
 async def test_a_load_target_of_less_by_30_percent_is_kept_told_and_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,7 +152,7 @@ async def test_a_load_target_of_less_by_30_percent_is_kept_told_and_over(
         assert took_s <= MOST_SECONDS
 
         def is_kept(envelope: dict[str, Any], data: dict[str, Any]) -> bool:
-            return feed(data)["event"] == "end_ramp_down"
+            return bool(feed(data)["event"] == "end_ramp_down")
 
         told = feed(await heard.status(is_kept, "the ramp's end is told"))
         assert told["compliant"]
@@ -138,7 +166,7 @@ async def test_a_load_target_of_less_by_30_percent_is_kept_told_and_over(
         assert under_w <= 1.02 * limit_w
 
         def is_over(envelope: dict[str, Any], data: dict[str, Any]) -> bool:
-            return feed(data)["event"] == "end_ramp_up"
+            return bool(feed(data)["event"] == "end_ramp_up")
 
         told = feed(await heard.status(is_over, "the end is told", TARGET_S))
         assert told["compliant"]
@@ -156,6 +184,7 @@ async def test_a_load_target_of_less_by_30_percent_is_kept_told_and_over(
         )
         assert events.count("periodic") >= 3, "heartbeats"
         assert heard.alerts() == []
+        await breach_it(heard, mqtt, isv, 0.1 * before_w)
         if CONTRACT.exists():
             for envelope, data in heard.statuses():
                 assert problems("PowerStateStatusEvent", envelope) == []

@@ -136,7 +136,7 @@ class Agent:
             self._failed.result()
         for end in ends:
             if isinstance(end, Exception):
-                raise end
+                raise _flat(end)[0]
 
     # --- The machine ----------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Agent:
 
     async def _follow_broker(self) -> None:
         await self._is_met.wait()
-        attempt = 0
+        attempt, said = 0, ""
         while True:
             try:
                 async with self._session.client() as client:
@@ -244,10 +244,10 @@ class Agent:
                         group.create_task(until_disconnected(client))
                         group.create_task(self._publish(client))
             except* (aiomqtt.MqttError, BrokerUnavailableError, OSError) as several:
-                reason = str(several.exceptions[0])
-            if not self._failed.done():
+                reason = str(_flat(several)[0])
+            if attempt == 0 or reason != said:  # not at every attempt
                 _log.warning("no broker", broker=self._settings.broker, reason=reason)
-            attempt += 1
+            attempt, said = attempt + 1, reason
             await asyncio.sleep(_wait_s(attempt))
 
     async def _publish(self, client: aiomqtt.Client) -> None:
@@ -305,9 +305,9 @@ class Agent:
     # --- The coordinator ------------------------------------------------------------------------------------
 
     async def _follow_coordinator(self) -> None:
-        attempt = 0
+        attempt, said = 0, ""
         while True:
-            reason: str | None = ""
+            reason = ""
             try:
                 async with PowerClient(self._channels) as client:
                     self._take(FeedsListed(await client.feeds()))
@@ -331,8 +331,9 @@ class Agent:
             self._client = None
             self._take(CoordinatorLost())
             reason = await self._channels.diagnosis() or reason
-            _log.warning("no coordinator", coordinator=self._settings.coordinator, reason=reason)
-            attempt += 1
+            if attempt == 0 or reason != said:
+                _log.warning("no coordinator", coordinator=self._settings.coordinator, reason=reason)
+            attempt, said = attempt + 1, reason
             await asyncio.sleep(_wait_s(attempt))
 
     async def _watch(self, client: PowerClient) -> None:
@@ -398,9 +399,8 @@ def _continued(trace: Trace | None) -> Trace:
     return Trace(f"{version}-{trace_id}-{span_id}-{flags}", trace.tracestate)
 
 
-def _flat(several: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    return [
-        leaf
-        for each in several.exceptions
-        for leaf in (_flat(each) if isinstance(each, BaseExceptionGroup) else [each])
-    ]
+def _flat(error: BaseException) -> list[BaseException]:
+    """Return what a group of errors holds, or the one error."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for each in error.exceptions for leaf in _flat(each)]

@@ -1,13 +1,15 @@
 """The door's settings: flags, environment (PERSEUS_GRID_…) and TOML file; see `perseus.configuration`."""
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, SecretStr, StringConstraints
+from pydantic import AfterValidator, Field, SecretStr, StringConstraints
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.logs import LogFormat, LogLevel
+from perseus.tls.address import host_and_port
 from perseus.tls.fields import contradicts, goes_with, keeps_plaintext_here, needs
 from perseus.tls.files import TlsFiles
 
@@ -18,6 +20,13 @@ def default_state() -> Path:
         return Path("/var/lib/perseus/dsx-flex.db")
     state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state_home) / "perseus" / "dsx-flex.db"
+
+
+def _host_and_port(address: str) -> str:
+    """MQTT's library connects to no other."""
+    if not re.fullmatch(r"[^/]+", address) or host_and_port(address) is None:
+        raise ValueError("expected HOST:PORT with a port from 1 to 65535")
+    return address
 
 
 class DsxFlexSettings(BaseSettings):
@@ -65,7 +74,7 @@ class DsxFlexSettings(BaseSettings):
         description="File with the OAuth2 token that the broker is shown as a password, of user oauthtoken; "
         "read at every connection.",
     )
-    broker: Annotated[str, Field(min_length=1), keeps_plaintext_here("broker_tls_ca")] = Field(
+    broker: Annotated[str, AfterValidator(_host_and_port), keeps_plaintext_here("broker_tls_ca")] = Field(
         "127.0.0.1:1883", description="The MQTT broker's address, host:port."
     )
     keys: Path = Field(

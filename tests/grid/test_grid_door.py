@@ -145,8 +145,9 @@ async def test_every_message_has_one_answer(site: Site) -> None:
         await heard.status(of(accepted["correlationid"]), "the target is told")
         for sent in (*refused.values(), older, accepted):
             await site.send(client, sent)
-        for sent in nobody_s.values():
-            await client.publish(isv.topic, sent if isinstance(sent, bytes) else json.dumps(sent), qos=1)
+        for wrong in nobody_s.values():
+            payload = wrong if isinstance(wrong, bytes) else json.dumps(wrong).encode()
+            await client.publish(isv.topic, payload, qos=1)
         last = isv.envelope(now_s, {"targets": [target_of(6e5, feed_tags=["hall-b"])]})
         await site.send(client, last)
         await heard.status(of(last["correlationid"]), "the last one is told")
@@ -158,8 +159,8 @@ async def test_every_message_has_one_answer(site: Site) -> None:
             targets = [target["correlation_id"] for target in data["feeds"]["hall-a"]["targets"]]
             assert sent["correlationid"] not in targets
         assert told.count(accepted["correlationid"]) == 2, "a duplicate is told of again"
-        for sent in nobody_s.values():
-            assert isinstance(sent, bytes) or sent["correlationid"] not in told
+        for wrong in nobody_s.values():
+            assert isinstance(wrong, bytes) or wrong["correlationid"] not in told
     lines = site.door.said()
     verdicts = [line["verdict"] for line in lines if line["event"] == "load targets"]
     assert len(verdicts) == 8

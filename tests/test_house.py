@@ -109,11 +109,15 @@ HOUSE: Mapping[str, Room] = {
         "service.job.stragglers",
         "solver",
     ),
+    "service.job.iteration_judge": pure(
+        "service.domain", "service.job.course", "service.job.planning", "service.job.stragglers"
+    ),
     "service.job.views": pure(
         "service.domain", "service.job.course", "service.job.ranks", "service.job.rules", "solver"
     ),
     "service.job.machine": pure(
         "service.domain",
+        "service.job.iteration_judge",
         "service.job.planning",
         "service.job.ranks",
         "service.job.rules",
@@ -302,6 +306,18 @@ HOUSE: Mapping[str, Room] = {
     ),
     "demo.nvml_stub": room(),
     # Nobody imports the command line, and it may import everybody.
+    # What is wrong, and what to do.
+    "doctor": room(
+        "agent.gpu",
+        "agent.link",
+        "agent.restore",
+        "agent.sidecar",
+        "doctor.checks",
+        "tls",
+        "v1",
+        needs=["grpc"],
+    ),
+    "doctor.checks": pure("tls"),
     "cli": room(
         "agent.gpu",
         "agent.gpu.interface",
@@ -312,6 +328,8 @@ HOUSE: Mapping[str, Room] = {
         "configuration",
         "demo",
         "demo.nvml_stub",
+        "doctor",
+        "doctor.checks",
         "grid",
         "logs",
         "metrics",

@@ -14,6 +14,7 @@ from perseus.cli import (
     certificates,
     coordinator,
     demo,
+    doctor,
     grid,
     health,
     jobs,
@@ -54,6 +55,7 @@ app.command("simulate")(simulate.simulate)
 app.command("coordinator")(coordinator.coordinator)
 app.command("agent")(agent.agent)
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 app.command("health")(health.health)
 app.command("ledger")(ledger.ledger)
 app.add_typer(jobs.app, name="jobs")

@@ -119,6 +119,8 @@ class Agent:
         self._asks = asyncio.Event()
         self._is_met = asyncio.Event()
         self._client: PowerClient | None = None
+        self._unknown: tuple[str, ...] = ()
+        self._refused: dict[str, str | None] = {}
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._latest_s = 0.0
 
@@ -183,6 +185,9 @@ class Agent:
         )
 
     def _queue(self, unsent: _Unsent) -> None:
+        told = unsent.told
+        if self._unsent and isinstance(told, PublishStatus) and told.is_heartbeat:
+            return  # while nobody hears, heartbeats don't pile up
         self._unsent.append(unsent)
         self._has_unsent.set()
 
@@ -367,7 +372,8 @@ class Agent:
     async def _ask_once(self, client: PowerClient) -> bool:
         """Ask for what is needed now; return whether all of it was granted."""
         changes = self._door.changes(self._now_s())
-        if changes.unknown:
+        if changes.unknown != self._unknown:
+            self._unknown = changes.unknown
             _log.warning(
                 "budgets of this door for messages that it does not know", budget_ids=changes.unknown
             )
@@ -380,8 +386,11 @@ class Agent:
             except grpc.aio.AioRpcError as error:
                 if is_transient(error):
                     raise
-                _log.error("budget refused", budget_id=budget_id, reason=error.details())
                 is_granted = False
+                if self._refused.get(budget_id) != error.details():  # not at every attempt
+                    self._refused[budget_id] = error.details()
+                    _log.error("budget refused", budget_id=budget_id, reason=error.details())
+        self._refused = {each: reason for each, reason in self._refused.items() if each in calls}
         return is_granted
 
 

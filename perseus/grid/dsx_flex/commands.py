@@ -122,6 +122,13 @@ class PublishStatus:
     correlation_id: str | None = None
     trace: Trace | None = None
 
+    @property
+    def is_heartbeat(self) -> bool:
+        """Whether nothing has happened."""
+        return self.correlation_id is None and all(
+            feed.event is FeedEvent.PERIODIC for feed in self.feeds.values()
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PublishAlert:

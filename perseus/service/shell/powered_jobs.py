@@ -19,7 +19,8 @@ from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.service.fleet.power.feeds import Feeds, placement, shares
 from perseus.service.fleet.power.machine import FleetMachine
 from perseus.service.fleet.power.messages import JobChanged, JobLeft, PowerMeasured
-from perseus.service.shell.live_runs import LiveRun, LiveRuns
+from perseus.service.shell.live_run import LiveRun
+from perseus.service.shell.live_runs import LiveRuns
 
 log = structlog.get_logger(__name__)
 

@@ -48,7 +48,8 @@ async def test_a_rank_from_hello_to_finish_with_a_coordinator_that_restarts(
         await coordinator.until(in_force(1), "plan 1 in force")
         assert coordinator.book.all("plan_answer")[-1].plan_answer.accepted
         await coordinator.until(measured_under(1), "telemetry under plan 1")
-        assert gpu.sm_clock_mhz() == HELD_MHZ
+        # A busy host may make a gap long, in which it is at stock.
+        await until(lambda: gpu.sm_clock_mhz() == HELD_MHZ, "the held clock")
         under_plan = next(
             request.telemetry
             for request in coordinator.book.all("telemetry")
@@ -58,7 +59,9 @@ async def test_a_rank_from_hello_to_finish_with_a_coordinator_that_restarts(
 
         await coordinator.stop()
         await asyncio.sleep(0.2)
-        assert gpu.sm_clock_mhz() == HELD_MHZ, "the plan stays in force while the lease runs"
+        await until(
+            lambda: gpu.sm_clock_mhz() == HELD_MHZ, "the plan, which stays in force while the lease runs"
+        )
         earlier = coordinator.book
         remembered = Book(jobs=earlier.jobs, acknowledged_sequence=earlier.acknowledged_sequence)
         coordinator = await start(remembered, coordinator.port)

@@ -19,7 +19,7 @@ from perseus.demo.cluster import Cluster
 from perseus.demo.workload import Workload
 from perseus.grid.contract.messages import moment
 from perseus.v1 import job_pb2, job_service_pb2
-from tests.grid.brokers import Heard, running_broker
+from tests.grid.brokers import Heard, MqttBroker, running
 from tests.grid.contract.contract_schemas import CONTRACT, problems
 from tests.grid.doors import NAME, DoorProcess
 from tests.grid.isv import Sender, target_of
@@ -122,7 +122,7 @@ async def test_a_load_target_of_less_by_30_percent_is_kept_told_and_over(
         for cluster in (first, second):
             cluster.start_agents(address)
             cluster.start_trainers()
-        broker = stack.enter_context(running_broker(first.security, tmp_path / "broker.log"))
+        broker = stack.enter_context(running(MqttBroker(first.security, tmp_path / "broker.log")))
         door = DoorProcess(tmp_path / "door", first.security, broker.address, address, HEARTBEAT_S="5")
         isv = Sender(door.keys)
         door.start()

@@ -45,7 +45,7 @@ from perseus.grid.dsx_flex.commands import (
 )
 from perseus.grid.dsx_flex.door import Door
 from perseus.grid.dsx_flex.values import Trace
-from perseus.grid.journal import Journal
+from perseus.grid.journal import Journal, JournalError
 from perseus.grid.power_client import PowerClient, is_transient
 from perseus.grid.settings import DsxFlexSettings
 from perseus.grid.signing import KeyFileError, SenderKeys, SignatureRefusedError, Signer
@@ -71,6 +71,7 @@ async def run(settings: DsxFlexSettings, token: TokenSource | None) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.set_exception_handler(_on_lost_error)
     journal = Journal(settings.state)
     try:
         agent = Agent(settings, journal, Channels(settings.coordinator, settings.tls_files, token))
@@ -83,6 +84,12 @@ async def run(settings: DsxFlexSettings, token: TokenSource | None) -> None:
             await working
     finally:
         journal.close()
+
+
+def _on_lost_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Leave to `Agent.run` what can't be kept: for a message that fails in a callback of the loop."""
+    if not isinstance(context.get("exception"), JournalError):
+        loop.default_exception_handler(context)
 
 
 @dataclass(slots=True)
@@ -123,6 +130,7 @@ class Agent:
         self._refused: dict[str, str | None] = {}
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._latest_s = 0.0
+        self._is_ending = False
 
     async def run(self) -> None:
         """Work until cancelled, or until what was accepted can't be kept."""
@@ -131,6 +139,7 @@ class Agent:
         try:
             await asyncio.wait({*working, self._failed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._is_ending = True
             for task in working:
                 task.cancel()
             ends = await asyncio.gather(*working, return_exceptions=True)
@@ -139,6 +148,11 @@ class Agent:
         for end in ends:
             if isinstance(end, Exception):
                 raise _flat(end)[0]
+
+    def _check_going_on(self) -> None:
+        """End a task that was cancelled: Python 3.11's task groups lose that where an error comes with it."""
+        if self._is_ending:
+            raise asyncio.CancelledError
 
     # --- The machine ----------------------------------------------------------------------------------------
 
@@ -200,6 +214,8 @@ class Agent:
 
     def _take_message(self, topic: str, payload: bytes) -> None:
         """Take what the broker delivers. A refusal is said; only what can't be kept is not acknowledged."""
+        if self._failed.done():  # the machine knows what could not be kept, and would call it a duplicate
+            raise JournalError("nothing more is taken")
         try:
             self._read(topic, payload)
         except (messages.MalformedError, SignatureRefusedError, KeyFileError) as error:
@@ -250,6 +266,7 @@ class Agent:
                         group.create_task(self._publish(client))
             except* (aiomqtt.MqttError, BrokerUnavailableError, OSError) as several:
                 reason = str(_flat(several)[0])
+            self._check_going_on()
             if attempt == 0 or reason != said:  # not at every attempt
                 _log.warning("no broker", broker=self._settings.broker, reason=reason)
             attempt, said = attempt + 1, reason
@@ -334,6 +351,7 @@ class Agent:
                 (error, *_) = [each for each in _flat(several) if isinstance(each, grpc.aio.AioRpcError)]
                 reason = error.details() or error.code().name
             self._client = None
+            self._check_going_on()
             self._take(CoordinatorLost())
             reason = await self._channels.diagnosis() or reason
             if attempt == 0 or reason != said:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import shutil
 import socket
 import ssl
 import subprocess
@@ -61,6 +63,19 @@ class MqttBroker:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(self._command(), stdout=output, stderr=subprocess.STDOUT)
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except OSError:
+                assert self._process.poll() is None, self._log.read_text()
+                assert time.monotonic() < deadline_s, "the broker does not listen"
+                time.sleep(0.05)
+
+    def _command(self) -> list[str]:
         listener = {
             "type": "tcp",
             "bind": self.address,
@@ -72,19 +87,7 @@ class MqttBroker:
         # Nobody is anonymous: for such amqtt keeps no messages.
         plugins = {"amqtt.plugins.authentication.FileAuthPlugin": {"password_file": str(self._passwords)}}
         config = json.dumps({"listeners": {"default": listener}, "plugins": plugins})
-        with self._log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _RUN, config], stdout=output, stderr=subprocess.STDOUT
-            )
-        deadline_s = time.monotonic() + _START_TIMEOUT_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                assert self._process.poll() is None, self._log.read_text()
-                assert time.monotonic() < deadline_s, "the broker does not listen"
-                time.sleep(0.05)
+        return [sys.executable, "-c", _RUN, config]
 
     def stop(self) -> None:
         if self._process is not None:
@@ -107,9 +110,28 @@ class MqttBroker:
         )
 
 
+class Mosquitto(MqttBroker):
+    """Eclipse Mosquitto, which keeps what was not acknowledged; amqtt forgets it after five seconds."""
+
+    PROGRAM = shutil.which("mosquitto", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+
+    def _command(self) -> list[str]:
+        assert self.PROGRAM is not None
+        config = self._log.with_suffix(".conf")
+        config.write_text(
+            f"listener {self.port} 127.0.0.1\n"
+            f"cafile {self._security.ca}\n"
+            f"certfile {self._security.coordinator_certificate}\n"
+            f"keyfile {self._security.coordinator_key}\n"
+            "require_certificate true\n"
+            "allow_anonymous true\n"
+            "user root\n"
+        )
+        return [self.PROGRAM, "-c", str(config)]
+
+
 @contextmanager
-def running_broker(security: Security, log: Path) -> Iterator[MqttBroker]:
-    broker = MqttBroker(security, log)
+def running(broker: MqttBroker) -> Iterator[MqttBroker]:
     broker.start()
     try:
         yield broker

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -38,6 +39,7 @@ class DoorProcess:
         folder.mkdir(exist_ok=True)
         self.keys = folder / "keys"
         self.log = folder / "door.log"
+        self.state = folder / "state.db"
         self.key: Key
         signing_key, self.key = agent_key(folder)
         files = {
@@ -57,7 +59,7 @@ class DoorProcess:
             "PERSEUS_GRID_IDENTIFIER": NAME,
             "PERSEUS_GRID_KEYS": str(self.keys),
             "PERSEUS_GRID_SIGNING_KEY": str(signing_key),
-            "PERSEUS_GRID_STATE": str(folder / "state.db"),
+            "PERSEUS_GRID_STATE": str(self.state),
             "PERSEUS_GRID_LOG_FORMAT": "json",
             **{f"PERSEUS_GRID_{name}": value for name, value in more.items()},
         }
@@ -85,7 +87,18 @@ class DoorProcess:
         """End it as an operator does; return its exit code."""
         assert self._process is not None
         self._process.terminate()
+        return self.end()
+
+    def end(self) -> int:
+        """Wait for its end; return its exit code."""
+        assert self._process is not None
         return self._process.wait(15)
+
+    def fill_disk(self) -> None:
+        """Let none of its files grow any more."""
+        assert self._process is not None
+        size = self.state.with_name("state.db-wal").stat().st_size
+        resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (size, size))
 
     def said(self) -> list[dict[str, Any]]:
         """Its log. The last line may be half-written."""

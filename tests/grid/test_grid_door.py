@@ -5,7 +5,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import pytest
 from perseus.grid.contract.messages import moment
 from perseus.v1 import power_service_pb2
 from perseus.v1.power_service_pb2_grpc import PowerServiceStub
-from tests.grid.brokers import Heard, MqttBroker, running_broker
+from tests.grid.brokers import Heard, Mosquitto, MqttBroker, running
 from tests.grid.coordinators import CoordinatorProcess
 from tests.grid.doors import NAME, DoorProcess
 from tests.grid.isv import Sender, target_of
@@ -67,12 +67,12 @@ class Site:
         await client.publish(self.isv.topic, json.dumps(envelope), qos=1)
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+@contextmanager
+def site_with(tmp_path: Path, kind: type[MqttBroker]) -> Iterator[Site]:
     coordinator = CoordinatorProcess(tmp_path / "coordinator", FEEDS)
     coordinator.start()
     try:
-        with running_broker(coordinator.security, tmp_path / "broker.log") as broker:
+        with running(kind(coordinator.security, tmp_path / "broker.log")) as broker:
             door = DoorProcess(tmp_path / "door", coordinator.security, broker.address, coordinator.address)
             isv = Sender(door.keys)
             door.start()
@@ -80,6 +80,12 @@ def site(tmp_path: Path) -> Iterator[Site]:
             assert door.stop() == 0
     finally:
         coordinator.kill()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with site_with(tmp_path, MqttBroker) as made:
+        yield made
 
 
 def of(correlation_id: str) -> Any:
@@ -226,3 +232,32 @@ async def test_a_broker_that_comes_back_is_met_again(site: Site) -> None:
         sent = site.isv.envelope(time.time(), {"targets": [target_of(7e5)]})
         await site.send(client, sent)
         await heard.status(of(sent["correlationid"]), "the target is told")
+
+
+async def send_to_a_full_disk(site: Site, client: aiomqtt.Client) -> str:
+    """Send a target that the door can't keep, which ends it; return the message's correlation identifier."""
+    site.door.fill_disk()
+    sent = site.isv.envelope(time.time(), {"targets": [target_of(7e5)]})
+    await site.send(client, sent)
+    assert await asyncio.to_thread(site.door.end) == 1
+    text = site.door.log.read_text()
+    assert "state.db: can't be written" in " ".join(text.split())
+    assert "Traceback" not in text
+    assert await site.budgets() == []
+    correlation_id: str = sent["correlationid"]
+    return correlation_id
+
+
+async def test_what_cannot_be_kept_ends_the_door(site: Site) -> None:
+    async with site.listening() as (client, _):
+        await send_to_a_full_disk(site, client)
+    site.door.start()
+
+
+@pytest.mark.skipif(Mosquitto.PROGRAM is None, reason="needs mosquitto (Debian: mosquitto)")
+async def test_what_cannot_be_kept_is_not_acknowledged_and_delivered_again(tmp_path: Path) -> None:
+    with site_with(tmp_path, Mosquitto) as site:
+        async with site.listening() as (client, heard):
+            correlation_id = await send_to_a_full_disk(site, client)
+            site.door.start()
+            await heard.status(of(correlation_id), "it is delivered again")

@@ -287,6 +287,17 @@ HOUSE: Mapping[str, Room] = {
         "v1",
         needs=["aiomqtt", "google", "grpc", "joserfc", "pydantic", "pydantic_settings", "structlog"],
     ),
+    "agent.slurm.job": pure(),
+    # What a batch system runs on the node, before and after a job.
+    "agent.slurm": room(
+        "agent.claims",
+        "agent.gpu",
+        "agent.gpu.interface",
+        "agent.link",
+        "agent.restore",
+        "agent.sidecar",
+        "agent.slurm.job",
+    ),
     # What needs no cluster to be seen: emulated GPUs in real processes, real agents, a real coordinator.
     "demo": room(
         "agent.gpu",
@@ -324,6 +335,8 @@ HOUSE: Mapping[str, Room] = {
         "agent.link",
         "agent.restore",
         "agent.sidecar",
+        "agent.slurm",
+        "agent.slurm.job",
         "certificates",
         "configuration",
         "demo",

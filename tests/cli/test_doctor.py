@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,6 @@ from typer.testing import CliRunner, Result
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A100_SXM
 from perseus.cli.main import app
-from perseus.demo.cluster import Cluster
-from perseus.demo.workload import DEMO
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """How an operator reaches a coordinator."""
-    run_dir = tmp_path_factory.mktemp("coordinator")
-    with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
-        address = cluster.start_coordinator()
-        yield {**cluster.security.of_operator(), "PERSEUS_COORDINATOR": address}
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from perseus.cli import (
     coordinator,
     demo,
     doctor,
+    grid,
     health,
     jobs,
     ledger,
@@ -40,6 +41,8 @@ _EXTRAS = {
     "psycopg": "postgresql",
     "matplotlib": "plot",
     "cryptography": "certificates",
+    "aiomqtt": "grid",
+    "joserfc": "grid",
 }
 
 app = typer.Typer(
@@ -60,6 +63,7 @@ app.command("health")(health.health)
 app.command("ledger")(ledger.ledger)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(power.app, name="power")
+app.add_typer(grid.app, name="grid")
 app.add_typer(slurm.app, name="slurm")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(certificates.app, name="certificates")

@@ -254,7 +254,7 @@ async def test_what_cannot_be_kept_ends_the_door(site: Site) -> None:
     site.door.start()
 
 
-@pytest.mark.skipif(Mosquitto.PROGRAM is None, reason="needs mosquitto (Debian: mosquitto)")
+@pytest.mark.skipif(Mosquitto.PROGRAM is None, reason="no mosquitto here; tests/grid/install has it")
 async def test_what_cannot_be_kept_is_not_acknowledged_and_delivered_again(tmp_path: Path) -> None:
     with site_with(tmp_path, Mosquitto) as site:
         async with site.listening() as (client, heard):

@@ -286,6 +286,29 @@ HOUSE: Mapping[str, Room] = {
         "tls",
         needs=["pydantic", "pydantic_settings", "pynvml", "structlog"],
     ),
+    # Doors for the grid: clients of the coordinator, which know nothing of the service.
+    "grid.dsx_flex": pure(),
+    # Reads and writes texts of times: a calendar, and no clock.
+    "grid.contract": room("grid.dsx_flex", needs=["pydantic", "pydantic_core"]),
+    "grid": room(
+        "grid.contract",
+        "grid.dsx_flex",
+        "logs",
+        "tls",
+        "v1",
+        needs=["aiomqtt", "google", "grpc", "joserfc", "pydantic", "pydantic_settings", "structlog"],
+    ),
+    "agent.slurm.job": pure(),
+    # What a batch system runs on the node, before and after a job.
+    "agent.slurm": room(
+        "agent.claims",
+        "agent.gpu",
+        "agent.gpu.interface",
+        "agent.link",
+        "agent.restore",
+        "agent.sidecar",
+        "agent.slurm.job",
+    ),
     # What needs no cluster to be seen: emulated GPUs in real processes, real agents, a real coordinator.
     "demo": room(
         "agent.gpu",
@@ -323,12 +346,15 @@ HOUSE: Mapping[str, Room] = {
         "agent.link",
         "agent.restore",
         "agent.sidecar",
+        "agent.slurm",
+        "agent.slurm.job",
         "certificates",
         "configuration",
         "demo",
         "demo.nvml_stub",
         "doctor",
         "doctor.checks",
+        "grid",
         "logs",
         "metrics",
         "perseus",
@@ -445,7 +471,7 @@ def test_rooms_know_each_other_in_no_circle() -> None:
     check_no_circle({name: room.knows for name, room in HOUSE.items()})
 
 
-@pytest.mark.parametrize("part", ["agent", "service", "solver"])
+@pytest.mark.parametrize("part", ["agent", "grid", "service", "solver"])
 def test_tests_mirror_the_rooms(part: str) -> None:
     folders = [path.relative_to(TESTS) for path in (TESTS / part).rglob("test_*.py")]
     assert folders
@@ -484,7 +510,8 @@ import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {
-    "aiohttp", "highspy", "igraph", "grpc_health", "grpc_reflection", "matplotlib", "prometheus_client"
+    "aiohttp", "aiomqtt", "highspy", "igraph", "grpc_health", "grpc_reflection", "joserfc", "matplotlib",
+    "prometheus_client",
 }:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
@@ -505,7 +532,11 @@ def test_agent_and_stubs_need_no_extra() -> None:
 
 @pytest.mark.parametrize(
     ("command", "extra"),
-    [(["solve", "profile.csv", "--microbatches", "4"], "coordinator"), (["coordinator"], "coordinator")],
+    [
+        (["solve", "profile.csv", "--microbatches", "4"], "coordinator"),
+        (["coordinator"], "coordinator"),
+        (["grid", "new-key", "key.json", "--kid", "k"], "grid"),
+    ],
 )
 def test_command_that_needs_an_extra_names_it(command: list[str], extra: str) -> None:
     call = f"sys.argv = ['perseus', *{command}]\nfrom perseus.cli.main import main\nmain()"

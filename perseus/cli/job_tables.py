@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from perseus.printable import printable
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def job_facts(job: job_pb2.Job) -> Table:
         "frontier": frontier if job.t_min_s else "",
         "set latency": _latency(job),
         "no slowdown": no_slowdown(job.no_slowdown_time) if job.HasField("no_slowdown_time") else "",
+        "labels": ", ".join(f"{label.key}={printable(label.value)}" for label in job.labels),
         "stragglers": "\n".join(
             f"pipeline {each.pipeline}, {'detected' if each.is_detected else 'reported'}"
             + (f": {each.iteration_time_s:.3f} s" if each.iteration_time_s else "")

@@ -15,11 +15,13 @@ from perseus.cli import (
     coordinator,
     demo,
     doctor,
+    grid,
     health,
     jobs,
     ledger,
     power,
     simulate,
+    slurm,
     solve,
     store,
     tokens,
@@ -39,6 +41,8 @@ _EXTRAS = {
     "psycopg": "postgresql",
     "matplotlib": "plot",
     "cryptography": "certificates",
+    "aiomqtt": "grid",
+    "joserfc": "grid",
 }
 
 app = typer.Typer(
@@ -59,6 +63,8 @@ app.command("health")(health.health)
 app.command("ledger")(ledger.ledger)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(power.app, name="power")
+app.add_typer(grid.app, name="grid")
+app.add_typer(slurm.app, name="slurm")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(certificates.app, name="certificates")
 app.add_typer(store.app, name="store")

@@ -147,6 +147,9 @@ class FeedState(google.protobuf.message.Message):
     JOB_IDS_TO_PAUSE_FIELD_NUMBER: builtins.int
     JOB_IDS_BEYOND_TOLERANCE_FIELD_NUMBER: builtins.int
     HELD_JOB_IDS_FIELD_NUMBER: builtins.int
+    OWN_LIMIT_W_FIELD_NUMBER: builtins.int
+    DEFAULT_W_FIELD_NUMBER: builtins.int
+    JUDGED_W_FIELD_NUMBER: builtins.int
     feed: builtins.str
     """Its name."""
     reference_w: builtins.float
@@ -165,6 +168,14 @@ class FeedState(google.protobuf.message.Message):
     """Whether plans and what is measured keep the limit, or it can't be judged yet."""
     is_in_transition: builtins.bool
     """Whether what may be drawn is on its way to or from a limit, or was a few seconds ago."""
+    own_limit_w: builtins.float
+    """What it bears, watts: a limit that is always in force; absent where nothing is said."""
+    default_w: builtins.float
+    """The limit while no budget is in force, watts; absent where there is none of its own."""
+    judged_w: builtins.float
+    """What was drawn on average over ten seconds, or since the limit has had to be kept if that is less, watts; absent
+    where no limit has to be kept.
+    """
     @property
     def job_ids_to_pause(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Where the limit can't be kept within what the jobs' owners allow: jobs that would have to be paused for it."""
@@ -192,13 +203,22 @@ class FeedState(google.protobuf.message.Message):
         job_ids_to_pause: collections.abc.Iterable[builtins.str] | None = ...,
         job_ids_beyond_tolerance: collections.abc.Iterable[builtins.str] | None = ...,
         held_job_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        own_limit_w: builtins.float | None = ...,
+        default_w: builtins.float | None = ...,
+        judged_w: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_ceiling_w", b"_ceiling_w", "_limit_w", b"_limit_w", "_reference_w", b"_reference_w", "ceiling_w", b"ceiling_w", "limit_w", b"limit_w", "reference_w", b"reference_w"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ceiling_w", b"_ceiling_w", "_limit_w", b"_limit_w", "_reference_w", b"_reference_w", "ceiling_w", b"ceiling_w", "feed", b"feed", "held_job_ids", b"held_job_ids", "is_compliant", b"is_compliant", "is_in_transition", b"is_in_transition", "job_ids_beyond_tolerance", b"job_ids_beyond_tolerance", "job_ids_to_pause", b"job_ids_to_pause", "limit_w", b"limit_w", "managed_w", b"managed_w", "measured_w", b"measured_w", "reference_w", b"reference_w", "unmanaged_w", b"unmanaged_w"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ceiling_w", b"_ceiling_w", "_default_w", b"_default_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_reference_w", b"_reference_w", "ceiling_w", b"ceiling_w", "default_w", b"default_w", "judged_w", b"judged_w", "limit_w", b"limit_w", "own_limit_w", b"own_limit_w", "reference_w", b"reference_w"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ceiling_w", b"_ceiling_w", "_default_w", b"_default_w", "_judged_w", b"_judged_w", "_limit_w", b"_limit_w", "_own_limit_w", b"_own_limit_w", "_reference_w", b"_reference_w", "ceiling_w", b"ceiling_w", "default_w", b"default_w", "feed", b"feed", "held_job_ids", b"held_job_ids", "is_compliant", b"is_compliant", "is_in_transition", b"is_in_transition", "job_ids_beyond_tolerance", b"job_ids_beyond_tolerance", "job_ids_to_pause", b"job_ids_to_pause", "judged_w", b"judged_w", "limit_w", b"limit_w", "managed_w", b"managed_w", "measured_w", b"measured_w", "own_limit_w", b"own_limit_w", "reference_w", b"reference_w", "unmanaged_w", b"unmanaged_w"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ceiling_w", b"_ceiling_w"]) -> typing.Literal["ceiling_w"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_default_w", b"_default_w"]) -> typing.Literal["default_w"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_judged_w", b"_judged_w"]) -> typing.Literal["judged_w"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_limit_w", b"_limit_w"]) -> typing.Literal["limit_w"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_own_limit_w", b"_own_limit_w"]) -> typing.Literal["own_limit_w"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_reference_w", b"_reference_w"]) -> typing.Literal["reference_w"] | None: ...
 

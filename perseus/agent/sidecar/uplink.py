@@ -12,6 +12,7 @@ from typing import assert_never
 
 import structlog
 
+from perseus.agent.claims.grants import Labels
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import Registration, Reply
 from perseus.agent.rank.events import Connected, Disconnected, Heard
@@ -79,9 +80,9 @@ class Uplink:
 
     # --- Trainers -------------------------------------------------------------------------------------------
 
-    async def register(self, job_id: str, registration: Registration, owner: str) -> Reply:
-        """Register a job of `owner`'s; what the probe is told that asked for it."""
-        reply = _reply(await self._registrar.register(job_id, registration, owner))
+    async def register(self, job_id: str, registration: Registration, owner: str, labels: Labels) -> Reply:
+        """Register a job of `owner`'s with its labels; what the probe is told that asked for it."""
+        reply = _reply(await self._registrar.register(job_id, registration, owner, labels))
         if not reply.ok:
             _log.error("registration refused", job=job_id, reason=reply.message)
         return reply

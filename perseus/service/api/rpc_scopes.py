@@ -36,7 +36,7 @@ RPC_SCOPES: Mapping[str, frozenset[Scope]] = {
     "/perseus.v1.JobService/GetTimeline": READERS,
     "/perseus.v1.JobService/ListJobEvents": READERS,
     "/perseus.v1.JobService/ListJobs": READERS,
-    "/perseus.v1.JobService/ListRanks": READERS,
+    "/perseus.v1.JobService/ListRanks": _GRID_READERS,
     "/perseus.v1.JobService/ListRuns": READERS,
     "/perseus.v1.JobService/MeasureBaseline": _OPERATORS,
     "/perseus.v1.JobService/RegisterJob": _AGENTS,

@@ -71,4 +71,7 @@ def feed_to_proto(feed: Feed, status: FeedStatus) -> pb.FeedState:
         job_ids_to_pause=status.to_pause,
         job_ids_beyond_tolerance=status.beyond_tolerance,
         held_job_ids=status.held,
+        own_limit_w=feed.limit_w,
+        default_w=feed.default_w,
+        judged_w=status.judged_w,
     )

@@ -202,6 +202,7 @@ class FeedStatus:
         unmanaged_w: what jobs without plans, and GPUs that are in no job, drew lately.
         ceiling_w: what may be drawn now; None if there is no limit.
         held: jobs on it that a budget holds back.
+        judged_w: mean over the last ten seconds in which the limit had to be kept; None if there are none.
     """
 
     feed: str
@@ -215,3 +216,4 @@ class FeedStatus:
     unmanaged_w: float
     ceiling_w: float | None
     held: tuple[str, ...]
+    judged_w: float | None

@@ -231,6 +231,7 @@ class QuarantinedRun:
             last_event_sequence=self._sequence,
             figures=self.figures(),
             signal_pacing=record.pacing,
+            labels=self.registrations.labels,
         )
 
     def details(self) -> JobDetails:

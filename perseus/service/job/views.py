@@ -112,6 +112,7 @@ class VisibleRun:
             figures=self.figures(),
             budget_time_s=self._planner.pace_s,
             signal_pacing=self._planner.pacing,
+            labels=self.registrations.labels,
         )
 
     def details(self) -> JobDetails:

@@ -216,6 +216,22 @@ async def test_every_training_registers_by_a_request_of_its_own(
     assert (first.spec, first.spec_fingerprint) == (second.spec, second.spec_fingerprint)
 
 
+async def test_a_jobs_labels_are_those_of_the_grant_that_its_trainer_has(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    folder = tmp_path / "grants"
+    folder.mkdir(mode=0o755)
+    (folder / "slurm-17").write_text(f"{os.geteuid()}: {UUID} slurm-job=17 slurm-account=physics\n")
+    (folder / "slurm-18").write_text("1005: GPU-of-another slurm-job=18\n")
+    coordinator = await start(Book())
+    async with serving(settings(tmp_path, coordinator.port, grants=folder)):
+        trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+        await coordinator.until(lambda book: "job" in book.jobs, "the job registered")
+        found = [(label.key, label.value) for label in coordinator.book.jobs["job"].labels]
+        await trainer.stop()
+    assert found == [("slurm-account", "physics"), ("slurm-job", "17")]
+
+
 async def test_what_a_hello_may_not_ask_for(
     tmp_path: Path, gpu: EmulatedGpu, caplog: pytest.LogCaptureFixture
 ) -> None:

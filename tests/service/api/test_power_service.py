@@ -320,3 +320,13 @@ async def test_who_watches_is_told_how_feeds_stand_and_what_changes(tmp_path: Pa
         call.cancel()
         other = power.stub.WatchFeeds(pb.WatchFeedsRequest(feed="cellar"), timeout=TIMEOUT_S)
         assert (await refusal(other.read()))[1] == "FEED_NOT_FOUND"
+
+
+async def test_a_feed_says_what_it_bears_and_its_default(tmp_path: Path) -> None:
+    feeds = {"hall": {"hosts": ["*"], "limit_w": 5000.0, "default_w": 4000.0}}
+    async with serving(tmp_path, feeds=feeds) as (_, power):
+        hall = await power.feed("hall")
+        assert (hall.own_limit_w, hall.default_w) == (5000.0, 4000.0)
+        other = await power.feed()
+        for name in ("own_limit_w", "default_w", "judged_w"):
+            assert not other.HasField(name)

@@ -97,6 +97,11 @@ class FeedWatch:
         """The mean over the window."""
         return self._drawn.mean_w()
 
+    @property
+    def judged_w(self) -> float | None:
+        """The mean over the last ten seconds in which the limit had to be kept; None if there are none."""
+        return self._judged.mean_w(SHORT_WINDOW_S) if self._judged.covered_s else None
+
     def in_transition(self, now_s: float) -> bool:
         """Whether a limit can't be judged yet, or the ceiling still rises after one."""
         if self.ceiling_w == math.inf:

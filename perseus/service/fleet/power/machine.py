@@ -334,6 +334,7 @@ class FleetMachine:
             + sum(job.drawn_w().get(name, 0.0) for job in self._jobs.values() if job.point is None),
             ceiling_w=None if watch.ceiling_w == math.inf else watch.ceiling_w,
             held=tuple(job_id for job_id in self._jobs if job_id in on_feed and self.pace_s(job_id)),
+            judged_w=watch.judged_w,
         )
 
     @property

@@ -190,6 +190,20 @@ def test_what_is_measured_above_the_limit_is_said() -> None:
     assert not list(run.statuses())[-1].is_compliant
 
 
+def test_what_is_judged_is_what_was_drawn_since_the_limit_had_to_be_kept() -> None:
+    run = site(demand("x"))
+    run.tell(BudgetSet(Budget("b", "a", 700.0, 0.0)))
+    run.errors = {"x": 3.0}
+    run.pass_time(4)
+    assert run.machine.status("a", run.now_s).judged_w is None
+    run.pass_time(30)
+    judged_w = run.machine.status("a", run.now_s).judged_w
+    assert judged_w == pytest.approx(sum(run.drawn_w[-10:]) / 10)
+    run.tell(BudgetCancelled("b"))
+    run.pass_time(1)
+    assert run.machine.status("a", run.now_s).judged_w is None
+
+
 def test_a_default_limits_a_feed_while_no_budget_does() -> None:
     run = site(demand("x"), demand("y"), feed=Feed("a", default_w=1500.0))
     run.pass_time(60)

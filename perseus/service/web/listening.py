@@ -6,11 +6,13 @@ and at no moment does nobody listen.
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from perseus.service.domain.errors import AddressUnavailableError
 from perseus.tls.address import host_and_port
@@ -24,6 +26,22 @@ _LOOK_S = 5.0
 """How often it is looked for renewed certificates; gRPC's port reads their files."""
 
 
+class _Log(logging.Handler):
+    """Has aiohttp's errors told as all others are; what is no HTTP is its sender's mistake, and no error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler.emit`."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            _log.debug("no HTTP, or none that is understood", request=record.getMessage())
+        else:
+            _log.error("HTTP", message=record.getMessage(), exc_info=error)
+
+
+_server_log = logging.Logger(f"{__name__}.aiohttp", logging.WARNING)
+_server_log.addHandler(_Log())
+
+
 @contextlib.asynccontextmanager
 async def listening(
     app: web.Application, address: str, tls: TlsSource | None, shutdown_grace_s: float
@@ -33,7 +51,7 @@ async def listening(
     Raises:
         AddressUnavailableError: the address is taken, or none.
     """
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_grace_s)
+    runner = web.AppRunner(app, access_log=None, logger=_server_log, shutdown_timeout=shutdown_grace_s)
     await runner.setup()
     try:
         with _bound(address) as bound:

@@ -7,6 +7,7 @@ here is which fields a certificate has, and files that are whole and readable by
 import ipaddress
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -77,7 +78,8 @@ class Authority:
         """Write `stem`.pem and `stem`.key, a new certificate for some host names or addresses and its key.
 
         The first name is the certificate's own. What was there before is replaced, each file at once: the key
-        first, so that whoever looks in between finds a pair that does not match, and waits.
+        first, so that whoever looks in between finds a pair that does not match, and waits. Who could read it
+        can read what takes its place: mode, user and group stay.
         """
         certificate_file, key_file = (stem.with_name(stem.name + suffix) for suffix in (".pem", ".key"))
         own = {(self.folder / name).resolve() for name in (CA_FILE, CA_KEY_FILE)}
@@ -163,12 +165,20 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Put a file in place at once, where links lead; nobody could read it before. The umask holds."""
+    """Put a file in place at once, where links lead; nobody could read it before.
+
+    One that is there keeps its mode, user and group; for a new one the umask holds.
+    """
     place = Path(os.path.realpath(path))
     draft = place.with_name(f".perseus-{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            if place.exists():
+                before = place.stat()
+                with suppress(PermissionError):  # then whoever writes it owns it, and nobody else gets it
+                    os.fchown(descriptor, before.st_uid, before.st_gid)
+                    os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
             file.write(content)
         draft.replace(place)
     except OSError as error:

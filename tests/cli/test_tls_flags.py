@@ -165,6 +165,24 @@ def test_a_small_authority(tmp_path: Path) -> None:
     assert agent.with_suffix(".pem").read_bytes() != before
 
 
+def test_whoever_could_read_a_key_can_read_the_renewed_one(tmp_path: Path) -> None:
+    folder, stem = tmp_path / "ca", tmp_path / "coordinator"
+    key = stem.with_suffix(".key")
+    assert run("certificates", "authority", "--folder", folder).exit_code == 0
+    renew = ("certificates", "server", "localhost", "--folder", folder, "--output", stem)
+    assert run(*renew).exit_code == 0
+    before = key.read_bytes()
+    key.chmod(0o640)
+    if os.geteuid() == 0:
+        os.chown(key, 0, 65534)  # as of a service's group
+    place = key.stat()
+    assert run(*renew).exit_code == 0
+    assert key.read_bytes() != before
+    after = key.stat()
+    assert (stat.S_IMODE(after.st_mode), after.st_uid, after.st_gid) == (0o640, place.st_uid, place.st_gid)
+    assert stat.S_IMODE(stem.with_suffix(".pem").stat().st_mode) == 0o644
+
+
 def test_an_authority_is_never_overwritten_and_names_are_checked(tmp_path: Path) -> None:
     folder = tmp_path / "ca"
     assert run("certificates", "authority", "--folder", folder).exit_code == 0

@@ -8,7 +8,7 @@ import typer
 
 from perseus.cli.asking import PAGE_SIZE, TIMEOUT_S, pages
 from perseus.cli.connection import Connection, connected, connecting
-from perseus.cli.terminal import console
+from perseus.cli.terminal import console, print_whole
 
 if TYPE_CHECKING:
     import grpc
@@ -41,7 +41,7 @@ def top(
     with connected(connection, is_quiet=True) as channel:
         sight = _look(channel, job)
         if not sys.stdout.isatty():
-            console.print(screen(sight, _ROWS_UNSEEN))
+            print_whole(screen(sight, _ROWS_UNSEEN))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             _show_until_interrupted(live, channel, job, interval_s, sight)

@@ -106,6 +106,17 @@ def test_without_a_terminal_it_tells_once(cluster: tuple[Cluster, dict[str, str]
     assert "none" in unknown.stderr
 
 
+def test_in_a_pipe_no_word_is_cut_however_narrow_that_is(
+    cluster: tuple[Cluster, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "a-job-with-a-long-name"
+    sight = Sight([make_job(name, 3.0, state=STOCK, state_reason="no stage can have other clocks")])
+    monkeypatch.setattr("perseus.cli.top._look", lambda *_: sight)
+    done = CliRunner().invoke(app, ["top"], env={**cluster[1], "COLUMNS": "40"}, catch_exceptions=False)
+    (line,) = [line for line in done.stdout.splitlines() if name in line]
+    assert line.rstrip().endswith("no stage can have other clocks")
+
+
 def test_in_a_terminal_it_lives_through_a_coordinators_end_until_ctrl_c(
     cluster: tuple[Cluster, dict[str, str]],
 ) -> None:

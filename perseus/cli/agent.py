@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from perseus import configuration, logs
 from perseus.agent.sidecar.settings import AgentSettings
@@ -17,7 +18,7 @@ from perseus.printable import printable
 
 
 def _flag(name: str, *declarations: str) -> Any:
-    text = configuration.describe(AgentSettings, name)
+    text = escape(configuration.describe(AgentSettings, name))  # what is in brackets is no markup
     return typer.Option(*declarations, help=text, show_default=False)
 
 

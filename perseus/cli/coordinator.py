@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from perseus import configuration, logs
 from perseus.cli import store
@@ -13,7 +14,7 @@ from perseus.service.settings import CoordinatorSettings
 
 
 def _flag(name: str, *declarations: str) -> Any:
-    text = configuration.describe(CoordinatorSettings, name)
+    text = escape(configuration.describe(CoordinatorSettings, name))  # what is in brackets is no markup
     return typer.Option(*declarations, help=text, show_default=False)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from perseus import configuration, logs
 from perseus.cli.terminal import FAILURE, fail, said, warn
@@ -14,7 +15,7 @@ app = typer.Typer(help="Let the grid set power budgets.", no_args_is_help=True)
 
 
 def _flag(name: str, *declarations: str) -> Any:
-    text = configuration.describe(DsxFlexSettings, name)
+    text = escape(configuration.describe(DsxFlexSettings, name))  # what is in brackets is no markup
     return typer.Option(*declarations, help=text, show_default=False)
 
 

@@ -59,6 +59,8 @@ def create(
 
     if scope not in _SCOPES:
         fail(f"--scope: expected {', '.join(_SCOPES)}, found {scope!r}")
+    if scope == "agent" and not jobs:
+        fail("--jobs: expected a job, or a pattern such as '*', for --scope agent, found none")
     expire_time = None
     if lasting is not None:
         found = _LASTING.fullmatch(lasting)

@@ -105,7 +105,7 @@ def test_scripts_are_told_whether_it_serves(environment: Mapping[str, str]) -> N
     [
         (["create", "x", "--scope=root"], "--scope: expected agent, operator, reader, grid, found 'root'"),
         (["create", "x", "--scope=reader", "--lasting=0d"], "--lasting: expected a time such as 90d"),
-        (["create", "x", "--scope=agent"], "job_patterns: expected one or more, found 0"),
+        (["create", "x", "--scope=agent"], "--jobs: expected a job, or a pattern"),
         (["create", "x", "--scope=reader", "--jobs=a"], "job_patterns: expected none"),
         (["create", "X", "--scope=reader"], "name: expected 1 to 63 of"),
         (["revoke", "nobody"], "there is no token 'nobody'"),

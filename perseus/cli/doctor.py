@@ -77,8 +77,9 @@ def _node_checks(config: Path | None) -> "list[Check]":
     try:
         channels = channels_of(settings)
     except (TlsError, TokenFileError) as error:
+        subject = "certificate" if isinstance(error, TlsError) else "credential"
         advice = "put it where the agent's settings say, readable for the agent's user alone"
-        return [*checks, Check("credential", Verdict.BAD, str(error), advice)]
+        return [*checks, Check(subject, Verdict.BAD, str(error), advice)]
     return [*checks, *coordinator_checks(channels, ("agent", "operator"))]
 
 

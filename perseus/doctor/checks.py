@@ -79,4 +79,4 @@ def expiry_checks(expiries_s: Mapping[str, float], now_s: float) -> list[Check]:
     return checks
 
 
-_RENEW = "renew it in place: running processes take the new one (perseus certificates issue)"
+_RENEW = "renew it in place: running processes take the new one (perseus certificates server or client)"

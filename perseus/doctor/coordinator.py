@@ -11,6 +11,14 @@ from perseus.tls.channels import Channels
 from perseus.v1 import info_service_pb2, info_service_pb2_grpc, token_service_pb2
 
 _TIMEOUT_S = 5.0
+_TOKEN = (
+    "name a token of this coordinator's (token_file): whoever has an operator's makes more with "
+    "perseus tokens create, and the file of the first is in the coordinator's log"
+)
+_REACH = (
+    "is it started there (perseus coordinator, its settings listen), and may this machine reach its port?"
+)
+_TLS = "compare certificates and CA files on both sides: docs/security.md, what goes wrong and what is said"
 _DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 
 
@@ -35,15 +43,21 @@ def coordinator_checks(
         yield from _failures(error, subject, channels)
         return
     answered_s = clock()
-    if channels.is_exposed:
-        found = "it answers, in plaintext over the network"
-        yield Check(subject, Verdict.WARNING, found, "give it a certificate: perseus certificates")
-    else:
-        found = "it answers, over TLS" if channels.expiries_s else "it answers, on this machine"
-        yield Check(subject, Verdict.GOOD, found)
+    yield _reached(subject, channels)
     yield _credential(info, scopes)
     yield version_check(version("perseus-energy"), info.version)
     yield clock_check(asked_s, info.current_time.ToNanoseconds() / 1e9, answered_s)
+
+
+def _reached(subject: str, channels: Channels) -> Check:
+    if channels.is_exposed:
+        found = "it answers, in plaintext over the network"
+        return Check(subject, Verdict.WARNING, found, "give it a certificate: perseus certificates server")
+    return Check(
+        subject,
+        Verdict.GOOD,
+        "it answers, over TLS" if channels.expiries_s else "it answers, on this machine",
+    )
 
 
 def _credential(info: info_service_pb2.GetInfoResponse, scopes: Collection[str]) -> Check:
@@ -58,10 +72,10 @@ def _credential(info: info_service_pb2.GetInfoResponse, scopes: Collection[str])
 def _failures(error: grpc.RpcError, subject: str, channels: Channels) -> Iterator[Check]:
     details = error.details() or error.code().name
     if error.code() in _DENIED:
-        yield Check(subject, Verdict.GOOD, "it answers")
-        yield Check("credential", Verdict.BAD, details, "make a token: perseus tokens create")
+        yield _reached(subject, channels)
+        yield Check("credential", Verdict.BAD, details, _TOKEN)
     elif error.code() is grpc.StatusCode.UNIMPLEMENTED:
         yield Check(subject, Verdict.WARNING, "it is of an earlier release", "bring it to this release")
     else:
-        reason = channels.diagnosis_blocking() or details
-        yield Check(subject, Verdict.BAD, reason, "is it started, and may this machine reach its port?")
+        reason = channels.diagnosis_blocking()  # of TLS: somebody has answered
+        yield Check(subject, Verdict.BAD, reason or details, _TLS if reason else _REACH)

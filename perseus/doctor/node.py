@@ -55,7 +55,9 @@ def _gpus(settings: AgentSettings) -> Check:
 def _privileges(settings: AgentSettings) -> Check:
     subject = "privileges"
     if settings.observe:
-        return Check(subject, Verdict.GOOD, "the agent only observes: it needs none")
+        return Check(
+            subject, Verdict.GOOD, "the agent only observes and needs none; jobs on its GPUs stay at stock"
+        )
     if settings.gpu_backend != "nvml":
         return Check(subject, Verdict.GOOD, "emulated GPUs need none")
     if may_set_clocks():

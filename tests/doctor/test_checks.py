@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perseus.cli.certificates import app
 from perseus.doctor.checks import BAD_SKEW_S, MOST_SKEW_S, Verdict, clock_check, expiry_checks, version_check
 
 DAY_S = 86400.0
@@ -48,3 +49,11 @@ def test_certificates_are_told_by_how_long_they_last() -> None:
         ("certificate c.pem", Verdict.BAD),
     ]
     assert [bool(check.advice) for check in checks] == [False, True, True]
+
+
+def test_the_commands_that_are_advised_are_there() -> None:
+    (check,) = expiry_checks({"a.pem": 0.0}, 1.0)
+    _, command = check.advice.rstrip(")").split("(perseus certificates ")
+    assert set(command.split(" or ")) <= {
+        each.callback.__name__ for each in app.registered_commands if each.callback
+    }

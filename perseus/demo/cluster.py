@@ -15,12 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from perseus import solver
 from perseus.agent.gpu.emulated import EmulatedGpu
-from perseus.agent.link.computation import Kind
 from perseus.demo import nvml_stub
 from perseus.demo.security import Security
-from perseus.demo.trainer import STOP_FILE, RankTask, evaluations_file
+from perseus.demo.tasks import rank_tasks
+from perseus.demo.trainer import STOP_FILE, evaluations_file
 from perseus.demo.workload import Workload
 
 _START_TIMEOUT_S = 30.0
@@ -125,29 +124,9 @@ class Cluster:
 
     def start_trainers(self) -> None:
         """Start all ranks of the training job."""
-        workload = self._workload
-        orders = solver.one_forward_one_backward(workload.stage_count, workload.microbatch_count).orders
-        kinds = {solver.Kind.FORWARD: Kind.FORWARD, solver.Kind.BACKWARD: Kind.BACKWARD}
-        for pipeline, stage in workload.ranks:
-            forward, backward = workload.stage_work(stage)
-            task = RankTask(
-                run_dir=str(self._run_dir),
-                agent_socket=str(self.socket(pipeline)),
-                gpu_file=str(self.gpu_file(pipeline, stage)),
-                job_id=workload.job_id,
-                pipeline=pipeline,
-                pipeline_count=workload.pipeline_count,
-                stage=stage,
-                stage_count=workload.stage_count,
-                microbatch_count=workload.microbatch_count,
-                order=[(kinds[computation.kind], computation.microbatch) for computation in orders[stage]],
-                forward=(forward.compute_s, forward.memory_s, forward.activity),
-                backward=(backward.compute_s, backward.memory_s, backward.activity),
-                optimizer_s=workload.optimizer_s,
-                evaluation_s=workload.evaluation_s,
-                evaluation_interval=workload.evaluation_interval,
-            )
-            self.start_trainer(f"trainer-{pipeline}-{stage}", "-m", "perseus.demo.trainer", task.to_json())
+        for task in rank_tasks(self._workload, self._run_dir, self.socket, self.gpu_file):
+            name = f"trainer-{task.pipeline}-{task.stage}"
+            self.start_trainer(name, "-m", "perseus.demo.trainer", task.to_json())
 
     def start_trainer(self, name: str, *arguments: str) -> None:
         """Start Python on a process of the training job, the demo's own or another."""

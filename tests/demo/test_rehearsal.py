@@ -1,0 +1,70 @@
+"""`perseus.demo.rehearsal`: a job on emulated GPUs that agents of one's own serve."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perseus.demo.cluster import Cluster
+from perseus.demo.workload import DEMO
+from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1.job_service_pb2_grpc import JobServiceStub
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="perseus-") as run_dir:
+        nodes = replace(DEMO, stage_weights=())  # its GPUs are made by the rehearsal
+        with Cluster(nodes, Path(run_dir), tmp_path / "logs") as cluster:
+            yield cluster
+
+
+def rehearse(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "perseus.demo.rehearsal", *map(str, arguments)]
+
+
+def test_a_job_trains_on_the_gpus_of_two_agents_until_it_is_stopped(cluster: Cluster) -> None:
+    nodes = []
+    for pipeline in range(DEMO.pipeline_count):
+        folder = cluster.gpu_file(pipeline, 0).parent
+        subprocess.run(rehearse("gpus", folder, 2), check=True)
+        subprocess.run(rehearse("gpus", folder, 2), check=True)  # what is there stays
+        nodes += ["--node", cluster.socket(pipeline), folder]
+    address = cluster.start_coordinator()
+    cluster.start_agents(address)
+    training = subprocess.Popen(rehearse("train", *nodes, "--job", "try"))
+    try:
+        with cluster.security.channels(address).open_blocking() as channel:
+            jobs = JobServiceStub(channel)
+            state = job_pb2.JOB_STATE_UNSPECIFIED
+            deadline_s = time.monotonic() + TIMEOUT_S
+            while state != job_pb2.JOB_STATE_PROFILING:
+                assert time.monotonic() < deadline_s
+                assert training.poll() is None
+                listed = jobs.ListJobs(job_service_pb2.ListJobsRequest()).jobs
+                state = listed[0].state if listed else state
+                time.sleep(0.2)
+            training.send_signal(signal.SIGINT)
+            assert training.wait(TIMEOUT_S) == 0
+            while state != job_pb2.JOB_STATE_FINISHED:
+                assert time.monotonic() < deadline_s
+                state = jobs.ListJobs(job_service_pb2.ListJobsRequest()).jobs[0].state
+    finally:
+        training.kill()
+
+
+def test_nodes_that_have_no_gpus_or_not_as_many_are_told(tmp_path: Path) -> None:
+    subprocess.run(rehearse("gpus", tmp_path / "a", 1), check=True)
+    command = rehearse("train", "--node", "a.sock", tmp_path / "a", "--node", "b.sock", tmp_path / "b")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: expected as many GPUs on each node")
+    assert f"1 in {tmp_path / 'a'}, 0 in {tmp_path / 'b'}" in done.stderr

@@ -86,7 +86,7 @@ class Coordinator:
         self.agents = Agents(store, self.writer, self.live, feeds)
         self.tokens = Tokens(store, self.writer)
         self.ledger = Ledger(store, self.writer, rates_at)
-        self.power = Power(store, self.writer, self.live, self.quotas, feeds, retention)
+        self.power = Power(store, self.writer, self.live, self.agents, self.quotas, feeds, retention)
 
     async def start(self) -> None:
         """Load what is stored, and go on with it."""

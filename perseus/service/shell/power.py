@@ -43,6 +43,7 @@ from perseus.service.fleet.power.messages import (
     SetPace,
     Tick,
 )
+from perseus.service.shell.agents import Agents
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.powered_jobs import PoweredJobs
 from perseus.service.shell.quotas import Quotas
@@ -63,6 +64,7 @@ class Power:
         store: JobStore,
         writer: Writer,
         live: LiveRuns,
+        agents: Agents,
         quotas: Quotas,
         feeds: Feeds,
         retention: Retention,
@@ -71,6 +73,7 @@ class Power:
         self._store = store
         self._writer = writer
         self._live = live
+        self._agents = agents
         self._quotas = quotas
         self._feeds = feeds
         self._retention = retention
@@ -263,7 +266,7 @@ class Power:
         for job_id in looked_at:
             if (event := await self._jobs.follow(job_id)) is not None:
                 self._tell(event)
-        self._tell(self._jobs.measured(self._since_look_s()))
+        self._tell(self._jobs.measured(self._since_look_s(), self._agents.drawn(self._jobs.job_ids)))
         self._tell(Tick())
         self._jobs.order(self._fleet, self._is_urgent)
         self._is_urgent.clear()

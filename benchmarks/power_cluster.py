@@ -32,18 +32,18 @@ _PLANNING_TIMEOUT_S = 240.0
 _FIRST = Workload(
     job_id="one",
     pipeline_count=2,
-    stage_weights=(0.84, 0.90, 0.87, 1.0),
-    microbatch_count=4,
-    forward=Work(compute_s=0.036, memory_s=0.008, activity=0.85),
-    backward=Work(compute_s=0.076, memory_s=0.016, activity=0.95),
+    stage_weights=(0.94, 0.97, 0.96, 1.0),
+    microbatch_count=8,
+    forward=Work(compute_s=0.036, memory_s=0.002, activity=0.95),
+    backward=Work(compute_s=0.074, memory_s=0.004, activity=1.0),
     optimizer_s=0.03,
     gpu=A100_SXM.with_clocks(6),
 )
 JOBS = (
     _FIRST,
-    replace(_FIRST, job_id="two", stage_weights=(1.0, 0.85, 0.9, 0.95)),
-    replace(_FIRST, job_id="three", stage_weights=(0.9, 1.0, 0.8, 0.85)),
-    replace(_FIRST, job_id="four", stage_weights=(0.95, 0.9, 1.0, 0.9)),
+    replace(_FIRST, job_id="two", stage_weights=(1.0, 0.93, 0.96, 0.97)),
+    replace(_FIRST, job_id="three", stage_weights=(0.95, 1.0, 0.92, 0.96)),
+    replace(_FIRST, job_id="four", stage_weights=(0.97, 0.95, 1.0, 0.94)),
 )
 
 

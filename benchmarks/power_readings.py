@@ -41,7 +41,7 @@ def run() -> Sequence[Table]:
             ),
             tuple(rows),
             "The agents' ranks have joined a job, and report no iterations meanwhile. The echo answers each "
-            "message; readings are not answered. The coordinator's include adding all of them up once a second.",
+            "message; readings are not answered. The coordinator's include adding them up once a second.",
         )
     ]
 

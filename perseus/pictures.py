@@ -195,7 +195,7 @@ def _draw_supply(axes: "Axes", times: Sequence[float], supply: Supply) -> None:
 
     axes.plot(times, kilowatts(supply.power_w), color="tab:blue", lw=1, label="drawn")
     axes.plot(times, kilowatts(supply.ceiling_w), "--", color="tab:orange", lw=1, label="ceiling")
-    axes.plot(times, kilowatts(supply.limit_w), color="tab:red", lw=1.5, label="limit")
+    axes.plot(times, kilowatts(supply.limit_w), color="tab:red", lw=1.5, label="limit", drawstyle="steps-pre")
     axes.set_ylabel(f"feed {supply.name} (kW)")
     axes.legend(fontsize=8, loc="lower left")
 

@@ -24,7 +24,7 @@ CUT = 0.3
 FREE_S, TARGET_S, BACK_S = 20.0, 110.0, 40.0
 RAMP_TIME_S = 12.0
 """In which the target's ramp falls by the cut."""
-PHASE_S, AWAY_S = 45.0, 10.0
+PHASE_S, AWAY_S = 35.0, 10.0
 SETTLE_S = 5.0
 WINDOW_S = 60.0
 
@@ -92,7 +92,9 @@ async def _run(source_of: Callable[[SiteWatch], TargetSource]) -> Sequence[Table
         await asyncio.to_thread(site.start)
         async with watching(site, lambda _: None) as watch:
             await watch.until("plans in force for all jobs", watch.are_planned, _PLANNING_TIMEOUT_S)
-            tables = [await _target(watch, source_of(watch)), await _in_a_row(site, watch)]
+            target = await _target(watch, source_of(watch))
+            print(target.rows, flush=True)  # the rest takes minutes
+            tables = [target, await _in_a_row(site, watch)]
         await asyncio.to_thread(site.stop)
     return tables
 

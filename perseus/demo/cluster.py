@@ -102,6 +102,7 @@ class Cluster:
         assert self._coordinator is not None
         self._coordinator.kill()
         self._coordinator.wait()
+        self._coordinator = None
 
     def start_agents(self, coordinator: str) -> None:
         """Start one agent for each pipeline's GPUs, and wait until they serve their sockets."""

@@ -109,11 +109,15 @@ HOUSE: Mapping[str, Room] = {
         "service.job.stragglers",
         "solver",
     ),
+    "service.job.iteration_judge": pure(
+        "service.domain", "service.job.course", "service.job.planning", "service.job.stragglers"
+    ),
     "service.job.views": pure(
         "service.domain", "service.job.course", "service.job.ranks", "service.job.rules", "solver"
     ),
     "service.job.machine": pure(
         "service.domain",
+        "service.job.iteration_judge",
         "service.job.planning",
         "service.job.ranks",
         "service.job.rules",
@@ -271,6 +275,17 @@ HOUSE: Mapping[str, Room] = {
         "tls",
         needs=["pydantic", "pydantic_settings", "pynvml", "structlog"],
     ),
+    "agent.slurm.job": pure(),
+    # What a batch system runs on the node, before and after a job.
+    "agent.slurm": room(
+        "agent.claims",
+        "agent.gpu",
+        "agent.gpu.interface",
+        "agent.link",
+        "agent.restore",
+        "agent.sidecar",
+        "agent.slurm.job",
+    ),
     # What needs no cluster to be seen: emulated GPUs in real processes, real agents, a real coordinator.
     "demo": room(
         "agent.gpu",
@@ -290,16 +305,32 @@ HOUSE: Mapping[str, Room] = {
     ),
     "demo.nvml_stub": room(),
     # Nobody imports the command line, and it may import everybody.
+    # What is wrong, and what to do.
+    "doctor": room(
+        "agent.gpu",
+        "agent.link",
+        "agent.restore",
+        "agent.sidecar",
+        "doctor.checks",
+        "tls",
+        "v1",
+        needs=["grpc"],
+    ),
+    "doctor.checks": pure("tls"),
     "cli": room(
         "agent.gpu",
         "agent.gpu.interface",
         "agent.link",
         "agent.restore",
         "agent.sidecar",
+        "agent.slurm",
+        "agent.slurm.job",
         "certificates",
         "configuration",
         "demo",
         "demo.nvml_stub",
+        "doctor",
+        "doctor.checks",
         "logs",
         "metrics",
         "perseus",

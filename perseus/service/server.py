@@ -16,6 +16,7 @@ from perseus.service.api.authentication import Authentication
 from perseus.service.api.calls import unary_calls
 from perseus.service.api.decoding import Decoding
 from perseus.service.api.frontier_service import FrontierService
+from perseus.service.api.info_service import InfoService
 from perseus.service.api.job_service import JobService
 from perseus.service.api.ledger_service import LedgerService
 from perseus.service.api.power_service import PowerService
@@ -55,6 +56,8 @@ from perseus.v1 import (
     agent_service_pb2_grpc,
     frontier_service_pb2,
     frontier_service_pb2_grpc,
+    info_service_pb2,
+    info_service_pb2_grpc,
     job_service_pb2,
     job_service_pb2_grpc,
     ledger_service_pb2,
@@ -98,6 +101,7 @@ _NOT_ON_THE_PAGE = ("SetBudget", "CancelBudget", "ListBudgets")
 
 _SERVICES = (
     agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
+    info_service_pb2.DESCRIPTOR.services_by_name["InfoService"].full_name,
     _JOB_SERVICE.full_name,
     _FRONTIER_SERVICE.full_name,
     _LEDGER_SERVICE.full_name,
@@ -240,6 +244,7 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(
         AgentService(coordinator.agents, coordinator.quotas), server
     )
+    info_service_pb2_grpc.add_InfoServiceServicer_to_server(InfoService(), server)
     job_service_pb2_grpc.add_JobServiceServicer_to_server(
         JobService(coordinator.jobs, coordinator.quotas), server
     )

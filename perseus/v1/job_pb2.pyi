@@ -299,6 +299,28 @@ class JobSpec(google.protobuf.message.Message):
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
 
 @typing.final
+class Label(google.protobuf.message.Message):
+    """What a job is to whoever runs it: its number in a batch system, say, or the account that pays for it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit."""
+    value: builtins.str
+    """At most 256 printable characters."""
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        value: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+Global___Label: typing_extensions.TypeAlias = Label
+
+@typing.final
 class StageWork(google.protobuf.message.Message):
     """What one stage computes, as far as its time and energy depend on it."""
 
@@ -621,6 +643,7 @@ class Job(google.protobuf.message.Message):
     NO_SLOWDOWN_TIME_FIELD_NUMBER: builtins.int
     FIGURES_FIELD_NUMBER: builtins.int
     BUDGET_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
     PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
@@ -707,6 +730,10 @@ class Job(google.protobuf.message.Message):
         """What was measured lately."""
 
     @property
+    def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Label]:
+        """What it is to whoever runs it, as its latest registration said; empty for a run that is archived."""
+
+    @property
     def spec(self) -> Global___JobSpec:
         """FULL only: what was registered."""
 
@@ -748,12 +775,13 @@ class Job(google.protobuf.message.Message):
         no_slowdown_time: Global___NoSlowdownTime | None = ...,
         figures: Global___JobFigures | None = ...,
         budget_iteration_time_s: builtins.float | None = ...,
+        labels: collections.abc.Iterable[Global___Label] | None = ...,
         spec: Global___JobSpec | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s", "baseline", b"baseline", "budget_iteration_time_s", b"budget_iteration_time_s", "create_time", b"create_time", "figures", b"figures", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s", "baseline", b"baseline", "budget_iteration_time_s", b"budget_iteration_time_s", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s", "baseline", b"baseline", "budget_iteration_time_s", b"budget_iteration_time_s", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "job_id", b"job_id", "labels", b"labels", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s"]) -> typing.Literal["budget_iteration_time_s"] | None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job

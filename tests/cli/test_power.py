@@ -2,25 +2,13 @@
 
 import csv
 import json
-from collections.abc import Iterator
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from perseus.cli.main import app
 from perseus.cli.power_tables import feed_line
-from perseus.demo.cluster import Cluster
-from perseus.demo.workload import DEMO
 from perseus.v1.power_service_pb2 import FeedState
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """How an operator reaches a coordinator."""
-    run_dir = tmp_path_factory.mktemp("coordinator")
-    with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
-        address = cluster.start_coordinator()
-        yield {**cluster.security.of_operator(), "PERSEUS_COORDINATOR": address}
 
 
 def perseus(environment: dict[str, str], *arguments: str) -> Result:

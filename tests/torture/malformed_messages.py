@@ -17,6 +17,7 @@ from perseus.v1 import (
     computation_pb2,
     frontier_pb2,
     frontier_service_pb2,
+    info_service_pb2,
     job_pb2,
     job_service_pb2,
     ledger_service_pb2,
@@ -32,6 +33,7 @@ JOB = "fuzzed"
 _SERVICES = (
     job_service_pb2.DESCRIPTOR.services_by_name["JobService"],
     frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"],
+    info_service_pb2.DESCRIPTOR.services_by_name["InfoService"],
     ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"],
     power_service_pb2.DESCRIPTOR.services_by_name["PowerService"],
     token_service_pb2.DESCRIPTOR.services_by_name["TokenService"],

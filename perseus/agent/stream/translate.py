@@ -6,7 +6,7 @@ Every number that arrives is checked here.
      └─ MalformedMessageError     the coordinator sent what the contract, as known here, does not allow
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -211,8 +211,10 @@ def request(message: Sendable) -> wire.ConnectRequest:
             )
 
 
-def register_job_request(registration: Registration, owner: str = "") -> job_service_pb2.RegisterJobRequest:
-    """The request for a registration, of a trainer of `owner`'s.
+def register_job_request(
+    registration: Registration, owner: str = "", labels: Sequence[tuple[str, str]] = ()
+) -> job_service_pb2.RegisterJobRequest:
+    """The request for a registration, of a trainer of `owner`'s whose grant has these labels.
 
     ValueError, naming the field, if it holds no JobSpec. Many computations take a while, all of it in
     Python: so a thread that does it leaves others their turns.
@@ -226,6 +228,7 @@ def register_job_request(registration: Registration, owner: str = "") -> job_ser
         request_id=registration.request_id,
         spec_fingerprint=registration.spec_fingerprint,
         owner=owner,
+        labels=[job_pb2.Label(key=key, value=value) for key, value in labels],
     )
 
 

@@ -183,6 +183,11 @@ def rank_to_proto(rank: Rank) -> rank_pb2.Rank:
     )
 
 
+def labels_from_proto(labels: Iterable[job_pb2.Label]) -> tuple[tuple[str, str], ...]:
+    """Return labels, by key."""
+    return tuple(sorted((label.key, label.value) for label in labels))
+
+
 def job_to_proto(view: JobView) -> job_pb2.Job:
     """Return a job, with its details if the view has them."""
     job = job_pb2.Job(
@@ -215,6 +220,7 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         latency_cost_percent=view.latency_cost_percent,
         figures=_figures_to_proto(view.figures),
         budget_iteration_time_s=view.budget_time_s,
+        labels=[job_pb2.Label(key=key, value=value) for key, value in view.labels],
     )
     if view.no_slowdown is not None:
         job.no_slowdown_time.CopyFrom(no_slowdown_to_proto(view.no_slowdown))

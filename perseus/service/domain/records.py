@@ -63,6 +63,11 @@ class Registrations:
         """Among whose jobs the run counts; "" if among nobody's."""
         return self.registrations[-1].principal if self.registrations else ""
 
+    @property
+    def labels(self) -> tuple[tuple[str, str], ...]:
+        """What the run is to whoever runs it, as was said last."""
+        return self.registrations[-1].labels if self.registrations else ()
+
     def is_owner(self, owner: str) -> bool:
         """Whether the run may be theirs; one who is not known, "", may be anybody."""
         return owner in ("", self.owner) or not self.owner

@@ -24,6 +24,7 @@ from perseus.service.domain.errors import (
 from perseus.solver import Computation, Path, Schedule, gpipe, one_forward_one_backward
 
 _JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_LABEL = _JOB_ID
 
 MAX_PIPELINE_COUNT = 4096
 MAX_STAGE_COUNT = 256
@@ -35,6 +36,7 @@ MAX_COMPUTATION_COUNT = 65_536
 MAX_FINGERPRINT_LENGTH = 64
 MAX_WORK_FINGERPRINT_LENGTH = 128
 MAX_REQUEST_ID_LENGTH = 64
+MAX_LABEL_COUNT = 16
 """Limits above any job known, so that a slip of the pen can't take the coordinator's time and memory.
 
 The largest published pipeline is of 64 stages and 512 microbatches: 65,536 computations (Narayanan et al., SC
@@ -262,12 +264,14 @@ class Registration:
     Attributes:
         owner: whose the run is, as the kernel of an agent's node says; "" if no agent registered it.
         principal: who registered it; "" if that is not known.
+        labels: what the job is to whoever runs it, by key.
     """
 
     request_id: str
     spec_fingerprint: str = ""
     owner: str = ""
     principal: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
 
     def check(self) -> None:
         """Refuse texts that can't be.
@@ -278,6 +282,18 @@ class Registration:
         check_request_id(self.request_id)
         check_ascii("spec_fingerprint", self.spec_fingerprint, 0, MAX_FINGERPRINT_LENGTH)
         check_text("owner", self.owner)
+        if len(self.labels) > MAX_LABEL_COUNT:
+            raise InvalidFieldError(
+                field="labels", expected=f"at most {MAX_LABEL_COUNT}", found=len(self.labels)
+            )
+        if len({key for key, _ in self.labels}) != len(self.labels):
+            found = [key for key, _ in self.labels]
+            raise InvalidFieldError(field="labels", expected="each key once", found=found)
+        for key, value in self.labels:
+            if not _LABEL.fullmatch(key):
+                expected = "keys of 1 to 63 of a-z, 0-9, -, _ and ., beginning with a letter or digit"
+                raise InvalidFieldError(field="labels", expected=expected, found=repr(key[:64]))
+            check_text(f"labels[{key}]", value)
 
 
 @dataclass(frozen=True, slots=True)

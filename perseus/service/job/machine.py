@@ -68,6 +68,7 @@ from perseus.service.domain.model import (
 from perseus.service.domain.records import MOST_REQUEST_IDS, JobRecord, StoredJob
 from perseus.service.domain.specification import JobSpec, Registration
 from perseus.service.domain.telemetry import Order
+from perseus.service.job.iteration_judge import IterationJudge
 from perseus.service.job.planning.operating_point import check_straggler
 from perseus.service.job.planning.refusals import Refusals
 from perseus.service.job.ranks.rank_table import LIVE
@@ -89,6 +90,7 @@ class JobMachine(VisibleRun):
     ) -> None:
         """Begin where nothing is known. See `VisibleRun`."""
         super().__init__(spec, run_number, rules, epoch, create_time_s, created_s)
+        self._judge = IterationJudge(self._course)
         self._refusals = Refusals(self._ranks, self._offers, self._journal)
         self._orders = [Order(order) for order in self.schedule.orders]
         self._baseline_request_ids: tuple[str, ...] = ()
@@ -258,7 +260,7 @@ class JobMachine(VisibleRun):
         if batch.iterations.iteration:
             reasons = batch.iterations.clock_event_reasons[-1]
             self._ranks.note_iteration(place, max(batch.iterations.iteration), reasons)
-            self._course.take_iterations(place, batch.iterations)
+            self._judge.take_iterations(place, batch.iterations)
         computations = batch.computations
         self.timelines.add(
             place, self._orders[place.stage].compact(computations) if is_plain else computations

@@ -229,6 +229,7 @@ class QuarantinedRun:
             finish_time_s=record.finish_time_s,
             last_event_sequence=self._sequence,
             figures=self.figures(),
+            labels=self.registrations.labels,
         )
 
     def details(self) -> JobDetails:

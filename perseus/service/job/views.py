@@ -110,6 +110,7 @@ class VisibleRun:
             last_event_sequence=self.last_event_sequence,
             figures=self.figures(),
             budget_time_s=self._planner.pace_s,
+            labels=self.registrations.labels,
         )
 
     def details(self) -> JobDetails:

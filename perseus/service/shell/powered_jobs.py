@@ -20,7 +20,8 @@ from perseus.service.fleet.power.feeds import Feeds, placement, shares
 from perseus.service.fleet.power.machine import FleetMachine
 from perseus.service.fleet.power.messages import JobChanged, JobLeft, PowerMeasured
 from perseus.service.fleet.power.readings import Drawn, completed_w
-from perseus.service.shell.live_runs import LiveRun, LiveRuns
+from perseus.service.shell.live_run import LiveRun
+from perseus.service.shell.live_runs import LiveRuns
 
 log = structlog.get_logger(__name__)
 

@@ -18,7 +18,7 @@ from perseus.service.domain.power import FeedStatus
 from perseus.service.domain.profiling import ProfilingLimit
 from perseus.service.domain.views import JobView
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.shell.live_runs import LiveRun
+from perseus.service.shell.live_run import LiveRun
 
 MOST_JOBS = 1_000
 """Jobs with series of their own."""

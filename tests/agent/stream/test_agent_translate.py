@@ -312,5 +312,8 @@ def test_a_registration_that_is_no_job_spec_is_refused() -> None:
     request = translate.register_job_request(Registration({"jobId": "j"}, "r", "f"))
     assert (request.spec.job_id, request.request_id, request.spec_fingerprint) == ("j", "r", "f")
     assert translate.register_job_request(Registration({"jobId": "j"}, "r", "f"), "alice").owner == "alice"
+    labels = (("slurm-account", "physics"), ("slurm-job", "17"))
+    request = translate.register_job_request(Registration({"jobId": "j"}, "r", "f"), "alice", labels)
+    assert tuple((label.key, label.value) for label in request.labels) == labels
     with pytest.raises(ValueError, match=r"registration: expected a JobSpec as JSON: .*stages"):
         translate.register_job_request(Registration({"stages": 3}, "r", "f"))

@@ -21,10 +21,10 @@ from perseus.demo.workload import Workload
 
 LOGS = Path("demo-out") / "power-cluster"
 CUT = 0.3
-FREE_S, TARGET_S, BACK_S = 20.0, 110.0, 40.0
+FREE_S, TARGET_S, BACK_S = 20.0, 85.0, 25.0
 RAMP_TIME_S = 12.0
 """In which the target's ramp falls by the cut."""
-PHASE_S, AWAY_S = 35.0, 10.0
+PHASE_S, AWAY_S = 30.0, 10.0
 SETTLE_S = 5.0
 WINDOW_S = 60.0
 

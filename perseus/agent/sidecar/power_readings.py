@@ -39,6 +39,7 @@ class OtherGpus:
         self._opened: dict[str, Gpu] = {}
         self._listed: list[str] = []
         self._listed_at_s = float("-inf")
+        self._once = Once(_log)
 
     def read(self, served: Collection[str]) -> dict[str, tuple[float, float]]:
         """Return when each counter was read and what it said. One that fails is asked again in a minute."""
@@ -47,16 +48,17 @@ class OtherGpus:
             self._listed_at_s = now_s
             self._listed = [each for each in self._gpus.listed() if isinstance(each, str)]
         counters = {}
-        for gpu_uuid in self._listed[:_MOST_GPUS]:
+        for gpu_uuid in self._listed:
             try:
                 if gpu_uuid in served:
                     self._let_go(gpu_uuid)
                 else:
                     counters[gpu_uuid] = self._read(gpu_uuid)
             except GpuError as error:
-                _log.warning("power not known", gpu=gpu_uuid, reason=str(error))
-                self._opened.pop(gpu_uuid, None)
+                self._once.warn("power not known", gpu_uuid, str(error), gpu=gpu_uuid, reason=str(error))
                 self._listed = [each for each in self._listed if each != gpu_uuid]
+                with contextlib.suppress(GpuError):
+                    self._let_go(gpu_uuid)
         return counters
 
     def close(self) -> None:
@@ -117,5 +119,5 @@ class PowerReadings:
         try:
             counters |= await self._lanes.run(_LANE, lambda: self._others.read(served.keys()))
         except GpuError as error:
-            self._once.warn("power of GPUs without a rank not known", reason=str(error))
+            self._once.warn("power of GPUs without a rank not known", str(error), reason=str(error))
         return counters

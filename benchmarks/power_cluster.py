@@ -21,10 +21,10 @@ from perseus.demo.workload import Workload
 
 LOGS = Path("demo-out") / "power-cluster"
 CUT = 0.3
-FREE_S, TARGET_S, BACK_S = 20.0, 85.0, 25.0
+FREE_S, TARGET_S, BACK_S = 15.0, 80.0, 20.0
 RAMP_TIME_S = 12.0
 """In which the target's ramp falls by the cut."""
-PHASE_S, AWAY_S = 30.0, 10.0
+PHASE_S, AWAY_S = 20.0, 10.0
 SETTLE_S = 5.0
 WINDOW_S = 60.0
 
@@ -166,7 +166,7 @@ async def _in_a_row(site: Site, watch: SiteWatch) -> Table:
     await watch.set_budget("a", 0.85 * free_w)
     await pass_time("a: 15 % less")
     await watch.set_budget("a", 0.75 * free_w)
-    await pass_time("a shrinks: 25 % less", WINDOW_S + 2 * SETTLE_S)
+    await pass_time("a shrinks: 25 % less", PHASE_S + SETTLE_S)
     await watch.set_budget("b", 0.8 * free_w)
     await pass_time("b beside it: 20 % less")
     await watch.cancel_budget("a")

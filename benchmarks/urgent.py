@@ -86,7 +86,7 @@ def _cut(cluster: Cluster, pace_s: float, clock_mhz: int) -> tuple[float, ...]:
     commands += cluster.tell(PaceOrdered(pace_s, True))
     decided_s = time.process_time()
     offers = [command for command in commands if isinstance(command, SendOffer)]
-    assert offers
+    assert len(offers) == len(cluster.ranks)
     assert all(each.offer.is_urgent for each in offers)
     assert sum(isinstance(each, SendCeiling) for each in commands) == len(cluster.ranks)
     sent = [

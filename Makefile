@@ -19,8 +19,10 @@ CONTRACT := protos/contract.binpb
 # Where `make protos` writes; a test regenerates elsewhere and compares.
 OUT ?= .
 
-# `make demo NVML=stub` runs the main job through NVML, on a stand-in for its library.
+# `make demo NVML=stub` runs the main job through NVML, on a stand-in for its library; `make demo SCENARIO=grid` runs
+# three jobs under a power budget.
 NVML ?=
+SCENARIO ?=
 
 # Every module of benchmarks/ that can be run is a benchmark.
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
@@ -30,7 +32,7 @@ BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*
   check bench docs metrics protos contract dist clean
 
 demo: $(STAMP)
-	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
+	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML)) $(if $(SCENARIO),--scenario=$(SCENARIO))
 
 # The seed makes a failure everybody's; `pytest` alone searches further at every run.
 test: check

@@ -87,7 +87,7 @@ def _mix() -> Table:
         *(
             (way, plans, share(points, limit_w))
             for plans, points in (("Perseus", ours), ("one clock", single))
-            for way, share in (("equal share", _equal_share), ("proportional", _proportional))
+            for way, share in (("equal share", equal_share), ("proportional", proportional))
         ),
     ]
     rows: list[tuple[Cell, ...]] = []
@@ -179,13 +179,13 @@ def _within(points: Sequence[PowerPoint], limit_w: float) -> PowerPoint:
     return next((p for p in points if p.power_w[DEFAULT_FEED] <= limit_w), points[-1])
 
 
-def _proportional(points: Mapping[str, Sequence[PowerPoint]], limit_w: float) -> dict[str, PowerPoint]:
+def proportional(points: Mapping[str, Sequence[PowerPoint]], limit_w: float) -> dict[str, PowerPoint]:
     stock_w = {job.job_id: job.stock_power_w() for job in MIX}
     share = limit_w / sum(stock_w.values())
     return {job_id: _within(own, share * stock_w[job_id]) for job_id, own in points.items()}
 
 
-def _equal_share(points: Mapping[str, Sequence[PowerPoint]], limit_w: float) -> dict[str, PowerPoint]:
+def equal_share(points: Mapping[str, Sequence[PowerPoint]], limit_w: float) -> dict[str, PowerPoint]:
     gpu_counts = {job.job_id: job.gpu_count for job in MIX}
     paces: dict[str, PowerPoint] = {}
     while len(paces) < len(MIX):

@@ -67,16 +67,17 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class FleetPicture:
-    """What a fleet's picture shows. All sequences are parallel to `hours`, the end of each step.
+    """What a fleet's picture shows. All sequences are parallel to `times`, the end of each step, in `unit`.
 
     `speeds` and `signals`: by name; NaN where there is none. A speed of 1 is that at stock.
     """
 
     title: str
-    hours: Sequence[float]
+    times: Sequence[float]
     supplies: Sequence[Supply]
     speeds: Mapping[str, Sequence[float]]
     signals: Mapping[str, Sequence[float]]
+    unit: str = "h"
 
 
 def image_format(path: Path) -> str:
@@ -166,35 +167,35 @@ def draw_fleet(picture: FleetPicture, image_format: str) -> bytes:
     figure = _figure(11.0, 1.0 + 2.4 * panel_count)
     panels = figure.subplots(panel_count, 1, sharex=True, squeeze=False)[:, 0]
     for axes, supply in zip(panels, picture.supplies, strict=False):
-        _draw_supply(axes, picture.hours, supply)
+        _draw_supply(axes, picture.times, supply)
     speeds_axes = panels[len(picture.supplies)]
     for name, speeds in picture.speeds.items():
         percent = [100 * speed for speed in speeds]
-        speeds_axes.plot(picture.hours, percent, lw=1.2, label=name, drawstyle="steps-pre")
+        speeds_axes.plot(picture.times, percent, lw=1.2, label=name, drawstyle="steps-pre")
     speeds_axes.set_ylabel("speed (% of stock)")
     speeds_axes.legend(fontsize=8, ncols=3, loc="lower left")
     for axes, (name, values) in zip(
         panels[len(picture.supplies) + 1 :], picture.signals.items(), strict=True
     ):
-        axes.plot(picture.hours, values, color="tab:green", lw=1, drawstyle="steps-pre")
+        axes.plot(picture.times, values, color="tab:green", lw=1, drawstyle="steps-pre")
         axes.set_ylabel(name)
     for axes in panels:
         axes.grid(alpha=0.3)
     panels[0].set_title(picture.title)
-    panels[-1].set_xlabel("time since the start (h)")
-    panels[-1].set_xlim(0.0, picture.hours[-1])
+    panels[-1].set_xlabel(f"time since the start ({picture.unit})")
+    panels[-1].set_xlim(0.0, picture.times[-1])
     image = BytesIO()
     figure.savefig(image, format=image_format)
     return image.getvalue()
 
 
-def _draw_supply(axes: "Axes", hours: Sequence[float], supply: Supply) -> None:
+def _draw_supply(axes: "Axes", times: Sequence[float], supply: Supply) -> None:
     def kilowatts(values_w: Sequence[float]) -> list[float]:
         return [value_w / 1000 if isfinite(value_w) else float("nan") for value_w in values_w]
 
-    axes.plot(hours, kilowatts(supply.power_w), color="tab:blue", lw=1, label="drawn")
-    axes.plot(hours, kilowatts(supply.ceiling_w), "--", color="tab:orange", lw=1, label="ceiling")
-    axes.plot(hours, kilowatts(supply.limit_w), color="tab:red", lw=1.5, label="limit")
+    axes.plot(times, kilowatts(supply.power_w), color="tab:blue", lw=1, label="drawn")
+    axes.plot(times, kilowatts(supply.ceiling_w), "--", color="tab:orange", lw=1, label="ceiling")
+    axes.plot(times, kilowatts(supply.limit_w), color="tab:red", lw=1.5, label="limit", drawstyle="steps-pre")
     axes.set_ylabel(f"feed {supply.name} (kW)")
     axes.legend(fontsize=8, loc="lower left")
 

@@ -99,6 +99,11 @@ class Rank:
         """Different versions that it was offered."""
         return len(self._clocks_of)
 
+    @property
+    def gpu_uuid(self) -> str:
+        """Its GPU."""
+        return f"GPU-{self.job_id}-{self.place.pipeline}-{self.place.stage}"
+
     def check(self, offer: pb.PlanOffer, findings: Findings) -> None:
         """Hold an offer against all earlier ones."""
         said = f"{self.job_id} {self.place.pipeline}/{self.place.stage} version {offer.version}"
@@ -136,7 +141,7 @@ class Rank:
             job_id=self.job_id,
             rank=place.to_proto(),
             gpu=pb.Gpu(
-                uuid=f"GPU-{self.job_id}-{place.pipeline}-{place.stage}",
+                uuid=self.gpu_uuid,
                 model="Loaded",
                 supported_clocks_mhz=wire.CLOCKS_MHZ,
             ),
@@ -236,6 +241,13 @@ class Agent:
                 messages.append(_HEARTBEAT)
                 self._next_beat_s = now_s + self._beat_interval_s
             self._stream.send(*messages)
+
+    def tell_power(self, power_w: float) -> None:
+        """Say what its ranks' GPUs draw, each the same."""
+        if self._is_welcome and self._stream is not None:
+            uuids = [rank.gpu_uuid for rank in self.ranks]
+            reading = pb.PowerReading(duration_s=1.0, gpu_uuid=uuids, power_w=[power_w] * len(uuids))
+            self._stream.send(pb.ConnectRequest(power_reading=reading).SerializeToString())
 
     def leave(self) -> None:
         """Say that all ranks have ended, and goodbye; the connection closes by itself when that is read."""

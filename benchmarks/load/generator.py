@@ -23,6 +23,8 @@ from benchmarks.load.job import Job, JobTask, channel, until
 from perseus.v1 import job_service_pb2_grpc
 
 _JOIN_LIMIT_S = 120.0
+_TOLD_TOGETHER = 8
+"""Agents that tell their power at the same moment."""
 
 
 @dataclass(slots=True)
@@ -108,6 +110,21 @@ class Generator:
         lateness_s = np.concatenate([job.lateness_s for job in self._jobs.values()])
         figures.lateness_p99_s = float(np.quantile(lateness_s, 0.99)) if lateness_s.size else 0.0
         return asdict(figures)
+
+    async def tell_power(self, seconds: float, server_pid: int, power_w: float | None) -> dict[str, float]:
+        """Let all agents tell what their GPUs draw, once a second, or nothing; what that costs the server."""
+        agents = list(self._agents())
+        told = 0
+        cpu_s, begun_s = _cpu_s(server_pid), time.perf_counter()
+        while (second := time.perf_counter() - begun_s) < seconds:
+            for number, agent in enumerate(agents if power_w is not None else ()):
+                agent.tell_power(power_w or 0.0)
+                told += 1
+                if number % _TOLD_TOGETHER == 0:
+                    await asyncio.sleep(0.9 * _TOLD_TOGETHER / len(agents))
+            await asyncio.sleep(max(0.0, 1.0 - (time.perf_counter() - begun_s - second)))
+        wall_s = time.perf_counter() - begun_s
+        return {"message_count": told, "server_cpu_s": _cpu_s(server_pid) - cpu_s, "wall_s": wall_s}
 
     async def straggle(self, job_id: str, factor: float, quiet_s: float) -> dict[str, Any]:
         return asdict(await self._jobs[job_id].straggle(self._stub, factor, quiet_s))

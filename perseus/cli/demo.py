@@ -4,20 +4,26 @@ import asyncio
 import enum
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from perseus.cli.terminal import FAILURE, console, fail, print_whole, said
 
-if TYPE_CHECKING:
-    from perseus.demo.summary import Measurements
+T = TypeVar("T")
 
 
 class Nvml(enum.Enum):
     """Which NVML the demo's agents use."""
 
     STUB = "stub"
+
+
+class Scenario(enum.Enum):
+    """Which story the demo tells."""
+
+    STRAGGLER = "straggler"
+    GRID = "grid"
 
 
 def demo(
@@ -31,6 +37,10 @@ def demo(
             dir_okay=False,
         ),
     ] = None,
+    scenario: Annotated[
+        Scenario,
+        typer.Option(help="Of one job, to a straggler's end; or three jobs under a power budget."),
+    ] = Scenario.STRAGGLER,
     nvml: Annotated[
         Nvml | None,
         typer.Option(
@@ -39,7 +49,7 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Train an emulated job of 2 pipelines × 4 stages under Perseus, from profiling to a straggler's end."""
+    """Train emulated jobs under Perseus: from profiling to a straggler's end, or to a power budget's."""
     from perseus.demo.display import LiveDisplay, phase_table
     from perseus.demo.example import ScriptError, show
     from perseus.demo.story import DEMO_PLOT, judge, tell
@@ -47,6 +57,11 @@ def demo(
 
     _check_folder(output)
     through_nvml = nvml is Nvml.STUB
+    if scenario is Scenario.GRID:
+        if script is not None or through_nvml:
+            fail("--scenario grid: expected neither --script nor --nvml with it")
+        _show_grid(output)
+        return
     if script is not None:
         try:
             measurements = _run(show(script, output, _say, through_nvml=through_nvml))
@@ -71,6 +86,18 @@ def demo(
         fail("; ".join(complaints), FAILURE)
 
 
+def _show_grid(output: Path) -> None:
+    from perseus.demo.grid_display import GridLiveDisplay, grid_table
+    from perseus.demo.grid_story import judge_grid, tell_grid
+
+    with GridLiveDisplay(console) as display:
+        outcome = _run(tell_grid(output, display))
+    print_whole(grid_table(outcome))
+    console.print(f"Summary, picture and logs are in {output}.", highlight=False)
+    if complaints := judge_grid(outcome):
+        fail("; ".join(complaints), FAILURE)
+
+
 def _check_folder(output: Path) -> None:
     """Exit where no folder could be, before anything is started for it."""
     try:
@@ -79,7 +106,7 @@ def _check_folder(output: Path) -> None:
         fail(f"--output: {said(error)}")
 
 
-def _run(shown: "Coroutine[Any, Any, Measurements]") -> "Measurements":
+def _run(shown: "Coroutine[Any, Any, T]") -> T:
     """What was measured; exits with what went wrong in the cluster."""
     from perseus.demo.cluster import ClusterError
     from perseus.demo.nvml_stub import StubError

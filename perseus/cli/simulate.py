@@ -128,7 +128,7 @@ def _draw(destination: Destination, title: str, fleet: "Fleet", done: "Replay") 
     step = -(-len(done.times_s) // _MOST_DRAWN)
     picture = pictures.FleetPicture(
         title=title,
-        hours=((done.times_s - fleet.begin_s) / 3600)[::step].tolist(),
+        times=((done.times_s - fleet.begin_s) / 3600)[::step].tolist(),
         supplies=[
             pictures.Supply(
                 name,

@@ -74,8 +74,8 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         _end([*self._trainers, *self._agents, *([self._coordinator] if self._coordinator else [])])
 
-    def start_coordinator(self) -> str:
-        """Start the coordinator; its address as host:port.
+    def start_coordinator(self, port: int = 0) -> str:
+        """Start the coordinator, on any port where none is given; its address as host:port.
 
         Raises:
             ClusterError: it ended or did not listen in time.
@@ -86,7 +86,7 @@ class Cluster:
             "-m",
             "perseus.cli",
             "coordinator",
-            "--listen=127.0.0.1:0",
+            f"--listen=127.0.0.1:{port}",
             f"--database={self._run_dir / 'perseus.db'}",
             "--log-format=json",
             *self._guard,
@@ -95,6 +95,13 @@ class Cluster:
         address = self._await_log(self._coordinator, log, "listening", "address")
         self.security.admit_agents(address)
         return address
+
+    def kill_coordinator(self) -> None:
+        """End the coordinator as a crash does; `start_coordinator` brings it back, with what it stored."""
+        assert self._coordinator is not None
+        self._coordinator.kill()
+        self._coordinator.wait()
+        self._coordinator = None
 
     def start_agents(self, coordinator: str) -> None:
         """Start one agent for each pipeline's GPUs, and wait until they serve their sockets."""

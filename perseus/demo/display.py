@@ -1,14 +1,11 @@
 """How the demo looks in a terminal: live where there is one, line by line where there is none."""
 
-from contextlib import AbstractContextManager, nullcontext
-
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from perseus.demo.observation import Observer
+from perseus.demo.screen import Screen, steps_table
 from perseus.demo.story import STEPS
 from perseus.demo.summary import Phase
 from perseus.printable import printable
@@ -30,60 +27,26 @@ _DESCRIPTIONS = dict(
 )
 
 
-class LiveDisplay:
+class LiveDisplay(Screen):
     """Shows steps, pipelines and events; a context manager."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._step = ""
+        super().__init__(console, "Perseus demo", _DESCRIPTIONS)
         self._printed_events = 0
-        self._live = (
-            Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
-        )
-
-    def __enter__(self) -> "LiveDisplay":
-        self._context: AbstractContextManager[object] = self._live or nullcontext()
-        self._context.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._context.__exit__(*exception)  # type: ignore[arg-type]
-
-    def begin(self, step: str) -> None:
-        """A step has begun."""
-        self._step = step
-        if self._live is None:
-            self._console.print(Text.assemble((step, "bold"), f": {_DESCRIPTIONS[step]}"))
 
     def refresh(self, observer: Observer) -> None:
         """Something is new."""
-        if self._live is not None:
-            self._live.update(
-                Panel(
-                    Group(self._steps(observer), _pipelines(observer), _events(observer)),
-                    title=Text("Perseus demo", style="bold"),
-                    subtitle="measured by the agents, told by the coordinator",
-                )
-            )
+        if self.is_live:
+            done = {
+                phase.name: f"{phase.iteration_time_s:.3f} s   {phase.energy_j_per_iteration:.0f} J"
+                for phase in observer.measurements.phases
+            }
+            steps = steps_table(STEPS, _DESCRIPTIONS, self.step, done)
+            self.show(Group(steps, _pipelines(observer), _events(observer)))
             return
         for event in observer.events[self._printed_events :]:
-            self._console.print(f"  {printable(event.message)}", highlight=False)
+            self.say(printable(event.message))
         self._printed_events = len(observer.events)
-
-    def _steps(self, observer: Observer) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
-        done = {phase.name: phase for phase in observer.measurements.phases}
-        for step in STEPS:
-            phase = done.get(step)
-            if phase is not None:
-                figures = f"{phase.iteration_time_s:.3f} s   {phase.energy_j_per_iteration:.0f} J"
-                table.add_row(Text("✔", style="green"), step, figures)
-            elif step == self._step:
-                current = Text(step, style="bold"), Text(_DESCRIPTIONS[step], style="dim")
-                table.add_row(Text("●", style="yellow"), *current)
-            else:
-                table.add_row(Text("○", style="dim"), Text(step, style="dim"), "")
-        return table
 
 
 def _pipelines(observer: Observer) -> RenderableType:

@@ -121,10 +121,12 @@ FEED_CEILING = _gauge(
     "feed_ceiling_watts", "What may be drawn now: on its way to a limit it follows the ramps.", "feed"
 )
 FEED_POWER = _gauge(
-    "feed_power_watts", "What jobs draw: the mean over the longer of a minute and three iterations.", "feed"
+    "feed_power_watts", "What is drawn: the mean over the longer of a minute and three iterations.", "feed"
 )
 FEED_MANAGED = _gauge("feed_managed_watts", "What jobs under plans are expected to draw.", "feed")
-FEED_UNMANAGED = _gauge("feed_unmanaged_watts", "What jobs without plans drew lately.", "feed")
+FEED_UNMANAGED = _gauge(
+    "feed_unmanaged_watts", "What jobs without plans, and GPUs without a rank, drew lately.", "feed"
+)
 FEED_COMPLIANT = _gauge(
     "feed_compliant", "1 while plans and what is measured keep the limit, or it can't be judged.", "feed"
 )

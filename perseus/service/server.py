@@ -99,6 +99,8 @@ into looking through timelines and ranks that live on; hardly anything here need
 _JOB_SERVICE = job_service_pb2.DESCRIPTOR.services_by_name["JobService"]
 _FRONTIER_SERVICE = frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"]
 _LEDGER_SERVICE = ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"]
+_POWER_SERVICE = power_service_pb2.DESCRIPTOR.services_by_name["PowerService"]
+_NOT_ON_THE_PAGE = ("SetBudget", "CancelBudget", "ListBudgets")
 
 _SERVICES = (
     agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
@@ -106,7 +108,7 @@ _SERVICES = (
     _JOB_SERVICE.full_name,
     _FRONTIER_SERVICE.full_name,
     _LEDGER_SERVICE.full_name,
-    power_service_pb2.DESCRIPTOR.services_by_name["PowerService"].full_name,
+    _POWER_SERVICE.full_name,
     token_service_pb2.DESCRIPTOR.services_by_name["TokenService"].full_name,
 )
 
@@ -311,6 +313,7 @@ async def _serving_http(
         *unary_calls(_JOB_SERVICE, JobService(jobs, quotas)),
         *unary_calls(_FRONTIER_SERVICE, FrontierService(jobs, quotas), but_for=("Solve",)),
         *unary_calls(_LEDGER_SERVICE, LedgerService(coordinator.ledger)),
+        *unary_calls(_POWER_SERVICE, PowerService(coordinator.power, quotas), but_for=_NOT_ON_THE_PAGE),
     ]
     is_on_loopback = is_local(settings.http)
     app = make_app(

@@ -74,6 +74,7 @@ class ConnectRequest(google.protobuf.message.Message):
     GOODBYE_FIELD_NUMBER: builtins.int
     GPU_ERROR_FIELD_NUMBER: builtins.int
     MESSAGE_REFUSED_FIELD_NUMBER: builtins.int
+    POWER_READING_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___Hello:
         """First message on every stream."""
@@ -114,6 +115,10 @@ class ConnectRequest(google.protobuf.message.Message):
     def message_refused(self) -> Global___MessageRefused:
         """A message of the coordinator's was not understood, or says what can't be; it was dropped."""
 
+    @property
+    def power_reading(self) -> Global___PowerReading:
+        """What the node's GPUs have drawn since the one before; only where the Welcome asks for it."""
+
     def __init__(
         self,
         *,
@@ -127,10 +132,11 @@ class ConnectRequest(google.protobuf.message.Message):
         goodbye: Global___Goodbye | None = ...,
         gpu_error: Global___GpuError | None = ...,
         message_refused: Global___MessageRefused | None = ...,
+        power_reading: Global___PowerReading | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "rank_joined", "rank_left", "telemetry", "plan_answer", "plan_in_force", "heartbeat", "goodbye", "gpu_error", "message_refused"] | None: ...
+    def HasField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "power_reading", b"power_reading", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["goodbye", b"goodbye", "gpu_error", b"gpu_error", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "message_refused", b"message_refused", "plan_answer", b"plan_answer", "plan_in_force", b"plan_in_force", "power_reading", b"power_reading", "rank_joined", b"rank_joined", "rank_left", b"rank_left", "telemetry", b"telemetry"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "rank_joined", "rank_left", "telemetry", "plan_answer", "plan_in_force", "heartbeat", "goodbye", "gpu_error", "message_refused", "power_reading"] | None: ...
 
 Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 
@@ -352,6 +358,7 @@ class Welcome(google.protobuf.message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     CHECK_WORD_FIELD_NUMBER: builtins.int
     INSTANCE_KEY_FIELD_NUMBER: builtins.int
+    POWER_INTERVAL_S_FIELD_NUMBER: builtins.int
     epoch: builtins.str
     """Epoch of the coordinator's state."""
     lease_s: builtins.float
@@ -368,6 +375,8 @@ class Welcome(google.protobuf.message.Message):
     """To be said in the next Hello: a word for all that the coordinator has stored so far. Opaque to agents."""
     instance_key: builtins.str
     """To be said in every further Hello of this instance, and to nobody else. Opaque to agents."""
+    power_interval_s: builtins.float
+    """How often a PowerReading is wanted, seconds; 0 for never, and never is what an older coordinator says."""
     def __init__(
         self,
         *,
@@ -377,8 +386,9 @@ class Welcome(google.protobuf.message.Message):
         protocol_version: builtins.int = ...,
         check_word: builtins.str = ...,
         instance_key: builtins.str = ...,
+        power_interval_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "check_word", b"check_word", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "protocol_version", b"protocol_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "check_word", b"check_word", "epoch", b"epoch", "instance_key", b"instance_key", "lease_s", b"lease_s", "power_interval_s", b"power_interval_s", "protocol_version", b"protocol_version"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -1295,6 +1305,41 @@ class PlanInForce(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "iteration", b"iteration", "job_id", b"job_id", "rank", b"rank", "version", b"version"]) -> None: ...
 
 Global___PlanInForce: typing_extensions.TypeAlias = PlanInForce
+
+@typing.final
+class PowerReading(google.protobuf.message.Message):
+    """What the GPUs that an agent sees have drawn, by their energy counters, since the reading before: those of its ranks,
+    and those that run none. The columns are parallel, at most 256 rows. It is not stored, not acknowledged and never sent
+    again; a GPU that is in none is counted by the telemetry of its rank.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DURATION_S_FIELD_NUMBER: builtins.int
+    GPU_UUID_FIELD_NUMBER: builtins.int
+    POWER_W_FIELD_NUMBER: builtins.int
+    duration_s: builtins.float
+    """The time over which powers are means, seconds, at least 1e-3 and at most 600: until now, but for the tenth of a
+    second that a counter may be behind.
+    """
+    @property
+    def gpu_uuid(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """NVML UUID, each once; 1 to 256 characters."""
+
+    @property
+    def power_w(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Mean power, watts."""
+
+    def __init__(
+        self,
+        *,
+        duration_s: builtins.float = ...,
+        gpu_uuid: collections.abc.Iterable[builtins.str] | None = ...,
+        power_w: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["duration_s", b"duration_s", "gpu_uuid", b"gpu_uuid", "power_w", b"power_w"]) -> None: ...
+
+Global___PowerReading: typing_extensions.TypeAlias = PowerReading
 
 @typing.final
 class Heartbeat(google.protobuf.message.Message):

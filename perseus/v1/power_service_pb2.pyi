@@ -159,11 +159,11 @@ class FeedState(google.protobuf.message.Message):
     ceiling_w: builtins.float
     """What may be drawn now, watts: on its way to a limit it follows the ramps. Absent where nothing limits it."""
     measured_w: builtins.float
-    """What jobs draw from it, watts: the mean over the longer of a minute and three iterations."""
+    """What is drawn from it, watts: the mean over the longer of a minute and three iterations."""
     managed_w: builtins.float
     """What jobs under plans are expected to draw, watts."""
     unmanaged_w: builtins.float
-    """What others drew lately, watts: jobs at stock, at their baseline or being profiled."""
+    """What others drew lately, watts: jobs at stock, at their baseline or being profiled, and GPUs that run no rank."""
     is_compliant: builtins.bool
     """Whether plans and what is measured keep the limit, or it can't be judged yet."""
     is_in_transition: builtins.bool

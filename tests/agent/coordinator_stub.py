@@ -36,6 +36,7 @@ class Book:
     retry_delay_s: int | None = None
     register_count: int = 0
     lease_s: float = 3.0
+    power_interval_s: float = 0.0
 
     def all(self, name: str) -> list[wire.ConnectRequest]:
         return [request for request in self.heard if request.WhichOneof("message") == name]
@@ -118,6 +119,7 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
                         epoch="e",
                         lease_s=self.book.lease_s,
                         acknowledged_sequence=self.book.acknowledged_sequence,
+                        power_interval_s=self.book.power_interval_s,
                     )
                     self.say(wire.ConnectResponse(welcome=welcome))
                 case "rank_joined":

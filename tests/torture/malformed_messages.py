@@ -159,6 +159,7 @@ def conversation() -> list[ConnectRequest]:
         ConnectRequest(plan_in_force=wire.PlanInForce(job_id=JOB, rank=place, version=1)),
         ConnectRequest(gpu_error=wire.GpuError(job_id=JOB, rank=place, gpu_uuid="GPU-f", message="m")),
         ConnectRequest(message_refused=wire.MessageRefused(reason="R", field="f[3]")),
+        ConnectRequest(power_reading=wire.PowerReading(duration_s=1.0, gpu_uuid=["GPU-f"], power_w=[90.0])),
         ConnectRequest(heartbeat=wire.Heartbeat()),
         ConnectRequest(rank_left=wire.RankLeft(job_id=JOB, rank=place)),
         ConnectRequest(goodbye=wire.Goodbye(reason="r")),

@@ -4,6 +4,7 @@ The twins of the messages in `protos/perseus/v1/agent_service.proto`, which say 
 `stream.translate` knows both. Clocks are MHz, None standing for stock.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -258,6 +259,14 @@ class Telemetry:
     gpu_limits: GpuLimits | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PowerReading:
+    """What GPUs have drawn in the mean over some time until now, by UUID."""
+
+    duration_s: float
+    powers_w: Mapping[str, float]
+
+
 FromSession = RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry
 """What a rank's session says."""
 
@@ -267,12 +276,13 @@ FromSession = RankJoined | RankLeft | PlanAnswer | PlanInForce | Telemetry
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The answer to the agent's hello."""
+    """The answer to the agent's hello. `power_interval_s`: None where no power readings are wanted."""
 
     epoch: str
     lease_s: float
     acknowledged_sequence: int
     protocol_version: int = 1
+    power_interval_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

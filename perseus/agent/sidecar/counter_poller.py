@@ -34,6 +34,7 @@ class CounterPoller:
 
     Attributes:
         reading: what was read last.
+        change: the counter's latest; None before the first.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class CounterPoller:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.reading: GpuReading | None = None
+        self.change: CounterChange | None = None
         self._reading_interval_s = reading_interval_s
         self._read_at_s = float("-inf")
         self._gpu = gpu
@@ -91,6 +93,7 @@ class CounterPoller:
             finally:
                 self._begun_at_s = None
             if change is not None:
+                self.change = change
                 self._on_change(change)
 
     def _poll(self, detector: ChangeDetector) -> CounterChange | None:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import structlog
 
 from perseus.agent.clocks.sets import ClockSet, ResetClock, ScheduleClock, SetClock
+from perseus.agent.energy.counter import CounterChange
 from perseus.agent.gpu import (
     Gpu,
     GpuError,
@@ -189,6 +190,11 @@ class ServedRank:
     def reading(self) -> GpuReading | None:
         """What the GPU said of itself last."""
         return self._poller.reading
+
+    @property
+    def counted(self) -> CounterChange | None:
+        """The latest change of the GPU's energy counter; None before the first."""
+        return self._poller.change
 
     @property
     def has_ended(self) -> bool:

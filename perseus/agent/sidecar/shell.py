@@ -36,6 +36,7 @@ from perseus.agent.sidecar.inventory import Inventory
 from perseus.agent.sidecar.listening import SocketAccess
 from perseus.agent.sidecar.local import LocalServer
 from perseus.agent.sidecar.metrics_server import serving_metrics_of
+from perseus.agent.sidecar.power_readings import PowerReadings
 from perseus.agent.sidecar.ranks import Ranks
 from perseus.agent.sidecar.roster import Roster
 from perseus.agent.sidecar.settings import AgentSettings
@@ -144,6 +145,7 @@ class Agent:
         self.trainers = Trainers(
             self._roster, admission, self._ranks, self._inventory, self._uplink, vitals, complaints
         )
+        self._readings = PowerReadings(gpus, lanes, self._roster.served, self._uplink)
         self.collector = AgentCollector(self._roster.served, self._uplink.coordinator, self._restorer, vitals)
 
     async def work(self) -> None:
@@ -152,6 +154,7 @@ class Agent:
             self._connecting = parts.create_task(self._uplink.coordinator.run())
             parts.create_task(self._tick())
             parts.create_task(self._inventory.tell())
+            parts.create_task(self._readings.tell())
             if not self._settings.observe:
                 parts.create_task(self._restorer.keep_restoring())
 

@@ -19,6 +19,7 @@ from perseus.agent.rank.messages import (
     Incoming,
     MessageRefused,
     PlanOffer,
+    PowerReading,
     RankAccepted,
     RankCeiling,
     RankLeft,
@@ -102,7 +103,7 @@ class Coordinator:
         """Say goodbye; `run` then returns. Without an open stream it must be cancelled."""
         self._connection.close(reason)
 
-    def say(self, message: FromSession | GpuErrorReport) -> None:
+    def say(self, message: FromSession | GpuErrorReport | PowerReading) -> None:
         """Say it: telemetry and the end of a rank sooner or later, all else now or not at all."""
         match message:
             case Telemetry():

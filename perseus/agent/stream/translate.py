@@ -36,6 +36,7 @@ from perseus.agent.rank.messages import (
     PlanId,
     PlanInForce,
     PlanOffer,
+    PowerReading,
     RankAccepted,
     RankCeiling,
     RankJoined,
@@ -54,7 +55,9 @@ from perseus.v1 import clock_statistics_pb2, computation_pb2, frontier_pb2, job_
 
 N = TypeVar("N", int, float)
 
-Sendable = RankJoined | RankLeft | GpuErrorReport | PlanAnswer | PlanInForce | MessageRefused | Batch
+Sendable = (
+    RankJoined | RankLeft | GpuErrorReport | PlanAnswer | PlanInForce | PowerReading | MessageRefused | Batch
+)
 
 PROTOCOL_VERSION = 1
 """Of the contract; `Hello` in it says when it rises."""
@@ -68,6 +71,7 @@ _MAX_SENTENCE_LENGTH = 1024
 _MAX_COUNT = 2**53
 _MAX_CLOCK_MHZ = 100_000
 _MIN_LEASE_S = 0.01
+_MIN_INTERVAL_S = 0.05
 _MAX_TIME_S = 1e6
 _SHOWN_COUNT = 10
 
@@ -186,6 +190,12 @@ def request(message: Sendable) -> wire.ConnectRequest:
                     epoch=plan.epoch,
                     version=plan.version,
                     iteration=iteration,
+                )
+            )
+        case PowerReading(duration_s, powers_w):
+            return wire.ConnectRequest(
+                power_reading=wire.PowerReading(
+                    duration_s=duration_s, gpu_uuid=powers_w.keys(), power_w=powers_w.values()
                 )
             )
         case MessageRefused(refused_reason, field, expected, found, about):
@@ -351,6 +361,9 @@ def response(message: wire.ConnectResponse) -> Incoming:
                 _within("welcome.lease_s", welcome.lease_s, _MIN_LEASE_S, _MAX_TIME_S),
                 _count("welcome.acknowledged_sequence", welcome.acknowledged_sequence),
                 _count("welcome.protocol_version", welcome.protocol_version) or 1,
+                _within("welcome.power_interval_s", welcome.power_interval_s, _MIN_INTERVAL_S, _MAX_TIME_S)
+                if welcome.power_interval_s
+                else None,
             )
         case "telemetry_ack":
             return TelemetryAck(_count("telemetry_ack.sequence", message.telemetry_ack.sequence))

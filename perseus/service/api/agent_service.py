@@ -41,6 +41,7 @@ from perseus.service.api.translate_agents import (
     joined_from_proto,
     left_from_proto,
     offer_to_proto,
+    reading_from_proto,
     telemetry_from_proto,
     unknown_fields,
 )
@@ -53,6 +54,7 @@ from perseus.service.domain.errors import (
     HelloExpectedError,
     HelloRepeatedError,
     InternalError,
+    InvalidFieldError,
     JobNotFoundError,
     JobOutOfScopeError,
     LimitReachedError,
@@ -310,6 +312,7 @@ class _Stream:
             acknowledged_sequence=sequence,
             protocol_version=PROTOCOL_VERSION,
             instance_key=self._agents.instance_key(instance_id),
+            power_interval_s=self._agents.power_interval_s,
         )
         self._outbox.answer(ConnectResponse(welcome=welcome))
 
@@ -323,6 +326,8 @@ class _Stream:
                 self._agents.hear(self.instance_id)
                 answer_beat = ConnectResponse(heartbeat=agent_service_pb2.Heartbeat())
                 self._outbox.replace("heartbeat", answer_beat)
+            case "power_reading":
+                self._take_power(request.power_reading)
             case "message_refused":
                 self._note_refusal(request.message_refused)
             case "rank_joined":
@@ -370,6 +375,12 @@ class _Stream:
 
     def _take_gpu_error(self, message: agent_service_pb2.GpuError) -> None:
         self._agents.note_gpu_error(message.job_id, gpu_error_from_proto(message))
+
+    def _take_power(self, message: agent_service_pb2.PowerReading) -> None:
+        try:
+            self._agents.take_power(self.instance_id, self._hostname, reading_from_proto(message))
+        except InvalidFieldError as error:
+            self._refuse(error)
 
     def _take_telemetry(self, message: agent_service_pb2.TelemetryBatch) -> None:
         try:

@@ -89,7 +89,7 @@ def unary_calls(service: ServiceDescriptor, servicer: object, but_for: Collectio
         Call(
             rpc := f"/{service.full_name}/{method.name}",
             GetMessageClass(method.input_type),
-            RPC_SCOPES[rpc] == READERS,
+            RPC_SCOPES[rpc] >= READERS,
             getattr(servicer, method.name),
         )
         for method in service.methods

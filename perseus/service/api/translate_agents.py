@@ -49,6 +49,7 @@ from perseus.service.domain.model import (
     RankLeftReason,
     RefusalReason,
 )
+from perseus.service.domain.power_reading import PowerReading
 from perseus.service.domain.specification import (
     MAX_FINGERPRINT_LENGTH,
     Coordinates,
@@ -262,6 +263,15 @@ def in_force_from_proto(message: agent_service_pb2.PlanInForce, instance_id: str
         message.version,
         message.iteration,
     )
+
+
+def reading_from_proto(message: agent_service_pb2.PowerReading) -> PowerReading:
+    """Return what GPUs have drawn.
+
+    Raises:
+        InvalidFieldError: names the column and row, or the figure.
+    """
+    return PowerReading(message.duration_s, message.gpu_uuid[:], message.power_w[:])
 
 
 def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id: str) -> TelemetryArrived:

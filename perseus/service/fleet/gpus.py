@@ -54,5 +54,10 @@ class GpuIndex:
         self._places[gpu_uuid] = place
         self._gpus[place] = gpu_uuid
 
+    def job_on(self, gpu_uuid: str) -> str | None:
+        """Return the job of the rank that was on a GPU last; None if none is known."""
+        place = self._places.get(gpu_uuid)
+        return None if place is None else place[0]
+
     def __len__(self) -> int:
         return len(self._places)

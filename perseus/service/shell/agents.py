@@ -2,6 +2,8 @@
 
 import asyncio
 import hmac
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,10 +29,12 @@ from perseus.service.domain.inputs import (
     TelemetryArrived,
 )
 from perseus.service.domain.model import Ceiling, FaultyPart, RankLeftReason
+from perseus.service.domain.power_reading import PowerReading
 from perseus.service.domain.principals import ANYBODY
 from perseus.service.domain.specification import Coordinates
 from perseus.service.fleet.gpus import GpuIndex
 from perseus.service.fleet.power.feeds import Feeds
+from perseus.service.fleet.power.readings import INTERVAL_S, Drawn, PowerReadings
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.writer import Writer
@@ -59,13 +63,22 @@ class Agents:
             before, and that are to be had no more, as they were refused.
     """
 
-    def __init__(self, store: JobStore, writer: Writer, live: LiveRuns, feeds: Feeds) -> None:
+    def __init__(
+        self,
+        store: JobStore,
+        writer: Writer,
+        live: LiveRuns,
+        feeds: Feeds,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
         self._feeds = feeds
         self._writer = writer
         self._live = live
         self._agents: dict[str, _Agent] = {}
         self._gpus = GpuIndex(self._is_on_gpu)
+        self._monotonic = monotonic
+        self._readings = PowerReadings()
         self._checking = asyncio.Lock()
         self.taken_count = self.repeated_count = self.passed_count = 0
 
@@ -83,6 +96,11 @@ class Agents:
         """How long plans on a host outlive the coordinator's last word: what its feed's fail-safe says."""
         is_lasting = self._feeds.of_host(hostname) in self._feeds.with_last_plan
         return LAST_PLAN_LEASE_S if is_lasting else self.lease_s
+
+    @property
+    def power_interval_s(self) -> float:
+        """How often agents are to tell what their GPUs draw."""
+        return INTERVAL_S
 
     @property
     def check_word(self) -> str:
@@ -219,6 +237,18 @@ class Agents:
         """
         run = self._live.find(job_id)
         self._live.handle(run, event)
+
+    def take_power(self, instance_id: str, hostname: str, reading: PowerReading) -> None:
+        """Take what an agent's GPUs draw: until the next one, or for a few seconds."""
+        self._readings.take(instance_id, self._feeds.of_host(hostname), reading, self._monotonic())
+
+    def drawn(self, job_ids: Collection[str]) -> Drawn:
+        """Return what GPUs draw now, as far as agents tell: of these jobs, and of whatever else."""
+        return self._readings.drawn(self._monotonic(), self._gpus.job_on, self._job_ids_of, job_ids)
+
+    def _job_ids_of(self, instance_id: str) -> Collection[str]:
+        agent = self._agents.get(instance_id)
+        return () if agent is None else agent.job_ids
 
     def take_telemetry(self, job_id: str, event: TelemetryArrived) -> None:
         """Take a batch, and acknowledge it once it is stored. One that was taken before is only acknowledged.

@@ -92,7 +92,7 @@ class Coordinator:
         self.agents = Agents(store, self.writer, self.live, feeds)
         self.tokens = Tokens(store, self.writer)
         self.ledger = Ledger(store, self.writer, constant(rates))
-        self.power = Power(store, self.writer, self.live, self.quotas, feeds, retention)
+        self.power = Power(store, self.writer, self.live, self.agents, self.quotas, feeds, retention)
         self.pacing = Pacing(self.live, self.signals, self.power.shares)
 
     def _rates_at(self, job_id: str, time_s: float) -> Rates:

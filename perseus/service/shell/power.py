@@ -43,6 +43,7 @@ from perseus.service.fleet.power.messages import (
     SetPace,
     Tick,
 )
+from perseus.service.shell.agents import Agents
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.powered_jobs import PoweredJobs
 from perseus.service.shell.quotas import Quotas
@@ -63,6 +64,7 @@ class Power:
         store: JobStore,
         writer: Writer,
         live: LiveRuns,
+        agents: Agents,
         quotas: Quotas,
         feeds: Feeds,
         retention: Retention,
@@ -71,6 +73,7 @@ class Power:
         self._store = store
         self._writer = writer
         self._live = live
+        self._agents = agents
         self._quotas = quotas
         self._feeds = feeds
         self._retention = retention
@@ -265,7 +268,8 @@ class Power:
         changed.clear()
         found = [await self._jobs.follow(job_id) for job_id in looked_at]
         of_jobs = (event for event in found if event is not None)
-        self._tell([*of_jobs, self._jobs.measured(self._since_look_s()), Tick()])
+        drawn = self._agents.drawn(self._jobs.job_ids)
+        self._tell([*of_jobs, self._jobs.measured(self._since_look_s(), drawn), Tick()])
         self._jobs.order(self._fleet, self._is_urgent)
         self._is_urgent.clear()
         self._forget()

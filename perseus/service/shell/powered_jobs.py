@@ -5,7 +5,7 @@ has, so whatever got lost on the way, in a restart or a quarantine, is put right
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,7 @@ from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.service.fleet.power.feeds import Feeds, placement, shares
 from perseus.service.fleet.power.machine import FleetMachine
 from perseus.service.fleet.power.messages import JobChanged, JobLeft, PowerMeasured
+from perseus.service.fleet.power.readings import Drawn, completed_w
 from perseus.service.shell.live_run import LiveRun
 from perseus.service.shell.live_runs import LiveRuns
 
@@ -33,10 +34,13 @@ class _Known:
     power: JobPower
     placement: Sequence[Sequence[StageFeeds]]
     shares: Mapping[str, float]
+    gpus: Mapping[str, float]
+    """How many are on each feed."""
     highest_clock_mhz: int
     points: tuple[PowerPoint, ...] = ()
 
     def drawn_w(self) -> dict[str, float]:
+        """What its latest iteration drew."""
         power_w = self.power.power_w or 0.0
         return {feed: share * power_w for feed, share in self.shares.items()}
 
@@ -86,20 +90,35 @@ class PoweredJobs:
         self._left_out.discard(job_id)
         return changed
 
-    def measured(self, duration_s: float) -> PowerMeasured:
-        """Return what jobs have drawn for so long, of those of which it is known."""
-        changing = {job_id for job_id, known in self._jobs.items() if known.power.is_changing}
-        return PowerMeasured(
-            duration_s,
-            {
-                job_id: known.drawn_w()
-                for job_id, known in self._jobs.items()
-                if known.power.power_w is not None
-            },
-            {},
-            changing,
-            {job_id for job_id in changing if self._jobs[job_id].power.is_in_force},
-        )
+    @property
+    def job_ids(self) -> Collection[str]:
+        """The jobs that draw power."""
+        return self._jobs.keys()
+
+    def measured(self, duration_s: float, drawn: Drawn) -> PowerMeasured:
+        """Return what was drawn for so long, of those of which it is known.
+
+        It is what agents tell of this second. Where they tell of none or not all of a job's GPUs, its latest
+        iteration counts, which may have been of other plans.
+        """
+        jobs_w: dict[str, Mapping[str, float]] = {}
+        changing, outdated = set(), set()
+        for job_id, known in self._jobs.items():
+            told_w = drawn.jobs_w.get(job_id)
+            if told_w is None and known.power.power_w is None:
+                continue
+            jobs_w[job_id], is_whole = completed_w(
+                told_w or {}, drawn.gpu_counts.get(job_id, {}), known.drawn_w(), known.gpus
+            )
+            if is_whole:
+                if not known.power.is_in_force:
+                    changing.add(job_id)
+            elif known.power.is_changing:
+                changing.add(job_id)
+                if known.power.is_in_force:
+                    outdated.add(job_id)
+        others_w = {**dict.fromkeys(self._feeds.all(), 0.0), **drawn.others_w}
+        return PowerMeasured(duration_s, jobs_w, others_w, changing, outdated)
 
     def shares(self, job_id: str) -> Mapping[str, float]:
         """Return the share of a job's GPUs that is on each feed; empty where it is not reckoned with."""
@@ -149,7 +168,9 @@ class PoweredJobs:
         ):
             placed = self._placed(run)
             highest_mhz = self._live.read(run, lambda machine: machine.highest_clock_mhz())
-            known_now = _Known(run.number, power, placed, shares(placed), highest_mhz)
+            own_shares, gpu_count = shares(placed), run.machine.spec.rank_count
+            gpus = {feed: share * gpu_count for feed, share in own_shares.items()}
+            known_now = _Known(run.number, power, placed, own_shares, gpus, highest_mhz)
             known_now.points = await self._points(power.basis, placed)
         else:
             known_now = replace(known, power=power)

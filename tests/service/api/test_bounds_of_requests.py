@@ -144,6 +144,9 @@ def said(agent: FakeAgent) -> list[ConnectRequest]:
             gpu_error=agent_service_pb2.GpuError(job_id="job", rank=place, reason=4, message="m")  # type: ignore[arg-type]
         ),
         ConnectRequest(message_refused=agent_service_pb2.MessageRefused(rank=place)),
+        ConnectRequest(
+            power_reading=agent_service_pb2.PowerReading(duration_s=1.0, gpu_uuid=["g"], power_w=[90.0])
+        ),
     ]
 
 

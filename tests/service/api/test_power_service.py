@@ -11,9 +11,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from perseus.service.fleet.power.machine import FleetMachine
+from perseus.v1 import agent_service_pb2 as pb_agents
 from perseus.v1 import job_pb2, job_service_pb2
 from perseus.v1 import power_service_pb2 as pb
 from perseus.v1.power_service_pb2_grpc import PowerServiceStub
+from tests.service import service_fakes
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -253,6 +255,55 @@ async def test_a_budget_slows_a_job_down_survives_a_restart_and_lets_it_go(tmp_p
         assert told[0].iteration_time_s == held.budget_iteration_time_s
         assert told[0].is_urgent
         assert not told[-1].HasField("iteration_time_s")
+
+
+def reading(agent: FakeAgent, each_w: float, **others_w: float) -> dict[str, pb_agents.PowerReading]:
+    """What the agent's GPUs draw, each the same, and others."""
+    powers_w = {service_fakes.make_gpu(place).uuid: each_w for place in agent.ranks} | others_w
+    return {
+        "power_reading": pb_agents.PowerReading(
+            duration_s=1.0, gpu_uuid=powers_w.keys(), power_w=powers_w.values()
+        )
+    }
+
+
+async def test_what_gpus_draw_is_known_from_their_agents_before_any_iteration_is(tmp_path: Path) -> None:
+    async with serving(tmp_path, feeds=FEEDS) as (client, power):
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        assert agent.welcome.power_interval_s == 1.0
+
+        async def is_known() -> bool:
+            await agent.say(**reading(agent, 250.0, idle=60.0, foreign=400.0))
+            # Means over some seconds, of which the first ones knew nothing.
+            return 1100.0 < (await power.feed("hall")).unmanaged_w <= 4 * 250 + 460.001
+
+        await until(is_known)
+        await agent.end()
+
+
+async def test_what_is_told_of_this_second_counts_and_not_the_latest_iteration(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, power), planned(client) as agent:
+        iteration_w = (await client.job()).figures.power_w
+
+        async def is_more() -> bool:
+            await agent.say(**reading(agent, iteration_w))
+            return (await power.feed()).measured_w > 2 * iteration_w
+
+        await until(is_more)
+
+
+async def test_a_reading_that_cannot_be_is_refused_by_itself(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, _):
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.say(power_reading=pb_agents.PowerReading(duration_s=1.0, gpu_uuid=["g"], power_w=[-1.0]))
+        await agent.until(lambda: bool(agent.messages_refused))
+        refused = agent.messages_refused[0]
+        assert (refused.reason, refused.field) == ("INVALID_FIELD", "power_reading.power_w[0]")
+        await agent.end()
 
 
 async def test_a_tolerance_is_kept_exactly_and_the_feed_says_that_its_limit_is_not(tmp_path: Path) -> None:

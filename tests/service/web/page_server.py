@@ -15,6 +15,7 @@ from perseus.service.api.calls import unary_calls
 from perseus.service.api.frontier_service import FrontierService
 from perseus.service.api.job_service import JobService
 from perseus.service.api.ledger_service import LedgerService
+from perseus.service.api.power_service import PowerService
 from perseus.service.domain.retention import Retention
 from perseus.service.job.rules import Rules
 from perseus.service.shell.coordinator import Coordinator
@@ -28,7 +29,7 @@ from perseus.service.web.origin import Hosts
 from perseus.service.web.page_api import PageApi
 from perseus.service.web.page_files import PageFile
 from perseus.service.web.scrape import Scrape
-from perseus.v1 import frontier_service_pb2, job_service_pb2, ledger_service_pb2
+from perseus.v1 import frontier_service_pb2, job_service_pb2, ledger_service_pb2, power_service_pb2
 
 FILES = {
     "index.html": PageFile.of("index.html", b"<!doctype html>" + b"<p>jobs</p>" * 100),
@@ -39,6 +40,9 @@ FILES = {
 
 async def nothing() -> Readings:
     return Readings()
+
+
+_OPERATED = ("SetBudget", "CancelBudget", "ListBudgets")
 
 
 @dataclass
@@ -73,12 +77,14 @@ async def serving(
             job_service_pb2.DESCRIPTOR,
             frontier_service_pb2.DESCRIPTOR,
             ledger_service_pb2.DESCRIPTOR,
+            power_service_pb2.DESCRIPTOR,
         )
         services = {name: each for file in protos for name, each in file.services_by_name.items()}
         calls = [
             *unary_calls(services["JobService"], JobService(jobs, quotas)),
             *unary_calls(services["FrontierService"], FrontierService(jobs, quotas), but_for=("Solve",)),
             *unary_calls(services["LedgerService"], LedgerService(coordinator.ledger)),
+            *unary_calls(services["PowerService"], PowerService(coordinator.power, quotas), _OPERATED),
         ]
         access = None if is_open else Access(coordinator.tokens, {})
         app = make_app(Scrape(nothing), access, PageApi(coordinator, calls, access), files, Hosts({"board"}))

@@ -66,7 +66,7 @@ class _Job:
     def corrected(self) -> JobDemand:
         """Return its demand with powers as they are measured."""
         if not self.demand.points:
-            return replace(self.demand, measured_w=self.meter.recent_w() or self.demand.measured_w)
+            return replace(self.demand, measured_w=self.drawn_w())
         ratio = self.meter.ratio
         points = tuple(
             replace(point, power_w={feed: ratio * power_w for feed, power_w in point.power_w.items()})
@@ -77,7 +77,10 @@ class _Job:
     def drawn_w(self) -> Mapping[str, float]:
         """Return what it is expected to draw where it runs now."""
         if self.point is None:
-            return self.meter.recent_w() or self.demand.measured_w
+            recent_w = self.meter.recent_w()
+            if self.free_w and not self.meter.is_recent_known:
+                return self.free_w
+            return recent_w or self.demand.measured_w
         return {feed: self.meter.ratio * power_w for feed, power_w in self.point.power_w.items()}
 
     def least_w(self, feed: str) -> float:
@@ -86,9 +89,15 @@ class _Job:
 
     def take(self, changed: JobChanged) -> None:
         """Take what it can offer now; it goes on at the pace that it was told, or the next slower one."""
-        self.demand, self.iteration_time_s = changed.demand, changed.iteration_time_s
+        before, self.demand = self.demand, changed.demand
+        self.iteration_time_s = changed.iteration_time_s
         if changed.demand.points:
             self.free_w = {}
+        elif before.points:
+            # No pace holds it back any more, so it draws what its fastest plan did until more is known.
+            fastest = before.points[0]
+            self.free_w = {feed: self.meter.ratio * power_w for feed, power_w in fastest.power_w.items()}
+            self.meter.forget_recent()
         if self.pace is not None:
             told_s = self.pace.iteration_time_s
             points = self.demand.points

@@ -54,7 +54,7 @@ class JobMeter:
     _FIRST_S, _LATER_S, _WINDOW_S = 5.0, 20.0, 60.0
     _FIRST_ITERATIONS, _LATER_ITERATIONS = 1, 3
     _NOISE = 0.003
-    RECENT_S = 10.0
+    RECENT_S, _LATEST_S = 10.0, 3.0
 
     def __init__(self) -> None:
         self.ratio = 1.0
@@ -87,12 +87,23 @@ class JobMeter:
         first_s = max(self._FIRST_S, self._FIRST_ITERATIONS * iteration_time_s)
         self._measured.window_s = max(self._WINDOW_S, later_s)
         self._measured.take(now_s, duration_s, sum(power_w.values()))
-        if planned_w <= 0 or self._measured.covered_s < (later_s if self._is_known else first_s):
+        covered_s = self._measured.covered_s
+        if planned_w <= 0 or covered_s < (later_s if self._is_known else first_s):
             return
-        ratio = min(MOST_RATIO, max(LEAST_RATIO, self._measured.mean_w() / planned_w))
+        whole_s = covered_s - covered_s % iteration_time_s if iteration_time_s else covered_s
+        ratio = min(MOST_RATIO, max(LEAST_RATIO, self._measured.mean_w(whole_s) / planned_w))
         if not self._is_known or abs(ratio - self.ratio) > self._NOISE:
             self.ratio, self._is_known = ratio, True
 
+    def forget_recent(self) -> None:
+        """What it drew until now says nothing of what it will draw."""
+        self._recent.clear()
+
+    @property
+    def is_recent_known(self) -> bool:
+        """Whether the last seconds tell what it draws."""
+        return any(mean.covered_s >= self._LATEST_S for mean in self._recent.values())
+
     def recent_w(self) -> dict[str, float]:
-        """Return what was drawn on each feed in the last seconds."""
-        return {feed: mean.mean_w() for feed, mean in self._recent.items()}
+        """Return what was drawn on each feed in the last seconds; in the very last ones, if that is more."""
+        return {feed: max(mean.mean_w(), mean.mean_w(self._LATEST_S)) for feed, mean in self._recent.items()}

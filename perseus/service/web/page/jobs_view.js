@@ -2,6 +2,7 @@
 
 import { el, put, say } from "./dom.js";
 import { Feed } from "./feed.js";
+import { Feeds } from "./feeds.js";
 import * as n from "./numbers.js";
 import { cardTable, figure, numberCell, waiting } from "./panel.js";
 import { jobState, layout, profiling, rankCount } from "./words.js";
@@ -29,11 +30,13 @@ export class JobsView {
     this._headers = COLUMNS.map((column) => this._header(column));
     this._table = cardTable("Table of jobs", this._headers, this._rows);
     this._empty = waiting("Waiting for the coordinator…");
+    this._feeds = new Feeds();
     this.element = el(
       "div",
       {},
       el("div", { class: "heading" }, el("h1", {}, "Jobs"), this._filter),
       el("dl", { class: "figures-row" }, Object.values(this._figures).map(({ element }) => element)),
+      this._feeds.element,
       this._empty,
       this._table,
     );
@@ -49,6 +52,7 @@ export class JobsView {
 
   close() {
     this._feed.close();
+    this._feeds.close();
   }
 
   _take({ is_whole: isWhole, jobs, removed }) {
@@ -122,7 +126,8 @@ function row(job) {
   const counts = job.rank_counts;
   const progress = job.profiling_progress;
   const straggling = job.straggler_count ? n.count(job.straggler_count, "straggler") : "";
-  const goesOn = [progress ? profiling(progress) : job.state_reason, straggling].filter(Boolean).join("; ");
+  const held = job.budget_iteration_time_s === undefined ? "" : `held back by a power budget, to ${n.seconds(job.budget_iteration_time_s)}`;
+  const goesOn = [progress ? profiling(progress) : job.state_reason, straggling, held].filter(Boolean).join("; ");
   const isAttention = state.tone === "trouble" || job.straggler_count > 0;
   return el(
     "tr",

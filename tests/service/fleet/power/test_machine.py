@@ -162,6 +162,21 @@ def test_measured_power_corrects_plans_that_promise_too_little() -> None:
     assert all(status.is_compliant for status in run.statuses())
 
 
+def test_who_falls_out_of_its_plans_counts_with_what_it_draws_when_nothing_holds_it_back() -> None:
+    run = site(demand("x", weight=0.2), demand("y", 1500.0), feed=Feed("a"))
+    run.tell(BudgetSet(Budget("b", "a", 1800.0, 0.0)))
+    run.pass_time(60)
+    assert run.machine.status("a", run.now_s).managed_w <= 1800
+    held_w = run.drawn_w[-1] - 1500
+    assert held_w < 500
+    told = run.tell(JobChanged(JobDemand("x", measured_w={"a": held_w}), 1.0))
+    (slower,) = [each for each in told if isinstance(each, SetPace) and each.job_id == "y"]
+    assert slower.is_urgent
+    status = run.machine.status("a", run.now_s)
+    assert status.unmanaged_w == pytest.approx(1000), "as its fastest plan does"
+    assert status.managed_w + 1000 <= 1800
+
+
 def test_noise_does_not_move_plans_to_and_fro() -> None:
     run = site(demand("x"), demand("y"), demand("z"), noise=0.02)
     run.tell(BudgetSet(Budget("b", "a", 2400.0, 0.0)))

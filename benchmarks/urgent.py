@@ -1,0 +1,120 @@
+"""How long the coordinator and its agents compute until an urgent offer is in force on 4,096 ranks.
+
+A job's state machine is told a pace by a power budget; every offer that it makes goes through both sides'
+translation and the wire's bytes, and ranks answer, accept and have it in force, which the machine is told. No
+processes, sockets or store (`tests/test_urgent_end_to_end.py` has all of it, with 32 ranks).
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from benchmarks.harness import Cell, Column, Table, main
+from perseus.agent.rank.messages import PlanOffer
+from perseus.agent.stream import translate as agent_side
+from perseus.service.api.translate_agents import offer_to_proto
+from perseus.service.domain.commands import Command, SendCeiling, SendOffer
+from perseus.service.domain.inputs import CeilingOrdered, Input, PaceOrdered
+from perseus.service.domain.model import JobState
+from perseus.service.job.profiling.profiler import ProfilingRules
+from perseus.service.job.rules import Rules
+from perseus.v1.agent_service_pb2 import ConnectResponse
+from tests.service.service_fakes import Cluster, make_spec
+
+STAGES, MICROBATCHES = 4, 10
+RANKS = (32, 512, 4096)
+_TIMES = 5
+_LEASE_S = 30.0
+_CLOCK_MHZ = 1200
+
+
+class QuietCluster(Cluster):
+    """Checks nothing on the way: that would be most of the time."""
+
+    def tell(self, event: Input) -> list[Command]:
+        return list(self.machine.handle(event, self.now_s, self.now_s))
+
+
+def run() -> Sequence[Table]:
+    """Cut a job's power, and let it go, some times for each size."""
+    rows: list[tuple[Cell, ...]] = []
+    for rank_count in RANKS:
+        made = _measure(rank_count)
+        rows.append((rank_count, *(1000 * median(column) for column in zip(*made, strict=True))))
+    return [
+        Table(
+            "An urgent offer to all ranks of a job: CPU time, no processes",
+            (
+                Column("ranks", "d"),
+                Column("decided [ms]", ".1f"),
+                Column("translated and serialised [ms]", ".1f"),
+                Column("read by the agents, all together [ms]", ".1f"),
+                Column("answered and in force, taken by the machine [ms]", ".1f"),
+                Column("in all [ms]", ".1f"),
+            ),
+            tuple(rows),
+            f"{STAGES} stages, {MICROBATCHES} microbatches; medians of {_TIMES} cuts, each with its ceiling. "
+            "Agents share that work among their nodes; here it is done one after the other.",
+        )
+    ]
+
+
+def _measure(rank_count: int) -> list[tuple[float, ...]]:
+    spec = make_spec("job", rank_count // STAGES, STAGES, microbatches=MICROBATCHES)
+    cluster = QuietCluster(
+        spec, Rules(baseline_iterations=3, profiling=ProfilingRules(iterations=3, most_clocks=2))
+    )
+    cluster.join_all()
+    cluster.iterate_until(JobState.PLANNED)
+    cluster.iterate(4)
+    basis = cluster.machine.power().basis
+    assert basis is not None
+    slowest_s = basis.frontier.t_slow_s
+    found = []
+    for number in range(_TIMES):
+        found.append(_cut(cluster, slowest_s, _CLOCK_MHZ - number))
+        cluster.send(CeilingOrdered(None))
+        cluster.send(PaceOrdered(None, False))
+        cluster.iterate(4)
+    return found
+
+
+def _cut(cluster: Cluster, pace_s: float, clock_mhz: int) -> tuple[float, ...]:
+    begun_s = time.process_time()
+    commands = cluster.tell(CeilingOrdered(clock_mhz))
+    commands += cluster.tell(PaceOrdered(pace_s, True))
+    decided_s = time.process_time()
+    offers = [command for command in commands if isinstance(command, SendOffer)]
+    assert len(offers) == len(cluster.ranks)
+    assert all(each.offer.is_urgent for each in offers)
+    assert sum(isinstance(each, SendCeiling) for each in commands) == len(cluster.ranks)
+    sent = [
+        ConnectResponse(
+            plan_offer=offer_to_proto("job", each.rank, each.offer, "epoch", _LEASE_S)
+        ).SerializeToString()
+        for each in offers
+    ]
+    serialised_s = time.process_time()
+    read = [agent_side.response(ConnectResponse.FromString(message)) for message in sent]
+    assert all(isinstance(each, PlanOffer) and each.is_urgent for each in read)
+    read_s = time.process_time()
+    waiting = deque(command for command in commands if isinstance(command, SendOffer))
+    for command in waiting:
+        rank = cluster.ranks[command.rank]
+        cluster.tell(rank.answer(command.offer))
+        if (in_force := rank.apply()) is not None:
+            cluster.tell(in_force)
+    assert cluster.machine.power().is_in_force
+    end_s = time.process_time()
+    return (
+        decided_s - begun_s,
+        serialised_s - decided_s,
+        read_s - serialised_s,
+        end_s - read_s,
+        end_s - begun_s,
+    )
+
+
+if __name__ == "__main__":
+    main("urgent", run)

@@ -1,0 +1,123 @@
+"""Telling the coordinator what this node's GPUs draw: its ranks' and all others.
+
+The counters of ranks' GPUs are polled anyway. Those of the others are read here, in a lane of their own: one
+that hangs costs nobody but them.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Collection, Mapping
+
+import structlog
+
+from perseus.agent.energy.drawn import DrawnPower
+from perseus.agent.gpu import Gpu, GpuError
+from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.link.computation import Rank
+from perseus.agent.rank.messages import PowerReading
+from perseus.agent.sidecar.backends import Backend
+from perseus.agent.sidecar.served import ServedRank
+from perseus.agent.sidecar.uplink import Uplink
+from perseus.agent.stream.once import Once
+
+_log = structlog.get_logger(__name__)
+
+_LANE = "those without a rank"
+_UNASKED_S = 1.0
+_LIST_S = 60.0
+_CLOSE_S = 1.0
+_MOST_GPUS = 256
+"""Of a reading; the contract says so."""
+
+
+class OtherGpus:
+    """The counters of GPUs that run no rank. Its methods block."""
+
+    def __init__(self, gpus: Backend) -> None:
+        self._gpus = gpus
+        self._opened: dict[str, Gpu] = {}
+        self._listed: list[str] = []
+        self._listed_at_s = float("-inf")
+        self._once = Once(_log)
+
+    def read(self, served: Collection[str]) -> dict[str, tuple[float, float]]:
+        """Return when each counter was read and what it said. One that fails is asked again in a minute."""
+        now_s = time.monotonic()
+        if now_s >= self._listed_at_s + _LIST_S:
+            self._listed_at_s = now_s
+            self._listed = [each for each in self._gpus.listed() if isinstance(each, str)]
+        counters = {}
+        for gpu_uuid in self._listed:
+            try:
+                if gpu_uuid in served:
+                    self._let_go(gpu_uuid)
+                else:
+                    counters[gpu_uuid] = self._read(gpu_uuid)
+            except GpuError as error:
+                self._once.warn("power not known", gpu_uuid, str(error), gpu=gpu_uuid, reason=str(error))
+                self._listed = [each for each in self._listed if each != gpu_uuid]
+                with contextlib.suppress(GpuError):
+                    self._let_go(gpu_uuid)
+        return counters
+
+    def close(self) -> None:
+        """Let go of them all."""
+        for gpu_uuid in list(self._opened):
+            self._let_go(gpu_uuid)
+
+    def _read(self, gpu_uuid: str) -> tuple[float, float]:
+        if gpu_uuid not in self._opened:
+            self._opened[gpu_uuid] = self._gpus.open(gpu_uuid)
+        energy_j = self._opened[gpu_uuid].total_energy_j()
+        return time.monotonic(), energy_j
+
+    def _let_go(self, gpu_uuid: str) -> None:
+        if (gpu := self._opened.pop(gpu_uuid, None)) is not None:
+            gpu.close()
+
+
+class PowerReadings:
+    """Readings of all GPUs of a node, of which `served` ranks run some."""
+
+    def __init__(
+        self, gpus: Backend, lanes: Lanes, served: Mapping[Rank, ServedRank], uplink: Uplink
+    ) -> None:
+        self._others = OtherGpus(gpus)
+        self._lanes = lanes
+        self._served = served
+        self._uplink = uplink
+        self._drawn = DrawnPower()
+        self._once = Once(_log)
+
+    async def tell(self) -> None:
+        """Tell for as long as the coordinator wants to know, until cancelled."""
+        try:
+            await self._tell()
+        finally:
+            with contextlib.suppress(GpuError, TimeoutError):  # one hangs: the process ends all the same
+                await asyncio.wait_for(self._lanes.run(_LANE, self._others.close), _CLOSE_S)
+
+    async def _tell(self) -> None:
+        told_s: float | None = None
+        while True:
+            interval_s = self._uplink.power_interval_s
+            await asyncio.sleep(_UNASKED_S if interval_s is None else interval_s)
+            if self._uplink.power_interval_s is None:
+                told_s = None
+                continue
+            powers_w = self._drawn.take(await self._counters())
+            before_s, told_s = told_s, time.monotonic()
+            if powers_w and before_s is not None:
+                powers_w = dict(list(powers_w.items())[:_MOST_GPUS])
+                self._uplink.coordinator.say(PowerReading(told_s - before_s, powers_w))
+
+    async def _counters(self) -> dict[str, tuple[float, float]]:
+        """When each GPU's counter moved last, or was read, and what it says."""
+        served = {each.gpu_uuid: each.counted for each in self._served.values() if not each.has_ended}
+        counters = {uuid: (each.time_s, each.energy_j) for uuid, each in served.items() if each is not None}
+        try:
+            counters |= await self._lanes.run(_LANE, lambda: self._others.read(served.keys()))
+        except GpuError as error:
+            self._once.warn("power of GPUs without a rank not known", str(error), reason=str(error))
+        return counters

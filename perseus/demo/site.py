@@ -1,0 +1,131 @@
+"""Several training jobs under one coordinator, and what their GPUs draw: for power budgets.
+
+Power is that of the emulated GPUs themselves, not what anybody says of it.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.demo.cluster import Cluster
+from perseus.demo.security import Security
+from perseus.demo.workload import Workload
+
+_GUARD_PERCENT = 10.0
+"""Dozens of processes share a machine: that they wait for each other is not to look like a broken promise."""
+
+
+class Site:
+    """All processes of some jobs. Leaving the context ends those that still run.
+
+    `run_dir` and `log_dir` are as for `Cluster`; each job has a folder of its own in them.
+    """
+
+    def __init__(self, workloads: Sequence[Workload], run_dir: Path, log_dir: Path) -> None:
+        self.workloads = {workload.job_id: workload for workload in workloads}
+        self.address = ""
+        self._run_dir = run_dir
+        self._log_dir = log_dir
+        self._stack = ExitStack()
+        self._clusters: list[Cluster] = []
+
+    @property
+    def security(self) -> Security:
+        """What its processes trust each other by."""
+        return self._clusters[0].security
+
+    def __enter__(self) -> "Site":
+        for job_id, workload in self.workloads.items():
+            (self._run_dir / job_id).mkdir()
+            cluster = Cluster(
+                workload,
+                self._run_dir / job_id,
+                self._log_dir / job_id,
+                guard_tolerance_percent=_GUARD_PERCENT,
+            )
+            self._clusters.append(self._stack.enter_context(cluster))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.__exit__(*exception)  # type: ignore[arg-type]
+
+    def start(self) -> None:
+        """Start everything.
+
+        Raises:
+            ClusterError: a process did not start.
+        """
+        self.address = self._clusters[0].start_coordinator()
+        for cluster in self._clusters:
+            cluster.security = self.security
+            cluster.start_agents(self.address)
+        for cluster in self._clusters:
+            cluster.start_trainers()
+
+    def kill_coordinator(self) -> None:
+        """End the coordinator as a crash does."""
+        self._clusters[0].kill_coordinator()
+
+    def restart_coordinator(self) -> None:
+        """Bring it back where it was.
+
+        Raises:
+            ClusterError: it did not start.
+        """
+        self._clusters[0].start_coordinator(int(self.address.rpartition(":")[2]))
+
+    def stop(self) -> None:
+        """Let all jobs finish, and end agents and coordinator.
+
+        Raises:
+            ClusterError: a process failed, or did not end in time.
+        """
+        for cluster in self._clusters:
+            cluster.stop_training()
+        for cluster in reversed(self._clusters):
+            cluster.stop_services()
+
+    def check(self) -> None:
+        """Make sure that nothing has died.
+
+        Raises:
+            ClusterError: a process has ended with an error.
+        """
+        for cluster in self._clusters:
+            cluster.check()
+
+    def power_meter(self) -> "PowerMeter":
+        """What its GPUs draw from now on; a context."""
+        files = {
+            cluster_id: [cluster.gpu_file(*rank) for rank in workload.ranks]
+            for (cluster_id, workload), cluster in zip(self.workloads.items(), self._clusters, strict=True)
+        }
+        return PowerMeter(files)
+
+
+class PowerMeter:
+    """Mean powers of jobs' GPUs between one look and the next, from their counters."""
+
+    def __init__(self, files: Mapping[str, Sequence[Path]]) -> None:
+        self._gpus = {job_id: [EmulatedGpu(path) for path in paths] for job_id, paths in files.items()}
+        self._before = self._read()
+
+    def __enter__(self) -> "PowerMeter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for gpus in self._gpus.values():
+            for gpu in gpus:
+                gpu.close()
+
+    def look(self) -> dict[str, float]:
+        """Return what each job has drawn in the mean since the last look, watts."""
+        before, self._before = self._before, self._read()
+        (then_s, then_j), (now_s, now_j) = before, self._before
+        return {job_id: (now_j[job_id] - then_j[job_id]) / (now_s - then_s) for job_id in now_j}
+
+    def _read(self) -> tuple[float, dict[str, float]]:
+        energy_j = {job_id: sum(gpu.total_energy_j() for gpu in gpus) for job_id, gpus in self._gpus.items()}
+        return time.monotonic(), energy_j

@@ -1,0 +1,150 @@
+"""What is seen of a site once a second: its GPUs' power, and what the coordinator tells."""
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import grpc.aio
+
+from perseus.demo.observation import ObservationError
+from perseus.demo.power_log import PowerLog, Sample
+from perseus.demo.site import PowerMeter, Site
+from perseus.v1 import (
+    job_pb2,
+    job_service_pb2,
+    job_service_pb2_grpc,
+    power_service_pb2,
+    power_service_pb2_grpc,
+)
+
+PERIOD_S = 1.0
+_RPC_TIMEOUT_S = 10.0
+
+
+@asynccontextmanager
+async def watching(site: Site, notify: Callable[["SiteWatch"], None]) -> AsyncIterator["SiteWatch"]:
+    """Watch a site that has started; a process that dies ends the context's body.
+
+    Raises:
+        ClusterError: a process has died.
+    """
+    async with site.security.channels(site.address).open() as channel:
+        watch = SiteWatch(site, channel, lambda: notify(watch))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                following = tasks.create_task(watch.follow())
+                yield watch
+                following.cancel()
+        except ExceptionGroup as group:
+            if len(group.exceptions) == 1:
+                raise group.exceptions[0] from None
+            raise
+
+
+class SiteWatch:
+    """Follows all jobs of a site. `notify` is called once a second; times are from when it was made.
+
+    Attributes:
+        jobs: by identifier, as they were told last.
+        feed: the default feed, likewise.
+        log: what was drawn, second by second.
+    """
+
+    def __init__(self, site: Site, channel: grpc.aio.Channel, notify: Callable[[], None]) -> None:
+        self.jobs: dict[str, job_pb2.Job] = {}
+        self.feed = power_service_pb2.FeedState(is_compliant=True)
+        self.log = PowerLog()
+        self._site = site
+        self._jobs = job_service_pb2_grpc.JobServiceStub(channel)
+        self._power = power_service_pb2_grpc.PowerServiceStub(channel)
+        self._notify = notify
+        self._begun_s = time.monotonic()
+
+    def now_s(self) -> float:
+        """Return the time that has passed."""
+        return time.monotonic() - self._begun_s
+
+    async def follow(self) -> None:
+        """Look once a second, until cancelled. While the coordinator is away, only at the GPUs.
+
+        Raises:
+            ClusterError: a process has died.
+        """
+        with self._site.power_meter() as meter:
+            while True:
+                await asyncio.sleep(PERIOD_S - self.now_s() % PERIOD_S)
+                with suppress(grpc.aio.AioRpcError):
+                    await self._ask()
+                self._look(meter)
+                self._notify()
+
+    async def until(self, what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until something is seen.
+
+        Raises:
+            ObservationError: it was not, in time.
+        """
+        end_s = self.now_s() + timeout_s
+        while not is_true():
+            if self.now_s() > end_s:
+                states = {job_id: job_pb2.JobState.Name(job.state) for job_id, job in self.jobs.items()}
+                raise ObservationError(f"expected {what} within {timeout_s:.0f} s, found {states}")
+            await asyncio.sleep(PERIOD_S / 4)
+
+    async def set_budget(self, budget_id: str, limit_w: float, ramp_w_per_s: float | None = None) -> None:
+        """Limit what all jobs draw together, from now on; the same identifier again replaces a budget."""
+        request = power_service_pb2.SetBudgetRequest(
+            budget_id=budget_id, request_id=uuid.uuid4().hex, limit_w=limit_w, ramp_w_per_s=ramp_w_per_s
+        )
+        await self._power.SetBudget(request, timeout=_RPC_TIMEOUT_S)
+
+    async def cancel_budget(self, budget_id: str) -> None:
+        """End a budget."""
+        request = power_service_pb2.CancelBudgetRequest(budget_id=budget_id)
+        await self._power.CancelBudget(request, timeout=_RPC_TIMEOUT_S)
+
+    async def set_terms(self, job_id: str, tolerance_percent: float, weight: float) -> None:
+        """Say what budgets may do to a job."""
+        terms = job_pb2.BudgetTerms(tolerance_percent=tolerance_percent, weight=weight)
+        policy = job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown(), budget_terms=terms)
+        request = job_service_pb2.SetPolicyRequest(job_id=job_id, policy=policy)
+        await self._jobs.SetPolicy(request, timeout=_RPC_TIMEOUT_S)
+
+    def are_planned(self) -> bool:
+        """Whether all jobs run by plans that were measured for an iteration at least."""
+        return self.jobs.keys() == self._site.workloads.keys() and all(
+            job.state == job_pb2.JOB_STATE_PLANNED and job.figures.HasField("mean_iteration_time_s")
+            for job in self.jobs.values()
+        )
+
+    async def _ask(self) -> None:
+        listed = await self._jobs.ListJobs(job_service_pb2.ListJobsRequest(), timeout=_RPC_TIMEOUT_S)
+        found = {}
+        for each in listed.jobs:
+            request = job_service_pb2.GetJobRequest(job_id=each.job_id)
+            found[each.job_id] = (await self._jobs.GetJob(request, timeout=_RPC_TIMEOUT_S)).job
+        self.jobs = found
+        feeds = await self._power.ListFeeds(power_service_pb2.ListFeedsRequest(), timeout=_RPC_TIMEOUT_S)
+        (self.feed,) = feeds.feeds
+
+    def _look(self, meter: PowerMeter) -> None:
+        self._site.check()
+        feed = self.feed
+        speeds = {
+            job_id: job.baseline.iteration_time_s / job.figures.iteration_time_s
+            for job_id, job in self.jobs.items()
+            if job.HasField("baseline") and job.figures.iteration_time_s
+        }
+        self.log.samples.append(
+            Sample(
+                self.now_s(),
+                meter.look(),
+                speeds,
+                feed.limit_w if feed.HasField("limit_w") else math.inf,
+                feed.ceiling_w if feed.HasField("ceiling_w") else math.inf,
+                feed.is_compliant,
+            )
+        )

@@ -1,0 +1,64 @@
+/** The feeds that are limited: how much may be drawn from each, what is, and whom that holds back. */
+
+import { CallError, call } from "./api.js";
+import { el, put } from "./dom.js";
+import * as n from "./numbers.js";
+import { cardTable, numberCell } from "./panel.js";
+
+const ASK_EVERY_MS = 2_000;
+const COLUMNS = ["feed", "limit", "may be drawn", "drawn", "under plans", "others", "limit kept", "held back"];
+
+export class Feeds {
+  constructor() {
+    this._rows = el("tbody", { role: "rowgroup" });
+    const headers = COLUMNS.map((name, at) => el("th", { scope: "col", role: "columnheader", class: at > 0 && at < 6 ? "number" : false }, name));
+    this.element = cardTable("Feeds with a limit", headers, this._rows);
+    this.element.hidden = true;
+    this._isClosed = false;
+    this._ask();
+  }
+
+  close() {
+    this._isClosed = true;
+    clearTimeout(this._timer);
+  }
+
+  /** Ask, and again after a while; nothing is shown while nobody answers, as that would be out of date. */
+  async _ask() {
+    let feeds = [];
+    try {
+      feeds = (await call("PowerService", "ListFeeds", {})).feeds ?? [];
+    } catch (error) {
+      if (!(error instanceof CallError)) throw error;
+    }
+    if (this._isClosed) return;
+    const limited = feeds.filter((feed) => feed.limit_w !== undefined);
+    put(this._rows, limited.map(row));
+    this.element.hidden = limited.length === 0;
+    this._timer = setTimeout(() => this._ask(), ASK_EVERY_MS);
+  }
+}
+
+function row(feed) {
+  const paused = feed.job_ids_to_pause ?? [];
+  const toPause = paused.length ? ` To be kept, these would have to be paused: ${paused.join(", ")}.` : "";
+  const [name, tone, meaning] = standing(feed);
+  return el(
+    "tr",
+    { role: "row" },
+    el("th", { scope: "row", role: "rowheader" }, feed.feed),
+    numberCell("limit", n.watts(feed.limit_w)),
+    numberCell("may be drawn", feed.ceiling_w === undefined ? "–" : n.watts(feed.ceiling_w)),
+    numberCell("drawn", n.watts(feed.measured_w), { kind: "strong", title: "mean over the longer of a minute and three iterations" }),
+    numberCell("under plans", n.watts(feed.managed_w)),
+    numberCell("others", n.watts(feed.unmanaged_w)),
+    el("td", { role: "cell" }, el("span", { class: `state ${tone}`, title: meaning }, name), toPause),
+    el("td", { role: "cell", class: "reason" }, (feed.held_job_ids ?? []).join(", ")),
+  );
+}
+
+function standing(feed) {
+  if (!feed.is_compliant) return ["not kept", "trouble", "More is drawn than the limit, or will be."];
+  if (feed.is_in_transition) return ["on its way", "busy", "What may be drawn is on its way to the limit, or came there a few seconds ago."];
+  return ["kept", "run", "Plans and what is measured keep it."];
+}

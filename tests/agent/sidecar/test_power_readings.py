@@ -1,0 +1,84 @@
+"""What GPUs draw, told once a second: of GPUs with a rank and without, where a coordinator wants to know."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from perseus.agent.gpu import Gpu, GpuError
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.physics import A100_SXM
+from perseus.agent.sidecar.backends import EmulatedBackend
+from perseus.agent.sidecar.power_readings import OtherGpus
+from perseus.agent.sidecar.shell import serving
+from tests.agent.coordinator_stub import Book
+from tests.agent.sidecar.training import UUID, Start, Trainer, settings
+
+INTERVAL_S = 0.25
+
+
+async def test_the_power_of_a_rank_s_gpu_and_of_an_idle_one_is_told(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    idle = EmulatedGpu.create(tmp_path / "gpus" / "1", A100_SXM, "GPU-idle")
+    idle_w = idle.power_w()
+    coordinator = await start(Book(power_interval_s=INTERVAL_S))
+    async with serving(settings(tmp_path, coordinator.port)):
+        trainer = Trainer(tmp_path / "run" / "agent.sock", gpu)
+
+        def told(book: Book) -> dict[str, list[float]]:
+            found: dict[str, list[float]] = {}
+            for each in book.all("power_reading"):
+                for uuid, power_w in zip(
+                    each.power_reading.gpu_uuid, each.power_reading.power_w, strict=True
+                ):
+                    found.setdefault(uuid, []).append(power_w)
+            return found
+
+        await coordinator.until(lambda book: len(book.all("telemetry")) > 3, "training")
+        begun_j = gpu.total_energy_j()
+        begun_s = asyncio.get_running_loop().time()
+        known = len(told(coordinator.book).get(UUID, []))
+        await coordinator.until(lambda book: len(told(book).get(UUID, [])) >= known + 8, "readings")
+        true_w = (gpu.total_energy_j() - begun_j) / (asyncio.get_running_loop().time() - begun_s)
+        await trainer.stop()
+        readings = told(coordinator.book)
+        mean_w = sum(readings[UUID][known + 1 :]) / len(readings[UUID][known + 1 :])
+        assert mean_w == pytest.approx(true_w, rel=0.1)
+        assert sum(readings["GPU-idle"]) / len(readings["GPU-idle"]) == pytest.approx(idle_w, rel=0.1)
+        assert true_w > 1.5 * idle_w
+        first = coordinator.book.all("power_reading")[1].power_reading
+        assert 0.5 * INTERVAL_S < first.duration_s < 20 * INTERVAL_S
+    idle.close()
+
+
+async def test_a_coordinator_that_does_not_ask_is_told_nothing(
+    tmp_path: Path, gpu: EmulatedGpu, start: Start
+) -> None:
+    coordinator = await start(Book(lease_s=0.9))
+    async with serving(settings(tmp_path, coordinator.port)):
+        await coordinator.until(lambda book: len(book.all("heartbeat")) > 4, "more than a second to pass")
+        assert not coordinator.book.all("power_reading")
+
+
+class Failing(EmulatedBackend):
+    """A backend of which one GPU fails."""
+
+    def open(self, uuid: str) -> Gpu:
+        if uuid == "GPU-lost":
+            raise GpuError("made for the test")
+        return super().open(uuid)
+
+
+def test_a_gpu_that_fails_is_left_out_and_one_that_is_served_is_let_go(
+    tmp_path: Path, gpu: EmulatedGpu
+) -> None:
+    EmulatedGpu.create(tmp_path / "gpus" / "1", A100_SXM, "GPU-lost").close()
+    others = OtherGpus(Failing(tmp_path / "gpus"))
+    first = others.read(())
+    assert first.keys() == {UUID}
+    assert others.read({UUID}) == {}
+    again = others.read(())
+    assert again[UUID][0] > first[UUID][0]
+    assert again[UUID][1] >= first[UUID][1]
+    others.close()

@@ -1,0 +1,40 @@
+"""Feeds and their limits on the page, beside what gRPC says of them."""
+
+from pathlib import Path
+
+from playwright.async_api import expect
+
+from perseus.v1 import power_service_pb2
+from perseus.v1.power_service_pb2_grpc import PowerServiceStub
+from tests.service.grpc_fakes import TIMEOUT_S
+from tests.web import said
+from tests.web.browser import browsing, inaccessible, needs_chromium
+from tests.web.test_page import serving
+
+pytestmark = needs_chromium
+
+
+async def test_a_limited_feed_is_shown_with_whom_it_holds_back_and_goes_with_its_budget(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as site, browsing() as page:
+        await site.plan()
+        power = PowerServiceStub(site.client.channel)
+        await page.goto(site.url)
+        feeds = page.get_by_role("group", name="Feeds with a limit")
+        await expect(page.get_by_role("link", name="job", exact=True)).to_be_visible()
+        await expect(feeds).to_be_hidden()
+        request = power_service_pb2.SetBudgetRequest(budget_id="peak", request_id="r", limit_w=1.0)
+        await power.SetBudget(request, timeout=TIMEOUT_S)
+        row = feeds.get_by_role("row").filter(has_text="default")
+        await expect(row).to_contain_text(said.watts(1.0))
+        await expect(row).to_contain_text("not kept")
+        await expect(row).to_contain_text("would have to be paused: job")
+        await expect(row.get_by_role("cell").last).to_have_text("job")
+        assert await inaccessible(page) == []
+        await site.agent.iterate(1)
+        job = page.get_by_role("row").filter(has=page.get_by_role("link", name="job", exact=True))
+        held_s = (await site.client.job()).budget_iteration_time_s
+        await expect(job).to_contain_text(f"held back by a power budget, to {said.seconds(held_s)}")
+        await power.CancelBudget(power_service_pb2.CancelBudgetRequest(budget_id="peak"), timeout=TIMEOUT_S)
+        await expect(feeds).to_be_hidden()

@@ -50,9 +50,10 @@ class GridPlot:
 
 GRID_PLOT = GridPlot((0.87, 0.78), free_s=6.0, budget_s=16.0, over_s=14.0, ramp_time_s=4.0)
 
-_PLANNING_TIMEOUT_S = 120.0
+_PLANNING_TIMEOUT_S = 240.0
 _SETTLED_S = 8.0
 """From a change on: until then power is on its way."""
+_BACK_S = 4.0
 
 
 class GridDisplay(Protocol):
@@ -157,8 +158,8 @@ def judge_grid(outcome: GridOutcome) -> list[str]:
         limit_w, mean_w = log.between(begin_s, end_s)[-1].limit_w, log.mean_w(begin_s + _SETTLED_S, end_s)
         if not mean_w <= 1.02 * limit_w:
             found.append(f"{step}: expected at most {limit_w:.0f} W and 2 %, found {mean_w:.0f} W")
-    end_s = begun[OVER][1]
-    back_w = log.mean_w(end_s - 4, end_s)
+    # A busy host may hold a pipeline up, and then the others draw less: once is enough.
+    back_w = log.worst_mean_w(*begun[OVER], window_s=_BACK_S)
     if back_w < 0.95 * free_w:
         found.append(f"{OVER}: expected {free_w:.0f} W again, found {back_w:.0f} W")
     return found

@@ -58,7 +58,7 @@ class Witness:
         self.refresh_count += 1
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_the_whole_story_is_told(tmp_path: Path) -> None:
     witness = Witness()
     told = asyncio.run(tell_grid(tmp_path, witness, GRID_PLOT))

@@ -142,9 +142,13 @@ async def test_what_an_agent_says_with_such_a_text_is_refused_by_itself(way: Pat
 
 
 def fill(said: ConnectRequest) -> str:
-    """What a message must hold beside its text, to be about a rank and otherwise fine."""
+    """What a message must hold beside its text, to be about a rank or GPU and otherwise fine."""
     kind = str(said.WhichOneof("message"))
     part = getattr(said, kind)
+    if kind == "power_reading":
+        part.duration_s = 1.0
+        part.power_w[:] = [1.0]
+        return kind
     if not part.job_id:
         part.job_id = "job"
     part.rank.SetInParent()

@@ -2,13 +2,17 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from perseus import configuration
 from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.lanes import Lanes
 from perseus.agent.gpu.physics import A100_SXM
 from perseus.agent.restore.records import Record, RecordFolder
 from perseus.agent.sidecar.settings import AgentSettings
@@ -65,7 +69,7 @@ async def test_a_socket_that_nobody_listens_at_is_told(settings: AgentSettings, 
     async with serving(settings):
         os.link(settings.socket, tmp_path / "left.sock")
     os.rename(tmp_path / "left.sock", settings.socket)
-    check = checked(settings)["agent"]
+    check = (await asyncio.to_thread(checked, settings))["agent"]
     assert (check.verdict, check.found) == (
         BAD,
         "nobody listens: the agent that made the socket is gone",
@@ -93,6 +97,20 @@ def test_what_is_no_emulated_gpu_and_a_node_without_any_are_told(
     (tmp_path / "none").mkdir()
     none = settings.model_copy(update={"emulated_gpus": tmp_path / "none"})
     assert checked(none)["GPUs"].found == "there is none, or none that may be seen here"
+
+
+def test_a_driver_that_hangs_is_told_and_not_waited_for(
+    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = threading.Event()
+    monkeypatch.setattr(node, "backend", lambda settings: SimpleNamespace(listed=hang.wait))
+    monkeypatch.setattr(node, "Lanes", partial(Lanes, patience_s=0.1))
+    try:
+        check = checked(settings)["GPUs"]
+    finally:
+        hang.set()
+    assert check.verdict is BAD
+    assert "expected the driver to answer" in check.found
 
 
 @pytest.mark.parametrize(

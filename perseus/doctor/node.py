@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from perseus.agent.gpu import GpuError, RecordError, RecordHeldError
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.lanes import ALL_GPUS, Lanes
 from perseus.agent.link.packets import MalformedPacket
 from perseus.agent.restore.records import RecordFolder
 from perseus.agent.sidecar.asking import ask_health
@@ -20,7 +20,6 @@ from perseus.agent.sidecar.settings import AgentSettings
 from perseus.doctor.checks import Check, Verdict
 
 _TIMEOUT_S = 5.0
-_LANE = "all of this node's"
 _START = "start it: systemctl start perseus-agent, or perseus agent; its log says why it ended"
 
 
@@ -39,7 +38,7 @@ def _gpus(settings: AgentSettings) -> Check:
     subject = "GPUs"
     try:
         # A driver that hangs is a finding, not to be waited for.
-        listed = asyncio.run(Lanes().run(_LANE, backend(settings).listed))
+        listed = asyncio.run(Lanes().run(ALL_GPUS, backend(settings).listed))
     except GpuError as error:
         advice = "install NVIDIA's driver, and look whether nvidia-smi lists the GPUs"
         return Check(subject, Verdict.BAD, str(error), advice)

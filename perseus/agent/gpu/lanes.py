@@ -16,6 +16,9 @@ from perseus.agent.gpu.interface import GpuHungError
 
 T = TypeVar("T")
 
+ALL_GPUS = "all of this node's"
+"""The lane of questions that are about no single GPU."""
+
 PATIENCE_S = 10.0
 """Longer than any call takes that returns: opening a GPU without persistence mode takes seconds."""
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import structlog
 
 from perseus.agent.gpu import GpuError
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.lanes import ALL_GPUS, Lanes
 from perseus.agent.sidecar.backends import Backend
 
 _log = structlog.get_logger(__name__)
 
-_LANE = "all of this node's"
 _KEPT_S = 2.0
 
 
@@ -54,7 +53,7 @@ class Inventory:
 
     async def _look(self) -> Found:
         try:
-            listed = await self._lanes.run(_LANE, self._gpus.listed)
+            listed = await self._lanes.run(ALL_GPUS, self._gpus.listed)
         except GpuError as error:
             return Found(0, (str(error),))
         problems = [str(each) for each in listed if isinstance(each, GpuError)]

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from perseus.agent.gpu import GpuError
-from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.gpu.lanes import ALL_GPUS, Lanes
 from perseus.agent.link.packets import MalformedPacket
 from perseus.agent.restore.records import RecordFolder
 from perseus.agent.restore.restorer import Restoration, Restorer
@@ -30,7 +30,6 @@ _START_S = 10.0
 _ANSWER_S = 2.0
 _RESTORE_S = 15.0
 _LOOK_S = 0.1
-_LANE = "all of this node's"
 # What slurmd says of one job is nothing that an agent for all of them should know.
 _OF_THE_JOB = ("SLURM", "SPANK_", "CUDA_", "GPU_", "ROCR_", "ZE_")
 
@@ -139,7 +138,7 @@ async def _uuids(job: SlurmJob, gpus: Backend, lanes: Lanes) -> list[str]:
         except GpuError:
             return ""
 
-    uuids = [uuid for uuid in await lanes.run(_LANE, gpus.listed) if isinstance(uuid, str)]
+    uuids = [uuid for uuid in await lanes.run(ALL_GPUS, gpus.listed) if isinstance(uuid, str)]
     nodes = await asyncio.gather(*map(device_node, uuids))
     return uuids_of(job.gpu_numbers, dict(zip(uuids, nodes, strict=True)))
 

@@ -5,7 +5,7 @@ extra `[plot]`; it is imported only here, and only when something is drawn.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from math import isfinite
 from pathlib import Path
@@ -32,6 +32,9 @@ class FrontierPicture:
     baseline_energy_j: float
     blocking_power_w: float
     """Of the whole pipeline: the slope along which the baseline waits."""
+    others: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """By name, other plans' (iteration time, energy), fastest first. Those slower than all points are left
+    out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,9 @@ def draw_frontier(picture: FrontierPicture, image_format: str) -> bytes:
     )
     axes.plot(picture.iteration_time_s, picture.bound_energy_j, color="tab:green", lw=1, label="lower bound")
     axes.plot(picture.iteration_time_s, picture.energy_j, ".-", color="tab:blue", lw=1, ms=3, label="plans")
+    for name, plans in picture.others.items():
+        shown = [plan for plan in plans if plan[0] <= slowest_s] or plans[:1]
+        axes.plot(*zip(*shown, strict=True), "^-" if len(shown) == 1 else ".:", lw=1, ms=5, label=name)
     marked = {"$T_{min}$": 0, "$T^*$": picture.t_star_index, "$T_{slow}$": len(picture.energy_j) - 1}
     for name, index in marked.items():
         where = picture.iteration_time_s[index], picture.energy_j[index]

@@ -30,12 +30,15 @@ _GOOD_ENOUGH = 0.001
 _CLOSE = 0.0018
 """One that is not as close after the search, as a share of the energy, is worth all other means."""
 
-_ROUND_COUNT = 4
+_ROUND_COUNT = 3
 _TRIES_A_ROUND = 6
 
 _REFINED_COUNT = 4
 _REFINING_ROUND_COUNT = 5
 _TRIES_A_REFINING_ROUND = 20
+_FEWEST_ROUNDS = 2
+"""So many rounds even where the bound is close; after them this close is enough, as a share of the energy:"""
+_CLOSE_TO_T_MIN = 0.0015
 
 _FINALISTS = 4
 """How many choices are searched in the end, where all means are used."""
@@ -43,8 +46,12 @@ _FINALISTS = 4
 _RELAXING_SHARE = 0.7
 """About the share of that which relaxing on local hulls takes."""
 
-_STUBBORN_ROUND_COUNT = 6
-"""How many more rounds those get that are not close after all."""
+_STUBBORN_TRIES = 30
+"""How many more those get that are not close after all."""
+
+_CLIFF_SHARE = 0.25
+_CLIFF_ROUND_COUNT = 5
+"""Where so many of the points are not close, profiles have cliffs: they get so many rounds more."""
 
 _MOST_CELLS = 1_000_000
 """How many cells are searched at a time, at about 150 bytes each."""
@@ -139,18 +146,33 @@ class Realiser:
             choices[:, some] = columns.within_finishes(finishes_ps)
         for index, choice in refined.items():
             choices[:, index] = columns.to_columns([choice])[:, 0]
-        for turn in range(_ROUND_COUNT + _STUBBORN_ROUND_COUNT):
+
+        def above(share: float) -> Int64Array:
             excess_j = columns.effective_energies_j(choices) - bounds_j
-            is_open = excess_j > (_GOOD_ENOUGH if turn < _ROUND_COUNT else _CLOSE) * energies_j
-            is_open[list(refined)] = False
-            for some in self._portions(np.flatnonzero(is_open)):
+            is_above = excess_j > share * energies_j
+            is_above[list(refined)] = False
+            return np.flatnonzero(is_above)
+
+        def search(open_columns: Int64Array, try_count: int) -> None:
+            for some in self._portions(open_columns):
                 choices[:, some] = self._search.search(
-                    choices[:, some], deadlines_ps[some], prices[:, some], _TRIES_A_ROUND
+                    choices[:, some], deadlines_ps[some], prices[:, some], try_count
                 )
-            if turn < _ROUND_COUNT + _STUBBORN_ROUND_COUNT - 1:  # the last round closes the seams
+
+        turn = 0
+        rounds = [(_GOOD_ENOUGH, _TRIES_A_ROUND)] * _ROUND_COUNT
+        while turn < len(rounds):
+            share, try_count = rounds[turn]
+            search(above(share), try_count)
+            turn += 1
+            if turn == _ROUND_COUNT:
+                has_cliffs = len(above(_CLOSE)) > _CLIFF_SHARE * count
+                rounds += [(_CLOSE, _STUBBORN_TRIES)] * (_CLIFF_ROUND_COUNT if has_cliffs else 1)
+            if turn < len(rounds):  # the last round closes the seams
                 better, which = splice(columns, choices, deadlines_ps, energies_j, self._random)
                 choices[:, which] = better
-            report((turn + 1) / (_ROUND_COUNT + _STUBBORN_ROUND_COUNT))
+            report(turn / (_ROUND_COUNT + _CLIFF_ROUND_COUNT))
+        report(1.0)
         effective_j = columns.effective_energies_j(choices).tolist()
         for index in range(1, count):
             # More time must not cost more energy, not even by a rounding error of the sums.
@@ -198,7 +220,7 @@ class Realiser:
                 _TRIES_A_REFINING_ROUND,
             )
             report((turn + 1) / _REFINING_ROUND_COUNT)
-            if self._excess(choices, target) <= _GOOD_ENOUGH:
+            if self._excess(choices, target) <= (_GOOD_ENOUGH if turn < _FEWEST_ROUNDS else _CLOSE_TO_T_MIN):
                 break
         return choices[:, [int(self.columns.effective_energies_j(choices).argmin())]]
 

@@ -11,7 +11,7 @@ import numpy as np
 from perseus.solver.columns import Columns, FloatArray
 from perseus.solver.graph import Int64Array
 
-_WORTH_SHARE = 0.00005
+_WORTH_SHARE = 0.0002
 """Of a column's energy: what the straight line must promise, so that splicing is tried."""
 
 _SEAM_COUNT = 4

@@ -28,27 +28,27 @@ def baselines(pipeline: "Pipeline") -> "Mapping[str, tuple[Plan, ...]]":
 def comparison_rows(
     frontier: "Frontier", marked: Mapping[str, int], others: "Mapping[str, tuple[Plan, ...]]"
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for the best plan of each baseline that is as fast as a marked point, or its only one.
+    """Yield a row for the best plan of each baseline that is as fast as a marked point, and for EnvPipe's.
 
-    ``marked``: the points' indices by name. Savings are against all at the highest clock, waiting until the
-    same time, as those of the points are.
+    ``marked``: the points' indices by name. Energies are until that point's time, and savings against all
+    at the highest clock, waiting until then.
     """
     for name, index in marked.items():
         time_s = frontier.points[index].iteration_time_s
-        for other, plans in others.items():
-            within = [plan for plan in plans if plan.iteration_time_s <= time_s]
-            if other != ENVPIPE and within:
-                yield _row(f"{other} within {name}", frontier, within[-1])
+        for other in (ONE_CLOCK, PER_STAGE):
+            within = [plan for plan in others[other] if plan.iteration_time_s <= time_s]
+            if within:  # the slowest one: along a frontier effective energy falls
+                yield _row(f"{other} within {name}", frontier, within[-1], time_s)
     for plan in others[ENVPIPE]:
-        yield _row(ENVPIPE, frontier, plan)
+        yield _row(ENVPIPE, frontier, plan, plan.iteration_time_s)
 
 
-def _row(name: str, frontier: "Frontier", plan: "Plan") -> dict[str, Any]:
-    waiting_j = frontier.baseline.energy_until_j(plan.iteration_time_s)
+def _row(name: str, frontier: "Frontier", plan: "Plan", until_s: float) -> dict[str, Any]:
+    energy_j = plan.energy_until_j(until_s)
     return {
         "point": name,
         "iteration_time_s": plan.iteration_time_s,
-        "energy_j": plan.energy_j,
+        "energy_j": energy_j,
         "bound_energy_j": None,
-        "saving_percent": 100 * (1 - plan.energy_j / waiting_j),
+        "saving_percent": 100 * (1 - energy_j / frontier.baseline.energy_until_j(until_s)),
     }

@@ -329,7 +329,10 @@ def _frontier_table(rows: list[dict[str, Any]]) -> Table:
             f"{bound_j:.1f} J" if bound_j is not None else "",
             f"{saving_percent:.2f} %" if saving_percent is not None else "",
         )
-    table.caption = "saving: against all-max waiting until the same time; no slowdown: all-max's own time"
+    table.caption = (
+        "saving: against all-max waiting until the same time; no slowdown: all-max's own time; "
+        "within: waiting until that point's"
+    )
     return table
 
 

@@ -14,6 +14,7 @@ from perseus.solver import (
     Pipeline,
     Refinement,
     SolverError,
+    fastest_clock_plan,
     gpipe,
     plan_at,
     solve,
@@ -146,6 +147,31 @@ def test_progress_rises_to_one() -> None:
     solve(small_pipeline(), point_count=5, on_progress=seen.append)
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
+
+
+def test_progress_moves_within_the_first_plan() -> None:
+    seen: list[float] = []
+    solve(published_pipeline("a40", 12), point_count=3, on_progress=seen.append)
+    swept = [share for share in seen if share > 0.6]  # T_min's plan is made with all means here
+    assert len({share for share in swept if share < 0.8}) > 10
+    assert seen == sorted(seen)
+
+
+class CancelledError(Exception):
+    """Enough."""
+
+
+@pytest.mark.parametrize("share", [0.1, 0.7, 0.9])
+def test_what_hears_of_progress_can_end_the_work(share: float) -> None:
+    def cancel(done: float) -> None:
+        if done > share:
+            raise CancelledError
+
+    pipeline = published_pipeline("a40", 12)
+    with pytest.raises(CancelledError):
+        solve(pipeline, point_count=20, on_progress=cancel)
+    with pytest.raises(CancelledError):
+        plan_at(pipeline, fastest_clock_plan(pipeline).iteration_time_s, on_progress=cancel)
 
 
 def test_single_clock_has_a_single_point() -> None:

@@ -28,7 +28,10 @@ _GOOD_ENOUGH = 0.001
 """A choice this close to its bound, as a share of the energy, is searched no longer."""
 
 _CLOSE = 0.0018
-"""One that is not as close after the search, as a share of the energy, is worth all other means."""
+"""One that is not as close after some rounds, as a share of the energy, is searched further."""
+
+_FAR = 0.003
+"""One that is as far after the search, as a share of the energy, is worth all other means."""
 
 _ROUND_COUNT = 3
 _TRIES_A_ROUND = 6
@@ -110,7 +113,7 @@ class Realiser:
         if others:
             starts = np.concatenate((starts, columns.to_columns(others)), axis=1)
         found = self._refined(starts, target, prices, lambda share: report(share / 2))
-        if is_thorough or self._excess(found, target) > _CLOSE:
+        if is_thorough or self._excess(found, target) > _FAR:
             found = self._with_all_means(found, others, target, prices, lambda share: report((1 + share) / 2))
         report(1.0)
         best: Choice = columns.to_choices(found)[0].tolist()

@@ -26,7 +26,8 @@ NVML ?=
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(shell grep -l __main__ benchmarks/*.py))
 
 .PHONY: demo test test-gpu gpu-wheels test-frameworks test-frameworks-long framework-versions test-languages \
-  test-postgresql test-prometheus test-web pictures torture torture-coordinator check bench metrics protos contract clean
+  test-postgresql test-prometheus test-slurm test-kubernetes test-dist test-web pictures torture torture-coordinator \
+  check bench docs metrics protos contract dist clean
 
 demo: $(STAMP)
 	$(BIN)/perseus demo $(if $(NVML),--nvml=$(NVML))
@@ -90,6 +91,30 @@ test-web: $(STAMP)
 	tests/web/install
 	$(BIN)/pytest tests/web
 
+# Batch jobs on a real Slurm, on loopback. Installs it, if root runs it.
+test-slurm: $(STAMP)
+	tests/slurm/install
+	$(BIN)/pytest tests/slurm
+
+# The Helm chart for several values: linted, rendered, held against Kubernetes' schemas, and its commands run.
+test-kubernetes: $(STAMP)
+	$(BIN)/pip install -qq --requirement tests/kubernetes/requirements.txt
+	test -x $(BIN)/helm || $(BIN)/python -m tests.kubernetes.get_helm $(BIN)/helm
+	$(BIN)/pytest tests/kubernetes
+
+# The wheel, and a bundle to install it from where there is no index: all wheels that it needs, for this Python and this
+# kind of machine, with deploy/ and its install script. Neither holds anything but what is in the checkout.
+DIST_EXTRAS := coordinator,postgresql,certificates
+dist: $(STAMP)
+	rm -rf dist build
+	$(BIN)/pip wheel -qq --no-deps --wheel-dir dist .
+	$(BIN)/pip wheel -qq --wheel-dir dist/wheels "$$(echo dist/perseus_energy-*.whl)[$(DIST_EXTRAS)]"
+	$(BIN)/python deploy/bundle.py dist
+
+# The bundle, installed as an operator does, without a network.
+test-dist: dist
+	$(BIN)/pytest tests/bundle
+
 # The pictures of docs/page.md, of a demo that runs for them; to be looked at before they are committed.
 pictures: $(STAMP)
 	tests/web/install
@@ -111,6 +136,10 @@ MALFORMED ?= 100000
 torture-coordinator: $(STAMP)
 	$(BIN)/python -m tests.torture.coordinator $(COORDINATOR_KILLS) docs/torture-coordinator.md \
 	  --malformed $(MALFORMED)
+
+# The documentation site, in build/docs; a warning is an error, and a link that leads nowhere is a warning.
+docs: $(STAMP)
+	$(BIN)/sphinx-build --fail-on-warning --fresh-env --quiet -b html docs build/docs
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -162,4 +191,4 @@ $(FRAMEWORKS_STAMP): pyproject.toml tests/frameworks/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS_VENV) examples/nodejs/node_modules gpu-wheels demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) examples/nodejs/node_modules gpu-wheels dist demo-out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.fleet_jobs import MIX, STRAGGLER, frontier
 from benchmarks.harness import Cell, Column, Table, main, timed
-from perseus.service.fleet.power.budgets import Budget, Feed
-from perseus.service.fleet.power.curve import DEFAULT_FEED
+from perseus.service.domain.power import DEFAULT_FEED, Budget, Feed
 from perseus.service.fleet.power.feed_watch import SETTLE_S
 from perseus.simulation.replay import Fleet, Replay, ReplayedBudget, ReplayedJob, Straggler, replay
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness import published_pipeline
-from perseus.service.fleet.power.curve import DEFAULT_FEED, power_points
+from perseus.service.domain.power import DEFAULT_FEED
+from perseus.service.fleet.power.curve import power_points
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.solver import Frontier, Plan, solve
 from perseus.solver.study import Replicas, emulate, zeus_global

@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.fleet_jobs import MICROBATCH_COUNT, MIX, Job, frontier, one_clock
 from benchmarks.harness import DATA, GPUS, Cell, Column, Table, main, timed
+from perseus.service.domain.power import DEFAULT_FEED
 from perseus.service.fleet.power.allocation import allocate
-from perseus.service.fleet.power.curve import DEFAULT_FEED
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.solver import Plan
 

@@ -82,4 +82,6 @@ def _explain(
         where = f"{env_prefix}{name}".upper()
     if problem["type"] == "extra_forbidden":
         return f"{where}: unknown setting"
+    if problem["type"] == "missing":  # what it was missed in is everything, secrets too
+        return f"{where}: expected a value, found none"
     return f"{where}: {problem['msg'].removeprefix('Value error, ')}, found {problem['input']!r}"

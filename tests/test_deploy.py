@@ -1,9 +1,13 @@
 """What deploy/ says to systemd is what the command line understands."""
 
 import configparser
+import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,22 +19,43 @@ from perseus.agent.restore.supervisor import STOP_S
 from perseus.agent.sidecar.local import _FILES_FOR_ALL_ELSE, _MAX_CONNECTIONS
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.cli.main import app
+from perseus.cli.terminal import BAD_INPUT
+from perseus.demo.security import Security
+from perseus.service.settings import CoordinatorSettings
 from perseus.tls.files import TlsFiles
 
-UNIT = Path(__file__).parent.parent / "deploy" / "perseus-agent.service"
+DEPLOY = Path(__file__).parent.parent / "deploy"
+UNIT = DEPLOY / "perseus-agent.service"
+COORDINATOR_UNIT = DEPLOY / "perseus-coordinator.service"
+UNITS = [UNIT, COORDINATOR_UNIT]
+INSTALLED = "/opt/perseus/bin/perseus"
 
 
-def unit() -> configparser.SectionProxy:
+def unit(path: Path = UNIT) -> configparser.SectionProxy:
     parser = configparser.ConfigParser(interpolation=None, strict=False)
     parser.optionxform = str  # type: ignore[assignment, method-assign]
-    parser.read_string(UNIT.read_text())
+    parser.read_string(path.read_text())
     return parser["Service"]
+
+
+def shown_settings(path: Path) -> dict[str, object]:
+    """The settings that a unit's comment shows, as TOML."""
+    lines = path.read_text().splitlines()
+    return tomllib.loads(
+        "\n".join(line.removeprefix("#     ") for line in lines if line.startswith("#     "))
+    )
+
+
+def test_everybody_looks_where_the_install_script_puts_it() -> None:
+    assert f"folder=${{2:-{INSTALLED.removesuffix('/bin/perseus')}}}" in (DEPLOY / "install").read_text()
+    for script in ("prolog", "epilog"):
+        assert f'"${{perseus:-{INSTALLED}}}"' in (DEPLOY / "slurm" / script).read_text()
 
 
 @pytest.mark.parametrize("key", ["ExecStart", "ExecStopPost"])
 def test_commands_are_parsed(key: str) -> None:
-    env, perseus, name, *flags = unit()[key].split()
-    assert (env, perseus, name) == ("/usr/bin/env", "perseus", "agent")
+    perseus, name, *flags = unit()[key].split()
+    assert (perseus, name) == (INSTALLED, "agent")
     command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
     context = command.make_context("agent", flags)
     assert context.params["config"] == Path("/etc/perseus/agent.toml")
@@ -38,14 +63,62 @@ def test_commands_are_parsed(key: str) -> None:
 
 
 def test_the_settings_that_it_shows_are_settings() -> None:
-    lines = UNIT.read_text().splitlines()
-    shown = tomllib.loads(
-        "\n".join(line.removeprefix("#     ") for line in lines if line.startswith("#     "))
-    )
-    settings = configuration.load(AgentSettings, None, shown)
+    settings = configuration.load(AgentSettings, None, shown_settings(UNIT))
     assert settings.tls_files == TlsFiles(
         Path("/etc/perseus/agent.pem"), Path("/etc/perseus/agent.key"), Path("/etc/perseus/ca.pem")
     )
+
+
+def test_the_coordinators_command_is_parsed_and_its_settings_are_settings() -> None:
+    perseus, name, *flags = unit(COORDINATOR_UNIT)["ExecStart"].split()
+    assert (perseus, name) == (INSTALLED, "coordinator")
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    assert command.make_context(name, flags).params["config"] == Path("/etc/perseus/coordinator.toml")
+    settings = configuration.load(CoordinatorSettings, None, shown_settings(COORDINATOR_UNIT))
+    state = Path("/var/lib") / unit(COORDINATOR_UNIT)["StateDirectory"]
+    assert Path(settings.database).parent == settings.operator_token_file.parent == state
+
+
+def test_the_coordinator_runs_with_the_settings_that_its_unit_shows(tmp_path: Path) -> None:
+    security = Security(tmp_path / "security")
+    given = {
+        **shown_settings(COORDINATOR_UNIT),
+        "listen": "127.0.0.1:0",
+        "http": "127.0.0.1:0",
+        "database": str(tmp_path / "jobs.db"),
+        "operator_token_file": str(security.token_file),
+        "tls_certificate": str(security.coordinator_certificate),
+        "tls_key": str(security.coordinator_key),
+        "tls_client_ca": str(security.ca),
+    }
+    config = tmp_path / "coordinator.toml"
+    config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items()))
+    command = (
+        unit(COORDINATOR_UNIT)["ExecStart"].replace("/etc/perseus/coordinator.toml", str(config)).split()
+    )
+    perseus = [sys.executable, "-m", "perseus.cli"]
+    with subprocess.Popen(
+        [*perseus, *command[1:], "--log-format=json"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as coordinator:
+        assert coordinator.stdout is not None
+        try:
+            lines = (json.loads(line) for line in coordinator.stdout if line.startswith(b"{"))
+            address = next(str(line["address"]) for line in lines if line["event"] == "listening")
+            environment = {**os.environ, **security.of_operator(), "PERSEUS_COORDINATOR": address}
+            asked = subprocess.run([*perseus, "health"], env=environment, check=False, timeout=60)
+            assert asked.returncode == 0
+        finally:
+            coordinator.terminate()
+            coordinator.communicate(timeout=60)
+    assert coordinator.returncode == 0
+
+
+def test_the_coordinator_has_a_user_of_its_own_and_nothing_else() -> None:
+    service = unit(COORDINATOR_UNIT)
+    _, name, _, _, home = shlex.split((DEPLOY / "perseus-coordinator.sysusers").read_text().splitlines()[1])
+    assert (service["User"], service["StateDirectory"]) == (name, Path(home).name)
+    assert service["CapabilityBoundingSet"] == ""
+    assert service["RestartPreventExitStatus"] == str(BAD_INPUT)
 
 
 def test_records_outlive_the_service() -> None:
@@ -81,21 +154,33 @@ needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reas
 
 
 @needs_systemd
-def test_systemd_understands_the_unit() -> None:
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+def test_systemd_understands_the_unit(path: Path, tmp_path: Path) -> None:
+    # It looks whether the program is there: one that is, for ours.
+    copied = tmp_path / path.name
+    copied.write_text(path.read_text().replace(INSTALLED, "/usr/bin/env"))
     done = subprocess.run(
-        ["systemd-analyze", "verify", str(UNIT)], capture_output=True, text=True, timeout=60, check=False
+        ["systemd-analyze", "verify", str(copied)], capture_output=True, text=True, timeout=60, check=False
     )
     if done.returncode != 0 and "Failed to initialize manager" in done.stderr:
         pytest.skip("systemd-analyze can't run here")
-    assert UNIT.name not in done.stderr, done.stderr
+    assert path.name not in done.stderr, done.stderr
     assert done.returncode == 0, done.stderr
 
 
 @needs_systemd
-def test_systemd_finds_it_little_exposed() -> None:
+@pytest.mark.parametrize(("path", "threshold"), [(UNIT, 41), (COORDINATOR_UNIT, 20)])
+def test_systemd_finds_it_little_exposed(path: Path, threshold: int) -> None:
     """What is left is what the unit gives reasons for; a service without any of it has 9.6."""
     done = subprocess.run(
-        ["systemd-analyze", "security", "--offline=true", "--threshold=41", "--no-pager", str(UNIT)],
+        [
+            "systemd-analyze",
+            "security",
+            "--offline=true",
+            f"--threshold={threshold}",
+            "--no-pager",
+            str(path),
+        ],
         capture_output=True,
         text=True,
         timeout=60,
@@ -104,3 +189,38 @@ def test_systemd_finds_it_little_exposed() -> None:
     if "unrecognized option" in done.stderr or "Failed to" in done.stderr:
         pytest.skip("this systemd-analyze can't look at a file")
     assert done.returncode == 0, done.stdout
+
+
+# --- Slurm --------------------------------------------------------------------------------------------------
+
+
+def run_hook(name: str, folder: Path, status: int, **environment: str) -> tuple[int, str]:
+    """The exit code of a script of Slurm's, and how it called Perseus, which ends with `status`."""
+    perseus = folder / "perseus"
+    perseus.write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
+    perseus.chmod(0o755)
+    log = folder / "log"
+    said = {"perseus": str(perseus), "perseus_log": str(log), **environment}
+    done = subprocess.run([DEPLOY / "slurm" / name], env=said, check=False, timeout=60)
+    return done.returncode, log.read_text() if log.exists() else ""
+
+
+@pytest.mark.parametrize("name", ["prolog", "epilog"])
+def test_a_job_without_gpus_is_none_of_our_business(name: str, tmp_path: Path) -> None:
+    assert run_hook(name, tmp_path, 1) == (0, "")
+
+
+def test_a_job_runs_whatever_the_prolog_says(tmp_path: Path) -> None:
+    status, called = run_hook("prolog", tmp_path, 1, SLURM_JOB_GPUS="0")
+    assert (status, called) == (0, "slurm prolog --config /etc/perseus/agent.toml\n")
+
+
+def test_the_prolog_starts_an_agent_where_it_is_told_to(tmp_path: Path) -> None:
+    _, called = run_hook("prolog", tmp_path, 0, SLURM_JOB_GPUS="0", perseus_start_agent="/var/log/agent.log")
+    assert called == "slurm prolog --config /etc/perseus/agent.toml --start-agent /var/log/agent.log\n"
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_gpu_that_is_not_back_drains_the_node(status: int, tmp_path: Path) -> None:
+    found, called = run_hook("epilog", tmp_path, status, SLURM_JOB_GPUS="0", perseus_config="/agent.toml")
+    assert (found, called) == (status, "slurm epilog --config /agent.toml\n")

@@ -109,11 +109,15 @@ HOUSE: Mapping[str, Room] = {
         "service.job.stragglers",
         "solver",
     ),
+    "service.job.iteration_judge": pure(
+        "service.domain", "service.job.course", "service.job.planning", "service.job.stragglers"
+    ),
     "service.job.views": pure(
         "service.domain", "service.job.course", "service.job.ranks", "service.job.rules", "solver"
     ),
     "service.job.machine": pure(
         "service.domain",
+        "service.job.iteration_judge",
         "service.job.planning",
         "service.job.ranks",
         "service.job.rules",
@@ -140,6 +144,7 @@ HOUSE: Mapping[str, Room] = {
         needs=["numpy", "pydantic"],
     ),
     "simulation.replay": pure(
+        "service.domain",
         "service.fleet.pacing",
         "service.fleet.power",
         "service.fleet.signals",
@@ -170,6 +175,7 @@ HOUSE: Mapping[str, Room] = {
         "metrics.distribution",
         "service.domain",
         "service.fleet",
+        "service.fleet.power",
         "service.job.machine",
         "service.job.planning",
         "service.job.quarantine",
@@ -208,6 +214,7 @@ HOUSE: Mapping[str, Room] = {
     "service.server": room(
         "service.api",
         "service.domain",
+        "service.fleet.power",
         "service.job.planning",
         "service.job.profiling",
         "service.job.rules",
@@ -268,6 +275,29 @@ HOUSE: Mapping[str, Room] = {
         "tls",
         needs=["pydantic", "pydantic_settings", "pynvml", "structlog"],
     ),
+    # Doors for the grid: clients of the coordinator, which know nothing of the service.
+    "grid.dsx_flex": pure(),
+    # Reads and writes texts of times: a calendar, and no clock.
+    "grid.contract": room("grid.dsx_flex", needs=["pydantic", "pydantic_core"]),
+    "grid": room(
+        "grid.contract",
+        "grid.dsx_flex",
+        "logs",
+        "tls",
+        "v1",
+        needs=["aiomqtt", "google", "grpc", "joserfc", "pydantic", "pydantic_settings", "structlog"],
+    ),
+    "agent.slurm.job": pure(),
+    # What a batch system runs on the node, before and after a job.
+    "agent.slurm": room(
+        "agent.claims",
+        "agent.gpu",
+        "agent.gpu.interface",
+        "agent.link",
+        "agent.restore",
+        "agent.sidecar",
+        "agent.slurm.job",
+    ),
     # What needs no cluster to be seen: emulated GPUs in real processes, real agents, a real coordinator.
     "demo": room(
         "agent.gpu",
@@ -287,16 +317,33 @@ HOUSE: Mapping[str, Room] = {
     ),
     "demo.nvml_stub": room(),
     # Nobody imports the command line, and it may import everybody.
+    # What is wrong, and what to do.
+    "doctor": room(
+        "agent.gpu",
+        "agent.link",
+        "agent.restore",
+        "agent.sidecar",
+        "doctor.checks",
+        "tls",
+        "v1",
+        needs=["grpc"],
+    ),
+    "doctor.checks": pure("tls"),
     "cli": room(
         "agent.gpu",
         "agent.gpu.interface",
         "agent.link",
         "agent.restore",
         "agent.sidecar",
+        "agent.slurm",
+        "agent.slurm.job",
         "certificates",
         "configuration",
         "demo",
         "demo.nvml_stub",
+        "doctor",
+        "doctor.checks",
+        "grid",
         "logs",
         "metrics",
         "perseus",
@@ -414,7 +461,7 @@ def test_rooms_know_each_other_in_no_circle() -> None:
     check_no_circle({name: room.knows for name, room in HOUSE.items()})
 
 
-@pytest.mark.parametrize("part", ["agent", "service", "solver"])
+@pytest.mark.parametrize("part", ["agent", "grid", "service", "solver"])
 def test_tests_mirror_the_rooms(part: str) -> None:
     folders = [path.relative_to(TESTS) for path in (TESTS / part).rglob("test_*.py")]
     assert folders
@@ -453,7 +500,8 @@ import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {
-    "aiohttp", "highspy", "igraph", "grpc_health", "grpc_reflection", "matplotlib", "prometheus_client"
+    "aiohttp", "aiomqtt", "highspy", "igraph", "grpc_health", "grpc_reflection", "joserfc", "matplotlib",
+    "prometheus_client",
 }:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
@@ -474,7 +522,11 @@ def test_agent_and_stubs_need_no_extra() -> None:
 
 @pytest.mark.parametrize(
     ("command", "extra"),
-    [(["solve", "profile.csv", "--microbatches", "4"], "coordinator"), (["coordinator"], "coordinator")],
+    [
+        (["solve", "profile.csv", "--microbatches", "4"], "coordinator"),
+        (["coordinator"], "coordinator"),
+        (["grid", "new-key", "key.json", "--kid", "k"], "grid"),
+    ],
 )
 def test_command_that_needs_an_extra_names_it(command: list[str], extra: str) -> None:
     call = f"sys.argv = ['perseus', *{command}]\nfrom perseus.cli.main import main\nmain()"

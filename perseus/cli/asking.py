@@ -26,6 +26,18 @@ def pages(method: Callable[..., Any], request: Any) -> Iterator[Any]:
         request.page_token = page.next_page_token
 
 
+def later(flag: str, text: str) -> "datetime":
+    """Return a time that a flag has, or one in so long; exits if it is none."""
+    from datetime import UTC, datetime, timedelta
+
+    if lasting := _AGO.fullmatch(text):
+        try:
+            return datetime.now(UTC) + timedelta(**{_UNITS[lasting["unit"]]: int(lasting["count"])})
+        except OverflowError:
+            fail(f"{flag}: expected a time such as 2026-01-31T12:00, or 90s, 15m, 2h or 7d, found {text!r}")
+    return moment(flag, text)
+
+
 def moment(flag: str, text: str) -> "datetime":
     """Return a time that a flag has, or one so long ago; exits if it is none."""
     from datetime import UTC, datetime, timedelta

@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -140,8 +140,11 @@ def _check_text(name: str, value: object) -> None:
 
 
 @contextmanager
-def connected(connection: Connection) -> Iterator["grpc.Channel"]:
-    """A channel to the coordinator; its refusals become one line and an exit code."""
+def connected(connection: Connection, *, is_quiet: bool = False) -> Iterator["grpc.Channel"]:
+    """A channel to the coordinator; its refusals become one line and an exit code.
+
+    `is_quiet`: that an answer is waited for is not shown, as the screen is somebody else's.
+    """
     import grpc
 
     their_fault = {
@@ -154,7 +157,8 @@ def connected(connection: Connection) -> Iterator["grpc.Channel"]:
     channels = connection.channels()
     with channels.open_blocking() as plain:
         try:
-            yield cast("grpc.Channel", EscapingChannel(plain, f"Asking {connection.coordinator}"))
+            description = None if is_quiet else f"Asking {connection.coordinator}"
+            yield cast("grpc.Channel", EscapingChannel(plain, description))
         except grpc.RpcError as error:
             where, code = connection.coordinator, error.code()
             if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
@@ -171,10 +175,11 @@ def connected(connection: Connection) -> Iterator["grpc.Channel"]:
 class EscapingChannel:
     """A channel whose answers hold printable text only: it is what others have written.
 
-    Of a channel it has what the stubs of the contract use. While an answer is waited for, that is shown.
+    Of a channel it has what the stubs of the contract use. While an answer is waited for, that is shown, if
+    there is a description.
     """
 
-    def __init__(self, channel: "grpc.Channel", description: str = "Asking") -> None:
+    def __init__(self, channel: "grpc.Channel", description: str | None = "Asking") -> None:
         self._channel = channel
         self._description = description
 
@@ -185,7 +190,7 @@ class EscapingChannel:
         )
 
         def ask(*arguments: Any, **more: Any) -> "Message":
-            with working(self._description):
+            with nullcontext() if self._description is None else working(self._description):
                 answer: Message = call(*arguments, **more)
             return answer
 

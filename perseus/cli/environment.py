@@ -6,6 +6,7 @@ from typing import Any
 
 from perseus.agent.restore.supervisor import LIFELINE
 from perseus.agent.sidecar.settings import AgentSettings
+from perseus.grid.settings import DsxFlexSettings
 from perseus.service.settings import CoordinatorSettings
 
 PREFIX = "PERSEUS_"
@@ -28,7 +29,7 @@ def unknown(environment: Mapping[str, str], command: Any) -> Iterator[str]:
 
 
 def _of_settings() -> Iterator[str]:
-    for model in (AgentSettings, CoordinatorSettings):
+    for model in (AgentSettings, CoordinatorSettings, DsxFlexSettings):
         prefix = model.model_config["env_prefix"]
         yield from (f"{prefix}{field}".upper() for field in model.model_fields)
 

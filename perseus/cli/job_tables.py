@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from perseus.printable import printable
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2, rank_pb2
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def job_table(jobs: Iterable[job_pb2.Job]) -> Table:
         rank_count = layout.pipeline_count * layout.stage_count * layout.tensor_count
         table.add_row(
             job.job_id,
-            _state_name(job.state),
+            state_name(job.state),
             _layout(layout),
             f"{job.rank_counts.connected_count} of {rank_count}",
             f"{job.t_min_s:.3f} s" if job.t_min_s else "",
@@ -43,7 +44,7 @@ def run_table(runs: Iterable[job_pb2.Job]) -> Table:
     for run in runs:
         table.add_row(
             str(run.run_number),
-            f"{_state_name(run.state)}: {run.state_reason}",
+            f"{state_name(run.state)}: {run.state_reason}",
             _layout(run.parallelism),
             _moment(run.create_time),
             _moment(run.finish_time) if run.HasField("finish_time") else "",
@@ -65,10 +66,13 @@ def job_facts(job: job_pb2.Job) -> Table:
     facts = {
         "job": job.job_id,
         "run": str(job.run_number),
-        "state": f"{_state_name(job.state)}: {job.state_reason}",
+        "state": f"{state_name(job.state)}: {job.state_reason}",
         "pipelines × stages × tensor": _layout(job.parallelism),
         "ranks": ", ".join(f"{count} {state}" for state, count in ranks.items() if count),
         "policy": _policy(job.policy),
+        "power budget": f"holds it back: iterations of {job.budget_iteration_time_s:.3f} s"
+        if job.HasField("budget_iteration_time_s")
+        else "",
         "stock baseline": _baseline(job.baseline) if job.HasField("baseline") else "",
         "profiling": progress_text(job.profiling_progress) if job.HasField("profiling_progress") else "",
         "clocks measured": str(job.profiled_clock_count or ""),
@@ -78,6 +82,7 @@ def job_facts(job: job_pb2.Job) -> Table:
         "frontier": frontier if job.t_min_s else "",
         "set latency": _latency(job),
         "no slowdown": no_slowdown(job.no_slowdown_time) if job.HasField("no_slowdown_time") else "",
+        "labels": ", ".join(f"{label.key}={printable(label.value)}" for label in job.labels),
         "stragglers": "\n".join(
             f"pipeline {each.pipeline}, {'detected' if each.is_detected else 'reported'}"
             + (f": {each.iteration_time_s:.3f} s" if each.iteration_time_s else "")
@@ -221,7 +226,7 @@ def report_table(periods: Iterable[job_pb2.ReportPeriod]) -> Table:
         if period.irregular_count:
             mean = f"{period.irregular_time_s:.3f} s in the mean"
             irregular.append(f"{period.irregular_count} in period {period.number}, {mean}")
-        state = _state_name(period.state) + (" with straggler" if period.has_straggler else "")
+        state = state_name(period.state) + (" with straggler" if period.has_straggler else "")
         first, last = period.first_iteration, period.last_iteration
         has_error = period.iteration_count > 1
         table.add_row(
@@ -277,7 +282,8 @@ def _figure(mean: float, se: float | None, form: str) -> str:
     return shown if se is None else f"{shown} ± {se:{digits}}"
 
 
-def _state_name(state: job_pb2.JobState.ValueType) -> str:
+def state_name(state: job_pb2.JobState.ValueType) -> str:
+    """A job's state, for people."""
     return job_pb2.JobState.Name(state).removeprefix("JOB_STATE_").lower()
 
 

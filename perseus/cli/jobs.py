@@ -302,9 +302,20 @@ def policy(
     max_average_power_w: Annotated[
         float | None, typer.Option(help="Cap on a pipeline's average power, watts.", show_default=False)
     ] = None,
+    tolerance_percent: Annotated[
+        float | None,
+        typer.Option(help="The most of its speed that a power budget may take.", show_default=False),
+    ] = None,
+    weight: Annotated[
+        float | None,
+        typer.Option(help="What its lost speed costs, against that of other jobs.", show_default=False),
+    ] = None,
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """Set where on the frontier a job runs while no straggler holds it up."""
+    """Set where on the frontier a job runs while no straggler holds it up, and what a power budget may do.
+
+    Without --tolerance-percent and --weight, what a budget may do stays as it is.
+    """
     from perseus.v1 import job_pb2, job_service_pb2
 
     rules = (no_slowdown or None, max_slowdown_percent, deadline_s, max_average_power_w)
@@ -312,6 +323,8 @@ def policy(
         fail("expected one of --no-slowdown, --max-slowdown-percent, --deadline-s and --max-average-power-w")
     if (deadline_s is None) != (iterations is None):
         fail("expected --deadline-s and --iterations together")
+    if (tolerance_percent is None) != (weight is None):
+        fail("expected --tolerance-percent and --weight together")
     wanted = job_pb2.OperatingPolicy()
     if max_slowdown_percent is not None:
         wanted.max_slowdown_percent = max_slowdown_percent
@@ -322,6 +335,9 @@ def policy(
         wanted.deadline.time_s = deadline_s
     else:
         wanted.no_slowdown.SetInParent()
+    if tolerance_percent is not None and weight is not None:
+        wanted.budget_terms.tolerance_percent = tolerance_percent
+        wanted.budget_terms.weight = weight
     with _jobs(connection) as jobs:
         request = job_service_pb2.SetPolicyRequest(job_id=job_id, policy=wanted)
         _show(jobs.SetPolicy(request, timeout=TIMEOUT_S).job, form)

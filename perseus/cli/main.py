@@ -14,13 +14,18 @@ from perseus.cli import (
     certificates,
     coordinator,
     demo,
+    doctor,
+    grid,
     health,
     jobs,
     ledger,
+    power,
     simulate,
+    slurm,
     solve,
     store,
     tokens,
+    top,
 )
 from perseus.cli.environment import unknown
 from perseus.cli.terminal import FAILURE, console, fail, warn
@@ -36,6 +41,8 @@ _EXTRAS = {
     "psycopg": "postgresql",
     "matplotlib": "plot",
     "cryptography": "certificates",
+    "aiomqtt": "grid",
+    "joserfc": "grid",
 }
 
 app = typer.Typer(
@@ -50,9 +57,14 @@ app.command("simulate")(simulate.simulate)
 app.command("coordinator")(coordinator.coordinator)
 app.command("agent")(agent.agent)
 app.command("demo")(demo.demo)
+app.command("top")(top.top)
+app.command("doctor")(doctor.doctor)
 app.command("health")(health.health)
 app.command("ledger")(ledger.ledger)
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(power.app, name="power")
+app.add_typer(grid.app, name="grid")
+app.add_typer(slurm.app, name="slurm")
 app.add_typer(tokens.app, name="tokens")
 app.add_typer(certificates.app, name="certificates")
 app.add_typer(store.app, name="store")

@@ -68,7 +68,8 @@ class Cluster:
         for pipeline, stage in self._workload.ranks:
             path = self.gpu_file(pipeline, stage)
             path.parent.mkdir(parents=True, exist_ok=True)
-            EmulatedGpu.create(path, self._workload.gpu, f"GPU-emulated-{pipeline}-{stage}").close()
+            gpu_uuid = f"GPU-{self._workload.job_id}-{pipeline}-{stage}"
+            EmulatedGpu.create(path, self._workload.gpu, gpu_uuid).close()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from perseus.metrics.names import AGENT, BOTH, JOB, RANK, SERVER, Metric
+from perseus.metrics.names import AGENT, BOTH, FEED, JOB, RANK, SERVER, Metric
 
 _INTRODUCTION = """\
 # Metrics
@@ -24,9 +24,10 @@ _SECTIONS: Sequence[tuple[str, str, Sequence[Metric]]] = (
         "A fixed number of series, and one for each reason of refusals that came about.",
         SERVER,
     ),
+    ("Each feed", "Of the feeds in the coordinator's settings, and `default`.", FEED),
     (
         "Each job",
-        "Of jobs that have not finished, the 1,000 newest at most: some 45 series for each, however many "
+        "Of jobs that have not finished, the 1,000 newest at most: some 46 series for each, however many "
         "ranks it has. A new run of a job begins its counters anew.",
         JOB,
     ),

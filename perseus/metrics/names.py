@@ -114,6 +114,34 @@ SERVER = (
     SOLVER_CRASHES,
 )
 
+# ---------------------------------------------------------------------- each feed
+
+FEED_LIMIT = _gauge("feed_limit_watts", "The lowest limit in force, while there is one.", "feed")
+FEED_CEILING = _gauge(
+    "feed_ceiling_watts", "What may be drawn now: on its way to a limit it follows the ramps.", "feed"
+)
+FEED_POWER = _gauge(
+    "feed_power_watts", "What jobs draw: the mean over the longer of a minute and three iterations.", "feed"
+)
+FEED_MANAGED = _gauge("feed_managed_watts", "What jobs under plans are expected to draw.", "feed")
+FEED_UNMANAGED = _gauge("feed_unmanaged_watts", "What jobs without plans drew lately.", "feed")
+FEED_COMPLIANT = _gauge(
+    "feed_compliant", "1 while plans and what is measured keep the limit, or it can't be judged.", "feed"
+)
+FEED_TRANSITION = _gauge("feed_in_transition", "1 while what may be drawn is on its way.", "feed")
+FEED_HELD_JOBS = _gauge("feed_held_jobs", "Jobs that a power budget holds back.", "feed")
+
+FEED = (
+    FEED_LIMIT,
+    FEED_CEILING,
+    FEED_POWER,
+    FEED_MANAGED,
+    FEED_UNMANAGED,
+    FEED_COMPLIANT,
+    FEED_TRANSITION,
+    FEED_HELD_JOBS,
+)
+
 # ---------------------------------------------------------------------- each job that has not finished
 
 JOB_STATE = _gauge("job_state", "1 for the state that the job is in, 0 for the others.", "job_id", "state")
@@ -154,6 +182,9 @@ JOB_FRONTIER = _gauge(
 JOB_STRAGGLERS = _gauge("job_stragglers", "Pipelines known to be slow, by who said so.", "job_id", "source")
 JOB_STRAGGLER_TIME = _gauge(
     "job_straggler_seconds", "Iteration time T' of the slowest of them, on the frontier's scale.", "job_id"
+)
+JOB_BUDGET_TIME = _gauge(
+    "job_budget_seconds", "Iteration time that a power budget makes the job take, while one does.", "job_id"
 )
 JOB_PROFILED = _gauge("job_profiled_clocks", "Clocks measured of the stage with the fewest.", "job_id")
 JOB_PROFILING_ITERATIONS = _gauge(
@@ -216,6 +247,7 @@ JOB = (
     JOB_FRONTIER,
     JOB_STRAGGLERS,
     JOB_STRAGGLER_TIME,
+    JOB_BUDGET_TIME,
     JOB_PROFILED,
     JOB_PROFILING_ITERATIONS,
     JOB_PROFILING_TIME,
@@ -321,4 +353,4 @@ AGENT = (
 
 BOTH = (BUILD_INFO, CERTIFICATE_EXPIRY)
 
-ALL = (*BOTH, *SERVER, *JOB, *RANK, *AGENT)
+ALL = (*BOTH, *SERVER, *FEED, *JOB, *RANK, *AGENT)

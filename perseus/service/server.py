@@ -16,8 +16,10 @@ from perseus.service.api.authentication import Authentication
 from perseus.service.api.calls import unary_calls
 from perseus.service.api.decoding import Decoding
 from perseus.service.api.frontier_service import FrontierService
+from perseus.service.api.info_service import InfoService
 from perseus.service.api.job_service import JobService
 from perseus.service.api.ledger_service import LedgerService
+from perseus.service.api.power_service import PowerService
 from perseus.service.api.reflection import enable_reflection
 from perseus.service.api.statuses import refusal_counts
 from perseus.service.api.token_service import TokenService
@@ -27,6 +29,7 @@ from perseus.service.domain.limits import Limits
 from perseus.service.domain.principals import Grant
 from perseus.service.domain.profiling import ProfilingBudget
 from perseus.service.domain.retention import DAY_S, Retention
+from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.job.planning.guard import GuardRules
 from perseus.service.job.profiling.profiler import ProfilingRules
 from perseus.service.job.rules import Rules
@@ -53,10 +56,14 @@ from perseus.v1 import (
     agent_service_pb2_grpc,
     frontier_service_pb2,
     frontier_service_pb2_grpc,
+    info_service_pb2,
+    info_service_pb2_grpc,
     job_service_pb2,
     job_service_pb2_grpc,
     ledger_service_pb2,
     ledger_service_pb2_grpc,
+    power_service_pb2,
+    power_service_pb2_grpc,
     token_service_pb2,
     token_service_pb2_grpc,
 )
@@ -92,9 +99,11 @@ _LEDGER_SERVICE = ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"
 
 _SERVICES = (
     agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
+    info_service_pb2.DESCRIPTOR.services_by_name["InfoService"].full_name,
     _JOB_SERVICE.full_name,
     _FRONTIER_SERVICE.full_name,
     _LEDGER_SERVICE.full_name,
+    power_service_pb2.DESCRIPTOR.services_by_name["PowerService"].full_name,
     token_service_pb2.DESCRIPTOR.services_by_name["TokenService"].full_name,
 )
 
@@ -143,6 +152,8 @@ async def running(
         settings.keep_telemetry_days * DAY_S,
         settings.keep_telemetry_count,
         settings.keep_ledger_days * DAY_S,
+        settings.keep_budgets_days * DAY_S,
+        settings.keep_budget_count,
     )
     rates = Rates(settings.price_per_kwh, settings.intensity_g_per_kwh)
     rules = Rules(
@@ -174,6 +185,7 @@ async def running(
         settings.limit_solve_computations,
         settings.limit_batch_rows,
         settings.limit_message_bytes,
+        settings.limit_budgets,
     )
     async with contextlib.AsyncExitStack() as stack:
         store = await SqlStore.open(settings.database)
@@ -182,7 +194,12 @@ async def running(
         stack.callback(job_solver.close)
         request_solver = RequestLane(settings.request_processes, settings.request_limit_s)
         stack.callback(request_solver.close)
-        coordinator = Coordinator(store, job_solver, request_solver, rules, retention, limits, rates)
+        feeds = Feeds(
+            {name: some.feed(name) for name, some in settings.feeds.items()},
+            {name: some.hosts for name, some in settings.feeds.items()},
+            [name for name, some in settings.feeds.items() if some.fail_safe == "last plan"],
+        )
+        coordinator = Coordinator(store, job_solver, request_solver, rules, retention, limits, rates, feeds)
         await coordinator.start()
         background = asyncio.ensure_future(coordinator.run())
         try:
@@ -225,6 +242,7 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(
         AgentService(coordinator.agents, coordinator.quotas), server
     )
+    info_service_pb2_grpc.add_InfoServiceServicer_to_server(InfoService(), server)
     job_service_pb2_grpc.add_JobServiceServicer_to_server(
         JobService(coordinator.jobs, coordinator.quotas), server
     )
@@ -232,6 +250,9 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
         FrontierService(coordinator.jobs, coordinator.quotas), server
     )
     ledger_service_pb2_grpc.add_LedgerServiceServicer_to_server(LedgerService(coordinator.ledger), server)
+    power_service_pb2_grpc.add_PowerServiceServicer_to_server(
+        PowerService(coordinator.power, coordinator.quotas), server
+    )
     token_service_pb2_grpc.add_TokenServiceServicer_to_server(TokenService(coordinator.tokens), server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -2,9 +2,9 @@
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from perseus.logs import LogFormat, LogLevel
@@ -12,6 +12,9 @@ from perseus.tls.address import host_and_port
 from perseus.tls.fields import contradicts, goes_with, keeps_plaintext_here, needs
 from perseus.tls.rules import check_needs
 from perseus.tls.tokens import default_token_file
+
+if TYPE_CHECKING:
+    from perseus.service.domain.power import Feed
 
 # What a double, a column and a field of the wire hold alike.
 _MOST = 2**53
@@ -23,6 +26,50 @@ def _is_host_and_port(address: str | None) -> str | None:
     if address is not None and host_and_port(address) is None:
         raise ValueError("expected HOST:PORT, with a port from 0 to 65535")
     return address
+
+
+class FeedSettings(BaseModel):
+    """A feed, in the TOML file: `[feeds.NAME]`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hosts: tuple[str, ...] = Field(
+        default=(), max_length=1024, description="Patterns of the names of its hosts: '*' and '?'."
+    )
+    limit_w: float | None = Field(default=None, ge=1, le=1e12, description="What it bears, always.")
+    default_w: float | None = Field(
+        default=None, ge=0, le=1e12, description="Its limit while no budget is in force."
+    )
+    reference_w: float | None = Field(
+        default=None, ge=1, le=1e12, description="What percentages are of; limit_w if not given."
+    )
+    ramp_down_w_per_s: float = Field(
+        default=math.inf, ge=1e-3, description="How fast what may be drawn falls, at most."
+    )
+    ramp_up_w_per_s: float = Field(
+        default=math.inf, ge=1e-3, description="How fast what may be drawn rises, at most."
+    )
+
+    fail_safe: Literal["stock", "last plan"] = Field(
+        default="stock", description="What its GPUs keep when nobody hears of the coordinator any more."
+    )
+
+    def feed(self, name: str) -> "Feed":
+        """Return the feed.
+
+        Raises:
+            InvalidFieldError: its name is none, or a figure out of range.
+        """
+        from perseus.service.domain.power import Feed
+
+        return Feed(
+            name,
+            self.limit_w if self.reference_w is None else self.reference_w,
+            self.ramp_down_w_per_s,
+            self.ramp_up_w_per_s,
+            self.limit_w,
+            self.default_w,
+        )
 
 
 class CoordinatorSettings(BaseSettings):
@@ -187,6 +234,21 @@ class CoordinatorSettings(BaseSettings):
         le=1e5,
         description="Grams of CO2 that a kWh stands for, for the ledger; carbon is not known if not given.",
     )
+    feeds: dict[str, FeedSettings] = Field(
+        default={}, description="Power feeds by name, each with patterns of its hosts, limits and ramps."
+    )
+    keep_budgets_days: float = Field(
+        default=90.0, gt=0, le=36_500, description="Days that power budgets are kept that have ended."
+    )
+    keep_budget_count: int = Field(
+        default=10_000, ge=1, le=_MOST, description="Power budgets kept that have ended, at most."
+    )
+    limit_budgets: int = Field(
+        default=256,
+        ge=1,
+        le=_MOST,
+        description="Power budgets of one principal that have not ended, at most.",
+    )
     shutdown_grace_s: float = Field(
         default=5.0, ge=0, le=600, description="Time for open calls when stopping, seconds."
     )
@@ -198,6 +260,18 @@ class CoordinatorSettings(BaseSettings):
     )
     log_level: LogLevel = Field(default="info", description="Least severe log lines that are shown.")
     log_format: LogFormat = Field(default="console", description="How log lines look: console or json.")
+
+    @field_validator("feeds")
+    @classmethod
+    def _are_feeds(cls, feeds: dict[str, FeedSettings]) -> dict[str, FeedSettings]:
+        from perseus.service.domain.errors import InvalidFieldError
+
+        for name, some in feeds.items():
+            try:
+                some.feed(name)
+            except InvalidFieldError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return feeds
 
     @field_validator("certificate_scopes")
     @classmethod

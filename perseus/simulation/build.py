@@ -5,7 +5,7 @@ from datetime import UTC
 from pathlib import Path
 
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.fleet.power.budgets import Budget, Feed
+from perseus.service.domain.power import Budget, Feed
 from perseus.service.fleet.signals.series import HOUR_S
 from perseus.service.signals.csv_file import SignalFileError, read_signal_csv
 from perseus.simulation.replay import Fleet, ReplayedBudget, ReplayedJob, ReplayedPolicy, Straggler

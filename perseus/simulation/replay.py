@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from perseus.service.domain.power import Budget, Feed, FeedStatus
 from perseus.service.fleet.pacing.policy import SignalPolicy, look
 from perseus.service.fleet.pacing.spending import Floats, Pace, SpeedCurve
-from perseus.service.fleet.power.budgets import Budget, Feed, limit_w
+from perseus.service.fleet.power.budgets import limit_w
 from perseus.service.fleet.power.curve import power_points
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.service.fleet.power.machine import PERIOD_S, FleetMachine
@@ -20,7 +21,6 @@ from perseus.service.fleet.power.messages import (
     BudgetCancelled,
     BudgetSet,
     Command,
-    FeedStatus,
     Input,
     JobChanged,
     JobLeft,
@@ -380,7 +380,8 @@ class _Replayer:
         for name in self._feeds:
             ceiling_w = self._machine.ceiling_w(name)
             own = [budget for budget in self._current if budget.feed == name]
-            self._limits_w[name].append(limit_w(own, now_s))
+            feed = self._fleet.feeds.get(name, Feed(name))
+            self._limits_w[name].append(limit_w(own, feed, now_s))
             self._ceilings_w[name].append(ceiling_w)
         self._tell(PowerMeasured(duration_s, measured, {}), until_s)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from perseus.service.fleet.power.curve import DEFAULT_FEED
+from perseus.service.domain.power import DEFAULT_FEED
 from perseus.service.fleet.signals.series import SignalKind
 
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=r"[a-z0-9][a-z0-9._-]*")]

@@ -149,6 +149,7 @@ class ConnectResponse(google.protobuf.message.Message):
     DRAIN_FIELD_NUMBER: builtins.int
     TELEMETRY_REFUSED_FIELD_NUMBER: builtins.int
     MESSAGE_REFUSED_FIELD_NUMBER: builtins.int
+    RANK_CEILING_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___Welcome:
         """Answer to Hello."""
@@ -185,6 +186,10 @@ class ConnectResponse(google.protobuf.message.Message):
     def message_refused(self) -> Global___MessageRefused:
         """A message of the agent's was not understood, or says what can't be; it was dropped."""
 
+    @property
+    def rank_ceiling(self) -> Global___RankCeiling:
+        """The ceiling clock of a rank is another."""
+
     def __init__(
         self,
         *,
@@ -197,10 +202,11 @@ class ConnectResponse(google.protobuf.message.Message):
         drain: Global___Drain | None = ...,
         telemetry_refused: Global___TelemetryRefused | None = ...,
         message_refused: Global___MessageRefused | None = ...,
+        rank_ceiling: Global___RankCeiling | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "rank_accepted", "rank_refused", "telemetry_ack", "plan_offer", "heartbeat", "drain", "telemetry_refused", "message_refused"] | None: ...
+    def HasField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_ceiling", b"rank_ceiling", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "heartbeat", b"heartbeat", "message", b"message", "message_refused", b"message_refused", "plan_offer", b"plan_offer", "rank_accepted", b"rank_accepted", "rank_ceiling", b"rank_ceiling", "rank_refused", b"rank_refused", "telemetry_ack", b"telemetry_ack", "telemetry_refused", b"telemetry_refused", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "rank_accepted", "rank_refused", "telemetry_ack", "plan_offer", "heartbeat", "drain", "telemetry_refused", "message_refused", "rank_ceiling"] | None: ...
 
 Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 
@@ -590,6 +596,7 @@ class RankAccepted(google.protobuf.message.Message):
     JOB_ID_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     ORDER_FIELD_NUMBER: builtins.int
+    CEILING_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     @property
@@ -602,15 +609,20 @@ class RankAccepted(google.protobuf.message.Message):
         not sampled.
         """
 
+    @property
+    def ceiling(self) -> Global___Ceiling:
+        """The ceiling in force on the rank; absent if there is none."""
+
     def __init__(
         self,
         *,
         job_id: builtins.str = ...,
         rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
         order: perseus.v1.computation_pb2.StageOrder | None = ...,
+        ceiling: Global___Ceiling | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["order", b"order", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "order", b"order", "rank", b"rank"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["ceiling", b"ceiling", "order", b"order", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ceiling", b"ceiling", "job_id", b"job_id", "order", b"order", "rank", b"rank"]) -> None: ...
 
 Global___RankAccepted: typing_extensions.TypeAlias = RankAccepted
 
@@ -643,6 +655,7 @@ class RankRefused(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
+    CEILING_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     reason: builtins.str
@@ -661,6 +674,10 @@ class RankRefused(google.protobuf.message.Message):
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """The changing values in the sentence, by name."""
 
+    @property
+    def ceiling(self) -> Global___Ceiling:
+        """The ceiling in force on the rank; absent if there is none."""
+
     def __init__(
         self,
         *,
@@ -669,11 +686,73 @@ class RankRefused(google.protobuf.message.Message):
         reason: builtins.str = ...,
         message: builtins.str = ...,
         metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        ceiling: Global___Ceiling | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "message", b"message", "metadata", b"metadata", "rank", b"rank", "reason", b"reason"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["ceiling", b"ceiling", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ceiling", b"ceiling", "job_id", b"job_id", "message", b"message", "metadata", b"metadata", "rank", b"rank", "reason", b"reason"]) -> None: ...
 
 Global___RankRefused: typing_extensions.TypeAlias = RankRefused
+
+@typing.final
+class Ceiling(google.protobuf.message.Message):
+    """The highest clock that a rank's GPU may have while it computes under no stage plan, for as long as power is short.
+    Wherever this contract says stock (clocks that are offered, and what a rank goes to by itself: between iterations, in
+    one that is not as registered, once it is refused, when its lease has run out), it is then stock up to the ceiling;
+    a HoldClock above the ceiling is held at it. The GPU ends at stock all the same once nobody serves its rank.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CLOCK_MHZ_FIELD_NUMBER: builtins.int
+    OUTLASTS_LEASE_FIELD_NUMBER: builtins.int
+    clock_mhz: builtins.int
+    """SM clock, MHz, at least 1. The highest of the GPU's supported clocks that is not above it counts; the lowest, if
+    all are.
+    """
+    outlasts_lease: builtins.bool
+    """What is in force when the lease has run out: if true the same clocks as before, plan and ceiling; else stock."""
+    def __init__(
+        self,
+        *,
+        clock_mhz: builtins.int = ...,
+        outlasts_lease: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clock_mhz", b"clock_mhz", "outlasts_lease", b"outlasts_lease"]) -> None: ...
+
+Global___Ceiling: typing_extensions.TypeAlias = Ceiling
+
+@typing.final
+class RankCeiling(google.protobuf.message.Message):
+    """A rank has another ceiling from now on, or none: at once, in the midst of an iteration. It comes before every offer
+    that was made under it. RankAccepted and RankRefused say the ceiling, too: of all three what was said last counts.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    CEILING_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """The job."""
+    @property
+    def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
+        """The rank."""
+
+    @property
+    def ceiling(self) -> Global___Ceiling:
+        """The ceiling; absent if there is none any more."""
+
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        rank: perseus.v1.rank_pb2.RankCoordinates | None = ...,
+        ceiling: Global___Ceiling | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["ceiling", b"ceiling", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ceiling", b"ceiling", "job_id", b"job_id", "rank", b"rank"]) -> None: ...
+
+Global___RankCeiling: typing_extensions.TypeAlias = RankCeiling
 
 @typing.final
 class IterationColumns(google.protobuf.message.Message):
@@ -692,6 +771,7 @@ class IterationColumns(google.protobuf.message.Message):
     GAP_SLOWED_TIME_S_FIELD_NUMBER: builtins.int
     CAPPED_CLOCK_MHZ_FIELD_NUMBER: builtins.int
     RELATIVE_WORK_FIELD_NUMBER: builtins.int
+    IS_TOUCHED_FIELD_NUMBER: builtins.int
     @property
     def iteration(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Iteration, from 0."""
@@ -749,6 +829,12 @@ class IterationColumns(google.protobuf.message.Message):
         not. It is that of the rank's pipeline. The column may be empty.
         """
 
+    @property
+    def is_touched(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
+        """Whether an urgent offer or a ceiling came into force between begin and end. Such an iteration is not regular, has
+        no rows in ComputationColumns, and counts for nothing but its time and energy. The column may be empty.
+        """
+
     def __init__(
         self,
         *,
@@ -763,8 +849,9 @@ class IterationColumns(google.protobuf.message.Message):
         gap_slowed_time_s: collections.abc.Iterable[builtins.float] | None = ...,
         capped_clock_mhz: collections.abc.Iterable[builtins.int] | None = ...,
         relative_work: collections.abc.Iterable[builtins.float] | None = ...,
+        is_touched: collections.abc.Iterable[builtins.bool] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capped_clock_mhz", b"capped_clock_mhz", "clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "is_regular", b"is_regular", "iteration", b"iteration", "plan_version", b"plan_version", "relative_work", b"relative_work"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capped_clock_mhz", b"capped_clock_mhz", "clock_event_reasons", b"clock_event_reasons", "duration_s", b"duration_s", "energy_j", b"energy_j", "gap_energy_j", b"gap_energy_j", "gap_slowed_time_s", b"gap_slowed_time_s", "gap_time_s", b"gap_time_s", "is_regular", b"is_regular", "is_touched", b"is_touched", "iteration", b"iteration", "plan_version", b"plan_version", "relative_work", b"relative_work"]) -> None: ...
 
 Global___IterationColumns: typing_extensions.TypeAlias = IterationColumns
 
@@ -1059,6 +1146,7 @@ class PlanOffer(google.protobuf.message.Message):
     HOLD_FIELD_NUMBER: builtins.int
     STAGE_PLAN_FIELD_NUMBER: builtins.int
     CHECK_WORD_FIELD_NUMBER: builtins.int
+    URGENT_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     """The job."""
     epoch: builtins.str
@@ -1074,6 +1162,11 @@ class PlanOffer(google.protobuf.message.Message):
     """How long these clocks stay in force without a word from the coordinator, seconds."""
     check_word: builtins.str
     """As in Welcome; the latest counts."""
+    urgent: builtins.bool
+    """Whether the clocks come into force at once, whatever start_iteration says: for the rest of the iteration that has
+    begun, and for those that follow. Such an offer is never too late. An agent that does not know this field applies
+    it from start_iteration on.
+    """
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""
@@ -1103,9 +1196,10 @@ class PlanOffer(google.protobuf.message.Message):
         hold: Global___HoldClock | None = ...,
         stage_plan: perseus.v1.frontier_pb2.StagePlan | None = ...,
         check_word: builtins.str = ...,
+        urgent: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["clocks", b"clocks", "hold", b"hold", "rank", b"rank", "stage_plan", b"stage_plan", "stock", b"stock"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["check_word", b"check_word", "clocks", b"clocks", "epoch", b"epoch", "hold", b"hold", "job_id", b"job_id", "lease_s", b"lease_s", "rank", b"rank", "stage_plan", b"stage_plan", "start_iteration", b"start_iteration", "stock", b"stock", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["check_word", b"check_word", "clocks", b"clocks", "epoch", b"epoch", "hold", b"hold", "job_id", b"job_id", "lease_s", b"lease_s", "rank", b"rank", "stage_plan", b"stage_plan", "start_iteration", b"start_iteration", "stock", b"stock", "urgent", b"urgent", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["clocks", b"clocks"]) -> typing.Literal["stock", "hold", "stage_plan"] | None: ...
 
 Global___PlanOffer: typing_extensions.TypeAlias = PlanOffer
@@ -1183,7 +1277,7 @@ class PlanInForce(google.protobuf.message.Message):
     version: builtins.int
     """Version of the plan; 0 for stock without a plan."""
     iteration: builtins.int
-    """First iteration under it."""
+    """First iteration under it; after an urgent offer the highest that has begun, -1 if none."""
     @property
     def rank(self) -> perseus.v1.rank_pb2.RankCoordinates:
         """The rank."""

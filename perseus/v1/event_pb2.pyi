@@ -101,6 +101,8 @@ class _JobEventTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Iterations took longer than the plans in force promised, and no time that transfers could take explains it. The
     job goes to stock: the same plans would be as slow again.
     """
+    JOB_EVENT_TYPE_BUDGET_PACED: _JobEventType.ValueType  # 31
+    """A power budget makes the job slower, or faster again, or holds it back no more."""
 
 class JobEventType(_JobEventType, metaclass=_JobEventTypeEnumTypeWrapper):
     """What kind of thing happened to a job."""
@@ -177,6 +179,8 @@ JOB_EVENT_TYPE_MEASUREMENTS_UNEXPLAINED: JobEventType.ValueType  # 30
 """Iterations took longer than the plans in force promised, and no time that transfers could take explains it. The
 job goes to stock: the same plans would be as slow again.
 """
+JOB_EVENT_TYPE_BUDGET_PACED: JobEventType.ValueType  # 31
+"""A power budget makes the job slower, or faster again, or holds it back no more."""
 Global___JobEventType: typing_extensions.TypeAlias = JobEventType
 
 class _ClockGivenUpReason:
@@ -359,6 +363,7 @@ class JobEvent(google.protobuf.message.Message):
     CLOCK_CAPPED_FIELD_NUMBER: builtins.int
     GPU_LIMITS_CHANGED_FIELD_NUMBER: builtins.int
     MEASUREMENTS_UNEXPLAINED_FIELD_NUMBER: builtins.int
+    BUDGET_PACED_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """Number of the event within its run, from 1."""
     type: Global___JobEventType.ValueType
@@ -473,6 +478,10 @@ class JobEvent(google.protobuf.message.Message):
     def measurements_unexplained(self) -> Global___MeasurementsUnexplained:
         """Of MEASUREMENTS_UNEXPLAINED."""
 
+    @property
+    def budget_paced(self) -> Global___BudgetPaced:
+        """Of BUDGET_PACED."""
+
     def __init__(
         self,
         *,
@@ -506,10 +515,11 @@ class JobEvent(google.protobuf.message.Message):
         clock_capped: Global___ClockCapped | None = ...,
         gpu_limits_changed: Global___GpuLimitsChanged | None = ...,
         measurements_unexplained: Global___MeasurementsUnexplained | None = ...,
+        budget_paced: Global___BudgetPaced | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped", "clock_capped", "gpu_limits_changed", "measurements_unexplained"] | None: ...
+    def HasField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_paced", b"budget_paced", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["baseline_requested", b"baseline_requested", "budget_paced", b"budget_paced", "clock_capped", b"clock_capped", "clock_given_up", b"clock_given_up", "clock_profiled", b"clock_profiled", "create_time", b"create_time", "details", b"details", "events_dropped", b"events_dropped", "gpu_error", b"gpu_error", "gpu_limits_changed", b"gpu_limits_changed", "measurements_unexplained", b"measurements_unexplained", "message", b"message", "pipeline_clocks", b"pipeline_clocks", "plan_refused", b"plan_refused", "policy_set", b"policy_set", "profile_adopted", b"profile_adopted", "profile_corrected", b"profile_corrected", "profiling_ended", b"profiling_ended", "promise_broken", b"promise_broken", "quarantined", b"quarantined", "rank_changed", b"rank_changed", "registered", b"registered", "sequence", b"sequence", "solve_failed", b"solve_failed", "solve_retried", b"solve_retried", "solved", b"solved", "stall", b"stall", "state_changed", b"state_changed", "straggler_cleared", b"straggler_cleared", "straggler_finding", b"straggler_finding", "straggler_reported", b"straggler_reported", "type", b"type"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["details", b"details"]) -> typing.Literal["registered", "state_changed", "rank_changed", "clock_profiled", "clock_given_up", "profile_adopted", "profiling_ended", "solved", "solve_failed", "pipeline_clocks", "plan_refused", "straggler_reported", "straggler_cleared", "straggler_finding", "policy_set", "gpu_error", "promise_broken", "profile_corrected", "baseline_requested", "stall", "quarantined", "solve_retried", "events_dropped", "clock_capped", "gpu_limits_changed", "measurements_unexplained", "budget_paced"] | None: ...
 
 Global___JobEvent: typing_extensions.TypeAlias = JobEvent
 
@@ -1505,3 +1515,34 @@ class MeasurementsUnexplained(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["baseline_time_s", b"baseline_time_s", "median_time_s", b"median_time_s", "predicted_baseline_time_s", b"predicted_baseline_time_s", "predicted_time_s", b"predicted_time_s", "residual_s", b"residual_s", "transfer_lag_s", b"transfer_lag_s"]) -> None: ...
 
 Global___MeasurementsUnexplained: typing_extensions.TypeAlias = MeasurementsUnexplained
+
+@typing.final
+class BudgetPaced(google.protobuf.message.Message):
+    """A power budget says how long the job's iterations are to take."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    BEFORE_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    IS_URGENT_FIELD_NUMBER: builtins.int
+    iteration_time_s: builtins.float
+    """That time on the frontier's scale, seconds; absent where the job's own policy counts again."""
+    before_iteration_time_s: builtins.float
+    """What it was before, seconds; absent where the job's own policy counted."""
+    is_urgent: builtins.bool
+    """Whether it is a cut, which is to be in force within seconds."""
+    def __init__(
+        self,
+        *,
+        iteration_time_s: builtins.float | None = ...,
+        before_iteration_time_s: builtins.float | None = ...,
+        is_urgent: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_before_iteration_time_s", b"_before_iteration_time_s", "_iteration_time_s", b"_iteration_time_s", "before_iteration_time_s", b"before_iteration_time_s", "iteration_time_s", b"iteration_time_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_before_iteration_time_s", b"_before_iteration_time_s", "_iteration_time_s", b"_iteration_time_s", "before_iteration_time_s", b"before_iteration_time_s", "is_urgent", b"is_urgent", "iteration_time_s", b"iteration_time_s"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_before_iteration_time_s", b"_before_iteration_time_s"]) -> typing.Literal["before_iteration_time_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_iteration_time_s", b"_iteration_time_s"]) -> typing.Literal["iteration_time_s"] | None: ...
+
+Global___BudgetPaced: typing_extensions.TypeAlias = BudgetPaced

@@ -161,6 +161,7 @@ class OperatingPolicy(google.protobuf.message.Message):
     MAX_SLOWDOWN_PERCENT_FIELD_NUMBER: builtins.int
     DEADLINE_FIELD_NUMBER: builtins.int
     MAX_AVERAGE_POWER_W_FIELD_NUMBER: builtins.int
+    BUDGET_TERMS_FIELD_NUMBER: builtins.int
     max_slowdown_percent: builtins.float
     """Slower than stock (NoSlowdownTime) by at most this many percent; 0 to 100."""
     max_average_power_w: builtins.float
@@ -175,6 +176,10 @@ class OperatingPolicy(google.protobuf.message.Message):
     def deadline(self) -> Global___Deadline:
         """As slow as a deadline allows."""
 
+    @property
+    def budget_terms(self) -> Global___BudgetTerms:
+        """What a power budget may do to the job. Absent: as before; 100 % and a weight of 1 at first."""
+
     def __init__(
         self,
         *,
@@ -182,12 +187,35 @@ class OperatingPolicy(google.protobuf.message.Message):
         max_slowdown_percent: builtins.float = ...,
         deadline: Global___Deadline | None = ...,
         max_average_power_w: builtins.float = ...,
+        budget_terms: Global___BudgetTerms | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["deadline", b"deadline", "max_average_power_w", b"max_average_power_w", "max_slowdown_percent", b"max_slowdown_percent", "no_slowdown", b"no_slowdown", "rule", b"rule"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deadline", b"deadline", "max_average_power_w", b"max_average_power_w", "max_slowdown_percent", b"max_slowdown_percent", "no_slowdown", b"no_slowdown", "rule", b"rule"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["budget_terms", b"budget_terms", "deadline", b"deadline", "max_average_power_w", b"max_average_power_w", "max_slowdown_percent", b"max_slowdown_percent", "no_slowdown", b"no_slowdown", "rule", b"rule"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["budget_terms", b"budget_terms", "deadline", b"deadline", "max_average_power_w", b"max_average_power_w", "max_slowdown_percent", b"max_slowdown_percent", "no_slowdown", b"no_slowdown", "rule", b"rule"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["rule", b"rule"]) -> typing.Literal["no_slowdown", "max_slowdown_percent", "deadline", "max_average_power_w"] | None: ...
 
 Global___OperatingPolicy: typing_extensions.TypeAlias = OperatingPolicy
+
+@typing.final
+class BudgetTerms(google.protobuf.message.Message):
+    """What a power budget may do to a job."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOLERANCE_PERCENT_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    tolerance_percent: builtins.float
+    """The most of its speed, percent, that a budget may take, against the job left alone; 0 to 100."""
+    weight: builtins.float
+    """What its lost speed costs, against that of other jobs; 1e-6 to 1e6."""
+    def __init__(
+        self,
+        *,
+        tolerance_percent: builtins.float = ...,
+        weight: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tolerance_percent", b"tolerance_percent", "weight", b"weight"]) -> None: ...
+
+Global___BudgetTerms: typing_extensions.TypeAlias = BudgetTerms
 
 @typing.final
 class Deadline(google.protobuf.message.Message):
@@ -269,6 +297,28 @@ class JobSpec(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "parallelism", b"parallelism", "policy", b"policy", "schedule", b"schedule", "stage_work", b"stage_work"]) -> None: ...
 
 Global___JobSpec: typing_extensions.TypeAlias = JobSpec
+
+@typing.final
+class Label(google.protobuf.message.Message):
+    """What a job is to whoever runs it: its number in a batch system, say, or the account that pays for it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """1 to 63 of a–z, 0–9, '-', '_' and '.', beginning with a letter or digit."""
+    value: builtins.str
+    """At most 256 printable characters."""
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        value: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+Global___Label: typing_extensions.TypeAlias = Label
 
 @typing.final
 class StageWork(google.protobuf.message.Message):
@@ -592,6 +642,8 @@ class Job(google.protobuf.message.Message):
     PROFILING_PROGRESS_FIELD_NUMBER: builtins.int
     NO_SLOWDOWN_TIME_FIELD_NUMBER: builtins.int
     FIGURES_FIELD_NUMBER: builtins.int
+    BUDGET_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     STRAGGLERS_FIELD_NUMBER: builtins.int
     PLANNED_ITERATION_TIME_S_FIELD_NUMBER: builtins.int
@@ -631,6 +683,8 @@ class Job(google.protobuf.message.Message):
     """What that costs at T_min, percent of the energy that the plan there would take if clocks changed at once, by
     prediction; 0 before the job is solved.
     """
+    budget_iteration_time_s: builtins.float
+    """What a power budget makes its iterations take, seconds, on the frontier's scale; absent while none holds it back."""
     @property
     def parallelism(self) -> Global___Parallelism:
         """Layout of its ranks."""
@@ -676,6 +730,10 @@ class Job(google.protobuf.message.Message):
         """What was measured lately."""
 
     @property
+    def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Label]:
+        """What it is to whoever runs it, as its latest registration said; empty for a run that is archived."""
+
+    @property
     def spec(self) -> Global___JobSpec:
         """FULL only: what was registered."""
 
@@ -716,12 +774,15 @@ class Job(google.protobuf.message.Message):
         profiling_progress: Global___ProfilingProgress | None = ...,
         no_slowdown_time: Global___NoSlowdownTime | None = ...,
         figures: Global___JobFigures | None = ...,
+        budget_iteration_time_s: builtins.float | None = ...,
+        labels: collections.abc.Iterable[Global___Label] | None = ...,
         spec: Global___JobSpec | None = ...,
         stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
         planned_iteration_time_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "figures", b"figures", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["baseline", b"baseline", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "job_id", b"job_id", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s", "baseline", b"baseline", "budget_iteration_time_s", b"budget_iteration_time_s", "create_time", b"create_time", "figures", b"figures", "finish_time", b"finish_time", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "policy", b"policy", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s", "baseline", b"baseline", "budget_iteration_time_s", b"budget_iteration_time_s", "create_time", b"create_time", "epoch", b"epoch", "figures", b"figures", "finish_time", b"finish_time", "job_id", b"job_id", "labels", b"labels", "last_event_sequence", b"last_event_sequence", "latency_cost_percent", b"latency_cost_percent", "max_planned_iteration_time_s", b"max_planned_iteration_time_s", "min_planned_iteration_time_s", b"min_planned_iteration_time_s", "no_slowdown_time", b"no_slowdown_time", "parallelism", b"parallelism", "planned_iteration_time_s", b"planned_iteration_time_s", "policy", b"policy", "profiled_clock_count", b"profiled_clock_count", "profiling_budget", b"profiling_budget", "profiling_cost", b"profiling_cost", "profiling_progress", b"profiling_progress", "rank_counts", b"rank_counts", "run_number", b"run_number", "set_latency_s", b"set_latency_s", "spec", b"spec", "state", b"state", "state_reason", b"state_reason", "straggler_count", b"straggler_count", "stragglers", b"stragglers", "t_min_s", b"t_min_s", "t_slow_s", b"t_slow_s", "t_star_s", b"t_star_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_budget_iteration_time_s", b"_budget_iteration_time_s"]) -> typing.Literal["budget_iteration_time_s"] | None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job
 

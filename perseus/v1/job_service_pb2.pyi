@@ -32,6 +32,7 @@ class RegisterJobRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     SPEC_FINGERPRINT_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Identifies the request: the same for every retry, a new one for every training that is started. Required."""
     spec_fingerprint: builtins.str
@@ -47,6 +48,13 @@ class RegisterJobRequest(google.protobuf.message.Message):
     def spec(self) -> perseus.v1.job_pb2.JobSpec:
         """The job."""
 
+    @property
+    def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[perseus.v1.job_pb2.Label]:
+        """What the job is to whoever runs it; at most 16, each key once. An agent sets those of the grant that its trainer
+        has its GPU by. They are no part of the specification: the same one with others leads to the same run, which has
+        the latest labels.
+        """
+
     def __init__(
         self,
         *,
@@ -54,9 +62,10 @@ class RegisterJobRequest(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         spec_fingerprint: builtins.str = ...,
         owner: builtins.str = ...,
+        labels: collections.abc.Iterable[perseus.v1.job_pb2.Label] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["owner", b"owner", "request_id", b"request_id", "spec", b"spec", "spec_fingerprint", b"spec_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["labels", b"labels", "owner", b"owner", "request_id", b"request_id", "spec", b"spec", "spec_fingerprint", b"spec_fingerprint"]) -> None: ...
 
 Global___RegisterJobRequest: typing_extensions.TypeAlias = RegisterJobRequest
 

@@ -2,9 +2,13 @@
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from perseus.demo.cluster import Cluster
+from perseus.demo.workload import DEMO
 
 PROFILE = """stage,instruction,frequency,time,energy
 0,forward,1000,0.1,30
@@ -12,6 +16,15 @@ PROFILE = """stage,instruction,frequency,time,energy
 0,backward,1000,0.2,60
 0,backward,800,0.24,50
 """
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """How an operator reaches a coordinator."""
+    run_dir = tmp_path_factory.mktemp("coordinator")
+    with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
+        address = cluster.start_coordinator()
+        yield {**cluster.security.of_operator(), "PERSEUS_COORDINATOR": address}
 
 
 @pytest.fixture

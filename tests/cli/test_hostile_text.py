@@ -26,7 +26,15 @@ from perseus.cli.connection import escape
 from perseus.cli.main import app
 from perseus.demo.display import LiveDisplay
 from perseus.printable import printable
-from perseus.v1 import event_pb2, job_pb2, job_service_pb2, ledger_service_pb2, rank_pb2
+from perseus.v1 import (
+    event_pb2,
+    info_service_pb2,
+    job_pb2,
+    job_service_pb2,
+    ledger_service_pb2,
+    power_service_pb2,
+    rank_pb2,
+)
 
 HOSTILE = [
     "\x1b[2J\x1b[31mred",
@@ -50,6 +58,8 @@ METHODS = {
     for service in (
         job_service_pb2.DESCRIPTOR.services_by_name["JobService"],
         ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"],
+        power_service_pb2.DESCRIPTOR.services_by_name["PowerService"],
+        info_service_pb2.DESCRIPTOR.services_by_name["InfoService"],
     )
     for method in service.methods
 }
@@ -80,7 +90,7 @@ def filled(descriptor: Descriptor, texts: Iterator[str], depth: int = 0) -> Mess
 
 
 class HostileCoordinator(grpc.GenericRpcHandler):
-    """Answers every call of the services for jobs and the ledger with `texts`, or fails with one."""
+    """Answers every call of the services that are looked at with `texts`, or fails with one."""
 
     def __init__(self) -> None:
         self.texts = [""]
@@ -124,6 +134,10 @@ VIEWS = {
     "resume": ["jobs", "resume", "job"],
     "delete": ["jobs", "delete", "job"],
     "ledger": ["ledger"],
+    "top": ["top", "--job", "job"],
+    "power list": ["power", "list"],
+    "power feeds": ["power", "feeds"],
+    "power cancel": ["power", "cancel", "budget"],
 }
 
 
@@ -182,6 +196,15 @@ def test_every_view_is_readable_whatever_it_is_told(
     result = run(address, VIEWS[view])
     assert result.exit_code == 0, result.output
     check_screen(result.output)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_the_doctor_shows_text_as_text(coordinator: tuple[HostileCoordinator, str], text: str) -> None:
+    hostile, address = coordinator
+    for hostile.texts, hostile.fails_with in (([text], None), ([""], f"no {text} here")):
+        result = run(address, ["doctor"])
+        assert result.exit_code == 1, "such a coordinator is not well"
+        check_screen(result.output)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -43,7 +43,7 @@ def test_json_has_the_contracts_names_and_plain_values() -> None:
     assert row["baseline"] == {"iteration_time_s": 1.25, "energy_j": None}
     assert row["planned_iteration_time_s"] == [1.5, 1.25]
     assert row["stragglers"] == [{"pipeline": 1, "iteration_time_s": 0.0, "is_detected": False}]
-    assert row["policy"] == {"max_slowdown_percent": 2.5}
+    assert row["policy"] == {"max_slowdown_percent": 2.5, "budget_terms": None}
     assert set(row) == {field.name for field in job_pb2.Job.DESCRIPTOR.fields}
 
 
@@ -68,7 +68,7 @@ def test_csv_has_the_same_columns_whatever_is_set(capsys: pytest.CaptureFixture[
     assert (full["baseline.iteration_time_s"], full["baseline.energy_j"]) == ("1.25", "")
     assert full["planned_iteration_time_s"] == "1.5 1.25"
     assert json.loads(full["stragglers"])[0]["pipeline"] == 1
-    assert json.loads(full["policy"]) == {"max_slowdown_percent": 2.5}
+    assert json.loads(full["policy"]) == {"max_slowdown_percent": 2.5, "budget_terms": None}
     assert empty["baseline.energy_j"] == empty["finish_time"] == empty["policy"] == ""
     show_messages(Format.CSV, [], job_pb2.Job.DESCRIPTOR, Table)
     assert shown(capsys).splitlines() == text.splitlines()[:1]

@@ -25,6 +25,7 @@ BOUNDED = {
     "reason": "enumeration",
     "lane": "two",
     "job_id": "the newest 1,000",
+    "feed": "those that are configured",
     "regular": "two",
     "point": "three",
     "source": "two",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from perseus.service.domain.events import Happening, JobEvent
 from perseus.service.domain.evidence import EVIDENCE, Evidence, PipelineClocks, StragglerReported
 from perseus.service.domain.model import EventType
-from perseus.service.domain.specification import Deadline, OperatingPolicy
+from perseus.service.domain.specification import BudgetTerms, Deadline, OperatingPolicy
 
 CLASSES: tuple[type[Evidence], ...] = get_args(Evidence)
 
@@ -23,10 +23,11 @@ _FLOATS = st.floats(allow_nan=False)
 _TIMES = st.floats(1e9, 4e9)
 _TEXTS = st.text(st.characters(codec="utf-8"))
 _MESSAGES = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+_TERMS = st.none() | st.builds(BudgetTerms, _FLOATS, _FLOATS)
 _POLICIES = st.one_of(
-    st.builds(OperatingPolicy, max_slowdown_percent=_FLOATS),
-    st.builds(OperatingPolicy, deadline=st.builds(Deadline, _INT64, _FLOATS)),
-    st.builds(OperatingPolicy, max_average_power_w=_FLOATS),
+    st.builds(OperatingPolicy, max_slowdown_percent=_FLOATS, budget_terms=_TERMS),
+    st.builds(OperatingPolicy, deadline=st.builds(Deadline, _INT64, _FLOATS), budget_terms=_TERMS),
+    st.builds(OperatingPolicy, max_average_power_w=_FLOATS, budget_terms=_TERMS),
 )
 
 

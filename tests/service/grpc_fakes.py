@@ -13,6 +13,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
 from perseus.demo.security import Security
+from perseus.service.domain.inputs import PlanInForce
 from perseus.service.domain.model import STOCK, Clocks, HoldClocks, Offer, PlannedClocks
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import KINDS
@@ -299,7 +300,7 @@ class FakeAgent:
                 for computation, planned in zip(rank.order, offer.stage_plan.computations, strict=True)
             )
             clocks = PlannedClocks(Plan(0.0, 0.0, 0.0, ((),) * place.stage + (own,)))
-        answer = rank.answer(Offer(offer.version, offer.start_iteration, clocks))
+        answer = rank.answer(Offer(offer.version, offer.start_iteration, clocks, offer.urgent))
         await self.say(
             plan_answer=agent_service_pb2.PlanAnswer(
                 job_id=self.job_id,
@@ -313,6 +314,18 @@ class FakeAgent:
                 iteration=rank.iteration,
             )
         )
+        if (in_force := rank.apply()) is not None:
+            await self._say_in_force(in_force)
+
+    async def _say_in_force(self, in_force: PlanInForce) -> None:
+        message = agent_service_pb2.PlanInForce(
+            job_id=self.job_id,
+            rank=self.place(in_force.rank),
+            epoch=self.epoch,
+            version=in_force.version,
+            iteration=in_force.iteration,
+        )
+        await self.say(plan_in_force=message)
 
     async def iterate(self, count: int = 1) -> None:
         """Let all ranks go through iterations in step; each waits until its telemetry is acknowledged."""
@@ -320,14 +333,7 @@ class FakeAgent:
             for rank in self.ranks.values():
                 in_force = rank.begin()
                 if in_force is not None:
-                    message = agent_service_pb2.PlanInForce(
-                        job_id=self.job_id,
-                        rank=self.place(rank.place),
-                        epoch=self.epoch,
-                        version=in_force.version,
-                        iteration=in_force.iteration,
-                    )
-                    await self.say(plan_in_force=message)
+                    await self._say_in_force(in_force)
             for rank in self.ranks.values():
                 await self.say(telemetry=self.telemetry(rank))
             await self.until(lambda: self.acknowledged >= self.sequence)
@@ -347,6 +353,7 @@ class FakeAgent:
                 energy_j=rows.energy_j,
                 is_regular=rows.is_regular,
                 clock_event_reasons=rows.clock_event_reasons,
+                is_touched=rows.is_touched,
             ),
             computations=agent_service_pb2.ComputationColumns(
                 iteration=computations.iteration,

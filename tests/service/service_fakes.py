@@ -8,7 +8,17 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 import numpy as np
 
-from perseus.service.domain.commands import Announce, Command, EndStream, Refine, SendOffer, Solve, Store
+from perseus.service.domain.commands import (
+    AcceptRank,
+    Announce,
+    Command,
+    EndStream,
+    Refine,
+    SendCeiling,
+    SendOffer,
+    Solve,
+    Store,
+)
 from perseus.service.domain.errors import RankNotServedError
 from perseus.service.domain.evidence import MeasurementsUnexplained
 from perseus.service.domain.inputs import (
@@ -27,6 +37,7 @@ from perseus.service.domain.measured import Period, StageProfile
 from perseus.service.domain.model import (
     STOCK,
     STOCK_MHZ,
+    Ceiling,
     Gpu,
     JobState,
     Offer,
@@ -211,7 +222,7 @@ class FakeRank:
     It may not be allowed to set clocks (`is_permitted`), its GPU may lack some (`missing_mhz`), its energy
     may never be determined (`tells_energy`), or what it draws while it waits may not (`tells_power`). Its GPU
     may take a while to set a clock (0: it does not tell), and be bounded (`limits`), or held below its clock
-    (`reasons`) at one of its own (`capped_mhz`).
+    (`reasons`) at one of its own (`capped_mhz`). `begun_version`: what the iteration under way began under.
     """
 
     place: Coordinates
@@ -231,6 +242,9 @@ class FakeRank:
     limits: GpuLimits | None = None
     reasons: int = 0
     capped_mhz: int = 0
+    ceiling: Ceiling | None = None
+    begun_version: int | None = None
+    is_touched: bool = False
 
     def joined(self, in_force_epoch: str | None = None) -> RankJoined:
         epoch = EPOCH if self.in_force.version else ""
@@ -249,10 +263,11 @@ class FakeRank:
         """A new trainer begins after this iteration, at stock."""
         self.iteration, self.in_force, self.pending = iteration, Offer(0, 0, STOCK), None
         self.in_force_since = iteration + 1
+        self.begun_version, self.is_touched = None, False
         self.after_sequence = self.sequence
 
     def answer(self, offer: Offer) -> OfferAnswered:
-        """Accept an offer unless it asks for what can't be, or its start has begun."""
+        """Accept an offer unless it asks for what can't be, or its start has begun. `apply` is to follow."""
         refusal = None
         wanted = stage_clocks(offer.clocks, self.place.stage)
         wanted_mhz = {wanted} if isinstance(wanted, int) else set(wanted)
@@ -261,7 +276,11 @@ class FakeRank:
             refusal = RefusalReason.NOT_PERMITTED
         elif missing_mhz:
             refusal = RefusalReason.CLOCK_NOT_SUPPORTED
-        elif offer.start_iteration <= self.iteration and offer.version != self.in_force.version:
+        elif (
+            offer.start_iteration <= self.iteration
+            and offer.version != self.in_force.version
+            and not offer.is_urgent
+        ):
             refusal = RefusalReason.PAST_START
         else:
             self.pending = offer
@@ -276,6 +295,25 @@ class FakeRank:
             missing_mhz if refusal is RefusalReason.CLOCK_NOT_SUPPORTED else (),
         )
 
+    def apply(self) -> PlanInForce | None:
+        """Bring an urgent offer into force, if one was accepted."""
+        if self.pending is None or not self.pending.is_urgent:
+            return None
+        changes = self.pending.version != self.in_force.version
+        self.in_force, self.pending = self.pending, None
+        if not changes:
+            return None
+        self.is_touched = self.begun_version is not None
+        self.in_force_since = self.iteration + 1
+        return PlanInForce(self.place, self.instance_id, EPOCH, self.in_force.version, self.iteration)
+
+    def limit(self, ceiling: Ceiling | None) -> None:
+        """Take a ceiling, which changes the clocks of what is under way unless there is a plan."""
+        is_planned = isinstance(self.in_force.clocks, PlannedClocks)
+        if ceiling != self.ceiling and self.begun_version is not None and not is_planned:
+            self.is_touched = True
+        self.ceiling = ceiling
+
     def lose_permission(self) -> PlanInForce:
         """The driver lets it set no clocks any more: stock from now on."""
         self.is_permitted = False
@@ -285,6 +323,11 @@ class FakeRank:
     def begin(self) -> PlanInForce | None:
         """Begin the next iteration, with the offer that starts here."""
         self.iteration += 1
+        in_force = self._begin_pending()
+        self.begun_version, self.is_touched = self.in_force.version, False
+        return in_force
+
+    def _begin_pending(self) -> PlanInForce | None:
         if self.pending is not None and self.pending.start_iteration <= self.iteration:
             changes = self.pending.version != self.in_force.version
             self.in_force, self.pending = self.pending, None
@@ -297,8 +340,11 @@ class FakeRank:
         """End the iteration and report it."""
         self.sequence += 1
         held_mhz = stage_clocks(self.in_force.clocks, self.place.stage)
+        version = self.in_force.version if self.begun_version is None else self.begun_version
+        self.begun_version = None
+        is_regular = is_regular and not self.is_touched
         energy = None
-        if isinstance(held_mhz, int):
+        if isinstance(held_mhz, int) and not self.is_touched:
             count = self.iteration - self.in_force_since + 1
             energy = estimate(self.order, self.in_force.version, count, held_mhz)
             if not self.tells_energy:
@@ -308,7 +354,7 @@ class FakeRank:
         telemetry = batch(
             self.sequence,
             [self.iteration],
-            self.in_force.version,
+            version,
             duration_s,
             energy=energy,
             order=self.order if is_regular else (),
@@ -316,7 +362,9 @@ class FakeRank:
         )
         telemetry = telemetry._replace(
             iterations=telemetry.iterations._replace(
-                clock_event_reasons=[self.reasons], capped_clock_mhz=[self.capped_mhz]
+                clock_event_reasons=[self.reasons],
+                capped_clock_mhz=[self.capped_mhz],
+                is_touched=[self.is_touched],
             ),
             clocks=clock_statistics(self.in_force.version, self.set_latency_s)
             if self.set_latency_s
@@ -364,8 +412,12 @@ class Cluster:
             command = waiting.popleft()
             if isinstance(command, SendOffer):
                 self.offered_versions.append(command.offer.version)
-                answer = self.ranks[command.rank].answer(command.offer)
-                waiting.extend(self.tell(answer))
+                rank = self.ranks[command.rank]
+                waiting.extend(self.tell(rank.answer(command.offer)))
+                if (in_force := rank.apply()) is not None:
+                    waiting.extend(self.tell(in_force))
+            elif isinstance(command, SendCeiling | AcceptRank):
+                self.ranks[command.rank].limit(command.ceiling)
             elif isinstance(command, Solve):
                 if any(isinstance(other, SendOffer) for other in waiting):
                     waiting.append(command)  # It takes longer than an offer's way.

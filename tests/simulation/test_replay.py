@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from perseus.service.fleet.power.budgets import Budget, Feed
+from perseus.service.domain.power import Budget, Feed
 from perseus.service.fleet.signals.series import HOUR_S, Signal, SignalKind
 from perseus.simulation.replay import (
     Fleet,

@@ -17,9 +17,11 @@ from perseus.v1 import (
     computation_pb2,
     frontier_pb2,
     frontier_service_pb2,
+    info_service_pb2,
     job_pb2,
     job_service_pb2,
     ledger_service_pb2,
+    power_service_pb2,
     rank_pb2,
     token_service_pb2,
 )
@@ -31,7 +33,9 @@ JOB = "fuzzed"
 _SERVICES = (
     job_service_pb2.DESCRIPTOR.services_by_name["JobService"],
     frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"],
+    info_service_pb2.DESCRIPTOR.services_by_name["InfoService"],
     ledger_service_pb2.DESCRIPTOR.services_by_name["LedgerService"],
+    power_service_pb2.DESCRIPTOR.services_by_name["PowerService"],
     token_service_pb2.DESCRIPTOR.services_by_name["TokenService"],
 )
 

@@ -22,7 +22,7 @@ stands: whoever comes later does not take it away (4 is not asked again), but th
 from dataclasses import dataclass
 from enum import Enum
 
-from perseus.agent.claims.grants import Grants, User
+from perseus.agent.claims.grants import Grants, Labels, User
 
 
 class Access(Enum):
@@ -49,10 +49,14 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The claim is good: by a grant, or by sight. `is_running`: a process of the user's runs on the GPU."""
+    """The claim is good: by a grant, or by sight. `is_running`: a process of the user's runs on the GPU.
+
+    `labels` are those of the grant.
+    """
 
     is_granted: bool = False
     is_running: bool = False
+    labels: Labels = ()
 
     @property
     def is_proven(self) -> bool:
@@ -80,8 +84,10 @@ _GRANT_IT = "a grant says who may (docs/security.md)"
 def by_grant(grants: Grants, user: User, uuid: str, index: int) -> Allowed | Refused | None:
     """What the operator says of it; None if nothing. `is_running` is not known here."""
     of_user = [grant for grant in grants.grants if grant.is_for(user)]
-    if any(grant.covers(uuid, index) for grant in of_user):
-        return Allowed(is_granted=True)
+    covering = [grant for grant in of_user if grant.covers(uuid, index)]
+    if covering:
+        labels = dict(label for grant in covering for label in grant.labels)
+        return Allowed(is_granted=True, labels=tuple(sorted(labels.items())))
     if of_user or any(grant.names(uuid, index) for grant in grants.grants):
         return Refused(NOT_GRANTED, f"GPU {uuid}: expected a grant for user {user}, found grants without it")
     if grants.problems:

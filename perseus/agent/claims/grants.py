@@ -4,6 +4,9 @@ A grant file has one grant a line, and comments after `#`:
 
     alice: 0 1                        # a user's name or number, and GPUs: by index …
     1004: GPU-8f6c1a2e-…  all         # … by UUID, or all
+    bob: 2 3 slurm-job=17 slurm-account=physics
+
+What has a `=` is a label, which the jobs get that are registered by this grant.
 
 Only what is understood as a whole counts: a file with a mistake grants nothing, and as long as there is one,
 nobody claims a GPU without a grant. Nothing here reads files; the agent reads them anew for every claim.
@@ -18,6 +21,12 @@ ALL = "all"
 _USER = re.compile(r"[A-Za-z0-9_.@\\+-]{1,256}\$?")
 _GPU = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _MAX_INDEX_DIGITS = 4
+_MAX_LABELS = 16
+# As the coordinator takes them; a value has no space or `#`, as those have a meaning here.
+_LABEL = re.compile(r"([a-z0-9][a-z0-9._-]{0,62})=([A-Za-z0-9_.,:;@/+=-]{0,256})")
+
+Labels = tuple[tuple[str, str], ...]
+"""Keys and values, by key."""
 
 
 class MalformedGrantError(ValueError):
@@ -41,6 +50,7 @@ class Grant:
 
     user: str
     gpus: frozenset[str]
+    labels: Labels = ()
 
     def is_for(self, user: User) -> bool:
         """Whether a user is meant. A number is never a name: it is compared with numbers only."""
@@ -76,10 +86,23 @@ def _parse_lines(lines: Iterable[str]) -> Iterable[Grant]:
         user, colon, gpus = (part.strip() for part in said.partition(":"))
         if not colon or not _USER.fullmatch(user):
             raise MalformedGrantError(f"line {number}: expected USER: GPU …, found {said[:80]!a}")
-        names = gpus.split()
+        words = gpus.split()
+        names = [word for word in words if "=" not in word]
         if not names:
             raise MalformedGrantError(f"line {number}: expected a GPU's index or UUID, or all, found none")
-        yield Grant(user, frozenset(_gpu(number, name) for name in names))
+        labels = dict(_label(number, word) for word in words if "=" in word)
+        if len(labels) > _MAX_LABELS:
+            raise MalformedGrantError(
+                f"line {number}: expected at most {_MAX_LABELS} labels, found {len(labels)}"
+            )
+        yield Grant(user, frozenset(_gpu(number, name) for name in names), tuple(sorted(labels.items())))
+
+
+def _label(number: int, word: str) -> tuple[str, str]:
+    found = _LABEL.fullmatch(word)
+    if found is None:
+        raise MalformedGrantError(f"line {number}: expected a label KEY=VALUE, found {word[:80]!a}")
+    return found[1], found[2]
 
 
 def _gpu(number: int, name: str) -> str:

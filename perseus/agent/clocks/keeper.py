@@ -12,6 +12,8 @@ at no moment may the clock in force be lower than the one planned for what is be
 Where the timetable knows nothing yet (the first iterations under a plan) this comes down to: when a
 computation begins, the clock of the next is asked for if it is higher; when it ends, the next one's.
 
+Clocks that come into force in the midst of an iteration (`go_on`) are asked for at once, whatever lies ahead.
+
 Stock counts as the highest clock. Next is cyclic: after the last computation comes the first of the next
 iteration.
 
@@ -21,7 +23,8 @@ slowed for long.** Evaluation, optimizer and checkpoints lie there. So
 - no lower clock is asked for in the gap, only at the next begin; a higher one that the next iteration begins
   with at once;
 - where the gap is long, the GPU goes to its *fallback* at its begin; where it turns out long, as soon as it
-  has. Long are four set latencies.
+  has. Long are four set latencies. A fallback below the clock that the next iteration begins with (a power
+  budget's ceiling) would make that late: where the usual gap is short, only a longer one counts as long then.
 
 So it does when nothing is heard of the trainer for long in the midst of an iteration: whatever it does, or
 does not, it is not what was planned.
@@ -43,6 +46,7 @@ Commands = list[SetClock | ResetClock | ScheduleClock]
 
 _ERRORS_KEPT = 64
 _LONG_GAP_LATENCIES = 4
+_LONGEST_KEPT_GAP_S = 1.0
 # Silence is long from so many times the longest that anything took, and from so long on in any case.
 _LONG_SILENCE_SPANS = 4
 _LEAST_SILENCE_S = 1.0
@@ -61,12 +65,14 @@ class ClockKeeper:
     """One GPU's clock. Methods take the time of a mark and the time now, and return what is to be done.
 
     Attributes:
-        fallback_mhz: the clock of a GPU on which nobody computes as planned: stock (None).
+        fallback_mhz: the clock of a GPU on which nobody computes as planned: stock (None), or a ceiling.
+        position: of the computation that has begun, or comes next; None where nothing planned does.
     """
 
     def __init__(self) -> None:
         self.lead = Lead()
         self.fallback_mhz: int | None = None
+        self.position: int | None = None
         self._is_in_gap = False
         self._keeps_gaps = False
         self._wanted_mhz: int | None = None
@@ -102,12 +108,32 @@ class ClockKeeper:
 
     def fall_back(self) -> Commands:
         """No plan, or nothing that is to order: the fallback at once, until something else is asked for."""
+        self.position = None
         self._timetable.interrupt()
         self._predicted_begin = self._predicted_end_s = None
         return self._ask(self.fallback_mhz, None)
 
+    def change_fallback(self, fallback_mhz: int | None, now_s: float) -> Commands:
+        """The fallback is another from now on: at once where nothing planned is computed."""
+        if fallback_mhz == self.fallback_mhz:
+            return []
+        self._settle(now_s)
+        self.fallback_mhz = fallback_mhz
+        return self._ask(fallback_mhz, None) if self.position is None else []
+
+    def go_on(self, now_s: float) -> Commands:
+        """The clocks that `follow` was told of count for what is under way.
+
+        Where that is nothing planned, only the next iteration gets them, and until then a ceiling counts.
+        """
+        self._settle(now_s)
+        if self.position is not None:
+            return self._ask(self._clocks[self.position], None)
+        return [] if self.fallback_mhz is None else self._ask(self.fallback_mhz, None)
+
     def is_silent(self, heard_at_s: float, now_s: float) -> bool:
         """Whether the last mark was so long ago that the trainer can't be computing as planned."""
+        self._settle(now_s)
         silence_s = now_s - heard_at_s
         if silence_s < _LEAST_SILENCE_S or self._wanted_mhz == self.fallback_mhz:
             return False
@@ -116,13 +142,13 @@ class ClockKeeper:
 
     def begin_iteration(self, now_s: float) -> Commands:
         """An iteration begins, and its first computation perhaps at once."""
-        self._is_in_gap = False
+        self._is_in_gap, self.position = False, 0
         needs = self._needs(self._timetable.from_start(now_s), now_s, self._clocks)
         return self._decide(needs, now_s, now_s)
 
     def begin(self, position: int, time_s: float, now_s: float, following: Clocks) -> Commands:
         """A computation has begun. `following`: the clocks of the next iteration."""
-        self._is_in_gap = False
+        self._is_in_gap, self.position = False, position
         predicted = self._predicted_begin
         if predicted is not None and predicted.position % len(self._clocks) == position:
             self.lead.mispredicted(predicted.begin_s - time_s)
@@ -142,18 +168,20 @@ class ClockKeeper:
         return [] if self._is_in_gap or not self._clocks else self._begin_gap(time_s, now_s, following)
 
     def _begin_gap(self, time_s: float, now_s: float, following: Clocks) -> Commands:
-        self._is_in_gap = True
+        self._is_in_gap, self.position = True, None
         self._settle(now_s)
         gap_s = self._timetable.gap_s(0)
         long_s = _LONG_GAP_LATENCIES * self.lead.latency_s
-        at_s = time_s + long_s + (gap_s if self._keeps_gaps else 0.0)
-        if (gap_s > long_s and not self._keeps_gaps) or at_s <= now_s:
+        comes_late = is_higher(following[0], self.fallback_mhz) and gap_s <= _LONGEST_KEPT_GAP_S
+        is_kept = self._keeps_gaps or comes_late
+        at_s = time_s + long_s + (gap_s if is_kept else 0.0)
+        if (gap_s > long_s and not is_kept) or at_s <= now_s:
             return self._ask(self.fallback_mhz, None)
         wanted_mhz = self._wanted_mhz
         if is_higher(following[0], wanted_mhz):
             wanted_mhz = following[0]
-        is_below = is_higher(self.fallback_mhz, wanted_mhz)
-        return self._ask(wanted_mhz, ScheduleClock(self.fallback_mhz, at_s) if is_below else None)
+        is_other = wanted_mhz != self.fallback_mhz
+        return self._ask(wanted_mhz, ScheduleClock(self.fallback_mhz, at_s) if is_other else None)
 
     def end(self, position: int, time_s: float, now_s: float, following: Clocks) -> Commands:
         """A computation has ended."""
@@ -161,6 +189,7 @@ class ClockKeeper:
             self._errors_s.append(self._predicted_end_s - time_s)
             self._predicted_end_s = None
         self._timetable.end(position, time_s)
+        self.position = position + 1
         if position == len(self._clocks) - 1:
             return self._begin_gap(time_s, now_s, following)
         next_mark_s = max(now_s, time_s + self._timetable.gap_s((position + 1) % len(self._clocks)))
@@ -231,7 +260,9 @@ class ClockKeeper:
         assert self._wanted_mhz in known
         if self._scheduled is not None:
             assert self._scheduled.clock_mhz in known
-            assert is_higher(self._scheduled.clock_mhz, self._wanted_mhz), "a lower clock is never early"
+            is_fallback = self._is_in_gap and self._scheduled.clock_mhz == self.fallback_mhz
+            is_raise = is_higher(self._scheduled.clock_mhz, self._wanted_mhz)
+            assert is_fallback or is_raise, "a lower clock is never early"
 
 
 def is_higher(clock_mhz: int | None, than_mhz: int | None) -> bool:

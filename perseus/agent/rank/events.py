@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from perseus.agent.clocks.sets import ClockSet
 from perseus.agent.energy.counter import CounterChange
 from perseus.agent.link.packets import ComputationMark, Finish, IterationMark, WaitMark
-from perseus.agent.rank.messages import EnergyEstimate, GpuLimits, PlanOffer, RankAccepted, RankRefused
+from perseus.agent.rank.messages import (
+    EnergyEstimate,
+    GpuLimits,
+    PlanOffer,
+    RankAccepted,
+    RankCeiling,
+    RankRefused,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,7 @@ Event = (
     | Heard
     | RankAccepted
     | RankRefused
+    | RankCeiling
     | PlanOffer
     | CounterChange
     | ClockSet

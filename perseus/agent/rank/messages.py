@@ -156,7 +156,7 @@ class IterationRow:
 
     The gap is what lies between the end of the one before and its begin, all 0 where that end is not known;
     `gap_slowed_time_s` is what clocks below the highest can have added to it at most. `relative_work`: as the
-    trainer said it, 0 if it did not.
+    trainer said it, 0 if it did not. `is_touched`: clocks came into force in the midst of it.
     """
 
     iteration: int
@@ -170,6 +170,7 @@ class IterationRow:
     gap_slowed_time_s: float = 0.0
     capped_clock_mhz: int = 0
     relative_work: float = 0.0
+    is_touched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,11 +276,23 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Ceiling:
+    """The highest clock while a rank computes under no stage plan.
+
+    `outlasts_lease`: once the lease has run out, plan and ceiling stay; else that ends at stock.
+    """
+
+    clock_mhz: int
+    outlasts_lease: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RankAccepted:
-    """The rank is served; its computations in order."""
+    """The rank is served; its computations in order, and its ceiling, if there is one."""
 
     rank: Rank
     order: tuple[Computation, ...]
+    ceiling: Ceiling | None = None
 
 
 JOB_NOT_FOUND = "JOB_NOT_FOUND"
@@ -297,11 +310,20 @@ JOB_ALREADY_EXISTS = "JOB_ALREADY_EXISTS"
 
 @dataclass(frozen=True, slots=True)
 class RankRefused:
-    """The rank is not served, for a stable reason; the message is for people."""
+    """The rank is not served, for a stable reason, and its ceiling, if any. The message is for people."""
 
     rank: Rank
     reason: str
     message: str
+    ceiling: Ceiling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankCeiling:
+    """The rank has another ceiling from now on, or none."""
+
+    rank: Rank
+    ceiling: Ceiling | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,16 +378,17 @@ class StageClocks:
 
 @dataclass(frozen=True, slots=True)
 class PlanOffer:
-    """Clocks for one rank, from the begin of an iteration."""
+    """Clocks for one rank, from the begin of an iteration; an urgent offer's at once."""
 
     rank: Rank
     plan: PlanId
     start_iteration: int
     lease_s: float
     clocks: Stock | Hold | StageClocks
+    is_urgent: bool = False
 
 
-ToSession = RankAccepted | RankRefused | PlanOffer
+ToSession = RankAccepted | RankRefused | RankCeiling | PlanOffer
 """What concerns one rank."""
 
 Incoming = Welcome | ToSession | TelemetryAck | TelemetryRefused | MessageRefused | HeartbeatAnswer | Drain

@@ -75,6 +75,17 @@ class Pacer:
         """Nothing is computed as planned, until the trainer says otherwise."""
         return self.keeper.fall_back() if self._plans.forbidden is None else []
 
+    def change_at_once(self, now_s: float) -> Commands:
+        """Other clocks are in force from this moment on: what is under way shows nothing any more."""
+        if self._iteration is not None:
+            self._iteration.is_touched = True
+        self.follow_plan()
+        return self.keeper.go_on(now_s) if self._plans.forbidden is None else []
+
+    def follow_ceiling(self, now_s: float) -> Commands:
+        """Another ceiling is in force, or none: so is another clock where nothing is planned."""
+        return self.keeper.change_fallback(self._plans.fallback_mhz, now_s)
+
     def fall_back_if_silent(self, now_s: float) -> Commands:
         """So it is if a plan is in force, and nothing was heard of the trainer for long."""
         if self._plans.in_force is not None and self.keeper.is_silent(self.marked_at_s, now_s):
@@ -196,6 +207,7 @@ class Pacer:
     def validate(self, supported_clocks_mhz: Sequence[int]) -> None:
         """Check what must always hold; AssertionError otherwise. Called by tests after every event."""
         self.keeper.validate(supported_clocks_mhz)
+        assert self.keeper.fallback_mhz == self._plans.fallback_mhz
         assert self._plans.forbidden is None or self.keeper.wanted_mhz is None
         if self._iteration is None:
             return

@@ -1,15 +1,19 @@
 """A rank's plans: which offers it takes, which plan is in force, and which one is to come. Pure.
 
 At most one is in force and at most one pending. An offer that is accepted becomes pending, in place of any
-other, and is due whole at the begin of its start iteration.
+other, and is due whole at the begin of its start iteration; one that is urgent at once.
+
+A ceiling bounds what is not planned: without a plan, and where one is for stock, clocks are at the ceiling,
+and those that are held to be measured are no higher. A stage plan stays as it is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from perseus.agent.clocks.keeper import Clocks
 from perseus.agent.link.computation import Kind, Rank
 from perseus.agent.rank.messages import (
     NO_PLAN,
+    Ceiling,
     GpuDescription,
     Hold,
     PlanId,
@@ -24,11 +28,15 @@ from perseus.agent.rank.order import Order
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """An accepted offer. `clocks_mhz` has one clock for each computation of the order, None for stock."""
+    """An accepted offer: one clock for each computation of the order, None for stock.
+
+    `offered_mhz` are those that it asked for, `clocks_mhz` those that it has under the ceiling.
+    """
 
     plan: PlanId
     start_iteration: int
     lease_s: float
+    offered_mhz: Clocks
     clocks_mhz: Clocks
     is_hold: bool
 
@@ -41,6 +49,7 @@ class Plans:
         in_force: the plan that is, if any.
         pending: the one that comes into force next, if any.
         forbidden: why no clocks may be set, None if they may.
+        ceiling: the highest clock without a stage plan, None without one.
     """
 
     def __init__(self, rank: Rank, gpu: GpuDescription, forbidden: str | None) -> None:
@@ -51,6 +60,8 @@ class Plans:
         self.in_force: Plan | None = None
         self.pending: Plan | None = None
         self.forbidden = forbidden
+        self.ceiling: Ceiling | None = None
+        self._ceiling_lease_s = 0.0
 
     @property
     def has_any(self) -> bool:
@@ -64,8 +75,19 @@ class Plans:
 
     @property
     def lease_s(self) -> float | None:
-        """For how long the plans hold without a word from the coordinator; None without any."""
-        return min((plan.lease_s for plan in (self.in_force, self.pending) if plan), default=None)
+        """For how long plans and ceiling hold without a word from the coordinator; None without any."""
+        leases_s = [plan.lease_s for plan in (self.in_force, self.pending) if plan]
+        if self.ceiling is not None:
+            leases_s.append(self._ceiling_lease_s)
+        return min(leases_s, default=None)
+
+    @property
+    def fallback_mhz(self) -> int | None:
+        """The clock where nothing is computed as planned: the ceiling, as far as the GPU has it, or stock."""
+        if self.ceiling is None or self.forbidden is not None:
+            return None
+        supported_mhz, most_mhz = self._supported_clocks_mhz, self.ceiling.clock_mhz
+        return next((mhz for mhz in supported_mhz if mhz <= most_mhz), supported_mhz[-1])
 
     @property
     def clocks_mhz(self) -> Clocks:
@@ -87,6 +109,17 @@ class Plans:
         self.pending = None
         self.in_force = plan
 
+    def limit(self, ceiling: Ceiling | None, lease_s: float) -> bool:
+        """Take another ceiling, or none; whether the clocks in force change by that.
+
+        `lease_s`: for how long it holds without a word from the coordinator.
+        """
+        before = self.clocks_mhz
+        self.ceiling, self._ceiling_lease_s = ceiling, lease_s
+        self.in_force = self._limited(self.in_force)
+        self.pending = self._limited(self.pending)
+        return self.clocks_mhz != before
+
     def consider(self, offer: PlanOffer, begun_iteration: int, *, is_accepted: bool) -> PlanRefusal | None:
         """Make the offer pending, or say why not.
 
@@ -101,12 +134,16 @@ class Plans:
         if self._is_in_force(offer):
             self.pending = None
         else:
-            self.pending = Plan(
-                offer.plan,
-                offer.start_iteration,
-                offer.lease_s,
-                _clocks_mhz(offer.clocks, len(self.order)),
-                is_hold=isinstance(offer.clocks, Hold),
+            clocks_mhz = _clocks_mhz(offer.clocks, len(self.order))
+            self.pending = self._limited(
+                Plan(
+                    offer.plan,
+                    begun_iteration if offer.is_urgent else offer.start_iteration,
+                    offer.lease_s,
+                    clocks_mhz,
+                    clocks_mhz,
+                    is_hold=isinstance(offer.clocks, Hold),
+                )
             )
         return None
 
@@ -130,7 +167,8 @@ class Plans:
                 f"{rank}: expected clocks that GPU {self._gpu_uuid} supports, found {foreign} MHz",
                 tuple(foreign),
             )
-        if offer.start_iteration <= begun_iteration and not self._is_in_force(offer):
+        is_late = offer.start_iteration <= begun_iteration and not offer.is_urgent
+        if is_late and not self._is_in_force(offer):
             return PlanRefusal(
                 reasons.PAST_START,
                 f"{rank}: expected a start after iteration {begun_iteration}, which has begun, "
@@ -144,7 +182,18 @@ class Plans:
     def _clocks_of(self, plan: Plan | None) -> Clocks:
         if plan is not None:
             return plan.clocks_mhz
-        return (None,) * (len(self.order) if self.order is not None else 0)
+        return (self.fallback_mhz,) * (len(self.order) if self.order is not None else 0)
+
+    def _limited(self, plan: Plan | None) -> Plan | None:
+        """A plan under the ceiling."""
+        if plan is None:
+            return None
+        most_mhz, clocks_mhz = self.fallback_mhz, plan.offered_mhz
+        if most_mhz is not None:
+            clocks_mhz = tuple(
+                most_mhz if mhz is None or (plan.is_hold and mhz > most_mhz) else mhz for mhz in clocks_mhz
+            )
+        return plan if clocks_mhz == plan.clocks_mhz else replace(plan, clocks_mhz=clocks_mhz)
 
     def validate(self, begun_iteration: int) -> None:
         """Check what must always hold; AssertionError otherwise. Called by tests after every event."""
@@ -152,6 +201,7 @@ class Plans:
         assert self.in_force is None or self.in_force.start_iteration <= begun_iteration
         for plan in (self.in_force, self.pending):
             assert plan is None or (self.order is not None and len(plan.clocks_mhz) == len(self.order))
+            assert plan is None or plan == self._limited(plan)
 
 
 def _clocks_mhz(clocks: Stock | Hold | StageClocks, computation_count: int) -> Clocks:

@@ -105,6 +105,8 @@ class Iteration:
     has_deviated: bool = False
     is_at_stock: bool = False
     """Whether it runs at stock whatever the plan is: those before it were not to order."""
+    is_touched: bool = False
+    """Whether clocks came into force in the midst of it: what it took shows nothing of any."""
 
     @property
     def needed_s(self) -> float | None:
@@ -147,7 +149,7 @@ class Recorder:
         return bool(self._finished)
 
     def follow(self, plan_version: int, clocks_mhz: Clocks) -> None:
-        """Another plan is in force from the next iteration on."""
+        """Another plan is in force from the next iteration on, or has other clocks."""
         self._plan = PlanRecord(clocks_mhz, Sampler(plan_version))
 
     def iteration(self, number: int, begin_s: float | None, relative_work: float = 0.0) -> Iteration:
@@ -210,13 +212,14 @@ class Recorder:
         computations: list[ComputationRow],
     ) -> None:
         assert iteration.begin_s is not None  # others are not finished
-        plan = None if iteration.is_at_stock else iteration.plan
+        plan = None if iteration.is_at_stock or iteration.is_touched else iteration.plan
         complete = [self._measure_run(plan, run) for run in iteration.runs if run.end_s is not None]
         begin_j = energy_at_j(self._changes, iteration.begin_s)
         end_j = energy_at_j(self._changes, iteration.end_s)
         is_regular = (
             not iteration.has_deviated
             and not iteration.is_at_stock
+            and not iteration.is_touched
             and tuple(each.computation for each in complete) == order
             and begin_j is not None  # the counter was not yet watched: of no use for energy
         )
@@ -239,8 +242,11 @@ class Recorder:
                 gap_slowed_time_s=gap_slowed_time_s,
                 capped_clock_mhz=capped_mhz,
                 relative_work=iteration.relative_work,
+                is_touched=iteration.is_touched,
             )
         )
+        if iteration.is_touched:
+            return
         computations += [
             ComputationRow(
                 iteration=iteration.number,

@@ -7,8 +7,12 @@ vanishes, or its GPU fails. Four things go on in it, each with little to do with
 brings the registered order, or a refusal. Offers are answered with a refusal until the rank is accepted.
 
 *Plans.* `rank.plans` takes offers or refuses them; one that was taken comes into force whole at the begin of
-its start iteration. Without a word from the coordinator for the lease, once refused, or without the right to
-set clocks, no plan is in force.
+its start iteration, an urgent one at once. Without a word from the coordinator for the lease, once refused,
+or without the right to set clocks, no plan is in force.
+
+*Ceiling.* While the coordinator has ordered one, it takes the place of stock wherever nothing is planned, and
+bounds what is held to be measured. It ends as plans do when the lease runs out, unless it was ordered to
+outlast that: then plans stay, too.
 
 *Clocks.* What is wanted follows from the marks; `rank.pacing` follows those, and `clocks.keeper` decides.
 
@@ -22,6 +26,7 @@ of a plan takes milliseconds to work out, so it is asked for (`EstimateEnergy`) 
     Connected, Disconnected  announce the rank; forget the acceptance
     Heard                    the lease starts anew
     RankAccepted, RankRefused, PlanOffer           as above
+    RankCeiling              as above
     IterationMark, ComputationMark                 as above
     WaitMark                 what the computation under way waits for others is left out of its time
     CounterChange, ClockSet  measurement
@@ -59,12 +64,14 @@ from perseus.agent.rank.events import (
 )
 from perseus.agent.rank.messages import (
     NO_PLAN,
+    Ceiling,
     FromSession,
     GpuDescription,
     PlanAnswer,
     PlanInForce,
     PlanOffer,
     RankAccepted,
+    RankCeiling,
     RankJoined,
     RankLeft,
     RankLeftReason,
@@ -150,15 +157,17 @@ class Session:
             case Heard():
                 self._on_heard(now_s)
             case PlanOffer():
-                self._on_plan_offer(event)
+                self._on_plan_offer(event, now_s)
+            case RankCeiling():
+                self._on_rank_ceiling(event, now_s)
             case Connected():
-                self._on_connected(now_s)
+                self._on_connected(event, now_s)
             case Disconnected():
                 self._on_disconnected()
             case RankAccepted():
-                self._on_rank_accepted(event)
+                self._on_rank_accepted(event, now_s)
             case RankRefused():
-                self._on_rank_refused(now_s)
+                self._on_rank_refused(event, now_s)
             case SetNotPermitted():
                 self._on_set_not_permitted(event)
             case TrainerJoined():
@@ -216,14 +225,20 @@ class Session:
             self._announce()
         lease_s = self._plans.lease_s
         if lease_s is not None and now_s - self._standing.heard_at_s > lease_s:
-            self._drop_plans()
+            self._on_lease_over(now_s)
         self._commands += self._pacer.fall_back_if_silent(now_s)
         self._report(now_s)
 
+    def _on_lease_over(self, now_s: float) -> None:
+        ceiling = self._plans.ceiling
+        if ceiling is None or not ceiling.outlasts_lease:
+            self._limit(None, now_s)
+            self._drop_plans()
+
     # --- Standing with the coordinator ----------------------------------------------------------------------
 
-    def _on_connected(self, now_s: float) -> None:
-        self._standing.connect(now_s)
+    def _on_connected(self, event: Connected, now_s: float) -> None:
+        self._standing.connect(event.lease_s, now_s)
         self._announce()
 
     def _on_disconnected(self) -> None:
@@ -232,7 +247,7 @@ class Session:
     def _on_heard(self, now_s: float) -> None:
         self._standing.heard_at_s = now_s
 
-    def _on_rank_accepted(self, accepted: RankAccepted) -> None:
+    def _on_rank_accepted(self, accepted: RankAccepted, now_s: float) -> None:
         self._standing.accept()
         order = self._plans.order
         if order is None or order.computations != accepted.order:
@@ -240,10 +255,20 @@ class Session:
             self._commands += self._pacer.deviate()
             self._plans.order = Order(accepted.order)
             self._pacer.follow_order()
+        self._limit(accepted.ceiling, now_s)
 
-    def _on_rank_refused(self, now_s: float) -> None:
+    def _on_rank_refused(self, refused: RankRefused, now_s: float) -> None:
         self._standing.refuse(now_s)
+        self._limit(refused.ceiling, now_s)
         self._drop_plans()
+
+    def _on_rank_ceiling(self, message: RankCeiling, now_s: float) -> None:
+        self._limit(message.ceiling, now_s)
+
+    def _limit(self, ceiling: Ceiling | None, now_s: float) -> None:
+        if self._plans.limit(ceiling, self._standing.lease_s):
+            self._commands += self._pacer.change_at_once(now_s)
+        self._commands += self._pacer.follow_ceiling(now_s)
 
     def _announce(self) -> None:
         if not self._standing.may_announce():
@@ -266,10 +291,15 @@ class Session:
 
     # --- Plans ----------------------------------------------------------------------------------------------
 
-    def _on_plan_offer(self, offer: PlanOffer) -> None:
+    def _on_plan_offer(self, offer: PlanOffer, now_s: float) -> None:
         begun_iteration = self._pacer.begun_iteration
         refusal = self._plans.consider(offer, begun_iteration, is_accepted=self._standing.is_accepted)
         self._send(PlanAnswer(self.rank, offer.plan, refusal, begun_iteration))
+        plan = self._plans.pending
+        if offer.is_urgent and refusal is None and plan is not None:
+            self._plans.follow(plan)
+            self._commands += self._pacer.change_at_once(now_s)
+            self._send(PlanInForce(self.rank, plan.plan, begun_iteration))
 
     def _bring_into_force(self, iteration: int) -> None:
         """The plan that is due when this iteration begins, if one is."""
@@ -280,7 +310,7 @@ class Session:
             self._send(PlanInForce(self.rank, plan.plan, iteration))
 
     def _drop_plans(self) -> None:
-        """Stock at once, no plan in force, and none to come: the coordinator must know of either."""
+        """The fallback at once, no plan in force, and none to come: the coordinator must know of either."""
         has_any, was_in_force = self._plans.has_any, self._plans.in_force is not None
         self._plans.follow(None)
         if was_in_force:

@@ -19,6 +19,7 @@ class Standing:
         is_connected: whether there is a connection.
         is_accepted: whether the coordinator has accepted the rank on it.
         heard_at_s: when the coordinator spoke last.
+        lease_s: what it grants on the latest connection; 0 before the first.
     """
 
     def __init__(self, *, is_registered: bool) -> None:
@@ -26,6 +27,7 @@ class Standing:
         self.is_connected = False
         self.is_accepted = False
         self.heard_at_s = 0.0
+        self.lease_s = 0.0
         self._announce_at_s: float | None = None
         self._retry_s = JOIN_RETRY_S
 
@@ -38,9 +40,10 @@ class Standing:
         self._retry_s = JOIN_RETRY_S
         return True
 
-    def connect(self, now_s: float) -> None:
+    def connect(self, lease_s: float, now_s: float) -> None:
         """There is a connection."""
         self.is_connected = True
+        self.lease_s = lease_s
         self.heard_at_s = now_s
         self._retry_s = JOIN_RETRY_S
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
@@ -82,7 +83,7 @@ class Door:
         if isinstance(said, Refused):
             return said
         if said is not None:
-            return Allowed(is_granted=True, is_running=owners is not None and user.uid in owners)
+            return replace(said, is_running=owners is not None and user.uid in owners)
         if before is not None and before.is_running and not before.is_granted:
             return by_sight(user, uuid, Sight(Access.OPEN, owners=owners), stands=True)
         access, problem = self._access(peer, Path(use.device_node))

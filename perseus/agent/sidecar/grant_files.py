@@ -2,7 +2,7 @@
 
 Only what nobody but root and the agent's user can write counts: the folder, and regular files in it. Names
 that begin with a dot or end with a tilde are left out. Links are followed: a mounted ConfigMap is made of
-them.
+them, and its folder is open to all (0777), but on a mount that nobody can write to.
 """
 
 import os
@@ -20,7 +20,7 @@ def read_grants(folder: Path) -> Grants:
     """The grants in the files of a folder; none if there is no such folder."""
     try:
         names = sorted(os.listdir(folder))
-        _check_owner(folder, os.stat(folder))
+        _check_owner(folder, os.stat(folder), is_read_only=bool(os.statvfs(folder).f_flag & os.ST_RDONLY))
     except FileNotFoundError:
         return Grants()
     except OSError as error:
@@ -59,8 +59,9 @@ def _read_grant_file(path: Path) -> str:
     return content.decode()
 
 
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if found.st_uid not in (0, os.geteuid()) or found.st_mode & _OTHERS_WRITE:
+def _check_owner(path: Path, found: os.stat_result, *, is_read_only: bool = False) -> None:
+    is_open = found.st_mode & _OTHERS_WRITE and not is_read_only
+    if found.st_uid not in (0, os.geteuid()) or is_open:
         mode = stat.filemode(found.st_mode)
         raise PermissionError(
             1,

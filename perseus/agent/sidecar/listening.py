@@ -79,7 +79,7 @@ class Listener:
         try:
             os.fchmod(self.socket.fileno(), _NOBODY_ELSE)  # what bind makes has this, whatever the umask
             self.socket.bind(f"/proc/self/fd/{folder}/socket")
-            gid = _group_to_give(private / "socket", access.group)
+            gid = _group_to_give(private / "socket", access)
             if gid is not None:
                 os.chown("socket", -1, gid, dir_fd=folder, follow_symlinks=False)
             os.chmod("socket", access.mode, dir_fd=folder)
@@ -96,8 +96,9 @@ class Listener:
         return found.st_dev, found.st_ino
 
 
-def _group_to_give(path: Path, name: str | None) -> int | None:
+def _group_to_give(path: Path, access: SocketAccess) -> int | None:
     """The group that the socket is to have; None to leave it with the agent's own."""
+    name = access.group
     wanted = DEFAULT_GROUP if name is None else name
     try:
         gid = grp.getgrnam(wanted).gr_gid
@@ -112,7 +113,7 @@ def _group_to_give(path: Path, name: str | None) -> int | None:
         raise NoSuchGroupError(
             f"socket_group: expected a group to give the socket to, found {name!r}: {problem}"
         )
-    if os.geteuid() == 0:
+    if os.geteuid() == 0 and not access.mode & stat.S_IWOTH:  # who may write may connect
         _log.warning("only root may connect", group=wanted, reason=problem)
     return None
 

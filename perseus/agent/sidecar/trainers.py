@@ -127,8 +127,11 @@ class Trainers:
                     self._vitals.note_dropped(trainer.claim.gpu_uuid, max(0, dropped_count))
                 self._roster.tell(trainer.rank, message)
             case Registration():
-                owner = trainer.claim.user.name
-                trainer.line.reply(await self._uplink.register(trainer.rank.job_id, message, owner))
+                claim = trainer.claim
+                labels = claim.verdict.labels if claim.verdict is not None else ()
+                trainer.line.reply(
+                    await self._uplink.register(claim.rank.job_id, message, claim.user.name, labels)
+                )
                 self._specify(trainer, message.spec_fingerprint)
             case Membership(spec_fingerprint):
                 self._specify(trainer, spec_fingerprint)

@@ -12,6 +12,7 @@ from typing import assert_never
 
 import structlog
 
+from perseus.agent.claims.grants import Labels
 from perseus.agent.link.computation import Rank
 from perseus.agent.link.packets import Registration, Reply
 from perseus.agent.rank.events import Connected, Disconnected, Heard
@@ -24,6 +25,7 @@ from perseus.agent.rank.messages import (
     PlanRefusal,
     PlanRefusalReason,
     RankAccepted,
+    RankCeiling,
     RankRefused,
     ToSession,
     Welcome,
@@ -32,11 +34,9 @@ from perseus.agent.sidecar.gpu_reports import GpuReports
 from perseus.agent.sidecar.roster import Roster
 from perseus.agent.sidecar.settings import AgentSettings
 from perseus.agent.sidecar.vitals import Vitals
+from perseus.agent.sidecar.way import channels_of
 from perseus.agent.stream.coordinator import Coordinator
 from perseus.agent.stream.registration import Outcome, Refused, Registered, Registrar, Unreachable
-from perseus.tls.address import is_local
-from perseus.tls.channels import Channels
-from perseus.tls.tokens import find_token
 
 _log = structlog.get_logger(__name__)
 
@@ -55,12 +55,7 @@ class Uplink:
         self._address = settings.coordinator
         self._roster = roster
         self._welcome: Welcome | None = None
-        token = find_token(
-            path=settings.token_file,
-            token=settings.token.get_secret_value() if settings.token is not None else None,
-            is_local=is_local(settings.coordinator),
-        )
-        channels = Channels(settings.coordinator, settings.tls_files, token)
+        channels = channels_of(settings)
         if channels.is_exposed:
             _log.warning("insecure: plaintext to another machine", coordinator=settings.coordinator)
         self._registrar = Registrar(channels)
@@ -85,9 +80,9 @@ class Uplink:
 
     # --- Trainers -------------------------------------------------------------------------------------------
 
-    async def register(self, job_id: str, registration: Registration, owner: str) -> Reply:
-        """Register a job of `owner`'s; what the probe is told that asked for it."""
-        reply = _reply(await self._registrar.register(job_id, registration, owner))
+    async def register(self, job_id: str, registration: Registration, owner: str, labels: Labels) -> Reply:
+        """Register a job of `owner`'s with its labels; what the probe is told that asked for it."""
+        reply = _reply(await self._registrar.register(job_id, registration, owner, labels))
         if not reply.ok:
             _log.error("registration refused", job=job_id, reason=reply.message)
         return reply
@@ -129,6 +124,8 @@ class Uplink:
                 self._on_rank_accepted(message)
             case RankRefused():
                 self._on_rank_refused(message)
+            case RankCeiling():
+                self._roster.tell(message.rank, message)
             case _:
                 assert_never(message)
 

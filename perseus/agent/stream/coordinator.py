@@ -20,6 +20,7 @@ from perseus.agent.rank.messages import (
     MessageRefused,
     PlanOffer,
     RankAccepted,
+    RankCeiling,
     RankLeft,
     RankRefused,
     Telemetry,
@@ -145,7 +146,7 @@ class Coordinator:
         """See `connection.Handler.received`."""
         self._listener.heard()
         match message:
-            case PlanOffer() | RankAccepted() | RankRefused():
+            case PlanOffer() | RankAccepted() | RankRefused() | RankCeiling():
                 self._listener.received(message)
             case TelemetryAck(sequence):
                 self._acknowledge(sequence)

@@ -12,7 +12,7 @@ job is registered by another request then. Otherwise somebody has ended the run,
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -95,11 +95,17 @@ class Registrar:
         # When the coordinator may be asked again, where it said so.
         self._not_before_s: dict[str, float] = {}
 
-    async def register(self, job_id: str, registration: Registration, owner: str = "") -> Outcome:
+    async def register(
+        self,
+        job_id: str,
+        registration: Registration,
+        owner: str = "",
+        labels: Sequence[tuple[str, str]] = (),
+    ) -> Outcome:
         """Register a job of `owner`'s, and keep it registered unless it is refused for good."""
         try:
             # Off the loop: it takes long for a schedule of many computations.
-            request = await asyncio.to_thread(register_job_request, registration, owner)
+            request = await asyncio.to_thread(register_job_request, registration, owner, labels)
         except ValueError as error:
             return Refused(_INVALID, str(error))
         if request.spec.job_id != job_id:

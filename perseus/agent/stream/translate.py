@@ -6,7 +6,7 @@ Every number that arrives is checked here.
      └─ MalformedMessageError     the coordinator sent what the contract, as known here, does not allow
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -19,6 +19,7 @@ from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import Registration
 from perseus.agent.rank.messages import (
     AgentIdentity,
+    Ceiling,
     ClockStatistics,
     ComputationRow,
     Drain,
@@ -36,6 +37,7 @@ from perseus.agent.rank.messages import (
     PlanInForce,
     PlanOffer,
     RankAccepted,
+    RankCeiling,
     RankJoined,
     RankLeft,
     RankRefused,
@@ -64,6 +66,7 @@ _INVALID_FIELD = "INVALID_FIELD"
 _MAX_NAME_LENGTH = 256
 _MAX_SENTENCE_LENGTH = 1024
 _MAX_COUNT = 2**53
+_MAX_CLOCK_MHZ = 100_000
 _MIN_LEASE_S = 0.01
 _MAX_TIME_S = 1e6
 _SHOWN_COUNT = 10
@@ -198,8 +201,10 @@ def request(message: Sendable) -> wire.ConnectRequest:
             )
 
 
-def register_job_request(registration: Registration, owner: str = "") -> job_service_pb2.RegisterJobRequest:
-    """The request for a registration, of a trainer of `owner`'s.
+def register_job_request(
+    registration: Registration, owner: str = "", labels: Sequence[tuple[str, str]] = ()
+) -> job_service_pb2.RegisterJobRequest:
+    """The request for a registration, of a trainer of `owner`'s whose grant has these labels.
 
     ValueError, naming the field, if it holds no JobSpec. Many computations take a while, all of it in
     Python: so a thread that does it leaves others their turns.
@@ -213,6 +218,7 @@ def register_job_request(registration: Registration, owner: str = "") -> job_ser
         request_id=registration.request_id,
         spec_fingerprint=registration.spec_fingerprint,
         owner=owner,
+        labels=[job_pb2.Label(key=key, value=value) for key, value in labels],
     )
 
 
@@ -290,6 +296,8 @@ def _iteration_columns(rows: tuple[IterationRow, ...]) -> wire.IterationColumns:
         capped_clock_mhz=[row.capped_clock_mhz for row in rows],
         # Few trainers tell it: nearly all batches go without the column.
         relative_work=[row.relative_work for row in rows] if any(row.relative_work for row in rows) else (),
+        # Only where an urgent offer or a ceiling came.
+        is_touched=[row.is_touched for row in rows] if any(row.is_touched for row in rows) else (),
     )
 
 
@@ -362,7 +370,14 @@ def response(message: wire.ConnectResponse) -> Incoming:
         case "rank_refused":
             turned_away = message.rank_refused
             rank = _rank("rank_refused", turned_away)
-            return RankRefused(rank, turned_away.reason, turned_away.message)
+            with _about(rank):
+                ceiling = _ceiling("rank_refused", turned_away)
+            return RankRefused(rank, turned_away.reason, turned_away.message, ceiling)
+        case "rank_ceiling":
+            limited = message.rank_ceiling
+            rank = _rank("rank_ceiling", limited)
+            with _about(rank):
+                return RankCeiling(rank, _ceiling("rank_ceiling", limited))
         case "plan_offer":
             return _plan_offer(message.plan_offer)
         case _:
@@ -390,7 +405,15 @@ def _rank_accepted(accepted: wire.RankAccepted) -> RankAccepted:
                 "at least one computation, each once",
                 f"{len(order)}, of which {len(set(order))} differ",
             )
-    return RankAccepted(rank, order)
+        return RankAccepted(rank, order, _ceiling("rank_accepted", accepted))
+
+
+def _ceiling(where: str, message: wire.RankAccepted | wire.RankRefused | wire.RankCeiling) -> Ceiling | None:
+    if not message.HasField("ceiling"):
+        return None
+    ceiling = message.ceiling
+    clock_mhz = _within(f"{where}.ceiling.clock_mhz", ceiling.clock_mhz, 1, _MAX_CLOCK_MHZ)
+    return Ceiling(clock_mhz, ceiling.outlasts_lease)
 
 
 def _plan_offer(offer: wire.PlanOffer) -> PlanOffer:
@@ -402,6 +425,7 @@ def _plan_offer(offer: wire.PlanOffer) -> PlanOffer:
             start_iteration=_count("plan_offer.start_iteration", offer.start_iteration),
             lease_s=_within("plan_offer.lease_s", offer.lease_s, _MIN_LEASE_S, _MAX_TIME_S),
             clocks=_clocks_of(offer),
+            is_urgent=offer.urgent,
         )
 
 
@@ -436,7 +460,9 @@ def _about(rank: Rank) -> Iterator[None]:
         raise
 
 
-def _rank(where: str, message: wire.RankAccepted | wire.RankRefused | wire.PlanOffer) -> Rank:
+def _rank(
+    where: str, message: wire.RankAccepted | wire.RankRefused | wire.RankCeiling | wire.PlanOffer
+) -> Rank:
     """The rank that a message is about: absent coordinates are not the first rank."""
     if not message.HasField("rank"):
         raise MalformedMessageError(f"{where}.rank", "a rank's place", "none")

@@ -34,6 +34,7 @@ from perseus.service.api.statuses import (
 from perseus.service.api.translate_agents import (
     RankMessage,
     answer_from_proto,
+    ceiling_to_proto,
     check_hello,
     gpu_error_from_proto,
     in_force_from_proto,
@@ -53,12 +54,13 @@ from perseus.service.domain.errors import (
     HelloRepeatedError,
     InternalError,
     JobNotFoundError,
+    JobOutOfScopeError,
     LimitReachedError,
     UnknownMessageError,
     cut,
 )
 from perseus.service.domain.limits import ROWS_LIKE_A_MESSAGE
-from perseus.service.domain.model import Offer
+from perseus.service.domain.model import Ceiling, Offer, PlannedClocks
 from perseus.service.domain.specification import Coordinates, check_job_id
 from perseus.service.shell.agents import Agents
 from perseus.service.shell.quotas import Pace, Quotas
@@ -89,29 +91,50 @@ Context = grpc.aio.ServicerContext[ConnectRequest, ConnectResponse]
 
 
 class OutboxPort:
-    """The coordinator's way to one agent: translates, and puts into the outbox."""
+    """The coordinator's way to one agent: translates, and puts into the outbox.
+
+    Attributes:
+        epoch: of the coordinator's state, as the agent was told.
+        plan_lease_s: how long plans outlive the coordinator's last word; other clocks have the usual lease.
+    """
 
     def __init__(self, outbox: Outbox, lease_s: float) -> None:
         self.epoch = ""
+        self.plan_lease_s = lease_s
         self._outbox = outbox
         self._lease_s = lease_s
 
-    def accept_rank(self, job_id: str, rank: Coordinates, order: Sequence[Computation]) -> None:
+    def accept_rank(
+        self, job_id: str, rank: Coordinates, order: Sequence[Computation], ceiling: Ceiling | None
+    ) -> None:
         """See `shell.ports.AgentPort`."""
         accepted = agent_service_pb2.RankAccepted(
-            job_id=job_id, rank=coordinates_to_proto(rank), order=_ORDERS.of(order)
+            job_id=job_id,
+            rank=coordinates_to_proto(rank),
+            order=_ORDERS.of(order),
+            ceiling=ceiling_to_proto(ceiling),
         )
         self._outbox.answer(ConnectResponse(rank_accepted=accepted))
 
-    def refuse_rank(self, job_id: str, rank: Coordinates, error: CoordinatorError) -> None:
+    def limit_rank(self, job_id: str, rank: Coordinates, ceiling: Ceiling | None) -> None:
+        """See `shell.ports.AgentPort`."""
+        limited = agent_service_pb2.RankCeiling(
+            job_id=job_id, rank=coordinates_to_proto(rank), ceiling=ceiling_to_proto(ceiling)
+        )
+        self._outbox.answer(ConnectResponse(rank_ceiling=limited))
+
+    def refuse_rank(
+        self, job_id: str, rank: Coordinates, error: CoordinatorError, ceiling: Ceiling | None
+    ) -> None:
         """See `shell.ports.AgentPort`."""
         self._outbox.drop((job_id, rank))
-        refused = rank_refused(job_id, coordinates_to_proto(rank), error)
+        refused = rank_refused(job_id, coordinates_to_proto(rank), error, ceiling)
         self._outbox.answer(ConnectResponse(rank_refused=refused))
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:
         """See `shell.ports.AgentPort`."""
-        message = offer_to_proto(job_id, rank, offer, self.epoch, self._lease_s)
+        lease_s = self.plan_lease_s if isinstance(offer.clocks, PlannedClocks) else self._lease_s
+        message = offer_to_proto(job_id, rank, offer, self.epoch, lease_s)
         self._outbox.replace((job_id, rank), ConnectResponse(plan_offer=message))
 
     def acknowledge(self, sequence: int) -> None:
@@ -264,6 +287,7 @@ class _Stream:
         check_hello(request.hello)
         instance_id = request.hello.instance_id
         self._hostname = request.hello.hostname
+        self._port.plan_lease_s = self._agents.plan_lease_s(self._hostname)
         self.instance_id = instance_id  # before it is greeted: it parts, too, if that is cut short
         check_word = request.hello.check_word
         self._port.epoch, sequence = await self._agents.greet(
@@ -376,7 +400,9 @@ class _Stream:
             self._refuse(error, message)
             return
         count_refusal(error)
-        refused = rank_refused(cut(message.job_id), message.rank, error)
+        is_foreign = isinstance(error, JobOutOfScopeError)
+        ceiling = None if is_foreign else self._agents.ceiling(message.job_id)
+        refused = rank_refused(cut(message.job_id), message.rank, error, ceiling)
         self._outbox.answer(ConnectResponse(rank_refused=refused))
 
     def _refuse(self, error: MappedError, about: RankMessage | None = None) -> None:
@@ -422,12 +448,17 @@ class _Stream:
 
 
 def rank_refused(
-    job_id: str, rank: rank_pb2.RankCoordinates, error: CoordinatorError
+    job_id: str, rank: rank_pb2.RankCoordinates, error: CoordinatorError, ceiling: Ceiling | None
 ) -> agent_service_pb2.RankRefused:
     """Return what an agent is told of a rank that is not served."""
     info = error_info(error)
     return agent_service_pb2.RankRefused(
-        job_id=job_id, rank=rank, reason=info.reason, message=str(error), metadata=info.metadata
+        job_id=job_id,
+        rank=rank,
+        reason=info.reason,
+        message=str(error),
+        metadata=info.metadata,
+        ceiling=ceiling_to_proto(ceiling),
     )
 
 

@@ -17,6 +17,7 @@ from perseus.service.api.translate_jobs import (
     is_full,
     job_states_from_proto,
     job_to_proto,
+    labels_from_proto,
     no_slowdown_to_proto,
     period_to_proto,
     policy_from_proto,
@@ -52,7 +53,11 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         """See the contract."""
         caller().check_job(request.spec.job_id)
         registration = Registration(
-            request.request_id, request.spec_fingerprint, request.owner, caller().name
+            request.request_id,
+            request.spec_fingerprint,
+            request.owner,
+            caller().name,
+            labels_from_proto(request.labels),
         )
         view = await self._jobs.register(spec_from_proto(request.spec), registration)
         return pb.RegisterJobResponse(job=job_to_proto(view))

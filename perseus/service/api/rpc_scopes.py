@@ -12,6 +12,9 @@ _OPERATORS = frozenset({Scope.OPERATOR})
 READERS = frozenset({Scope.READER, Scope.OPERATOR})
 """For a call that changes nothing."""
 
+_GRID = frozenset({Scope.GRID, Scope.OPERATOR})
+_GRID_READERS = READERS | _GRID
+
 # Whatever concerns a job is checked besides: an agent speaks only for those that its grant names.
 _AGENTS = frozenset({Scope.AGENT, Scope.OPERATOR})
 
@@ -24,6 +27,7 @@ RPC_SCOPES: Mapping[str, frozenset[Scope]] = {
     "/perseus.v1.FrontierService/GetFrontier": READERS,
     "/perseus.v1.FrontierService/GetPlan": READERS,
     "/perseus.v1.FrontierService/Solve": _OPERATORS,
+    "/perseus.v1.InfoService/GetInfo": frozenset(Scope),
     "/perseus.v1.JobService/ClearStraggler": _OPERATORS,
     "/perseus.v1.JobService/DeleteJob": _OPERATORS,
     "/perseus.v1.JobService/FinishJob": _OPERATORS,
@@ -32,7 +36,7 @@ RPC_SCOPES: Mapping[str, frozenset[Scope]] = {
     "/perseus.v1.JobService/GetTimeline": READERS,
     "/perseus.v1.JobService/ListJobEvents": READERS,
     "/perseus.v1.JobService/ListJobs": READERS,
-    "/perseus.v1.JobService/ListRanks": READERS,
+    "/perseus.v1.JobService/ListRanks": _GRID_READERS,
     "/perseus.v1.JobService/ListRuns": READERS,
     "/perseus.v1.JobService/MeasureBaseline": _OPERATORS,
     "/perseus.v1.JobService/RegisterJob": _AGENTS,
@@ -41,6 +45,11 @@ RPC_SCOPES: Mapping[str, frozenset[Scope]] = {
     "/perseus.v1.JobService/SetPolicy": _OPERATORS,
     "/perseus.v1.JobService/WatchJob": READERS,
     "/perseus.v1.LedgerService/ListLedgerEntries": READERS,
+    "/perseus.v1.PowerService/CancelBudget": _GRID,
+    "/perseus.v1.PowerService/ListBudgets": _GRID_READERS,
+    "/perseus.v1.PowerService/ListFeeds": _GRID_READERS,
+    "/perseus.v1.PowerService/SetBudget": _GRID,
+    "/perseus.v1.PowerService/WatchFeeds": _GRID_READERS,
     "/perseus.v1.TokenService/CreateToken": _OPERATORS,
     "/perseus.v1.TokenService/ListTokens": _OPERATORS,
     "/perseus.v1.TokenService/RevokeToken": _OPERATORS,

@@ -86,6 +86,8 @@ STATUSES: dict[type[Exception], Mapped] = {
     errors.SolverCrashedError: Mapped(Code.INTERNAL, "SOLVER_CRASHED", is_retryable=True),
     errors.SolverTimeoutError: Mapped(Code.DEADLINE_EXCEEDED, "SOLVER_TIMEOUT"),
     errors.DrainingError: Mapped(Code.UNAVAILABLE, "DRAINING", is_retryable=True),
+    errors.BudgetNotFoundError: Mapped(Code.NOT_FOUND, "BUDGET_NOT_FOUND"),
+    errors.FeedNotFoundError: Mapped(Code.NOT_FOUND, "FEED_NOT_FOUND"),
     errors.TokenNotFoundError: Mapped(Code.NOT_FOUND, "TOKEN_NOT_FOUND"),
     errors.TokenAlreadyExistsError: Mapped(Code.ALREADY_EXISTS, "TOKEN_ALREADY_EXISTS"),
     errors.CredentialMissingError: Mapped(Code.UNAUTHENTICATED, "CREDENTIAL_MISSING"),

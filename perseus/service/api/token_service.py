@@ -23,7 +23,7 @@ _SCOPES: Mapping[int, Scope] = {
     pb.SCOPE_READER: Scope.READER,
     pb.SCOPE_GRID: Scope.GRID,
 }
-_TO_PROTO: Mapping[Scope, pb.Scope.ValueType] = {
+SCOPE_TO_PROTO: Mapping[Scope, pb.Scope.ValueType] = {
     scope: pb.Scope.ValueType(number) for number, scope in _SCOPES.items()
 }
 
@@ -64,7 +64,7 @@ def _token_to_proto(token: Token) -> pb.Token:
 
     return pb.Token(
         name=token.name,
-        scope=_TO_PROTO[token.grant.scope],
+        scope=SCOPE_TO_PROTO[token.grant.scope],
         job_patterns=token.grant.job_patterns,
         create_time=time(token.create_time_s),
         expire_time=time(token.expire_time_s),

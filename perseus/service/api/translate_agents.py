@@ -40,6 +40,7 @@ from perseus.service.domain.inputs import (
 )
 from perseus.service.domain.model import (
     STOCK_MHZ,
+    Ceiling,
     Gpu,
     GpuErrorReason,
     HoldClocks,
@@ -284,6 +285,7 @@ def telemetry_from_proto(message: agent_service_pb2.TelemetryBatch, instance_id:
             gap_slowed_time_s=iterations.gap_slowed_time_s[:],
             capped_clock_mhz=iterations.capped_clock_mhz[:],
             relative_work=iterations.relative_work[:],
+            is_touched=iterations.is_touched[:],
         ),
         computations=ComputationColumns(
             iteration=computations.iteration[:],
@@ -356,6 +358,7 @@ def offer_to_proto(
         version=offer.version,
         start_iteration=offer.start_iteration,
         lease_s=lease_s,
+        urgent=offer.is_urgent,
     )
     match offer.clocks:
         case PlannedClocks(plan):
@@ -365,6 +368,13 @@ def offer_to_proto(
         case _:
             message.stock.SetInParent()
     return message
+
+
+def ceiling_to_proto(ceiling: Ceiling | None) -> agent_service_pb2.Ceiling | None:
+    """Return a ceiling; None where there is none."""
+    if ceiling is None:
+        return None
+    return agent_service_pb2.Ceiling(clock_mhz=ceiling.clock_mhz, outlasts_lease=ceiling.outlasts_lease)
 
 
 def _share_to_proto(stage: Sequence[PlannedComputation]) -> agent_service_pb2.PlanOffer:

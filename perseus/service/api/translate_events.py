@@ -147,6 +147,14 @@ def _add_details(message: event_pb2.JobEvent, evidence: domain.Evidence) -> None
             message.gpu_limits_changed.CopyFrom(_gpu_limits_changed(evidence))
         case domain.MeasurementsUnexplained():
             message.measurements_unexplained.CopyFrom(_measurements_unexplained(evidence))
+        case domain.BudgetPaced():
+            message.budget_paced.CopyFrom(
+                event_pb2.BudgetPaced(
+                    iteration_time_s=evidence.iteration_time_s,
+                    before_iteration_time_s=evidence.before_iteration_time_s,
+                    is_urgent=evidence.is_urgent,
+                )
+            )
         case Stall():
             message.stall.CopyFrom(_stall(evidence))
         case _:

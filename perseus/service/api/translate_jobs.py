@@ -29,6 +29,7 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.profiling import ProfilingBudget, ProfilingCost
 from perseus.service.domain.specification import (
+    BudgetTerms,
     Coordinates,
     Deadline,
     JobSpec,
@@ -75,27 +76,34 @@ def spec_from_proto(message: job_pb2.JobSpec) -> JobSpec:
 
 def policy_from_proto(message: job_pb2.OperatingPolicy) -> OperatingPolicy:
     """Return the policy; no rule means no slowdown."""
+    terms = None
+    if message.HasField("budget_terms"):
+        terms = BudgetTerms(message.budget_terms.tolerance_percent, message.budget_terms.weight)
     match message.WhichOneof("rule"):
         case "deadline":
-            return OperatingPolicy(
-                deadline=Deadline(message.deadline.iteration_count, message.deadline.time_s)
-            )
+            deadline = Deadline(message.deadline.iteration_count, message.deadline.time_s)
+            return OperatingPolicy(deadline=deadline, budget_terms=terms)
         case "max_average_power_w":
-            return OperatingPolicy(max_average_power_w=message.max_average_power_w)
-    return OperatingPolicy(message.max_slowdown_percent)
+            return OperatingPolicy(max_average_power_w=message.max_average_power_w, budget_terms=terms)
+    return OperatingPolicy(message.max_slowdown_percent, budget_terms=terms)
 
 
 def policy_to_proto(policy: OperatingPolicy) -> job_pb2.OperatingPolicy:
     """Return the policy."""
+    message = job_pb2.OperatingPolicy()
     if (deadline := policy.deadline) is not None:
-        return job_pb2.OperatingPolicy(
-            deadline=job_pb2.Deadline(iteration_count=deadline.iteration_count, time_s=deadline.time_s)
-        )
-    if policy.max_average_power_w is not None:
-        return job_pb2.OperatingPolicy(max_average_power_w=policy.max_average_power_w)
-    if policy.max_slowdown_percent == 0:
-        return job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown())
-    return job_pb2.OperatingPolicy(max_slowdown_percent=policy.max_slowdown_percent)
+        message.deadline.iteration_count = deadline.iteration_count
+        message.deadline.time_s = deadline.time_s
+    elif policy.max_average_power_w is not None:
+        message.max_average_power_w = policy.max_average_power_w
+    elif policy.max_slowdown_percent == 0:
+        message.no_slowdown.SetInParent()
+    else:
+        message.max_slowdown_percent = policy.max_slowdown_percent
+    if (terms := policy.budget_terms) is not None:
+        message.budget_terms.tolerance_percent = terms.tolerance_percent
+        message.budget_terms.weight = terms.weight
+    return message
 
 
 def straggler_from_proto(message: job_service_pb2.ReportStragglerRequest) -> Straggler:
@@ -175,6 +183,11 @@ def rank_to_proto(rank: Rank) -> rank_pb2.Rank:
     )
 
 
+def labels_from_proto(labels: Iterable[job_pb2.Label]) -> tuple[tuple[str, str], ...]:
+    """Return labels, by key."""
+    return tuple(sorted((label.key, label.value) for label in labels))
+
+
 def job_to_proto(view: JobView) -> job_pb2.Job:
     """Return a job, with its details if the view has them."""
     job = job_pb2.Job(
@@ -206,6 +219,8 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
         set_latency_s=view.set_latency_s,
         latency_cost_percent=view.latency_cost_percent,
         figures=_figures_to_proto(view.figures),
+        budget_iteration_time_s=view.budget_time_s,
+        labels=[job_pb2.Label(key=key, value=value) for key, value in view.labels],
     )
     if view.no_slowdown is not None:
         job.no_slowdown_time.CopyFrom(no_slowdown_to_proto(view.no_slowdown))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.events import Happening
-from perseus.service.domain.model import IterationSummary, Offer
+from perseus.service.domain.model import Ceiling, IterationSummary, Offer
 from perseus.service.domain.records import Record
 from perseus.service.domain.specification import Coordinates
 from perseus.solver import Pipeline, Plan, Refinement
@@ -17,10 +17,20 @@ from perseus.solver import Pipeline, Plan, Refinement
 
 @dataclass(frozen=True, slots=True)
 class AcceptRank:
-    """Tell the agent that its rank is served."""
+    """Tell the agent that its rank is served, and under which ceiling, if there is one."""
 
     rank: Coordinates
     instance_id: str
+    ceiling: Ceiling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendCeiling:
+    """Tell the agent that its rank has another ceiling, or none any more."""
+
+    rank: Coordinates
+    instance_id: str
+    ceiling: Ceiling | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +44,15 @@ class SendOffer:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRank:
-    """Tell the agent that its rank is served no longer, and why: it goes to stock, and asks again."""
+    """Tell the agent that its rank is served no longer, and why: it goes to stock, and asks again.
+
+    While there is a ceiling, that is stock up to it.
+    """
 
     rank: Coordinates
     instance_id: str
     why: CoordinatorError
+    ceiling: Ceiling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +127,7 @@ class Store(NamedTuple):
 
 Command = (
     AcceptRank
+    | SendCeiling
     | SendOffer
     | RefuseRank
     | EndStream

@@ -36,6 +36,8 @@
     ├── SolverCrashedError          the solver's process died
     ├── SolverTimeoutError          solving took too long
     ├── DrainingError               the coordinator is about to stop
+    ├── BudgetNotFoundError         there is no power budget of that identifier
+    ├── FeedNotFoundError           there is no feed of that name
     ├── TokenNotFoundError          there is no token of that name
     ├── TokenAlreadyExistsError     there is one
     ├── AuthenticationError         nobody knows who calls
@@ -334,6 +336,18 @@ class DrainingError(CoordinatorError):
     """The coordinator is about to stop."""
 
     template = "the coordinator is about to stop"
+
+
+class BudgetNotFoundError(CoordinatorError):
+    """There is no such power budget."""
+
+    template = "there is no power budget {budget_id!r}"
+
+
+class FeedNotFoundError(CoordinatorError):
+    """There is no such feed."""
+
+    template = "there is no feed {feed!r}: expected one of {expected}"
 
 
 class TokenNotFoundError(CoordinatorError):

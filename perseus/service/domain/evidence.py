@@ -336,6 +336,15 @@ class MeasurementsUnexplained:
     transfer_lag_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class BudgetPaced:
+    """A power budget says how long iterations are to take; None where the job's own policy counts."""
+
+    iteration_time_s: float | None
+    before_iteration_time_s: float | None
+    is_urgent: bool
+
+
 Evidence = (
     Registered
     | StateChanged
@@ -362,6 +371,7 @@ Evidence = (
     | ClockCapped
     | GpuLimitsChanged
     | MeasurementsUnexplained
+    | BudgetPaced
     | Stall
 )
 
@@ -393,6 +403,7 @@ EVIDENCE: Mapping[EventType, type[Evidence]] = {
     EventType.CLOCK_CAPPED: ClockCapped,
     EventType.GPU_LIMITS_CHANGED: GpuLimitsChanged,
     EventType.MEASUREMENTS_UNEXPLAINED: MeasurementsUnexplained,
+    EventType.BUDGET_PACED: BudgetPaced,
     EventType.STALLED: Stall,
     EventType.STALL_ENDED: Stall,
 }

@@ -6,12 +6,20 @@ say.
 
 from dataclasses import dataclass
 
+from perseus.service.domain.bounds import check_range
 from perseus.service.domain.evidence import MeasurementsUnexplained
 from perseus.service.domain.measured import KnownProfile
-from perseus.service.domain.model import Gpu, GpuErrorReason, RankLeftReason, RefusalReason, Straggler
+from perseus.service.domain.model import (
+    Ceiling,
+    Gpu,
+    GpuErrorReason,
+    RankLeftReason,
+    RefusalReason,
+    Straggler,
+)
 from perseus.service.domain.specification import Coordinates, OperatingPolicy, Registration
 from perseus.service.domain.telemetry import TelemetryBatch
-from perseus.solver import Frontier, Plan, Refinement
+from perseus.solver import MAX_CLOCK_MHZ, Frontier, Plan, Refinement
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +140,39 @@ class PolicySet:
 
 
 @dataclass(frozen=True, slots=True)
+class PaceOrdered:
+    """A power budget makes iterations take this long, on the frontier's scale; None: none does any more.
+
+    `is_urgent`: within seconds, not from some iteration on.
+    """
+
+    deadline_s: float | None
+    is_urgent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CeilingOrdered:
+    """A power budget wants no clock above this one where a GPU computes under no plan; None ends that.
+
+    `outlasts_lease`: as of `Ceiling`.
+    """
+
+    ceiling_mhz: int | None
+    outlasts_lease: bool = False
+
+    def to_ceiling(self) -> Ceiling | None:
+        """Return the ceiling, if there is one.
+
+        Raises:
+            InvalidFieldError: it is no clock.
+        """
+        if self.ceiling_mhz is None:
+            return None
+        check_range("ceiling_mhz", self.ceiling_mhz, 1, MAX_CLOCK_MHZ)
+        return Ceiling(self.ceiling_mhz, self.outlasts_lease)
+
+
+@dataclass(frozen=True, slots=True)
 class RegisteredAgain:
     """Somebody registers the same specification again: the run goes on."""
 
@@ -240,6 +281,8 @@ Input = (
     | StragglerReported
     | StragglerCleared
     | PolicySet
+    | PaceOrdered
+    | CeilingOrdered
     | RegisteredAgain
     | Abandoned
     | EpochRenewed

@@ -30,6 +30,7 @@ class Limits:
         solve_computations: of one such problem.
         batch_rows: computations in one batch of telemetry.
         message_bytes: of one message, unpacked.
+        budgets: power budgets that it has set and that have not ended.
     """
 
     streams: int = 16_384
@@ -42,6 +43,7 @@ class Limits:
     solve_computations: int = 8_192
     batch_rows: int = 100_000
     message_bytes: int = 4_194_304
+    budgets: int = 256
 
     def check_job(self, spec: JobSpec) -> None:
         """Refuse a job that is beyond the limits by itself: waiting helps nothing.

@@ -47,7 +47,8 @@ class JobIteration:
     with the most, its energy all GPUs'.
 
     `is_at_stock`: all its ranks surely were at stock; `state`: for what the newest of its clocks were
-    offered. `unmeasured_rank_count`: ranks whose energy is not known, and in no figure here.
+    offered. `unmeasured_rank_count`: ranks whose energy is not known, and in no figure here. `is_touched`:
+    clocks were changed while a rank was in the midst of it, so that it shows nothing.
     """
 
     iteration: int
@@ -63,6 +64,7 @@ class JobIteration:
     state: JobState = JobState.STOCK
     has_straggler: bool = False
     unmeasured_rank_count: int = 0
+    is_touched: bool = False
 
 
 @dataclass(frozen=True, slots=True)

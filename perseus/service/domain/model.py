@@ -101,6 +101,7 @@ class EventType(enum.Enum):
     CLOCK_CAPPED = "clock capped"
     GPU_LIMITS_CHANGED = "GPU limits changed"
     MEASUREMENTS_UNEXPLAINED = "measurements unexplained"
+    BUDGET_PACED = "budget paced"
 
 
 class FaultyPart(enum.Enum):
@@ -129,11 +130,25 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
+class Ceiling:
+    """The highest clock of a job's GPUs while they compute under no plan, as a power budget wants it.
+
+    `outlasts_lease`: when the coordinator has been silent for the lease, plans and ceiling stay as they are;
+    else that ends at stock.
+    """
+
+    clock_mhz: int
+    outlasts_lease: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StockClocks:
-    """The GPU's own clocks, without Perseus."""
+    """The GPU's own clocks, without Perseus; while there is a ceiling, none above it."""
+
+    ceiling_mhz: int | None = None
 
     def __str__(self) -> str:
-        return "stock"
+        return "stock" if self.ceiling_mhz is None else f"stock, at most {self.ceiling_mhz} MHz"
 
 
 STOCK_MHZ = 0
@@ -194,20 +209,28 @@ LOST_VERSIONS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A rank's share of its pipeline's clocks: whole, from the begin of the start iteration."""
+    """A rank's share of its pipeline's clocks: whole, from the begin of the start iteration.
+
+    `is_urgent`: at once, whatever the start iteration is.
+    """
 
     version: int
     start_iteration: int
     clocks: Clocks
+    is_urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineOffer:
-    """Clocks for one pipeline. `stage_versions`: when each stage got the share that it has."""
+    """Clocks for one pipeline. `stage_versions`: when each stage got the share that it has.
+
+    `is_urgent`: at once, whatever the start iteration is. It is not stored.
+    """
 
     stage_versions: tuple[int, ...]
     start_iteration: int
     clocks: Clocks
+    is_urgent: bool = False
 
     @property
     def version(self) -> int:
@@ -216,7 +239,7 @@ class PipelineOffer:
 
     def to_stage(self, stage: int) -> Offer:
         """What the ranks of a stage are offered."""
-        return Offer(self.stage_versions[stage], self.start_iteration, self.clocks)
+        return Offer(self.stage_versions[stage], self.start_iteration, self.clocks, self.is_urgent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from perseus.service.domain.ledger import EnergyHour
 from perseus.service.domain.measured import Period, StageProfile
-from perseus.service.domain.model import JobState, PipelineOffer, Rank, StockIteration, Straggler
+from perseus.service.domain.model import Ceiling, JobState, PipelineOffer, Rank, StockIteration, Straggler
 from perseus.service.domain.profiling import GivenUpClock, ProfilingCost
 from perseus.service.domain.specification import Coordinates, JobSpec, OperatingPolicy, Registration
 from perseus.service.domain.stall import Stall
@@ -20,7 +20,8 @@ class JobRecord:
     `profiling_cost` and `given_up_clocks` are those of profiling so far; `stall` is what was told last of why
     the job does not get on, None once it does. `baseline_request_ids`: the latest requests to measure the
     baseline again. `broken_promise_count`: promises of plans that were broken and not made up for.
-    `set_latency_s`: of the GPUs, as plans are made with it; 0 before it is known.
+    `set_latency_s`: of the GPUs, as plans are made with it; 0 before it is known. `pace_s`: what a power
+    budget makes iterations take, None if none does; `ceiling`: as one ordered it last.
     """
 
     policy: OperatingPolicy
@@ -38,6 +39,8 @@ class JobRecord:
     baseline_request_ids: tuple[str, ...] = ()
     broken_promise_count: int = 0
     set_latency_s: float = 0.0
+    pace_s: float | None = None
+    ceiling: Ceiling | None = None
 
 
 MOST_REQUEST_IDS = 64
@@ -59,6 +62,11 @@ class Registrations:
     def principal(self) -> str:
         """Among whose jobs the run counts; "" if among nobody's."""
         return self.registrations[-1].principal if self.registrations else ""
+
+    @property
+    def labels(self) -> tuple[tuple[str, str], ...]:
+        """What the run is to whoever runs it, as was said last."""
+        return self.registrations[-1].labels if self.registrations else ()
 
     def is_owner(self, owner: str) -> bool:
         """Whether the run may be theirs; one who is not known, "", may be anybody."""

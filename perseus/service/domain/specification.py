@@ -24,6 +24,7 @@ from perseus.service.domain.errors import (
 from perseus.solver import Computation, Path, Schedule, gpipe, one_forward_one_backward
 
 _JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_LABEL = _JOB_ID
 
 MAX_PIPELINE_COUNT = 4096
 MAX_STAGE_COUNT = 256
@@ -35,10 +36,14 @@ MAX_COMPUTATION_COUNT = 65_536
 MAX_FINGERPRINT_LENGTH = 64
 MAX_WORK_FINGERPRINT_LENGTH = 128
 MAX_REQUEST_ID_LENGTH = 64
+MAX_LABEL_COUNT = 16
 """Limits above any job known, so that a slip of the pen can't take the coordinator's time and memory.
 
 The largest published pipeline is of 64 stages and 512 microbatches: 65,536 computations (Narayanan et al., SC
 '21, Table 1). Registering that many takes less than half a second of a thread, solving them hours."""
+
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
+"""Of a job's lost speed."""
 
 
 def check_job_id(job_id: str) -> str:
@@ -185,6 +190,31 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetTerms:
+    """What a power budget may do to a job.
+
+    Attributes:
+        tolerance_percent: the most of its speed that it may take, against the job left alone.
+        weight: what the job's lost speed costs, against that of others.
+    """
+
+    tolerance_percent: float = 100.0
+    weight: float = 1.0
+
+    def __str__(self) -> str:
+        return f"a budget may take {self.tolerance_percent:g} % of its speed, of weight {self.weight:g}"
+
+    def check(self) -> None:
+        """Refuse figures that can't be.
+
+        Raises:
+            InvalidFieldError: names the figure.
+        """
+        check_range("policy.budget_terms.tolerance_percent", self.tolerance_percent, 0, 100)
+        check_range("policy.budget_terms.weight", self.weight, MIN_WEIGHT, MAX_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
 class OperatingPolicy:
     """Where on the frontier a job runs without a straggler: one rule of three.
 
@@ -192,13 +222,18 @@ class OperatingPolicy:
         max_slowdown_percent: how much slower than T_min; 0 is no slowdown.
         deadline: as slow as it allows.
         max_average_power_w: as fast as this cap on a pipeline's average power allows.
+        budget_terms: what a power budget may do to it; None where nothing is said.
     """
 
     max_slowdown_percent: float = 0.0
     deadline: Deadline | None = None
     max_average_power_w: float | None = None
+    budget_terms: BudgetTerms | None = None
 
     def __str__(self) -> str:
+        return self._rule() if self.budget_terms is None else f"{self._rule()}; {self.budget_terms}"
+
+    def _rule(self) -> str:
         if self.deadline is not None:
             return f"{self.deadline.iteration_count} iterations within {self.deadline.time_s:g} s"
         if self.max_average_power_w is not None:
@@ -218,6 +253,8 @@ class OperatingPolicy:
             power_w = self.max_average_power_w
             check_range("policy.max_average_power_w", power_w, MIN_POWER_W, MAX_PIPELINE_POWER_W)
         check_range("policy.max_slowdown_percent", self.max_slowdown_percent, 0, 100)
+        if self.budget_terms is not None:
+            self.budget_terms.check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +264,14 @@ class Registration:
     Attributes:
         owner: whose the run is, as the kernel of an agent's node says; "" if no agent registered it.
         principal: who registered it; "" if that is not known.
+        labels: what the job is to whoever runs it, by key.
     """
 
     request_id: str
     spec_fingerprint: str = ""
     owner: str = ""
     principal: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
 
     def check(self) -> None:
         """Refuse texts that can't be.
@@ -243,6 +282,18 @@ class Registration:
         check_request_id(self.request_id)
         check_ascii("spec_fingerprint", self.spec_fingerprint, 0, MAX_FINGERPRINT_LENGTH)
         check_text("owner", self.owner)
+        if len(self.labels) > MAX_LABEL_COUNT:
+            raise InvalidFieldError(
+                field="labels", expected=f"at most {MAX_LABEL_COUNT}", found=len(self.labels)
+            )
+        if len({key for key, _ in self.labels}) != len(self.labels):
+            found = [key for key, _ in self.labels]
+            raise InvalidFieldError(field="labels", expected="each key once", found=found)
+        for key, value in self.labels:
+            if not _LABEL.fullmatch(key):
+                expected = "keys of 1 to 63 of a-z, 0-9, -, _ and ., beginning with a letter or digit"
+                raise InvalidFieldError(field="labels", expected=expected, found=repr(key[:64]))
+            check_text(f"labels[{key}]", value)
 
 
 @dataclass(frozen=True, slots=True)

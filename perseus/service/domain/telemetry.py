@@ -67,6 +67,7 @@ class IterationColumns(NamedTuple):
     gap_slowed_time_s: Sequence[float] = ()
     capped_clock_mhz: Sequence[int] = ()
     relative_work: Sequence[float] = ()
+    is_touched: Sequence[bool] = ()
 
     def check(self) -> None:
         """Refuse columns that can't be.

@@ -69,4 +69,8 @@ class JobView:
     """Number of the last event that this shows."""
     figures: JobFigures
     """What was measured lately."""
+    budget_time_s: float | None = None
+    """What a power budget makes its iterations take, on the frontier's scale; None if none holds it back."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """What it is to whoever runs it, by key."""
     details: JobDetails | None = None

@@ -1,18 +1,18 @@
 """A job's way through its states: where it stands, why, and where it goes next. Part of the state machine.
 
 `states` has the picture. The course holds all parts of the machine and lets them work together; what comes
-from outside is `machine`'s to take. Each state says what clocks the pipelines should have in it.
+from outside is `machine`'s to take, what iterations show `iteration_judge`'s to say. Each state says what
+clocks the pipelines should have in it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from perseus.service.domain import evidence
-from perseus.service.domain.commands import FindProfile, ReportIteration
+from perseus.service.domain.commands import FindProfile
 from perseus.service.domain.errors import JobFinishedError
-from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import (
     NO_VERSION,
-    STOCK,
+    Ceiling,
     EventType,
     Gpu,
     HoldClocks,
@@ -22,16 +22,15 @@ from perseus.service.domain.model import (
     RankState,
     StockClocks,
 )
-from perseus.service.domain.records import ForgetIterations, IterationRows, ProfiledWork, StoredJob
-from perseus.service.domain.specification import Coordinates, JobSpec
-from perseus.service.domain.telemetry import IterationColumns
+from perseus.service.domain.records import ForgetIterations, ProfiledWork, StoredJob
+from perseus.service.domain.specification import JobSpec
 from perseus.service.job.iterations.baseline import Baseline
 from perseus.service.job.iterations.energy_meter import EnergyMeter
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.iterations.timeline_memory import TimelineMemory
 from perseus.service.job.journal import Journal
-from perseus.service.job.planning.caps import Cap, CapWatch
-from perseus.service.job.planning.drift import changed_work
+from perseus.service.job.planning.caps import CapWatch
+from perseus.service.job.planning.limiter import Limiter
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.planner import Planner
 from perseus.service.job.profiling.profiler import Profiler
@@ -59,6 +58,7 @@ class Course:
         journal: where all parts write down what they want done.
         ranks: who serves the job.
         offers: what clocks its pipelines should have.
+        limiter: under which ceiling they are without a plan.
         log: its iterations and the report.
         meter: what it uses, for the ledger.
         timelines: the latest iteration of each pipeline.
@@ -93,6 +93,7 @@ class Course:
         self.timelines = TimelineMemory(counts)
         self.ranks = RankTable(spec, rules.lease_s, self.journal, created_s)
         self.offers = OfferBoard(counts, self.ranks, self.journal)
+        self.limiter = Limiter(self.ranks, self.offers, self.journal)
         self.baseline = Baseline(rules.baseline_iterations)
         self.profiler = Profiler(counts, self.schedule, rules.profiling, self.journal)
         self.stragglers = StragglerBook(self.schedule, counts, self.journal)
@@ -132,8 +133,10 @@ class Course:
         if (record := stored.record) is not None:
             self.state, version, stall = record.state, record.version, record.stall
             self.state_reason, self.finish_time_s = record.state_reason, record.finish_time_s
+            self.limiter.ceiling = record.ceiling
             self.planner.policy, self.planner.lag_s = record.policy, record.lag_s
             self.planner.latency.planned_s = record.set_latency_s
+            self.planner.pace_s = record.pace_s
             self.baseline.iteration = record.baseline
             self.is_profile_complete = record.is_profile_complete
             self.stragglers.restore(record.stragglers)
@@ -145,7 +148,7 @@ class Course:
         self.ranks.restore(stored.ranks, now_s)
         if any(rank.capped_clock_mhz for rank in stored.ranks):
             self.caps.hold(now_s)
-        self.offers.restore(version, stored.offers)
+        self.offers.restore(version, stored.offers, is_urgent=self.limiter.ceiling is not None)
         self.profiler.profiles = stored.profiles
         self.now_s, self.wall_time_s = now_s, wall_time_s
         self.progress.restore(self.state, stall, now_s)
@@ -154,7 +157,7 @@ class Course:
         self.meter.restore(stored.latest_hour)
         self.log.mark_straggler(-1, bool(self.stragglers))
         if self.state not in (JobState.PROFILING, JobState.PLANNED):
-            self.offers.wish(range(len(self.offers)), STOCK)  # a run that was put aside had other clocks
+            self.limiter.offer_stock()  # a run that was put aside had other clocks
         if self.baseline.time_s:
             self._measured_work = self._work_keys()
         self._label_versions()
@@ -162,9 +165,11 @@ class Course:
             # They complete nothing, or it would have been stored as complete: the time is of no matter.
             self.log.add(rows.rank, rows.rows, stored.create_time_s)
         if self.is_profile_complete and self.state not in (JobState.STOCK, JobState.FINISHED):
-            self._solve()
+            self.solve()
         if self.state is JobState.PROFILING:
             self._find_profile()
+            if self.limiter.ceiling is not None and self.held_clocks() is None:
+                self._profile(held=None)  # what was put off is not stored
 
     def begin(self, now_s: float, wall_time_s: float) -> None:
         """An input is taken at this time."""
@@ -198,7 +203,7 @@ class Course:
     def plan_without(self, why: str) -> None:
         """Settle on what can be: there are clocks that are no longer to be had."""
         if len(stages_at_stock(self.ranks.usable_clocks_mhz())) == self._spec.parallelism.stage_count:
-            self._fall_back(f"no stage can have other clocks than stock: {why}")
+            self.fall_back(f"no stage can have other clocks than stock: {why}")
         elif self.state is JobState.PROFILING:
             self.enter(JobState.PROFILING, why)
         else:
@@ -212,7 +217,7 @@ class Course:
         if self.state in (JobState.PROFILING, JobState.SOLVING, JobState.PLANNED):
             self.enter(JobState.PROFILING, why)
 
-    def _forget_measured(self) -> None:
+    def forget_measured(self) -> None:
         """What was measured is of other work, or on other GPUs."""
         self.planner.drop_frontier()
         self.planner.lag_s = 0.0
@@ -233,12 +238,12 @@ class Course:
         if work == self._measured_work:
             return
         self._measured_work = work
-        self._forget_measured()
+        self.forget_measured()
         self.planner.watch.forgive()
         if self.state in NEEDS_ALL_RANKS and self.state is not JobState.BASELINE:
             self.enter(JobState.BASELINE, f"{why}: it is measured anew")
 
-    def _measure_again(self, why: str) -> None:
+    def measure_again(self, why: str) -> None:
         """GPUs reach other clocks than before: what stock takes, and what can be planned on, is another."""
         self.planner.drop_frontier()
         self.is_profile_complete = False
@@ -254,75 +259,9 @@ class Course:
         if self.state is JobState.FINISHED:
             raise JobFinishedError(job_id=self._spec.job_id)
 
-    # ------------------------------------------------------------------ iterations
+    # ------------------------------------------------------------------ clocks
 
-    def take_iterations(self, rank: Coordinates, rows: IterationColumns) -> None:
-        """Take the iterations that a rank reports, and judge those of the whole job that they complete."""
-        self.progress.take_rows(rank, rows)
-        self.caps.take(rank, rows)
-        count = len(self.log.periods)
-        last = self.log.periods[-1] if self.log.periods else None
-        summaries, complete = self.log.add(rank, rows, self.wall_time_s)
-        for summary in summaries:
-            self.timelines.finish(summary)
-            self.journal.do(ReportIteration(summary))
-        self.journal.store(IterationRows(rank, rows, self.log.closed_through))
-        if not complete:
-            return
-        for period in self.log.periods[max(0, count - 1) :]:
-            if period != last:
-                self.journal.store(period)
-        self.journal.store(self.meter.take(complete, self.log.latest_baseline, self.wall_time_s))
-        self.offers.iteration_time_s = complete[-1].iteration_time_s
-        for iteration in complete:
-            gap_s = self.progress.silence_s(self.now_s)
-            self.progress.take_iteration(iteration, self.now_s)
-            self.planner.watch.learn(iteration)
-            judgement = self.stragglers.judge(iteration)
-            if judgement.has_changed:
-                self.after_straggler_change()
-            if self.state is JobState.PROFILING:
-                self._note_profiled(iteration, judgement.slowed, gap_s)
-            elif self.state is JobState.PLANNED:
-                self._watch_plans(iteration)
-                self._watch_gpus()
-            elif iteration.versions == self.offers.versions:
-                self.planner.watch.take_stock(iteration)
-        self.planner.latency.follow(self.now_s)
-        if self.state is JobState.BASELINE:
-            self.baseline.take(complete, self.offers.versions)
-
-    def _note_profiled(self, iteration: JobIteration, slowed: Collection[int], gap_s: float) -> None:
-        """Let the profiler count an iteration, unless it ran at stock because nothing is held for now.
-
-        `gap_s`: since the one before.
-        """
-        if iteration.skipped_count:
-            self.profiler.spending.take_gap(iteration, gap_s, self.baseline.time_s)
-        self.profiler.spending.end_gap()
-        is_as_offered = iteration.versions == self.offers.versions
-        if is_as_offered and self._held_clocks() is None:
-            return
-        baseline = self.baseline.iteration
-        assert baseline is not None
-        self.profiler.take_iteration(
-            iteration, is_as_offered, {*self.stragglers.pipelines, *slowed}, baseline
-        )
-        if (held := self._held_clocks()) is not None:
-            self._profile_without(held)
-
-    def _profile_without(self, held: HoldClocks) -> None:
-        """Profile without the clocks that GPUs do not reach: they would be held in vain."""
-        usable_mhz = self.ranks.usable_clocks_mhz()
-        caps = self.caps.explain([held] * len(self.offers), usable_mhz, ())
-        if caps:
-            unmeasured = self.profiler.unmeasured_ranks(held, usable_mhz)
-            caps = tuple(cap for cap in caps if cap.rank in unmeasured)
-        if caps:
-            self._cap(caps)
-            self.enter(JobState.PROFILING, f"{caps[0].rank} is held below its clocks")
-
-    def _held_clocks(self) -> HoldClocks | None:
+    def held_clocks(self) -> HoldClocks | None:
         """Return the clocks that all pipelines are to hold, if they are to."""
         clocks = self.offers[0].clocks
         return clocks if isinstance(clocks, HoldClocks) else None
@@ -354,7 +293,7 @@ class Course:
             why = "all ranks are there"
             work, self._measured_work = self._measured_work, self._work_keys()
             if work not in ((), self._measured_work) and (self.baseline.time_s or self.profiler.profiles):
-                self._forget_measured()
+                self.forget_measured()
                 why = f"{why}, on GPUs of another model or power limit: they are measured anew"
             self.enter(self._state_with_all_ranks(), why)
         if self.state is JobState.BASELINE and self.baseline.time_s:
@@ -363,8 +302,8 @@ class Course:
         if self.state is JobState.PROFILING:
             if self.progress.is_silent:
                 self._release_clocks()
-            else:
-                self._profile(self._held_clocks())
+            elif self.limiter.put_off is None:
+                self._profile(self.held_clocks())
         if self.state is JobState.SOLVING and self.planner.frontier is not None:
             self.enter(JobState.PLANNED, "the frontier is solved")
 
@@ -390,6 +329,7 @@ class Course:
             f"{before.value} → {state.value}: {why}",
             evidence.StateChanged(before, state, why),
         )
+        self.limiter.put_off = None
         self.baseline.restart()
         self.planner.watch.restart()
         self.progress.enter(state, self.now_s)
@@ -400,16 +340,18 @@ class Course:
             case JobState.BASELINE:
                 if self._spec.stage_work and all(self._spec.stage_work):
                     self._find_profile()  # the very same work: the baseline is enough to hold it against
-                self.offers.wish(range(len(self.offers)), STOCK)
+                self.limiter.offer_stock()
+                self._tell_what_waits()
             case JobState.PLANNED:
                 self.retarget()
             case JobState.SOLVING:
-                self.offers.wish(range(len(self.offers)), STOCK)
-                self._solve()
+                self.limiter.offer_stock()
+                self.solve()
             case _:
-                self.offers.wish(range(len(self.offers)), STOCK)
+                self.limiter.offer_stock()
 
-    def _fall_back(self, why: str) -> None:
+    def fall_back(self, why: str) -> None:
+        """Go to stock, and stay there."""
         if self.state not in (JobState.STOCK, JobState.FINISHED):
             self.enter(JobState.STOCK, why)
 
@@ -417,19 +359,19 @@ class Course:
         """Hold clocks round by round, until what is measured is enough."""
         clocks_mhz = self.ranks.usable_clocks_mhz()
         if not any(clocks_mhz):
-            self._fall_back("the GPUs have no clock in common")
+            self.fall_back("the GPUs have no clock in common")
             return
         following = self.profiler.next_round(held, clocks_mhz)
         if isinstance(following, HoldClocks):
             if following is not held:
-                self.offers.wish(range(len(self.offers)), following)
+                self._hold(following)
         elif following.is_enough:
             self.is_profile_complete = True
             for stage, key in enumerate(self._work_keys()):
                 self.journal.store(ProfiledWork(stage, key))
             self.enter(JobState.SOLVING, following.why)
         else:
-            self._fall_back(following.why)
+            self.fall_back(following.why)
 
     def _find_profile(self) -> None:
         """Ask for what is known from before, as long as it can be held against the first measurements."""
@@ -445,13 +387,39 @@ class Course:
 
     def _release_clocks(self) -> None:
         """Hold nothing while nobody knows what the clocks cost; the round begins anew once that is known."""
-        if self._held_clocks() is not None:
+        if self.held_clocks() is not None:
             self.profiler.spending.take_silence(self.progress.silence_s(self.now_s), self.baseline.time_s)
-            self.offers.wish(range(len(self.offers)), STOCK)
+            self.limiter.offer_stock()
+
+    # ------------------------------------------------------------------ ceiling
+
+    def limit(self, ceiling: Ceiling | None) -> None:
+        """Let no clock be above a ceiling where nothing is planned, or (None) any again: at once."""
+        was_waiting = self.limiter.why_waiting(self.state) is not None
+        if not self.limiter.order(ceiling) or self.state is JobState.PLANNED:
+            return
+        held = self.limiter.put_off or self.held_clocks()
+        if held is not None:
+            self._hold(held)
+        else:
+            self.limiter.offer_stock(is_urgent=True)
+            self.baseline.restart()
+            self._tell_what_waits()
+        if was_waiting and self.limiter.why_waiting(self.state) is None:
+            self.state_reason = "the ceiling no longer holds it up"
+
+    def _hold(self, round_: HoldClocks) -> None:
+        self.limiter.hold(round_)
+        self._tell_what_waits()
+
+    def _tell_what_waits(self) -> None:
+        """Say in the state's reason what waits for the end of the ceiling."""
+        self.state_reason = self.limiter.why_waiting(self.state) or self.state_reason
 
     # ------------------------------------------------------------------ solving
 
-    def _solve(self) -> None:
+    def solve(self) -> None:
+        """Ask for a frontier of what is measured; where there can be none, go to stock."""
         try:
             self.planner.solve()
         except SolverError as error:
@@ -482,84 +450,33 @@ class Course:
         """No lag explains the slow plan: the same plan would be as slow again, so there is none."""
         if self._has_use_for_answer():
             self.planner.announce_unexplained(found)
-            self._fall_back("the model does not explain why the plan is slow")
+            self.fall_back("the model does not explain why the plan is slow")
 
     def _has_use_for_answer(self) -> bool:
         """Take note that there is an answer; one that is of no use any more may have to be asked for anew."""
         is_of_use = self.planner.end_solving()
         if not is_of_use and self.state is JobState.SOLVING:
-            self._solve()
+            self.solve()
         return is_of_use and self.state not in (JobState.STOCK, JobState.FINISHED)
 
     def _give_up_solving(self, cause: str) -> None:
         self.journal.announce(EventType.SOLVE_FAILED, f"no frontier: {cause}", evidence.SolveFailed(cause))
-        self._fall_back(f"no frontier: {cause}")
+        self.fall_back(f"no frontier: {cause}")
 
     # ------------------------------------------------------------------ plans
-
-    def _watch_plans(self, iteration: JobIteration) -> None:
-        frontier = self.planner.frontier
-        verdict = self.planner.judge(iteration, self.caps)
-        if verdict.caps:
-            self._do_without(verdict.caps)
-            return
-        if verdict.withdraw is not None and verdict.solve_again and frontier is not None:
-            latest = map(self.timelines.latest, range(len(self.offers)))
-            changed = changed_work(frontier.pipeline, filter(None, latest))
-            if changed is not None:
-                stage, ratio = changed
-                self._forget_measured()
-                why = f"stage {stage} takes {ratio:.2f} × the time planned: it is profiled again"
-                self.enter(JobState.BASELINE, why)
-                return
-        if verdict.is_irregular and verdict.withdraw is not None:
-            self.baseline.forget()
-            self.enter(JobState.BASELINE, verdict.withdraw)
-        elif verdict.withdraw is None:
-            if verdict.solve_again:
-                self._solve()
-        elif verdict.solve_again:
-            self.planner.drop_frontier(verdict.slow)
-            self.enter(JobState.SOLVING, verdict.withdraw)
-        else:
-            self._fall_back(verdict.withdraw)
-
-    def _do_without(self, caps: Sequence[Cap]) -> None:
-        """Plan without the clocks that GPUs do not reach."""
-        self._cap(caps)
-        self._measure_again(
-            f"{caps[0].rank} is held below its clocks: stock is measured again, and planned anew"
-        )
-
-    def _cap(self, caps: Sequence[Cap]) -> None:
-        hold_s = self.caps.hold(self.now_s)
-        for cap in caps:
-            self.ranks.cap_clock(cap.rank, cap.clock_mhz)
-            self.journal.announce(
-                EventType.CLOCK_CAPPED,
-                f"{cap.rank} reaches {cap.clock_mhz} MHz, where it is to have {cap.planned_mhz} MHz "
-                f"(clock event reasons {cap.reasons:#x}): it does without higher ones for {hold_s:.0f} s",
-                evidence.ClockCapped(cap.rank, cap.clock_mhz, cap.planned_mhz, cap.reasons, hold_s),
-            )
-
-    def _watch_gpus(self) -> None:
-        """Plan anew where GPUs take another time to set a clock, or may reach clocks again."""
-        if self.state is not JobState.PLANNED:
-            return
-        if self.caps.is_over(self.now_s) and self.ranks.lift_caps():
-            self._measure_again("clocks that GPUs did not reach are tried again")
-        elif self.planner.is_outdated:
-            self._solve()
 
     def after_straggler_change(self) -> None:
         """Other pipelines are slow than before, or by other factors."""
         self.log.mark_straggler(self.ranks.highest_iteration() + 1, bool(self.stragglers))
         self.retarget()
 
-    def retarget(self) -> None:
-        """Where plans are in force, let them be those for what is wanted, and waited for, now."""
+    def retarget(self, *, is_urgent: bool = False) -> None:
+        """Where plans are in force, let them be those for what is wanted, and waited for, now.
+
+        `is_urgent`: at once.
+        """
         if self.state is JobState.PLANNED:
-            self.planner.retarget()
+            self.planner.retarget(is_urgent=is_urgent)
 
     # ------------------------------------------------------------------ checks
 
@@ -572,13 +489,15 @@ class Course:
         match self.state:
             case JobState.PROFILING:
                 assert len(set(clocks)) == 1
-                assert isinstance(clocks[0], StockClocks if self.progress.is_silent else HoldClocks)
+                is_at_stock = self.progress.is_silent or self.limiter.put_off is not None
+                assert isinstance(clocks[0], StockClocks if is_at_stock else HoldClocks)
                 assert not self.is_profile_complete
             case JobState.PLANNED:
                 assert all(isinstance(some, PlannedClocks) for some in clocks)
                 assert planner.frontier is not None or planner.is_solving
             case _:
                 assert all(isinstance(some, StockClocks) for some in clocks)
+        self.limiter.validate(self.state, clocks)
         if self.state in NEEDS_ALL_RANKS:
             assert not any(rank.state in (RankState.EXPECTED, RankState.LOST) for rank in self.ranks)
         if self.state is JobState.WAITING:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from perseus.service.domain import evidence
+from perseus.service.domain.bounds import MAX_DURATION_S, MIN_DURATION_S, check_range
 from perseus.service.domain.commands import AcceptRank, Command, EndStream
 from perseus.service.domain.errors import JobNotSolvedError, RankNotServedError, SpecMismatchError
 from perseus.service.domain.inputs import (
@@ -30,12 +31,14 @@ from perseus.service.domain.inputs import (
     AgentHeard,
     AgentLeft,
     BaselineRequested,
+    CeilingOrdered,
     EpochRenewed,
     FinishRequested,
     GpuErrorReported,
     Input,
     LagNotFound,
     OfferAnswered,
+    PaceOrdered,
     PlanInForce,
     PolicySet,
     ProfileFound,
@@ -65,6 +68,7 @@ from perseus.service.domain.model import (
 from perseus.service.domain.records import MOST_REQUEST_IDS, JobRecord, StoredJob
 from perseus.service.domain.specification import JobSpec, Registration
 from perseus.service.domain.telemetry import Order
+from perseus.service.job.iteration_judge import IterationJudge
 from perseus.service.job.planning.operating_point import check_straggler
 from perseus.service.job.planning.refusals import Refusals
 from perseus.service.job.ranks.rank_table import LIVE
@@ -86,6 +90,7 @@ class JobMachine(VisibleRun):
     ) -> None:
         """Begin where nothing is known. See `VisibleRun`."""
         super().__init__(spec, run_number, rules, epoch, create_time_s, created_s)
+        self._judge = IterationJudge(self._course)
         self._refusals = Refusals(self._ranks, self._offers, self._journal)
         self._orders = [Order(order) for order in self.schedule.orders]
         self._baseline_request_ids: tuple[str, ...] = ()
@@ -164,6 +169,8 @@ class JobMachine(VisibleRun):
             self._baseline_request_ids,
             planner.watch.broken_count,
             planner.latency.planned_s,
+            planner.pace_s,
+            course.limiter.ceiling,
         )
         if figures != self._stored_figures:  # of every message; most change none of them
             self._stored_figures = figures
@@ -204,7 +211,7 @@ class JobMachine(VisibleRun):
             self._course.check_work(f"{event.rank} is back on another GPU, or under other limits")
         self._offers.forget_sent(event.rank)
         self._progress.forget(event.rank)
-        self._journal.do(AcceptRank(event.rank, event.instance_id))
+        self._journal.do(AcceptRank(event.rank, event.instance_id, self.ceiling))
         if has_refused and not self._ranks[event.rank].has_refused:
             self._course.profile_more(f"{event.rank} has another agent")
 
@@ -253,7 +260,7 @@ class JobMachine(VisibleRun):
         if batch.iterations.iteration:
             reasons = batch.iterations.clock_event_reasons[-1]
             self._ranks.note_iteration(place, max(batch.iterations.iteration), reasons)
-            self._course.take_iterations(place, batch.iterations)
+            self._judge.take_iterations(place, batch.iterations)
         computations = batch.computations
         self.timelines.add(
             place, self._orders[place.stage].compact(computations) if is_plain else computations
@@ -308,6 +315,16 @@ class JobMachine(VisibleRun):
         event.policy.check()
         if self._planner.set_policy(event.policy):
             self._course.retarget()
+
+    def _on_pace_ordered(self, event: PaceOrdered, _now_s: float) -> None:
+        self._course.check_running()
+        if event.deadline_s is not None:
+            check_range("deadline_s", event.deadline_s, MIN_DURATION_S, MAX_DURATION_S)
+        if self._planner.order_pace(event.deadline_s, is_urgent=event.is_urgent):
+            self._course.retarget(is_urgent=event.is_urgent)
+
+    def _on_ceiling_ordered(self, event: CeilingOrdered, _now_s: float) -> None:
+        self._course.limit(event.to_ceiling())
 
     def _on_finish_requested(self, _event: FinishRequested, _now_s: float) -> None:
         if self.state is not JobState.FINISHED:
@@ -405,6 +422,8 @@ _HANDLERS: Mapping[type[Input], Callable[[JobMachine, Any, float], None]] = {
     StragglerReported: JobMachine._on_straggler_reported,
     StragglerCleared: JobMachine._on_straggler_cleared,
     PolicySet: JobMachine._on_policy_set,
+    PaceOrdered: JobMachine._on_pace_ordered,
+    CeilingOrdered: JobMachine._on_ceiling_ordered,
     FinishRequested: JobMachine._on_finish_requested,
     ResumeRequested: JobMachine._on_resume_requested,
     BaselineRequested: JobMachine._on_baseline_requested,

@@ -143,6 +143,8 @@ class Progress:
                 self._measuring_s = now_s
             if self._told is not None and self._told.reason is not StallReason.NO_ENERGY_ESTIMATES:
                 self._get_on()
+        elif iteration.is_touched:
+            return
         elif not iteration.is_regular or not self._offers.is_pending(iteration.iteration):
             self._useless_count += 1
             if self._useless_count >= PATIENCE_ITERATIONS and now_s >= self._useful_s + PATIENCE_S:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from perseus.service.domain.commands import Announce, Command, RefuseRank, Store
+from perseus.service.domain.commands import Announce, Command, RefuseRank, SendCeiling, Store
 from perseus.service.domain.errors import JobQuarantinedError, cut
 from perseus.service.domain.events import Happening
 from perseus.service.domain.evidence import Evidence, Quarantined, StateChanged
@@ -21,6 +21,7 @@ from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
+    CeilingOrdered,
     EpochRenewed,
     FinishRequested,
     Input,
@@ -33,10 +34,12 @@ from perseus.service.domain.inputs import (
     SolveRetried,
     Tick,
 )
+from perseus.service.domain.job_power import JobPower
 from perseus.service.domain.measured import MeasuredTimeline, Period, Saving
 from perseus.service.domain.model import (
     LOST_VERSIONS,
     NO_VERSION,
+    Ceiling,
     EventType,
     FaultyPart,
     JobState,
@@ -46,7 +49,7 @@ from perseus.service.domain.model import (
 )
 from perseus.service.domain.profiling import ProfilingCost
 from perseus.service.domain.records import ForgetIterations, JobRecord, Registrations, StoredJob
-from perseus.service.domain.specification import Coordinates, Registration
+from perseus.service.domain.specification import BudgetTerms, Coordinates, Registration
 from perseus.service.domain.views import JobDetails, JobView
 from perseus.service.job.iterations.iteration_log import IterationLog
 from perseus.service.job.ranks.rank_table import LIVE
@@ -125,7 +128,9 @@ class QuarantinedRun:
         self._commands.append(Store(ForgetIterations()))
         self._announce(EventType.QUARANTINED, why, Quarantined(self.fault.part, self.fault.error, before))
         error = self._error()
-        self._commands.extend(RefuseRank(rank.coordinates, rank.instance_id, error) for rank in self._served)
+        self._commands.extend(
+            RefuseRank(rank.coordinates, rank.instance_id, error, self.ceiling) for rank in self._served
+        )
         return self._take()
 
     def handle(self, event: Input, _now_s: float, wall_time_s: float) -> list[Command]:
@@ -141,6 +146,8 @@ class QuarantinedRun:
                 self._finish(f"abandoned: {why}", wall_time_s)
             case RegisteredAgain(registration):
                 self._note_registration(registration)
+            case CeilingOrdered():
+                self._limit(event.to_ceiling())
             case EpochRenewed(epoch):
                 self._epoch = epoch
                 self._keep(replace(self._record, version=self._record.version + LOST_VERSIONS))
@@ -160,6 +167,11 @@ class QuarantinedRun:
     def state(self) -> JobState:
         """Where the job stands."""
         return self._record.state
+
+    @property
+    def ceiling(self) -> Ceiling | None:
+        """The highest clock of its ranks, as a power budget wants it; None without one."""
+        return self._record.ceiling
 
     @property
     def finish_time_s(self) -> float | None:
@@ -217,6 +229,7 @@ class QuarantinedRun:
             finish_time_s=record.finish_time_s,
             last_event_sequence=self._sequence,
             figures=self.figures(),
+            labels=self.registrations.labels,
         )
 
     def details(self) -> JobDetails:
@@ -236,6 +249,19 @@ class QuarantinedRun:
     def figures(self) -> JobFigures:
         """Return what metrics tell beyond the summary: nothing is measured any more."""
         return JobFigures(detected_count=sum(each.is_detected for each in self._record.stragglers))
+
+    def power(self) -> JobPower:
+        """What it draws is not measured any more."""
+        return JobPower(None, self._record.policy.budget_terms or BudgetTerms())
+
+    def hostnames(self) -> list[str]:
+        """Return the hosts that the ranks are on, or were last, in their order; "" where none is known."""
+        return [rank.hostname for rank in self._ranks.values()]
+
+    def highest_clock_mhz(self) -> int:
+        """Return the highest clock that a GPU of it has; 0 where none is known."""
+        gpus = (rank.gpu for rank in self._ranks.values())
+        return max((gpu.supported_clocks_mhz[0] for gpu in gpus if gpu is not None), default=0)
 
     def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
         """Yield the wanted ranks from an index on, each with its index in the order of all ranks."""
@@ -294,6 +320,12 @@ class QuarantinedRun:
 
     def _error(self) -> JobQuarantinedError:
         return JobQuarantinedError(job_id=self.spec.job_id, cause=self.fault)
+
+    def _limit(self, ceiling: Ceiling | None) -> None:
+        self._keep(replace(self._record, ceiling=ceiling))
+        self._commands.extend(
+            SendCeiling(rank.coordinates, rank.instance_id, ceiling) for rank in self._served
+        )
 
     def _finish(self, why: str, wall_time_s: float) -> None:
         if not self.has_finished:

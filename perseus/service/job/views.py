@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from perseus.service.domain.errors import JobNotSolvedError, TimelineNotReadyError
 from perseus.service.domain.figures import JobFigures, RankColumns
+from perseus.service.domain.job_power import JobPower
 from perseus.service.domain.measured import MeasuredTimeline, Period, Powers, Saving
-from perseus.service.domain.model import JobState, Rank, RankFilter
+from perseus.service.domain.model import Ceiling, JobState, Rank, RankFilter
 from perseus.service.domain.records import Registrations
-from perseus.service.domain.specification import Coordinates, JobSpec
+from perseus.service.domain.specification import BudgetTerms, Coordinates, JobSpec
 from perseus.service.domain.views import JobDetails, JobView
 from perseus.service.job.course import Course
 from perseus.service.job.ranks.rank_table import LIVE
@@ -71,6 +72,11 @@ class VisibleRun:
         """Where the job stands."""
         return self._course.state
 
+    @property
+    def ceiling(self) -> Ceiling | None:
+        """The highest clock where nothing is planned, as a power budget wants it; None without one."""
+        return self._course.limiter.ceiling
+
     def summary(self) -> JobView:
         """Return the job as others may see it, without details: no work over its ranks or pipelines."""
         frontier = self._planner.frontier
@@ -103,6 +109,8 @@ class VisibleRun:
             finish_time_s=self._course.finish_time_s,
             last_event_sequence=self.last_event_sequence,
             figures=self.figures(),
+            budget_time_s=self._planner.pace_s,
+            labels=self.registrations.labels,
         )
 
     def details(self) -> JobDetails:
@@ -135,6 +143,35 @@ class VisibleRun:
             switch_count=self._offers.switch_count,
             saved_energy_j=self._course.meter.saved_j,
         )
+
+    def power(self) -> JobPower:
+        """Return what it draws and can offer: no work over its ranks, but over its pipelines."""
+        planner, latest = self._planner, self.log.latest
+        known = JobPower(
+            basis=planner.curve_basis() if self.state is JobState.PLANNED else None,
+            terms=planner.policy.budget_terms or BudgetTerms(),
+            pace_s=planner.pace_s,
+            placement_count=self._ranks.placement_count,
+        )
+        if latest is None:
+            return known
+        energy_j = sum(latest.pipeline_energy_j) + latest.gap_energy_j
+        return replace(
+            known,
+            power_w=energy_j / (latest.iteration_time_s + latest.gap_time_s) if energy_j else None,
+            iteration_time_s=latest.iteration_time_s,
+            is_changing=latest.is_touched or latest.versions != self._offers.versions,
+            is_in_force=self._offers.are_in_force,
+        )
+
+    def hostnames(self) -> list[str]:
+        """Return the hosts that the ranks are on, or were last, in their order; "" where none is known."""
+        return [rank.hostname for rank in self._ranks]
+
+    def highest_clock_mhz(self) -> int:
+        """Return the highest clock that a GPU of it has; 0 where none is known."""
+        gpus = (rank.gpu for rank in self._ranks)
+        return max((gpu.supported_clocks_mhz[0] for gpu in gpus if gpu is not None), default=0)
 
     def ranks(self, wanted: RankFilter, first_index: int = 0) -> Iterator[tuple[int, Rank]]:
         """Yield the wanted ranks from an index on, each with its index in the order of all ranks.

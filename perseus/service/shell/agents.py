@@ -26,14 +26,18 @@ from perseus.service.domain.inputs import (
     RankLeft,
     TelemetryArrived,
 )
-from perseus.service.domain.model import FaultyPart, RankLeftReason
+from perseus.service.domain.model import Ceiling, FaultyPart, RankLeftReason
 from perseus.service.domain.principals import ANYBODY
 from perseus.service.domain.specification import Coordinates
 from perseus.service.fleet.gpus import GpuIndex
+from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.ports import AgentPort
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.store import Entry, JobStore, TelemetrySequence
+
+LAST_PLAN_LEASE_S = 1e6
+"""Eleven days, the longest lease that an agent takes: it stands for keeping the last plan."""
 
 log = structlog.get_logger(__name__)
 
@@ -55,8 +59,9 @@ class Agents:
             before, and that are to be had no more, as they were refused.
     """
 
-    def __init__(self, store: JobStore, writer: Writer, live: LiveRuns) -> None:
+    def __init__(self, store: JobStore, writer: Writer, live: LiveRuns, feeds: Feeds) -> None:
         self._store = store
+        self._feeds = feeds
         self._writer = writer
         self._live = live
         self._agents: dict[str, _Agent] = {}
@@ -73,6 +78,11 @@ class Agents:
     def lease_s(self) -> float:
         """How long a rank whose agent is silent keeps its plan."""
         return self._live.rules.lease_s
+
+    def plan_lease_s(self, hostname: str) -> float:
+        """How long plans on a host outlive the coordinator's last word: what its feed's fail-safe says."""
+        is_lasting = self._feeds.of_host(hostname) in self._feeds.with_last_plan
+        return LAST_PLAN_LEASE_S if is_lasting else self.lease_s
 
     @property
     def check_word(self) -> str:
@@ -260,6 +270,11 @@ class Agents:
     async def flush(self) -> None:
         """Wait until what agents said so far is stored, and carried out."""
         await self._writer.flush()
+
+    def ceiling(self, job_id: str) -> Ceiling | None:
+        """The ceiling that a job's ranks are under, whether they are served or not; None without one."""
+        run = self._live.get(job_id)
+        return run.machine.ceiling if run is not None else None
 
     def _is_on_gpu(self, job_id: str, rank: Coordinates, gpu_uuid: str) -> bool:
         run = self._live.get(job_id)

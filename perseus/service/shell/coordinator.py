@@ -14,12 +14,14 @@ from perseus.service.domain.ledger import UNKNOWN, Rates
 from perseus.service.domain.limits import Limits
 from perseus.service.domain.retention import Retention
 from perseus.service.fleet.ledger import constant
+from perseus.service.fleet.power.feeds import Feeds
 from perseus.service.job.rules import Rules
 from perseus.service.shell.agents import Agents
 from perseus.service.shell.job_clock import JobClock
 from perseus.service.shell.jobs import Jobs
 from perseus.service.shell.ledger import Ledger
 from perseus.service.shell.live_runs import LiveRuns
+from perseus.service.shell.power import Power
 from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.tokens import Tokens
 from perseus.service.shell.writer import Writer
@@ -28,6 +30,9 @@ from perseus.service.solving.request_lane import RequestLane
 from perseus.service.storage.store import JobStore
 
 log = structlog.get_logger(__name__)
+
+NO_FEEDS = Feeds()
+"""But for the one that is always there."""
 
 TICK_S = 1.0
 """How often leases are looked at."""
@@ -47,6 +52,7 @@ class Coordinator:
         agents: what agents say.
         tokens: who they are.
         ledger: what jobs have used and saved.
+        power: budgets on what they draw.
         quotas: what each of them has, and may have.
         live: the jobs' latest runs.
         writer: what stores.
@@ -64,6 +70,7 @@ class Coordinator:
         retention: Retention,
         limits: Limits | None = None,
         rates: Rates = UNKNOWN,
+        feeds: Feeds = NO_FEEDS,
     ) -> None:
         self._store = store
         self._retention = retention
@@ -76,9 +83,10 @@ class Coordinator:
         self.live = LiveRuns(store, self.writer, job_solver, rules, self._clock, rates_at)
         self.quotas = Quotas(limits or Limits(), time.monotonic)
         self.jobs = Jobs(store, self.writer, request_solver, self.live, self.quotas)
-        self.agents = Agents(store, self.writer, self.live)
+        self.agents = Agents(store, self.writer, self.live, feeds)
         self.tokens = Tokens(store, self.writer)
         self.ledger = Ledger(store, self.writer, rates_at)
+        self.power = Power(store, self.writer, self.live, self.quotas, feeds, retention)
 
     async def start(self) -> None:
         """Load what is stored, and go on with it."""
@@ -86,6 +94,7 @@ class Coordinator:
         await self.live.load()
         self.agents.load()
         await self.tokens.load()
+        await self.power.load()
 
     async def run(self) -> None:
         """Store and carry out what the machines want, let time pass and forget what is old, until cancelled.
@@ -93,7 +102,13 @@ class Coordinator:
         Raises:
             Exception: the store failed. Nothing can be promised any more: stop.
         """
-        work = (self.writer.run(), self._tick(), self._prune(), self._store.watch())
+        work = (
+            self.writer.run(),
+            self._tick(),
+            self.power.run(),
+            self._prune(),
+            self._store.watch(),
+        )
         parts = [asyncio.ensure_future(part) for part in work]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -136,6 +151,7 @@ class Coordinator:
         for run in self.live:
             for watcher in run.watchers:
                 watcher.end(DrainingError())
+        self.power.end(DrainingError())
 
     async def flush(self) -> None:
         """Wait until everything that happened so far is stored and carried out."""

@@ -39,7 +39,8 @@ from perseus.service.job import runs
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.planning.operating_point import with_fixed
 from perseus.service.job.quarantine import QuarantinedRun
-from perseus.service.shell.live_runs import LiveRun, LiveRuns, Machine
+from perseus.service.shell.live_run import LiveRun, Machine
+from perseus.service.shell.live_runs import LiveRuns
 from perseus.service.shell.quotas import Quotas
 from perseus.service.shell.watch_state import WatchState
 from perseus.service.shell.watching import Update, Watcher

@@ -12,11 +12,11 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -30,6 +30,7 @@ from perseus.service.domain.commands import (
     Refine,
     RefuseRank,
     ReportIteration,
+    SendCeiling,
     SendOffer,
     Solve,
     Store,
@@ -42,35 +43,27 @@ from perseus.service.domain.errors import (
     LeaseExpiredError,
 )
 from perseus.service.domain.events import JobEvent
-from perseus.service.domain.evidence import MeasurementsUnexplained
 from perseus.service.domain.inputs import (
     EpochRenewed,
     Input,
-    LagNotFound,
-    ProfileFound,
-    Refined,
-    RefineFailed,
-    Solved,
-    SolveFailed,
-    SolveRetried,
     Tick,
 )
 from perseus.service.domain.ledger import EnergyHour, RatesAt
-from perseus.service.domain.model import EventType, FaultyPart, Rank
+from perseus.service.domain.model import FaultyPart, Rank
 from perseus.service.domain.records import JobRecord, OfferRecord, StoredJob, UnreadableJob
-from perseus.service.domain.specification import Coordinates, JobSpec
+from perseus.service.domain.specification import JobSpec
 from perseus.service.domain.views import JobView
 from perseus.service.fleet.ledger import priced
 from perseus.service.job.machine import JobMachine
 from perseus.service.job.quarantine import Fault, QuarantinedRun
 from perseus.service.job.rules import Rules
+from perseus.service.shell.answers import Answers
 from perseus.service.shell.job_clock import JobClock
+from perseus.service.shell.live_run import LiveRun, Machine
 from perseus.service.shell.ports import AgentPort
-from perseus.service.shell.watching import Watcher
 from perseus.service.shell.writer import Work, Writer
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.storage.store import Entry, JobEntry, JobStore
-from perseus.solver import LagError, Refinement, SolverError
 
 Result = TypeVar("Result")
 Made = TypeVar("Made")
@@ -84,8 +77,6 @@ _SHOWN = (JobRecord, OfferRecord, Rank)
 _LARGE_SIZE = 4096
 """Ranks and computations; making a machine for fewer takes no more than some tens of milliseconds."""
 
-Machine = JobMachine | QuarantinedRun
-
 T = TypeVar("T")
 
 
@@ -96,38 +87,6 @@ def _made_in_one(make: Callable[[], Made]) -> Made:
         return make()
     finally:
         gc.enable()
-
-
-@dataclass(slots=True, eq=False)
-class LiveRun:
-    """The latest run of a job; earlier ones have ended, and are in the store.
-
-    Attributes:
-        machine: its state machine, or what stands in for one that failed.
-        record, ranks, last_sequence: what the machine gave out last; all that counts of it should it fail.
-        stored_record: the last record that is stored.
-        watchers: who watches it.
-        event_counts: its events since the coordinator began with it, by type.
-    """
-
-    machine: Machine
-    record: JobRecord | None = None
-    stored_record: JobRecord | None = None
-    ranks: dict[Coordinates, Rank] = field(default_factory=dict)
-    last_sequence: int = 0
-    watchers: set[Watcher] = field(default_factory=set)
-    solving: asyncio.Task[Any] | None = None
-    event_counts: Counter[EventType] = field(default_factory=Counter)
-
-    @property
-    def job_id(self) -> str:
-        """Of the job."""
-        return self.machine.spec.job_id
-
-    @property
-    def number(self) -> int:
-        """Which run of the job it is, from 1."""
-        return self.machine.run_number
 
 
 class LiveRuns:
@@ -160,15 +119,13 @@ class LiveRuns:
         self._store = store
         self._writer = writer
         writer.keeper = self
-        self._solver = solver
+        self._answers = Answers(self, store, writer, solver)
         self._rates_at = rates_at
         self._runs: dict[str, LiveRun] = {}
         # Those that may have a deadline: an ended job has none, and costs nothing.
         self._ticking: set[LiveRun] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()
         # Of those who follow all jobs: what has changed since they looked.
         self._followers: list[set[str]] = []
-        self._is_closing = False
         self._making = asyncio.Lock()
 
     async def load(self) -> None:
@@ -217,10 +174,7 @@ class LiveRuns:
 
     async def close(self) -> None:
         """Drop what is being solved."""
-        self._is_closing = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._answers.close()
 
     # ------------------------------------------------------------------ the runs
 
@@ -318,7 +272,7 @@ class LiveRuns:
         except CoordinatorError:
             raise
         except Exception as error:
-            self._quarantine(run, FaultyPart.MACHINE, error)
+            self.quarantine(run, FaultyPart.MACHINE, error)
             commands = run.machine.handle(event, self.clock.now_s(), time.time())
         return self._perform(run, commands, entries, then)
 
@@ -333,7 +287,7 @@ class LiveRuns:
         except CoordinatorError:
             raise
         except Exception as error:
-            self._quarantine(run, part, error)
+            self.quarantine(run, part, error)
             return ask(run.machine)
 
     def view(self, run: LiveRun, *, has_details: bool) -> JobView:
@@ -367,7 +321,7 @@ class LiveRuns:
 
     # ------------------------------------------------------------------ faults
 
-    def _quarantine(self, run: LiveRun, part: FaultyPart, error: Exception) -> None:
+    def quarantine(self, run: LiveRun, part: FaultyPart, error: Exception) -> None:
         """Put a run aside; what it gave out before is still carried out, and then its ranks are told."""
         machine = run.machine
         if isinstance(machine, QuarantinedRun):
@@ -400,7 +354,7 @@ class LiveRuns:
         run = self._runs.get(job_id)
         is_new = run is not None and run.number == run_number and isinstance(run.machine, JobMachine)
         if run is not None and is_new:
-            self._quarantine(run, FaultyPart.STORING, error)
+            self.quarantine(run, FaultyPart.STORING, error)
         elif run is not None:
             self._note_fault(job_id, run_number, FaultyPart.STORING, error)
         return (
@@ -487,21 +441,24 @@ class LiveRuns:
         then.extend(more)
         self._ticking.add(run)
         # An action that fails puts its run aside, and nothing else.
-        return self._writer.later(to_store, then, partial(self._quarantine, run, FaultyPart.ACTION))
+        return self._writer.later(to_store, then, partial(self.quarantine, run, FaultyPart.ACTION))
 
     def _do(self, run: LiveRun, machine: Machine, command: Command) -> None:
         if run.machine is not machine:
             return  # It was put aside, or has been revived: nothing that it wanted before is of use.
         match command:
-            case AcceptRank(rank, instance_id):
+            case AcceptRank(rank, instance_id, ceiling):
                 if (port := self.ports.get(instance_id)) and isinstance(machine, JobMachine):
-                    port.accept_rank(run.job_id, rank, machine.order(rank.stage))
+                    port.accept_rank(run.job_id, rank, machine.order(rank.stage), ceiling)
+            case SendCeiling(rank, instance_id, ceiling):
+                if port := self.ports.get(instance_id):
+                    port.limit_rank(run.job_id, rank, ceiling)
             case SendOffer(rank, instance_id, offer):
                 if port := self.ports.get(instance_id):
                     port.offer(run.job_id, rank, offer)
-            case RefuseRank(rank, instance_id, error):
+            case RefuseRank(rank, instance_id, error, ceiling):
                 if port := self.ports.get(instance_id):
-                    port.refuse_rank(run.job_id, rank, error)
+                    port.refuse_rank(run.job_id, rank, error, ceiling)
             case EndStream(instance_id):
                 if port := self.ports.get(instance_id):
                     port.end(LeaseExpiredError(instance_id=instance_id, lease_s=self.rules.lease_s))
@@ -509,20 +466,14 @@ class LiveRuns:
                 for watcher in run.watchers:
                     watcher.tell(summary)
             case FindProfile(keys):
-                self._begin(self._find_profile(run, machine, keys))
+                self._answers.find_profile(run, machine, keys)
             case Solve():
-                self._solve(run, machine, command)
+                self._answers.solve(run, machine, command)
             case Refine(refinement):
-                self._refine(run, machine, refinement)
+                self._answers.refine(run, machine, refinement)
             case DropSolve():
                 if run.solving is not None:
                     run.solving.cancel()
-
-    def _begin(self, work: Coroutine[None, None, Result]) -> asyncio.Task[Result]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def _publish(self, run: LiveRun, event: JobEvent) -> None:
         happening = event.happening
@@ -534,63 +485,6 @@ class LiveRuns:
         for watcher in run.watchers:
             watcher.change_job()
 
-    async def _find_profile(self, run: LiveRun, machine: Machine, keys: Sequence[str]) -> None:
-        """Give a run what is known of its stages' work."""
-        await self._writer.flush()
-        try:
-            found = tuple(await self._store.known_profiles(keys))
-        except Exception as error:
-            # What others have measured is a help, no more; a store that fails shows when it is written to.
-            log.error("no profiles from before", job_id=run.job_id, run_number=run.number, exc_info=error)
-            return
-        if found and self._is_awaiting(run, machine):
-            self.handle(run, ProfileFound(found))
-
-    def _solve(self, run: LiveRun, machine: Machine, wanted: Solve) -> None:
-        """Ask for the frontier that a run wants; a run has at most one problem at a time."""
-        tell_retry = partial(self._tell_retry, run, machine)
-        run.solving = self._begin(
-            self._solver.solve(run.job_id, wanted.problem, wanted.slow, tell_retry, wanted.set_latency_s)
-        )
-        run.solving.add_done_callback(partial(self._take_answer, run, machine, Solved, SolveFailed))
-
-    def _refine(self, run: LiveRun, machine: Machine, refinement: Refinement) -> None:
-        """Ask for a plan that a run wants; it has no problem at that time."""
-        tell_retry = partial(self._tell_retry, run, machine)
-        run.solving = self._begin(self._solver.refine(run.job_id, refinement, tell_retry))
-        taken = partial(Refined, refinement), partial(RefineFailed, refinement)
-        run.solving.add_done_callback(partial(self._take_answer, run, machine, *taken))
-
-    def _tell_retry(
-        self, run: LiveRun, machine: Machine, cause: str, crash_count: int, delay_s: float
-    ) -> None:
-        if self._is_awaiting(run, machine):
-            self.handle(run, SolveRetried(cause, crash_count, delay_s))
-
-    def _take_answer(
-        self,
-        run: LiveRun,
-        machine: Machine,
-        done: Callable[[Any], Input],
-        failed: Callable[[str], Input],
-        solving: asyncio.Task[Any],
-    ) -> None:
-        """Give a run its frontier or its plan, or the reason why there is none."""
-        if run.solving is solving:
-            run.solving = None
-        if self._is_closing or not self._is_awaiting(run, machine):
-            return
-        if solving.cancelled():
-            self.handle(run, failed("it was of no use any more"))
-        elif (error := solving.exception()) is None:
-            self.handle(run, done(solving.result()))
-        elif isinstance(error, LagError):
-            self.handle(run, LagNotFound(MeasurementsUnexplained(**error.times_s)))
-        elif isinstance(error, SolverError | CoordinatorError):
-            self.handle(run, failed(str(error)))
-        elif isinstance(error, Exception):
-            self._quarantine(run, FaultyPart.SOLVING, error)
-
-    def _is_awaiting(self, run: LiveRun, machine: Machine) -> bool:
+    def is_awaiting(self, run: LiveRun, machine: Machine) -> bool:
         """Whether the machine that asked for something is there still."""
         return self._runs.get(run.job_id) is run and run.machine is machine

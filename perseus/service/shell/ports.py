@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from perseus.service.domain.errors import CoordinatorError
-from perseus.service.domain.model import Offer
+from perseus.service.domain.model import Ceiling, Offer
 from perseus.service.domain.specification import Coordinates
 from perseus.solver import Computation
 
@@ -12,10 +12,17 @@ from perseus.solver import Computation
 class AgentPort(Protocol):
     """The way to one agent. Nothing here waits."""
 
-    def accept_rank(self, job_id: str, rank: Coordinates, order: Sequence[Computation]) -> None:
-        """Say that a rank is served, and what it computes."""
+    def accept_rank(
+        self, job_id: str, rank: Coordinates, order: Sequence[Computation], ceiling: Ceiling | None
+    ) -> None:
+        """Say that a rank is served, what it computes, and under which ceiling."""
 
-    def refuse_rank(self, job_id: str, rank: Coordinates, error: CoordinatorError) -> None:
+    def limit_rank(self, job_id: str, rank: Coordinates, ceiling: Ceiling | None) -> None:
+        """Say that a rank has another ceiling, or none; before all offers that still wait."""
+
+    def refuse_rank(
+        self, job_id: str, rank: Coordinates, error: CoordinatorError, ceiling: Ceiling | None
+    ) -> None:
         """Say that a rank is not served, or no longer: it goes to stock. An offer that waits is dropped."""
 
     def offer(self, job_id: str, rank: Coordinates, offer: Offer) -> None:

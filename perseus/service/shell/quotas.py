@@ -95,6 +95,14 @@ class Quotas:
         _check(principal, "ranks", rank_count, limits.ranks)
         _check(principal, "computations", computation_count, limits.computations)
 
+    def check_budgets(self, principal: str, count: int) -> None:
+        """Refuse a power budget where a principal has as many already.
+
+        Raises:
+            LimitReachedError: it has.
+        """
+        _check(principal, "power budgets that have not ended", count + 1, self.limits.budgets)
+
     def _account(self, principal: str) -> _Account:
         account = self._accounts.get(principal)
         if account is None:

@@ -102,6 +102,12 @@ def _state_findings(connection: Connection) -> Iterator[str]:
         except (ValueError, LookupError, TypeError) as error:
             cause = " ".join(str(error).split())
             yield f"token {row.name!r}: can't be read, and is good for nothing: {cause}"
+    for row in connection.execute(select(schema.budgets).order_by(schema.budgets.c.budget_id)):
+        try:
+            reading.budget_of(row)
+        except (ValueError, LookupError, TypeError) as error:
+            cause = " ".join(str(error).split())
+            yield f"power budget {row.budget_id!r}: can't be read, and is not enforced: {cause}"
 
 
 def _orphans(connection: Connection) -> Iterator[str]:

@@ -22,6 +22,7 @@ from perseus.service.domain.model import (
     Rank,
     StockClocks,
 )
+from perseus.service.domain.power import BudgetRecord
 from perseus.service.domain.records import JobRecord
 from perseus.service.domain.specification import JobSpec, Registration
 from perseus.solver import Measurement
@@ -127,6 +128,7 @@ REGISTRATIONS: Json[tuple[Registration, ...]] = Json("registrations", tuple[Regi
 RECORD: Json[JobRecord] = Json("record", JobRecord)
 RANK: Json[Rank] = Json("rank", Rank)
 PERIOD: Json[Period] = Json("period", Period)
+BUDGET: Json[BudgetRecord] = Json("budget", BudgetRecord)
 JOB_PATTERNS: Json[tuple[str, ...]] = Json("token.job_patterns", tuple[str, ...])
 STAGE_VERSIONS: Json[tuple[int, ...]] = Json("offer.stage_versions", tuple[int, ...])
 MEASUREMENTS: Json[list[tuple[StageKey, Measurement]]] = Json(

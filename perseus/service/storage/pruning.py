@@ -25,7 +25,7 @@ _NOT_DONE = -1
 
 
 class Pruner:
-    """Prunes a database, round by round: runs, then events, then agents, then the ledger."""
+    """Prunes a database, round by round: runs, then events, then agents, the ledger and budgets."""
 
     def __init__(self, connection: Connection, step_rows: int = STEP_ROWS) -> None:
         self._connection = connection
@@ -55,6 +55,8 @@ class Pruner:
             yield Pruned(count, (), is_done=False)
         oldest_hour = int((now_s - retention.ledger_age_s) // HOUR_S)
         while count := self._delete_some(schema.ledger, schema.ledger.c.hour < oldest_hour):
+            yield Pruned(count, (), is_done=False)
+        while count := self._prune_budgets(retention, now_s):
             yield Pruned(count, (), is_done=False)
 
     # ------------------------------------------------------------------ runs
@@ -154,6 +156,19 @@ class Pruner:
         ).all()
         self._connection.execute(delete(table).where(table.c.instance_id.in_([row[0] for row in oldest])))
         return len(oldest)
+
+    # ------------------------------------------------------------------ budgets
+
+    def _prune_budgets(self, retention: Retention, now_s: float) -> int:
+        table = schema.budgets
+        over = self._connection.execute(
+            select(table.c.budget_id, table.c.over_time_s).where(table.c.over_time_s <= now_s)
+        )
+        due = retention.budgets_due({row.budget_id: row.over_time_s for row in over}, now_s)
+        some = due[: self._step_rows]
+        if some:
+            self._connection.execute(delete(table).where(table.c.budget_id.in_(some)))
+        return len(some)
 
     # ------------------------------------------------------------------ deleting
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Table, func, select, text
 
-from perseus.service.domain.errors import cut
+from perseus.service.domain.errors import InvalidFieldError, cut
 from perseus.service.domain.events import EventFilter, Happening, JobEvent
 from perseus.service.domain.measured import KnownProfile, StageProfile
 from perseus.service.domain.model import EventType, PipelineOffer
+from perseus.service.domain.power import BudgetRecord
 from perseus.service.domain.principals import Grant, Scope, Token
 from perseus.service.domain.records import IterationRows, OfferRecord, Registrations, StoredJob, UnreadableJob
 from perseus.service.domain.specification import Coordinates
@@ -249,6 +250,33 @@ def load_tokens(connection: Connection) -> list[Token]:
         except _UNREADABLE:
             continue
     return tokens
+
+
+def load_budgets(connection: Connection) -> list[BudgetRecord]:
+    """Return all power budgets by identifier, but for those that can't be read: `checking` tells of them."""
+    budgets = []
+    for row in connection.execute(select(schema.budgets).order_by(schema.budgets.c.budget_id)):
+        try:
+            budgets.append(budget_of(row))
+        except _UNREADABLE:
+            continue
+    return budgets
+
+
+def budget_of(row: Row[Any]) -> BudgetRecord:
+    """Return a power budget.
+
+    Raises:
+        ValueError, LookupError, TypeError: it can't be read.
+    """
+    try:
+        record = codecs.BUDGET.load(row.budget)
+    except InvalidFieldError as error:
+        raise ValueError(str(error)) from None
+    if (record.budget.budget_id, record.over_time_s) != (row.budget_id, row.over_time_s):
+        found = f"{record.budget.budget_id!r}, over at {record.over_time_s}"
+        raise ValueError(f"expected {row.budget_id!r}, over at {row.over_time_s}, found {found}")
+    return record
 
 
 def token_of(row: Row[Any]) -> Token:

@@ -20,7 +20,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-HEAD = "0009"
+HEAD = "0010"
 """The latest migration: what this schema is."""
 
 # Ordered by bytes wherever it is, as SQLite orders all texts.
@@ -202,6 +202,14 @@ ledger = _table(
     _figure("profiling_energy_j"),
     _figure("straggler_energy_j"),
     Index("ledger_by_hour", "hour"),
+)
+
+# Power budgets. `over_time_s` repeats what is in the record: from when on it limits nothing any more.
+budgets = _table(
+    "budgets",
+    Column("budget_id", _KEY, primary_key=True),
+    _text("budget"),
+    _figure("over_time_s", nullable=True),
 )
 
 OF_RUNS = (

@@ -20,6 +20,7 @@ from perseus.service.domain.errors import DatabaseUnavailableError, StoreFailedE
 from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
 from perseus.service.domain.ledger import EnergyGroup, HourFilter
 from perseus.service.domain.measured import KnownProfile
+from perseus.service.domain.power import BudgetRecord
 from perseus.service.domain.principals import Token
 from perseus.service.domain.records import StoredJob, UnreadableJob
 from perseus.service.domain.retention import Retention
@@ -186,6 +187,10 @@ class SqlStore(JobStore):
     async def load_tokens(self) -> list[Token]:
         """See JobStore."""
         return await self._run(partial(reading.load_tokens, self._connection))
+
+    async def load_budgets(self) -> list[BudgetRecord]:
+        """See JobStore."""
+        return await self._run(partial(reading.load_budgets, self._connection))
 
     async def size_bytes(self) -> int:
         """See JobStore."""

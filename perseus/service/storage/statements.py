@@ -31,6 +31,7 @@ UPSERT_PERIOD = "upsert_period"
 UPSERT_HOUR = "upsert_hour"
 UPSERT_TELEMETRY = "upsert_telemetry"
 UPSERT_TOKEN = "upsert_token"
+UPSERT_BUDGET = "upsert_budget"
 
 ORDER = (
     INSERT_RUN,
@@ -49,6 +50,7 @@ ORDER = (
     INSERT_EVENT,
     UPSERT_TELEMETRY,
     UPSERT_TOKEN,
+    UPSERT_BUDGET,
 )
 """How a group's rows are written: a run before what changes it, plans before who points there."""
 
@@ -124,6 +126,7 @@ class Statements:
             INSERT_EVENT: insert(schema.events),
             UPSERT_TELEMETRY: upsert(schema.telemetry),
             UPSERT_TOKEN: upsert(schema.tokens),
+            UPSERT_BUDGET: upsert(schema.budgets),
         }
         self.by_name = {name: _compiled(statement, dialect) for name, statement in by_name.items()}
         self.count_commit = _compiled(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from perseus.service.domain.events import ALL_EVENTS, EventFilter, JobEvent
 from perseus.service.domain.ledger import EnergyGroup, HourFilter
 from perseus.service.domain.measured import KnownProfile
+from perseus.service.domain.power import BudgetRecord
 from perseus.service.domain.principals import Token
 from perseus.service.domain.records import Record, StoredJob, UnreadableJob
 from perseus.service.domain.retention import Retention
@@ -66,6 +67,13 @@ class TokenEntry:
     token: Token
 
 
+@dataclass(frozen=True, slots=True)
+class BudgetEntry:
+    """A power budget is as it says, in place of the one that has its identifier."""
+
+    record: BudgetRecord
+
+
 class UnstorableEntryError(ValueError):
     """An entry of a run holds what could not be read back; the text names the field. Nothing is written."""
 
@@ -90,7 +98,7 @@ class Pruned:
     is_done: bool
 
 
-Entry = NewRun | JobDeleted | JobEntry | JobEvent | TelemetrySequence | TokenEntry
+Entry = NewRun | JobDeleted | JobEntry | JobEvent | TelemetrySequence | TokenEntry | BudgetEntry
 
 
 class JobStore(abc.ABC):
@@ -178,6 +186,10 @@ class JobStore(abc.ABC):
     @abc.abstractmethod
     async def load_tokens(self) -> list[Token]:
         """Return all bearer tokens, revoked and expired ones too, by name."""
+
+    @abc.abstractmethod
+    async def load_budgets(self) -> list[BudgetRecord]:
+        """Return all power budgets, ended ones too, by identifier, but for those that can't be read."""
 
     @abc.abstractmethod
     async def prune(self, retention: Retention, now_s: float) -> Pruned:

@@ -31,6 +31,7 @@ from perseus.service.storage import statements as to
 from perseus.service.storage.codecs import UnstorableError, figure, figures, integer
 from perseus.service.storage.statements import Row, Statements
 from perseus.service.storage.store import (
+    BudgetEntry,
     Entry,
     JobDeleted,
     JobEntry,
@@ -218,6 +219,10 @@ class GroupWriter:
                             token.expire_time_s,
                             token.revoke_time_s,
                         )
+                    )
+                case BudgetEntry(budget):
+                    group.rows[to.UPSERT_BUDGET].append(
+                        (budget.budget.budget_id, codecs.BUDGET.dump(budget), budget.over_time_s)
                     )
                 case NewRun(spec, run_number, create_time_s):
                     row = (spec.job_id, run_number, create_time_s, self._spec(entry), "[]", None, 0, None, 0)

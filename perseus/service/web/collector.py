@@ -14,10 +14,11 @@ from perseus.metrics import names
 from perseus.metrics.readings import Readings
 from perseus.service.domain.figures import JobFigures
 from perseus.service.domain.model import EventType, FaultyPart, JobState, RankFilter, RankState
+from perseus.service.domain.power import FeedStatus
 from perseus.service.domain.profiling import ProfilingLimit
 from perseus.service.domain.views import JobView
 from perseus.service.shell.coordinator import Coordinator
-from perseus.service.shell.live_runs import LiveRun
+from perseus.service.shell.live_run import LiveRun
 
 MOST_JOBS = 1_000
 """Jobs with series of their own."""
@@ -94,6 +95,8 @@ class CoordinatorCollector:
         for reason, count in sorted(self._refusal_counts.items()):
             readings.put(names.REFUSALS, count, reason)
         self._read_store(readings)
+        for feed, status in coordinator.power.feeds():
+            _put_feed(readings, feed.name, status)
         for name, lane in (("jobs", coordinator.job_solver), ("requests", coordinator.request_solver)):
             readings.put(names.SOLVER_QUEUE, lane.waiting_count, name)
             readings.put(names.SOLVER_BUSY, lane.busy_count, name)
@@ -141,6 +144,17 @@ class CoordinatorCollector:
             readings.put(names.RANK_SET_LATENCY, clocks.set_latency_s, *labels)
 
 
+def _put_feed(readings: Readings, name: str, status: FeedStatus) -> None:
+    readings.put(names.FEED_LIMIT, status.limit_w, name)
+    readings.put(names.FEED_CEILING, status.ceiling_w, name)
+    readings.put(names.FEED_POWER, status.measured_w, name)
+    readings.put(names.FEED_MANAGED, status.managed_w, name)
+    readings.put(names.FEED_UNMANAGED, status.unmanaged_w, name)
+    readings.put(names.FEED_COMPLIANT, status.is_compliant, name)
+    readings.put(names.FEED_TRANSITION, status.in_transition, name)
+    readings.put(names.FEED_HELD_JOBS, len(status.held), name)
+
+
 def _put_state(readings: Readings, view: JobView) -> None:
     job_id = view.job_id
     for state in JobState:
@@ -180,6 +194,7 @@ def _put_measured(readings: Readings, view: JobView, figures: JobFigures) -> Non
         readings.put(names.JOB_FRONTIER, time_s or None, job_id, point)
     readings.put(names.JOB_STRAGGLERS, figures.detected_count, job_id, "detected")
     readings.put(names.JOB_STRAGGLERS, view.straggler_count - figures.detected_count, job_id, "reported")
+    readings.put(names.JOB_BUDGET_TIME, view.budget_time_s, job_id)
     readings.put(names.JOB_STRAGGLER_TIME, figures.straggler_time_s or None, job_id)
 
 

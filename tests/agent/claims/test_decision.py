@@ -31,6 +31,8 @@ GPU = ("GPU-b", 1)
         ("alice: all", (), Allowed(is_granted=True)),
         ("alice: 0\nalice: GPU-b", (), Allowed(is_granted=True)),
         ("alice: 1\nbob: 1", (), Allowed(is_granted=True)),
+        ("alice: 1 job=7\nalice: 0 job=8\nbob: 1 job=9", (), Allowed(True, labels=(("job", "7"),))),
+        ("alice: 1 job=7 a=b\nalice: all job=8", (), Allowed(True, labels=(("a", "b"), ("job", "8")))),
         ("alice: 0", (), NOT_GRANTED),
         ("bob: 1", (), NOT_GRANTED),
         ("bob: GPU-b", (), NOT_GRANTED),

@@ -77,3 +77,25 @@ def test_a_number_is_no_name() -> None:
 def test_which_gpus_a_grant_covers(line: str, covers: bool) -> None:
     (grant,) = parse(line)
     assert grant.covers("GPU-b", 1) is covers
+
+
+def test_labels_stand_among_the_gpus() -> None:
+    (grant,) = parse("bob: 2 slurm-job=17 GPU-a slurm-account=physics.ml  # why")
+    assert grant == Grant(
+        "bob", frozenset({"2", "GPU-a"}), (("slurm-account", "physics.ml"), ("slurm-job", "17"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        ("a: slurm-job=17", "line 1: expected a GPU's index or UUID, or all, found none"),
+        ("a: 0 =17", "line 1: expected a label KEY=VALUE, found '=17'"),
+        ("a: 0 Slurm=17", "line 1: expected a label KEY=VALUE, found 'Slurm=17'"),
+        ("a: 0 job=\x1b", r"line 1: expected a label KEY=VALUE, found 'job=\\x1b'"),
+        ("a: 0 " + " ".join(f"k{i}=v" for i in range(17)), "line 1: expected at most 16 labels, found 17"),
+    ],
+)
+def test_a_label_that_is_none_is_named(text: str, mistake: str) -> None:
+    with pytest.raises(MalformedGrantError, match=mistake):
+        parse(text)

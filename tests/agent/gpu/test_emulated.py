@@ -220,8 +220,7 @@ from pathlib import Path
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import Work
 gpu = EmulatedGpu(Path(sys.argv[1]))
-for _ in range(2):
-    sys.stdin.readline()
+while sys.stdin.readline():
     begin_s = time.monotonic()
     gpu.execute(Work(compute_s=0.2, memory_s=0.1))
     print(time.monotonic() - begin_s, flush=True)
@@ -252,11 +251,16 @@ def test_a_trainer_in_another_process_progresses_by_the_agent_s_clock(tmp_path: 
             return float(times_s.readline())
 
         # In force some 10 ms after the start, 1/30 done; then the whole takes 0.2 · 2 + 0.1 = 0.5 s.
-        slowed_s = execute(then_set_mhz=LOW_MHZ)
-        at_low_s = execute(then_set_mhz=LOW_MHZ)
+        slowed_s, at_low_s = [], []
+        for _ in range(3):
+            agent.set_clock_mhz(MODEL.max_clock_mhz)
+            slowed_s.append(execute(then_set_mhz=LOW_MHZ))
+            at_low_s.append(execute(then_set_mhz=LOW_MHZ))
+        orders.close()
     energy_j = agent.total_energy_j()
     agent.close()
-    # Lower bounds hold on any machine; the upper ones leave room for a busy one.
-    assert 0.45 < slowed_s < 0.56
-    assert 0.4999 < at_low_s < 0.56
+    # A busy machine may stand still at any time, but not three times.
+    assert max(slowed_s) > 0.45
+    assert min(slowed_s) < 0.56
+    assert 0.4999 < min(at_low_s) < 0.56
     assert energy_j > 0.9 * MODEL.power_w(1.0, LOW_MHZ) * 0.9

@@ -56,7 +56,7 @@ async def test_a_call_that_hangs_is_waited_for_once_and_its_late_answer_is_not_l
     for _ in range(10):
         with pytest.raises(GpuHungError):
             await lanes.run("GPU-a", lambda: 1)
-    assert asyncio.get_running_loop().time() - begun_s < 0.1, "each was told at once"
+    assert asyncio.get_running_loop().time() - begun_s < 0.5, "none waited, which takes 0.1 s"
     assert await lanes.run("GPU-b", lambda: 1) == 1
     hang.set()
     await until(lambda: late == [True], "the late answer")

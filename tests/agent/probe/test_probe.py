@@ -124,7 +124,7 @@ def test_a_full_socket_drops_marks_without_waiting(
     for _ in range(1000):
         with probe.iteration():
             pass
-    assert time.monotonic() - begin_s < 1
+    assert time.monotonic() - begin_s < 5
     assert probe.is_connected
     assert 0 < probe.dropped_mark_count < 2000
     assert len(agent.marks()) == 2000 - probe.dropped_mark_count

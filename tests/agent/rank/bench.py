@@ -10,6 +10,7 @@ from perseus.agent.rank.commands import Command, EstimateEnergy, Send
 from perseus.agent.rank.events import Connected, Estimated, Event, Tick, TrainerJoined
 from perseus.agent.rank.messages import (
     NO_PLAN,
+    Ceiling,
     GpuDescription,
     Hold,
     PlanAnswer,
@@ -18,6 +19,7 @@ from perseus.agent.rank.messages import (
     PlanOffer,
     PlanRefusalReason,
     RankAccepted,
+    RankCeiling,
     RankRefused,
     StageClocks,
     Stock,
@@ -86,9 +88,19 @@ class Bench:
         return self.do(ComputationMark(edge, iteration, ordinal, computation, int(self.now_s * 1e9)))
 
     def offer(
-        self, version: int, start: int, clocks: Stock | Hold | StageClocks, *, epoch: str = "e"
+        self,
+        version: int,
+        start: int,
+        clocks: Stock | Hold | StageClocks,
+        *,
+        epoch: str = "e",
+        is_urgent: bool = False,
     ) -> list[Command]:
-        return self.do(PlanOffer(RANK, PlanId(epoch, version), start, LEASE_S, clocks))
+        return self.do(PlanOffer(RANK, PlanId(epoch, version), start, LEASE_S, clocks, is_urgent))
+
+    def limit(self, clock_mhz: int | None, *, outlasts_lease: bool = False) -> list[Command]:
+        ceiling = None if clock_mhz is None else Ceiling(clock_mhz, outlasts_lease)
+        return self.do(RankCeiling(RANK, ceiling))
 
     def run(self, number: int, *, duration_s: float = 0.1) -> list[Command]:
         """A whole iteration: each computation for `duration_s`, as long a wait before it."""

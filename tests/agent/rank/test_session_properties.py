@@ -23,6 +23,7 @@ from perseus.agent.rank.events import (
     TrainerJoined,
 )
 from perseus.agent.rank.messages import (
+    Ceiling,
     GpuDescription,
     Hold,
     PlanAnswer,
@@ -30,6 +31,7 @@ from perseus.agent.rank.messages import (
     PlanInForce,
     PlanOffer,
     RankAccepted,
+    RankCeiling,
     RankJoined,
     RankLeft,
     RankRefused,
@@ -51,6 +53,7 @@ COMPUTATIONS = st.sampled_from([*ORDERS[0], *ORDERS[1]])
 CLOCKS = st.sampled_from([*GPU.supported_clocks_mhz * 6, 0, 999])
 ORDER_INDICES = st.sampled_from([0] * 6 + [1])
 LEASE_S = 3.0
+CEILINGS = st.one_of(st.none(), st.builds(Ceiling, st.sampled_from([1400, 1100, 700, 100]), st.booleans()))
 
 
 class SessionMachine(RuleBasedStateMachine):
@@ -76,11 +79,17 @@ class SessionMachine(RuleBasedStateMachine):
         self.accepted: set[int] = set()
         self.reported: list[int] = []
         self.has_left = False
+        self.ceiling: Ceiling | None = None
+        # By version: the highest clock of a stage plan, 0 of other offers.
+        self.planned_mhz = {0: 0}
+        self.allowed_mhz = 0
+        self.touched: set[int] = set()
         self.do(TrainerJoined())
-        self.connect(0)
+        self.connect(0, None)
 
     def do(self, event: Event) -> None:
         had_ended = self.session.has_ended
+        under_way = self.session._pacer.begun_iteration if self.session._pacer.has_iteration else None
         if self.scheduled is not None and self.scheduled.at_s <= self.now_s:
             self.clock_mhz, self.scheduled = self.scheduled.clock_mhz, None
         commands = self.session.handle(event, self.now_s)
@@ -103,9 +112,13 @@ class SessionMachine(RuleBasedStateMachine):
                     self.scheduled = command
                 case EstimateEnergy(request):
                     self.requests.append(request)
-                case Send(Telemetry(_, iterations)):
+                case Send(Telemetry(_, iterations, computations)):
                     self.reported += [row.iteration for row in iterations]
                     assert all(row.duration_s >= 0 for row in iterations)
+                    touched = {row.iteration for row in iterations if row.is_touched}
+                    assert touched >= self.touched.intersection(row.iteration for row in iterations)
+                    assert not touched.intersection(row.iteration for row in computations)
+                    assert not any(row.is_regular for row in iterations if row.is_touched)
                 case Send(RankLeft()):
                     assert not self.has_left
                     self.has_left = True
@@ -119,6 +132,35 @@ class SessionMachine(RuleBasedStateMachine):
                             self.accepted.add(plan.version)
                         case RankJoined(_, _, _, plan, _):
                             self.in_force = plan.version
+        is_urgent = isinstance(event, PlanOffer) and event.is_urgent
+        if is_urgent and under_way is not None and any(_is_in_force(command) for command in commands):
+            self.touched.add(under_way)
+        self.check_ceiling(event)
+
+    def check_ceiling(self, event: Event) -> None:
+        """No clock is above the ceiling, but those of a stage plan that is in force, or about to be."""
+        match event:
+            case RankAccepted() | RankRefused() | RankCeiling():
+                self.ceiling = event.ceiling
+            case Tick() if self.ceiling is not None and not self.ceiling.outlasts_lease:
+                if self.now_s - self.heard_at_s > LEASE_S:
+                    self.ceiling = None
+        plans = self.session._plans
+        stage_mhz = max(
+            self.planned_mhz[plan.plan.version] if plan else 0 for plan in (plans.in_force, plans.pending)
+        )
+        # A clock that was asked for in the gap for what comes next stays until that comes, or it is long.
+        is_in_gap = self.session._pacer.keeper._is_in_gap
+        self.allowed_mhz = max(stage_mhz, self.allowed_mhz if is_in_gap else 0)
+        if self.ceiling is None or self.observe or self.session.has_ended:
+            return
+        own_mhz = max((mhz for mhz in GPU.supported_clocks_mhz if mhz <= self.ceiling.clock_mhz), default=600)
+        most_mhz = max(own_mhz, self.allowed_mhz)
+        assert self.clock_mhz is not None
+        assert self.clock_mhz <= most_mhz
+        if self.scheduled is not None:
+            assert self.scheduled.clock_mhz is not None
+            assert self.scheduled.clock_mhz <= most_mhz
 
     @rule(duration_s=st.sampled_from([0.0, 0.1, 0.1, 0.4, 0.4, LEASE_S + 0.1]))
     def pass_time(self, duration_s: float) -> None:
@@ -126,19 +168,25 @@ class SessionMachine(RuleBasedStateMachine):
         self.do(Tick())
 
     @precondition(lambda self: not self.connected)
-    @rule(index=ORDER_INDICES)
-    def connect(self, index: int) -> None:
+    @rule(index=ORDER_INDICES, ceiling=CEILINGS)
+    def connect(self, index: int, ceiling: Ceiling | None) -> None:
         self.connected = True
         self.heard_at_s = self.now_s
         self.do(Connected(LEASE_S))
-        self.do(RankAccepted(RANK, ORDERS[index]))
+        self.do(RankAccepted(RANK, ORDERS[index], ceiling))
 
     @precondition(lambda self: self.connected)
-    @rule(refuses=st.booleans())
-    def disconnect(self, refuses: bool) -> None:
+    @rule(ceiling=CEILINGS)
+    def limit(self, ceiling: Ceiling | None) -> None:
+        self.heard()
+        self.do(RankCeiling(RANK, ceiling))
+
+    @precondition(lambda self: self.connected)
+    @rule(refuses=st.booleans(), ceiling=CEILINGS)
+    def disconnect(self, refuses: bool, ceiling: Ceiling | None) -> None:
         if refuses:
             self.heard()
-            self.do(RankRefused(RANK, "JOB_NOT_FOUND", ""))
+            self.do(RankRefused(RANK, "JOB_NOT_FOUND", "", ceiling))
         self.connected = False
         self.do(Disconnected())
 
@@ -148,8 +196,8 @@ class SessionMachine(RuleBasedStateMachine):
         self.heard_at_s = self.now_s
         self.do(Heard())
 
-    @rule(target=offers, ahead=st.integers(-1, 2), data=st.data())
-    def offer(self, ahead: int, data: st.DataObject) -> PlanOffer:
+    @rule(target=offers, ahead=st.integers(-1, 2), is_urgent=st.booleans(), data=st.data())
+    def offer(self, ahead: int, is_urgent: bool, data: st.DataObject) -> PlanOffer:
         self.version += 1
         order = ORDERS[data.draw(ORDER_INDICES)]
         clocks = data.draw(
@@ -159,7 +207,8 @@ class SessionMachine(RuleBasedStateMachine):
                 st.builds(StageClocks, st.just(order), st.tuples(*[CLOCKS] * len(order))),
             )
         )
-        offer = PlanOffer(RANK, PlanId("e", self.version), max(0, self.iteration + ahead), LEASE_S, clocks)
+        start_iteration = max(0, self.iteration + ahead)
+        offer = PlanOffer(RANK, PlanId("e", self.version), start_iteration, LEASE_S, clocks, is_urgent)
         self.repeat(offer)
         return offer
 
@@ -172,6 +221,10 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(offer=offers)
     def repeat(self, offer: PlanOffer) -> None:
+        clocks = offer.clocks
+        self.planned_mhz[offer.plan.version] = (
+            max(clocks.clocks_mhz) if isinstance(clocks, StageClocks) else 0
+        )
         if self.connected:
             self.heard()
             self.do(offer)
@@ -246,9 +299,10 @@ class SessionMachine(RuleBasedStateMachine):
     @invariant()
     def a_clock_needs_a_plan_within_its_lease(self) -> None:
         if self.clock_mhz is not None:
-            assert self.accepted
+            assert self.accepted or self.ceiling
             self.do(Tick())
-            assert self.clock_mhz is None or self.now_s - self.heard_at_s <= LEASE_S
+            if self.ceiling is None or not self.ceiling.outlasts_lease:
+                assert self.clock_mhz is None or self.now_s - self.heard_at_s <= LEASE_S
 
     @invariant()
     def iterations_are_reported_once_and_in_order(self) -> None:
@@ -256,6 +310,10 @@ class SessionMachine(RuleBasedStateMachine):
 
     def _now_ns(self, skew_s: float = 0.0) -> int:
         return int((self.now_s + skew_s) * 1e9)
+
+
+def _is_in_force(command: object) -> bool:
+    return isinstance(command, Send) and isinstance(command.message, PlanInForce)
 
 
 TestSession = SessionMachine.TestCase

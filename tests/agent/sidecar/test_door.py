@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
@@ -229,6 +230,21 @@ async def test_grants_come_first_and_are_read_anew(node: Path, tmp_path: Path) -
         assert await verdict() == GRANTS_NOT_UNDERSTOOD
     assert [line["event"] for line in logs] == ["grants not understood"]
     door.close()
+
+
+def test_a_folder_that_is_open_to_all_counts_on_a_read_only_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "grant").write_text(f"{OWNER}: {UUID}\n")
+    tmp_path.chmod(0o777)
+    assert read_grants(tmp_path).problems
+    as_mounted = os.statvfs(tmp_path)
+    read_only = SimpleNamespace(f_flag=as_mounted.f_flag | os.ST_RDONLY)
+    monkeypatch.setattr(os, "statvfs", lambda path: read_only)
+    found = read_grants(tmp_path)
+    assert (len(found.grants), found.problems) == (1, ())
+    (tmp_path / "grant").chmod(0o666)
+    assert read_grants(tmp_path).problems, "of files it is the mode that counts"
 
 
 @pytest.mark.timeout(20)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from perseus.agent.link.packets import (
     MAX_OBJECTS,
@@ -24,6 +25,7 @@ from perseus.agent.link.packets import (
     decode,
     encode,
 )
+from perseus.agent.sidecar import listening
 from perseus.agent.sidecar.allowance import BURST_BYTES, RATE_BYTES_PER_S, Allowance
 from perseus.agent.sidecar.complaints import Complaints
 from perseus.agent.sidecar.listening import NoSuchGroupError, SocketAccess
@@ -217,6 +219,18 @@ async def test_the_socket_belongs_to_the_group_that_is_named(tmp_path: Path) -> 
     server = LocalServer(tmp_path / "agent.sock", SocketAccess(0o660, "daemon"), drain)
     found = (tmp_path / "agent.sock").stat()
     assert (found.st_gid, stat.S_IMODE(found.st_mode)) == (grp.getgrnam("daemon").gr_gid, 0o660)
+    await server.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who is told that nobody else may connect")
+@pytest.mark.parametrize(("mode", "is_said"), [(0o600, True), (0o660, True), (0o666, False), (0o602, False)])
+async def test_that_only_root_may_connect_is_said_where_it_is_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, is_said: bool
+) -> None:
+    monkeypatch.setattr(listening, "DEFAULT_GROUP", "no-such-group")
+    with capture_logs() as logs:
+        server = LocalServer(tmp_path / "agent.sock", SocketAccess(mode), drain)
+    assert [line["event"] for line in logs] == (["only root may connect"] if is_said else [])
     await server.close()
 
 

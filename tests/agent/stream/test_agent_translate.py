@@ -6,6 +6,7 @@ import pytest
 from perseus.agent.link.computation import Computation, Kind, Rank
 from perseus.agent.link.packets import Registration
 from perseus.agent.rank.messages import (
+    Ceiling,
     ClockStatistics,
     ComputationRow,
     Drain,
@@ -25,6 +26,7 @@ from perseus.agent.rank.messages import (
     PlanRefusal,
     PlanRefusalReason,
     RankAccepted,
+    RankCeiling,
     RankJoined,
     RankLeft,
     RankLeftReason,
@@ -130,6 +132,9 @@ def test_rows_become_columns() -> None:
     assert list(batch.iterations.gap_energy_j) == [0.0, 600.0]
     assert list(batch.iterations.gap_slowed_time_s) == [0.0, 0.01]
     assert list(batch.iterations.relative_work) == [0.0, 1.25]
+    assert not batch.iterations.is_touched
+    touched = replace(telemetry, iterations=(replace(telemetry.iterations[0], is_touched=True),))
+    assert list(translate.request(Batch(6, touched, 0)).telemetry.iterations.is_touched) == [True]
     untold = replace(telemetry, iterations=telemetry.iterations[:1])
     assert not translate.request(Batch(6, untold, 0)).telemetry.iterations.relative_work
     assert list(batch.computations.kind) == [1, 2]
@@ -170,6 +175,39 @@ def test_rows_become_columns() -> None:
                 rank_refused=wire.RankRefused(job_id="job", rank=COORDINATES, reason="R", message="m")
             ),
             RankRefused(RANK, "R", "m"),
+        ),
+        (
+            wire.ConnectResponse(
+                rank_accepted=wire.RankAccepted(
+                    job_id="job",
+                    rank=COORDINATES,
+                    order=computation_pb2.StageOrder(computations=[WIRE_F0]),
+                    ceiling=wire.Ceiling(clock_mhz=900),
+                )
+            ),
+            RankAccepted(RANK, (F0,), Ceiling(900)),
+        ),
+        (
+            wire.ConnectResponse(
+                rank_refused=wire.RankRefused(
+                    job_id="job", rank=COORDINATES, reason="R", ceiling=wire.Ceiling(clock_mhz=900)
+                )
+            ),
+            RankRefused(RANK, "R", "", Ceiling(900)),
+        ),
+        (
+            wire.ConnectResponse(
+                rank_ceiling=wire.RankCeiling(
+                    job_id="job",
+                    rank=COORDINATES,
+                    ceiling=wire.Ceiling(clock_mhz=900, outlasts_lease=True),
+                )
+            ),
+            RankCeiling(RANK, Ceiling(900, outlasts_lease=True)),
+        ),
+        (
+            wire.ConnectResponse(rank_ceiling=wire.RankCeiling(job_id="job", rank=COORDINATES)),
+            RankCeiling(RANK, None),
         ),
         (wire.ConnectResponse(telemetry_ack=wire.TelemetryAck(sequence=9)), TelemetryAck(9)),
         (
@@ -229,6 +267,23 @@ def test_offers(message: wire.ConnectResponse, clocks: Stock | Hold | StageClock
     assert translate.response(message) == PlanOffer(RANK, PlanId("e", 3), 8, 2.5, clocks)
 
 
+def test_an_urgent_offer() -> None:
+    message = offer(stock=wire.StockClocks(), urgent=True)
+    assert translate.response(message) == PlanOffer(RANK, PlanId("e", 3), 8, 2.5, Stock(), is_urgent=True)
+
+
+@pytest.mark.parametrize("clock_mhz", [0, -900, 100_001])
+def test_a_ceiling_that_is_no_clock_is_named(clock_mhz: int) -> None:
+    ceiling = wire.Ceiling(clock_mhz=clock_mhz)
+    message = wire.ConnectResponse(
+        rank_ceiling=wire.RankCeiling(job_id="job", rank=COORDINATES, ceiling=ceiling)
+    )
+    with pytest.raises(translate.MalformedMessageError) as caught:
+        translate.response(message)
+    assert str(caught.value) == f"rank_ceiling.ceiling.clock_mhz: expected 1 to 100000, found {clock_mhz}"
+    assert caught.value.refused.rank == RANK
+
+
 def test_what_the_contract_does_not_allow_is_named() -> None:
     def refused(message: wire.ConnectResponse) -> str:
         with pytest.raises(translate.MalformedMessageError) as caught:
@@ -257,5 +312,8 @@ def test_a_registration_that_is_no_job_spec_is_refused() -> None:
     request = translate.register_job_request(Registration({"jobId": "j"}, "r", "f"))
     assert (request.spec.job_id, request.request_id, request.spec_fingerprint) == ("j", "r", "f")
     assert translate.register_job_request(Registration({"jobId": "j"}, "r", "f"), "alice").owner == "alice"
+    labels = (("slurm-account", "physics"), ("slurm-job", "17"))
+    request = translate.register_job_request(Registration({"jobId": "j"}, "r", "f"), "alice", labels)
+    assert tuple((label.key, label.value) for label in request.labels) == labels
     with pytest.raises(ValueError, match=r"registration: expected a JobSpec as JSON: .*stages"):
         translate.register_job_request(Registration({"stages": 3}, "r", "f"))

@@ -104,7 +104,7 @@ async def test_answered_heartbeats_keep_the_stream() -> None:
         nonlocal beats
         async for request in requests:
             if request.WhichOneof("message") == "hello":
-                yield welcome(lease_s=0.15)
+                yield welcome(lease_s=1.0)
             else:
                 beats += 1
                 yield wire.ConnectResponse(heartbeat=wire.Heartbeat())

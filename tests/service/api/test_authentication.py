@@ -27,8 +27,9 @@ from perseus.service.storage.sql_store import SqlStore
 from perseus.tls.channels import Channels
 from perseus.tls.files import TlsFiles
 from perseus.tls.tokens import TokenSource
-from perseus.v1 import agent_service_pb2, job_service_pb2
+from perseus.v1 import agent_service_pb2, info_service_pb2, job_service_pb2, token_service_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
+from perseus.v1.info_service_pb2_grpc import InfoServiceStub
 from tests.service.grpc_fakes import (
     TIMEOUT_S,
     Client,
@@ -110,7 +111,7 @@ async def outcome(client: Client, rpc: str) -> str:
     try:
         if rpc.endswith("/Connect"):
             return await joining(client)
-        if rpc.endswith(("/ServerReflectionInfo", "/WatchJob", "/Watch")):
+        if rpc.endswith(("/ServerReflectionInfo", "/WatchFeeds", "/WatchJob", "/Watch")):
             call = channel.unary_stream(rpc)(request, timeout=TIMEOUT_S)
             async for _ in call:
                 call.cancel()
@@ -183,6 +184,14 @@ async def test_the_page_says_who_may_call_what(site: Site) -> None:
     ]
     table = "\n".join(lines)
     assert table in PAGE.read_text(), f"expected in {PAGE.name}:\n{table}"
+
+
+async def test_who_asks_is_told_who_they_are(site: Site) -> None:
+    async with site.as_(await site.new("node-7", "agent:llama-*")) as client:
+        found = await InfoServiceStub(client.channel).GetInfo(
+            info_service_pb2.GetInfoRequest(), timeout=TIMEOUT_S
+        )
+    assert (found.principal, found.scope) == ("token node-7", token_service_pb2.SCOPE_AGENT)
 
 
 @pytest.mark.parametrize(

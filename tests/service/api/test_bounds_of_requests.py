@@ -25,6 +25,8 @@ from perseus.v1 import (
     frontier_service_pb2,
     job_pb2,
     job_service_pb2,
+    power_service_pb2,
+    power_service_pb2_grpc,
 )
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.frontiers import FRONTIER
@@ -230,6 +232,7 @@ def registers() -> list[Message]:
         job_pb2.OperatingPolicy(max_slowdown_percent=1),
         job_pb2.OperatingPolicy(deadline=job_pb2.Deadline(iteration_count=1, time_s=1)),
         job_pb2.OperatingPolicy(max_average_power_w=1),
+        job_pb2.OperatingPolicy(budget_terms=job_pb2.BudgetTerms(tolerance_percent=1, weight=1)),
     ]
     specs = [spec(policy=policy) for policy in policies]
     specs.append(spec(schedule=computation_pb2.Schedule(explicit=explicit)))
@@ -258,7 +261,21 @@ def asked() -> list[Message]:
         job_service_pb2.WatchJobRequest(job_id="job", run_number=1, after_sequence=1),
         frontier_service_pb2.GetPlanRequest(job_id="job", iteration_time_s=1.0),
         *solves(),
+        *budgets(),
+        power_service_pb2.ListBudgetsRequest(page_size=1),
     ]
+
+
+def budgets() -> list[Message]:
+    amounts: list[dict[str, Any]] = [{"limit_w": 1.0}, {"percent": 50.0}]
+    made = [
+        power_service_pb2.SetBudgetRequest(budget_id="b", request_id="r", ramp_w_per_s=1.0, **amount)
+        for amount in amounts
+    ]
+    for each in made:
+        each.start_time.SetInParent()
+        each.end_time.FromSeconds(4_000_000_000)
+    return [*made]
 
 
 def solves() -> list[Message]:
@@ -285,6 +302,10 @@ def methods(client: Client) -> dict[str, Callable[..., Any]]:
     services = [
         (client.jobs, job_service_pb2.DESCRIPTOR.services_by_name["JobService"]),
         (client.frontiers, frontier_service_pb2.DESCRIPTOR.services_by_name["FrontierService"]),
+        (
+            power_service_pb2_grpc.PowerServiceStub(client.channel),
+            power_service_pb2.DESCRIPTOR.services_by_name["PowerService"],
+        ),
     ]
     return {
         method.input_type.name: getattr(stub, method.name)
@@ -341,7 +362,7 @@ async def test_every_number_that_a_client_asks_with_has_bounds(tmp_path: Path) -
 
 
 def _input(name: str) -> Any:
-    for module in (job_service_pb2, frontier_service_pb2):
+    for module in (job_service_pb2, frontier_service_pb2, power_service_pb2):
         if (found := module.DESCRIPTOR.message_types_by_name.get(name)) is not None:
             return found
     raise AssertionError(name)

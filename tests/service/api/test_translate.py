@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.service.api.translate_agents import offer_to_proto, telemetry_from_proto
+from perseus.service.api.translate_agents import ceiling_to_proto, offer_to_proto, telemetry_from_proto
 from perseus.service.api.translate_jobs import job_to_proto, spec_from_proto
 from perseus.service.api.translate_problems import (
     frontier_to_proto,
@@ -132,6 +132,20 @@ def test_an_offer_carries_the_clocks_of_its_stage(clocks: model.Clocks, kind: st
         assert [planned.clock_mhz for planned in message.stage_plan.computations] == [
             planned.clock_mhz for planned in clocks.plan.stages[1]
         ]
+
+
+def test_stock_up_to_a_ceiling_is_offered_as_stock_and_urgency_is_said() -> None:
+    offer = model.Offer(4, 17, model.StockClocks(900), is_urgent=True)
+    message = offer_to_proto("job", specification.Coordinates(0, 1, 0), offer, "epoch", 30.0)
+    assert message.WhichOneof("clocks") == "stock"
+    assert message.urgent
+
+
+def test_a_ceiling_is_said_and_none_is_left_out() -> None:
+    assert ceiling_to_proto(None) is None
+    message = ceiling_to_proto(model.Ceiling(900, outlasts_lease=True))
+    assert message is not None
+    assert (message.clock_mhz, message.outlasts_lease) == (900, True)
 
 
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 100), st.floats(0, 1e6)), max_size=20))

@@ -13,13 +13,23 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from perseus.service.domain.commands import Announce, Command, EndStream, SendOffer, Solve
+from perseus.service.domain.commands import (
+    AcceptRank,
+    Announce,
+    Command,
+    EndStream,
+    SendCeiling,
+    SendOffer,
+    Solve,
+)
 from perseus.service.domain.errors import RankNotServedError, TelemetryOutdatedError
 from perseus.service.domain.inputs import (
     AgentDisconnected,
     AgentHeard,
     AgentLeft,
+    CeilingOrdered,
     OfferAnswered,
+    PaceOrdered,
     PolicySet,
     RankLeft,
     ResumeRequested,
@@ -70,6 +80,8 @@ class RandomLife(RuleBasedStateMachine):
                 assert version >= self.sent_versions.get(command.rank, 0), "a version went backwards"
                 self.sent_versions[command.rank] = version
                 self.waiting.append(command)
+            elif isinstance(command, AcceptRank | SendCeiling):
+                self.rank(command.rank).limit(command.ceiling)
             elif isinstance(command, Solve):
                 self.problems.append(command)
             elif isinstance(command, EndStream):
@@ -85,7 +97,10 @@ class RandomLife(RuleBasedStateMachine):
 
     def deliver_one(self) -> None:
         command = self.waiting.popleft()
-        self.take(self.cluster.tell(self.rank(command.rank).answer(command.offer)))
+        rank = self.rank(command.rank)
+        self.take(self.cluster.tell(rank.answer(command.offer)))
+        if (in_force := rank.apply()) is not None:
+            self.take(self.cluster.tell(in_force))
 
     def step(self, rank: FakeRank) -> None:
         in_force = rank.begin()
@@ -127,7 +142,8 @@ class RandomLife(RuleBasedStateMachine):
         self.take(self.cluster.tell(left))
 
     def calm_down(self) -> None:
-        """The trainers are in step, all ranks join, offers arrive, problems are solved, iterations go by."""
+        """Trainers are in step, all ranks join, offers arrive, problems are solved, iterations go by."""
+        self.order_ceiling(None)
         if len({rank.iteration for rank in self.cluster.ranks.values()}) > 1:
             for place in PLACES:
                 self.lose(place)
@@ -277,6 +293,16 @@ class RandomLife(RuleBasedStateMachine):
     @rule(percent=st.sampled_from([0.0, 5.0, 20.0]))
     def set_policy(self, percent: float) -> None:
         self.take(self.cluster.tell(PolicySet(OperatingPolicy(percent))))
+
+    @rule(pace_s=st.sampled_from([None, 0.5, 0.9, 100.0]), is_urgent=st.booleans())
+    def order_pace(self, pace_s: float | None, is_urgent: bool) -> None:
+        self.take(self.cluster.tell(PaceOrdered(pace_s, is_urgent)))
+
+    @rule(ceiling_mhz=st.sampled_from([None, None, 1400, 1150, 500]))
+    def order_ceiling(self, ceiling_mhz: int | None) -> None:
+        self.take(self.cluster.tell(CeilingOrdered(ceiling_mhz)))
+        for place in self.joined:
+            assert self.rank(place).ceiling == self.cluster.machine.ceiling
 
     @rule()
     def resume(self) -> None:

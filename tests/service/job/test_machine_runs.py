@@ -72,6 +72,15 @@ def test_who_registered_a_run_is_known_after_a_restart_as_far_back_as_the_limit(
     assert len(cluster.history) == before, "a retry stores nothing"
 
 
+def test_a_runs_labels_are_those_of_its_latest_registration() -> None:
+    cluster = Cluster(make_spec())
+    cluster.send(RegisteredAgain(Registration("second", labels=(("slurm-job", "17"),))))
+    assert cluster.machine.view().labels == (("slurm-job", "17"),)
+    cluster.send(RegisteredAgain(Registration("third", labels=(("slurm-job", "18"),))))
+    cluster.restart()
+    assert cluster.machine.view().labels == (("slurm-job", "18"),)
+
+
 def test_versions_of_a_new_run_follow_those_of_the_run_before() -> None:
     first = Cluster(make_spec())
     first.join_all()

@@ -71,6 +71,8 @@ def test_it_is_registered_again_and_ends_once() -> None:
     (stored,) = stand_in.handle(RegisteredAgain(Registration("another")), 0.0, START_S)
     assert isinstance(stored, Store)
     assert stand_in.handle(RegisteredAgain(Registration("another")), 0.0, START_S) == []
+    stand_in.handle(RegisteredAgain(Registration("labelled", labels=(("a", "b"),))), 0.0, START_S)
+    assert stand_in.view().labels == (("a", "b"),)
     commands = stand_in.handle(FinishRequested(), 0.0, START_S + 5)
     records = [command.record for command in commands if isinstance(command, Store)]
     assert [record.state for record in records if isinstance(record, JobRecord)] == [JobState.FINISHED]

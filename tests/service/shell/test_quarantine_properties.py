@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from perseus.service.domain.commands import Command, SlowPlan
 from perseus.service.domain.errors import CoordinatorError
 from perseus.service.domain.inputs import Input, OfferAnswered, PlanInForce, TelemetryArrived
-from perseus.service.domain.model import JobState, Offer
+from perseus.service.domain.model import Ceiling, JobState, Offer
 from perseus.service.domain.retention import Retention
 from perseus.service.domain.specification import Coordinates, JobSpec, Registration
 from perseus.service.job.machine import JobMachine
@@ -85,11 +85,19 @@ class Port:
         self.offers: list[tuple[Coordinates, Offer]] = []
         self._dice = dice
 
-    def accept_rank(self, job_id: str, rank: Coordinates, order: Sequence[Computation]) -> None:
+    def accept_rank(
+        self, job_id: str, rank: Coordinates, order: Sequence[Computation], ceiling: Ceiling | None
+    ) -> None:
         self._dice.throw(job_id)
         self.told.append(("accepted", rank, len(order)))
 
-    def refuse_rank(self, job_id: str, rank: Coordinates, error: CoordinatorError) -> None:
+    def limit_rank(self, job_id: str, rank: Coordinates, ceiling: Ceiling | None) -> None:
+        self._dice.throw(job_id)
+        self.told.append(("limited", rank, ceiling))
+
+    def refuse_rank(
+        self, job_id: str, rank: Coordinates, error: CoordinatorError, ceiling: Ceiling | None
+    ) -> None:
         self._dice.throw(job_id)
         self.told.append(("refused", rank, type(error)))
 

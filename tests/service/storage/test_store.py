@@ -248,7 +248,9 @@ async def test_runs_of_a_job_do_not_see_each_others_entries_and_the_latest_is_lo
 ) -> None:
     store = await open_store()
     event = Happening(1, EventType.REGISTERED, "registered", Registered(Parallelism(1, 1, 1)))
-    registrations = Registrations((Registration("first", "work"), Registration("second", "")))
+    registrations = Registrations(
+        (Registration("first", "work"), Registration("second", "", labels=(("a", "b"),)))
+    )
     entries: list[Entry] = []
     for number in range(1, 11):  # by number, not as text
         entries += [

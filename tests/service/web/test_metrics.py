@@ -29,7 +29,8 @@ from tests.service.web.scraping import Samples, free_port, get, scrape, value
 
 # Told only where there is something to tell.
 PROFILING = {names.JOB_PROFILING_TRIED, names.JOB_PROFILING_MOST, names.JOB_PROFILING_LEFT}
-CONDITIONAL = {names.JOB_STALLED, names.JOB_STRAGGLER_TIME, *PROFILING}
+CONDITIONAL = {names.JOB_STALLED, names.JOB_STRAGGLER_TIME, names.JOB_BUDGET_TIME, *PROFILING}
+UNLIMITED = {names.FEED_LIMIT, names.FEED_CEILING}
 
 
 def series_of(samples: Samples, metrics: tuple[names.Metric, ...]) -> dict[str, set[frozenset[str]]]:
@@ -89,9 +90,11 @@ async def test_a_job_is_told_as_over_grpc(tmp_path: Path) -> None:
         assert value(samples, "perseus_coordinator_serving") == 1
         assert value(samples, "perseus_rank_iteration", job_id="job", pipeline="1", stage="0", tensor="0") > 0
 
-        wanted = (names.BUILD_INFO, *names.SERVER, *names.JOB, names.RANK_CONNECTED, names.RANK_ITERATION)
+        ranks = names.RANK_CONNECTED, names.RANK_ITERATION
+        wanted = (names.BUILD_INFO, *names.SERVER, *names.FEED, *names.JOB, *ranks)
+        untold = CONDITIONAL | UNLIMITED
         assert series_of(samples, wanted) == {
-            metric.name: {frozenset(metric.labels)} for metric in wanted if metric not in CONDITIONAL
+            metric.name: {frozenset(metric.labels)} for metric in wanted if metric not in untold
         }
 
         straggling = job_service_pb2.ReportStragglerRequest(job_id="job", pipeline=0, slowdown_factor=1.2)

@@ -22,6 +22,9 @@ from tests.service.web.page_server import Stream, ask, serving, streaming
 from tests.service.web.scraping import free_port
 from tests.service.web.test_page_api import assert_refused, registration
 
+OF_BUDGETS = 1
+"""Power budgets follow changes of jobs, too."""
+
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,10 +127,10 @@ async def test_nothing_is_made_where_nobody_looks_or_nothing_changes(
             told = await asyncio.gather(first.next(), second.next())
             assert told[0] == told[1]
             assert made == ["c"], "jobs that have not changed are not looked at"
-            assert len(live._followers) == 1
+            assert len(live._followers) == OF_BUDGETS + 1
 
         async def is_over() -> bool:
-            return not live._followers
+            return len(live._followers) == OF_BUDGETS
 
         await register("d")  # that nobody reads any more shows when something is told
         await until(is_over)
@@ -293,7 +296,7 @@ async def test_who_does_not_read_is_cut_off_and_nobody_else(
                             pass
 
                 async def is_gone() -> bool:
-                    return len(server.coordinator.live._followers) == 1
+                    return len(server.coordinator.live._followers) == OF_BUDGETS + 1
 
                 await until(is_gone)
                 quick_one = feed_listeners[1]

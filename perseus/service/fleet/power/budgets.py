@@ -7,138 +7,82 @@ lifted.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
-from perseus.service.domain.bounds import check_ascii, check_range, check_text
-from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.fleet.power.demand import MAX_FEED_POWER_W
-
-MAX_IDENTIFIER_LENGTH = 128
-MAX_TIME_S = 1e11
-"""Since 1970: three thousand years."""
+from perseus.service.domain.power import Budget, Feed
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """A supply.
+def limit_w(budgets: Sequence[Budget], feed: Feed, now_s: float) -> float:
+    """Return the lowest limit in force on a feed: of its budgets, or its default, and its own.
 
-    Attributes:
-        name: by which ranks are on it.
-        reference_w: what percentages are of; None if no budget may be given in percent.
-        ramp_down_w_per_s, ramp_up_w_per_s: how fast the ceiling may move; jobs' plans are apart by steps,
-            so power follows it in steps.
-
-    Raises:
-        InvalidFieldError: a figure is out of range.
+    Infinite if there is none.
     """
-
-    name: str
-    reference_w: float | None = None
-    ramp_down_w_per_s: float = math.inf
-    ramp_up_w_per_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        check_text("name", self.name, 1)
-        if self.reference_w is not None:
-            check_range("reference_w", self.reference_w, 1, MAX_FEED_POWER_W)
-        for name in ("ramp_down_w_per_s", "ramp_up_w_per_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidFieldError(field=name, expected="more than 0", found=getattr(self, name))
+    in_force_w = [budget.limit_w for budget in budgets if budget.is_in_force(now_s)]
+    if not in_force_w and feed.default_w is not None:
+        in_force_w = [feed.default_w]
+    return min([*in_force_w, math.inf if feed.limit_w is None else feed.limit_w])
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """A limit on a feed from a start to an end.
+def ramp_down_w_per_s(budget: Budget, feed: Feed) -> float:
+    """Return how fast the ceiling falls to a budget."""
+    ramp_w_per_s = feed.ramp_down_w_per_s
+    return ramp_w_per_s if budget.ramp_w_per_s is None else min(ramp_w_per_s, budget.ramp_w_per_s)
 
-    Attributes:
-        budget_id: its identifier; the same one again replaces it.
-        feed: the feed's name.
-        limit_w: the most that may be drawn on average.
-        start_s, end_s: seconds since 1970; in force from the start until before the end, or for good.
-        correlation_id: what whoever asked calls it.
 
-    Raises:
-        InvalidFieldError: a figure is out of range, or the end is not after the start.
+def goal_w(budgets: Sequence[Budget], feed: Feed, now_s: float) -> tuple[float, float]:
+    """Return where the feed's ceiling belongs, and how fast it may fall to there, watts per second.
+
+    It is low enough to be at each limit when that comes into force.
     """
-
-    budget_id: str
-    feed: str
-    limit_w: float
-    start_s: float
-    end_s: float | None = None
-    correlation_id: str = ""
-
-    def __post_init__(self) -> None:
-        check_ascii("budget_id", self.budget_id, 1, MAX_IDENTIFIER_LENGTH)
-        check_text("feed", self.feed, 1)
-        check_text("correlation_id", self.correlation_id)
-        check_range("limit_w", self.limit_w, 0, MAX_FEED_POWER_W)
-        check_range("start_s", self.start_s, 0, MAX_TIME_S)
-        if self.end_s is not None:
-            check_range("end_s", self.end_s, 0, MAX_TIME_S)
-            if self.end_s <= self.start_s:
-                expected = f"after the start, {self.start_s:g}"
-                raise InvalidFieldError(field="end_s", expected=expected, found=f"{self.end_s:g}")
-
-    def is_in_force(self, now_s: float) -> bool:
-        """Whether it limits its feed at that time."""
-        return self.start_s <= now_s and not self.is_over(now_s)
-
-    def is_over(self, now_s: float) -> bool:
-        """Whether it will not limit its feed any more."""
-        return self.end_s is not None and now_s >= self.end_s
-
-
-def percent_of_reference_w(feed: Feed, percent: float) -> float:
-    """Return a limit that is given in percent of the feed's reference.
-
-    Raises:
-        InvalidFieldError: it is none, or the feed has no reference.
-    """
-    check_range("percent", percent, 0, 1000)
-    if feed.reference_w is None:
-        expected = f"a reference of feed {feed.name!r}, for a limit in percent"
-        raise InvalidFieldError(field="reference_w", expected=expected, found="none")
-    return feed.reference_w * percent / 100
-
-
-def limit_w(budgets: Iterable[Budget], now_s: float) -> float:
-    """Return the lowest limit in force among the budgets of one feed; infinite if none is."""
-    return min((budget.limit_w for budget in budgets if budget.is_in_force(now_s)), default=math.inf)
-
-
-def goal_w(budgets: Iterable[Budget], feed: Feed, now_s: float) -> float:
-    """Return where the feed's ceiling belongs: low enough to be at each limit when that comes into force."""
+    ahead = [
+        (ramp_down_w_per_s(each, feed), each.limit_w, max(0.0, each.start_s - now_s))
+        for each in budgets
+        if not each.is_over(now_s)
+    ]
+    if feed.limit_w is not None:
+        ahead.append((feed.ramp_down_w_per_s, feed.limit_w, 0.0))
+    if feed.default_w is not None and (begin_s := _default_begin_s(budgets, now_s)) < math.inf:
+        ahead.append((feed.ramp_down_w_per_s, feed.default_w, begin_s - now_s))
     return min(
-        (
-            budget.limit_w + feed.ramp_down_w_per_s * (budget.start_s - now_s)
-            if now_s < budget.start_s
-            else budget.limit_w
-            for budget in budgets
-            if not budget.is_over(now_s)
-        ),
-        default=math.inf,
+        ((limit + (ramp * wait_s if wait_s else 0.0), ramp) for ramp, limit, wait_s in ahead),
+        default=(math.inf, feed.ramp_down_w_per_s),
     )
 
 
-def moved_ceiling_w(feed: Feed, ceiling_w: float, drawn_w: float, goal: float, elapsed_s: float) -> float:
-    """Return the ceiling some time later, on its way to the goal no faster than the feed's ramps.
+def _default_begin_s(budgets: Sequence[Budget], now_s: float) -> float:
+    """Return from when on no budget is in force, the first time; infinite if one always is."""
+    begin_s = now_s
+    while in_force := [budget for budget in budgets if budget.is_in_force(begin_s)]:
+        begin_s = max(math.inf if budget.end_s is None else budget.end_s for budget in in_force)
+        if begin_s == math.inf:
+            break
+    return begin_s
+
+
+def moved_ceiling_w(
+    ceiling_w: float,
+    drawn_w: float,
+    goal: float,
+    ramps_w_per_s: tuple[float, float],
+    elapsed_s: float,
+) -> float:
+    """Return the ceiling some time later, on its way to the goal no faster than ramps allow.
 
     Args:
-        feed: whose ramps bound it.
         ceiling_w: where it was; infinite if nothing was limited.
         drawn_w: what is drawn, from where it falls if nothing was limited.
         goal: where it belongs.
+        ramps_w_per_s: down and up.
         elapsed_s: since it was where it was.
     """
+    down_w_per_s, up_w_per_s = ramps_w_per_s
     if ceiling_w == math.inf:
         if goal == math.inf:
             return math.inf
         ceiling_w = max(drawn_w, goal)
     if goal < ceiling_w:
-        return max(goal, ceiling_w - _step_w(feed.ramp_down_w_per_s, elapsed_s))
-    return min(goal, ceiling_w + _step_w(feed.ramp_up_w_per_s, elapsed_s))
+        return max(goal, ceiling_w - _step_w(down_w_per_s, elapsed_s))
+    return min(goal, ceiling_w + _step_w(up_w_per_s, elapsed_s))
 
 
 def _step_w(ramp_w_per_s: float, elapsed_s: float) -> float:

@@ -9,6 +9,7 @@ speed: its first point is already the one that uses the slack.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,6 @@ Floats = NDArray[np.float64]
 
 StageFeeds = Mapping[str, float]
 """The share of a stage's GPUs that is on each feed; together 1."""
-
-DEFAULT_FEED = "default"
 
 
 def power_points(
@@ -61,23 +60,31 @@ def power_points(
     own_times_s = [point.iteration_time_s for point in frontier.points]
     paces_s = sorted({first_s, *(f * t for f in groups for t in own_times_s if f * t > first_s)})
     blocking_w = np.array(frontier.pipeline.blocking_power_w)
-    effective = _EffectiveEnergies(frontier)
+    plans = _Plans(frontier)
     points: list[PowerPoint] = []
     for pace_s in paces_s:
         iteration_s = pace_s + overhead_s
-        power_w = np.zeros(len(feeds))
+        power_w, highest_mhz = np.zeros(len(feeds)), 0
         for factor, on_feeds in supplied.items():
-            within_s = max(pace_s / factor, frontier.t_min_s)
-            stage_w = factor * effective.of(within_s) / iteration_s + blocking_w
-            power_w += on_feeds @ stage_w
+            plan = plans.within(max(pace_s / factor, frontier.t_min_s))
+            power_w += on_feeds @ (factor * plan.effective_j / iteration_s + blocking_w)
+            highest_mhz = max(highest_mhz, plan.highest_clock_mhz)
         drawn_w = dict(zip(feeds, power_w.tolist(), strict=True))
         if not points or sum(drawn_w.values()) < sum(points[-1].power_w.values()):
-            points.append(PowerPoint(pace_s, (first_s + overhead_s) / iteration_s, drawn_w))
+            points.append(PowerPoint(pace_s, (first_s + overhead_s) / iteration_s, drawn_w, highest_mhz))
     return tuple(points)
 
 
-class _EffectiveEnergies:
-    """Of each stage, all its GPUs together, under the points' plans; each is added up once."""
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Of a plan: each stage's effective energy, `[S]`, and the highest clock of all computations."""
+
+    effective_j: Floats
+    highest_clock_mhz: int
+
+
+class _Plans:
+    """What the plans of a frontier's points come to; each is added up once."""
 
     def __init__(self, frontier: Frontier) -> None:
         self._frontier = frontier
@@ -87,10 +94,10 @@ class _EffectiveEnergies:
             for key, some in frontier.pipeline.profiles.items()
             for m in some
         }
-        self._known: dict[float, Floats] = {}
+        self._known: dict[float, _Totals] = {}
 
-    def of(self, iteration_time_s: float) -> Floats:
-        """Return those of the slowest of the points' plans that is not slower than that, `[S]`."""
+    def within(self, iteration_time_s: float) -> _Totals:
+        """Return those of the slowest of the points' plans that is not slower than that."""
         deadline_s = self._frontier.point_within(iteration_time_s).deadline_s
         known = self._known.get(deadline_s)
         if known is None:
@@ -98,13 +105,13 @@ class _EffectiveEnergies:
             self._known[deadline_s] = known
         return known
 
-    def _of_plan(self, plan: Plan) -> Floats:
-        return np.array(
-            [
-                sum(self._measured_j[c.stage, c.chunk, c.kind, clock_mhz] for c, clock_mhz, _, _ in stage)
-                for stage in plan.stages
-            ]
-        )
+    def _of_plan(self, plan: Plan) -> _Totals:
+        stages_j = [
+            sum(self._measured_j[c.stage, c.chunk, c.kind, clock_mhz] for c, clock_mhz, _, _ in stage)
+            for stage in plan.stages
+        ]
+        highest_mhz = max(clock_mhz for stage in plan.stages for _, clock_mhz, _, _ in stage)
+        return _Totals(np.array(stages_j), highest_mhz)
 
 
 def _check(

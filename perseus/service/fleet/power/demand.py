@@ -6,11 +6,8 @@ from dataclasses import dataclass, field
 
 from perseus.service.domain.bounds import check_range
 from perseus.service.domain.errors import InvalidFieldError
-
-MAX_WEIGHT = 1e6
-MIN_WEIGHT = 1e-6
-MAX_FEED_POWER_W = 1e12
-"""Of all that is on a feed, or a job: more than all data centres draw."""
+from perseus.service.domain.power import MAX_FEED_POWER_W
+from perseus.service.domain.specification import MAX_WEIGHT, MIN_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +18,13 @@ class PowerPoint:
         iteration_time_s: what the job is told to take, on its frontier's scale.
         speed: iterations per second, relative to the job left alone; 1 is no slowdown.
         power_w: mean over an iteration, per feed that the job's GPUs are on.
+        highest_clock_mhz: of all its plans' computations; 0 if not known.
     """
 
     iteration_time_s: float
     speed: float
     power_w: Mapping[str, float]
+    highest_clock_mhz: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,7 @@ class JobDemand:
         tolerance_percent: the most of its speed that its owner lets a budget take.
         weight: what its lost speed costs, against that of others.
         paused_power_w: what it would draw on each feed if it were paused: idle GPUs draw, too.
+        highest_clock_mhz: that its GPUs can have; 0 if not known.
 
     Raises:
         InvalidFieldError: a figure is out of range, points are not in order or on other feeds than the
@@ -52,6 +52,7 @@ class JobDemand:
     tolerance_percent: float = 100.0
     weight: float = 1.0
     paused_power_w: Mapping[str, float] = field(default_factory=dict)
+    highest_clock_mhz: int = 0
 
     def __post_init__(self) -> None:
         check_range("tolerance_percent", self.tolerance_percent, 0, 100)

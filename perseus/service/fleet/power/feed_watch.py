@@ -7,8 +7,8 @@ above a limit in the window over which it counts is taken off the target until t
 
 import math
 
+from perseus.service.domain.power import Budget, Feed
 from perseus.service.fleet.power import budgets
-from perseus.service.fleet.power.budgets import Budget, Feed
 from perseus.service.fleet.power.meter import TrailingMean
 
 LEAST_WINDOW_S = 60.0
@@ -55,12 +55,14 @@ class FeedWatch:
         """
         elapsed_s = 0.0 if self._moved_s is None else now_s - self._moved_s
         self._moved_s = now_s
-        goal_w = budgets.goal_w(some, self.feed, now_s)
+        goal_w, down_w_per_s = budgets.goal_w(some, self.feed, now_s)
         before_w = self.ceiling_w
-        self.ceiling_w = budgets.moved_ceiling_w(self.feed, before_w, min(drawn_w, most_w), goal_w, elapsed_s)
+        self.ceiling_w = budgets.moved_ceiling_w(
+            before_w, min(drawn_w, most_w), goal_w, (down_w_per_s, self.feed.ramp_up_w_per_s), elapsed_s
+        )
         if before_w < self.ceiling_w < math.inf:
             self.rose_s = now_s
-        limit_w = budgets.limit_w(some, now_s)
+        limit_w = budgets.limit_w(some, self.feed, now_s)
         if limit_w == math.inf and min(goal_w, self.ceiling_w) >= most_w:
             self.ceiling_w = math.inf  # nobody would draw more
         is_reached = limit_w < math.inf and self.ceiling_w <= limit_w * (1 + _DIGITS)
@@ -94,6 +96,11 @@ class FeedWatch:
     def measured_w(self) -> float:
         """The mean over the window."""
         return self._drawn.mean_w()
+
+    @property
+    def judged_w(self) -> float | None:
+        """The mean over the last ten seconds in which the limit had to be kept; None if there are none."""
+        return self._judged.mean_w(SHORT_WINDOW_S) if self._judged.covered_s else None
 
     def in_transition(self, now_s: float) -> bool:
         """Whether a limit can't be judged yet, or the ceiling still rises after one."""

@@ -9,21 +9,25 @@ target, and jobs are given paces so that what they will draw keeps it:
   rises after a budget. So noise does not move plans to and fro.
 
 A change inside of it (a straggler, another frontier, a job that comes or goes) is answered as a budget is.
+
+What is under no plan has a ceiling clock: a job with a pace that of the pace's plans, for whatever leaves
+them; one without plans as `ceilings` says.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from perseus.service.domain.power import Budget, Feed, FeedStatus
 from perseus.service.fleet.power.allocation import Allocation, allocate
-from perseus.service.fleet.power.budgets import Budget, Feed, limit_w, next_change_s
+from perseus.service.fleet.power.budgets import limit_w, next_change_s, ramp_down_w_per_s
+from perseus.service.fleet.power.ceilings import ClockShares
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.service.fleet.power.feed_watch import LEAST_WINDOW_S, SETTLE_S, WINDOW_ITERATIONS, FeedWatch
 from perseus.service.fleet.power.messages import (
     BudgetCancelled,
     BudgetSet,
     Command,
-    FeedStatus,
     Input,
     JobChanged,
     JobLeft,
@@ -51,6 +55,8 @@ class _Job:
         self.iteration_time_s = iteration_time_s
         self.meter = JobMeter()
         self.pace: PowerPoint | None = None
+        self.free_w: Mapping[str, float] = {}
+        """Without plans: what it drew when nothing held it down."""
 
     @property
     def point(self) -> PowerPoint | None:
@@ -74,9 +80,15 @@ class _Job:
             return self.meter.recent_w() or self.demand.measured_w
         return {feed: self.meter.ratio * power_w for feed, power_w in self.point.power_w.items()}
 
+    def least_w(self, feed: str) -> float:
+        """Return the least that its owner lets it draw on a feed, under a plan."""
+        return self.meter.ratio * min(point.power_w.get(feed, 0.0) for point in self.demand.allowed)
+
     def take(self, changed: JobChanged) -> None:
         """Take what it can offer now; it goes on at the pace that it was told, or the next slower one."""
         self.demand, self.iteration_time_s = changed.demand, changed.iteration_time_s
+        if changed.demand.points:
+            self.free_w = {}
         if self.pace is not None:
             told_s = self.pace.iteration_time_s
             points = self.demand.points
@@ -92,6 +104,7 @@ class FleetMachine:
         self._budgets: dict[str, Budget] = {}
         self._jobs: dict[str, _Job] = {}
         self._others: dict[str, TrailingMean] = {}
+        self._clock_shares = ClockShares()
         self._allocation: Allocation | None = None
         self._said: dict[str, FeedStatus] = {}
         self._cut_s = self._looked_s = -math.inf
@@ -125,9 +138,9 @@ class FleetMachine:
         if any(watch.ceiling_w < math.inf for watch in self._watches.values()):
             return now_s + PERIOD_S
         starts_s = [
-            budget.start_s - max(0.0, self._expected_w(budget.feed) - budget.limit_w) / feed.ramp_down_w_per_s
+            budget.start_s - max(0.0, self._expected_w(budget.feed) - budget.limit_w) / ramp_w_per_s
             for budget in self._budgets.values()
-            for feed in [self._watches[budget.feed].feed]
+            for ramp_w_per_s in [ramp_down_w_per_s(budget, self._watches[budget.feed].feed)]
         ]
         return max(now_s, min([*starts_s, next_change_s(self._budgets.values(), now_s)], default=math.inf))
 
@@ -171,17 +184,35 @@ class FleetMachine:
                 self._others[feed] = TrailingMean(JobMeter.RECENT_S)
             self._others[feed].take(now_s, event.duration_s, drawn_w)
         for job_id, power_w in event.jobs_w.items():
+            counted_w = power_w
             if (job := self._jobs.get(job_id)) is not None:
-                planned_w = None if job.point is None else sum(job.point.power_w.values())
+                planned_w = None
+                if job.point is not None and job_id not in event.changing:
+                    planned_w = sum(job.point.power_w.values())
+                elif job.point is not None and job_id in event.outdated:
+                    counted_w = job.drawn_w()
                 job.meter.take(now_s, event.duration_s, power_w, planned_w, job.iteration_time_s)
-            for feed, drawn_w in power_w.items():
+            for feed, drawn_w in counted_w.items():
                 totals_w[feed] = totals_w.get(feed, 0.0) + drawn_w
         longest_s = max((job.iteration_time_s for job in self._jobs.values()), default=0.0)
         for name, watch in self._watches.items():
             watch.take(now_s, event.duration_s, totals_w.get(name, 0.0), longest_s)
 
     def _on_tick(self, event: Tick, now_s: float) -> None:
-        """What time brings is looked at after every input."""
+        """Hold down who has no plans; what else time brings is looked at after every input."""
+        limited = {name: w.ceiling_w for name, w in self._watches.items() if w.ceiling_w < math.inf}
+        self._clock_shares.release(limited)
+        unplanned = [job for job in self._jobs.values() if not job.demand.points]
+        for job in unplanned:
+            drawn_w, share = job.drawn_w(), self._clock_shares.share(job.demand.measured_w)
+            if share < 1:  # it may have come under its ceiling, or draw more than it did
+                drawn_w = {feed: max(w, job.free_w.get(feed, 0.0)) for feed, w in drawn_w.items()}
+            job.free_w = drawn_w
+        others_w = self._others_w()
+        for name, ceiling_w in limited.items():
+            least_w = sum(job.least_w(name) for job in self._jobs.values() if job.demand.points)
+            left_w = ceiling_w - others_w.get(name, 0.0) - least_w
+            self._clock_shares.look(name, sum(job.free_w.get(name, 0.0) for job in unplanned), left_w)
 
     # --- Decisions ------------------------------------------------------------------------------------------
 
@@ -268,7 +299,7 @@ class FleetMachine:
     def status(self, name: str, now_s: float) -> FeedStatus:
         """Return how a feed stands."""
         watch = self._watches[name]
-        limit = limit_w(self._on(name), now_s)
+        limit = limit_w(self._on(name), watch.feed, now_s)
         allocation = self._allocation
         on_feed = {job_id for job_id, job in self._jobs.items() if job.drawn_w().get(name, 0.0) > 0}
         is_limited = limit < math.inf
@@ -289,13 +320,38 @@ class FleetMachine:
             managed_w=sum(
                 job.drawn_w().get(name, 0.0) for job in self._jobs.values() if job.point is not None
             ),
+            unmanaged_w=self._others_w().get(name, 0.0)
+            + sum(job.drawn_w().get(name, 0.0) for job in self._jobs.values() if job.point is None),
             ceiling_w=None if watch.ceiling_w == math.inf else watch.ceiling_w,
+            held=tuple(job_id for job_id in self._jobs if job_id in on_feed and self.pace_s(job_id)),
+            judged_w=watch.judged_w,
         )
 
     @property
     def feeds(self) -> tuple[str, ...]:
         """The feeds that are known."""
         return tuple(self._watches)
+
+    def pace_s(self, job_id: str) -> float | None:
+        """Return the iteration time that a job was told last; None if its own policy counts."""
+        job = self._jobs.get(job_id)
+        return None if job is None or job.pace is None else job.pace.iteration_time_s
+
+    def ceiling_mhz(self, job_id: str) -> int | None:
+        """Return the highest clock that a job may have under no plan; None if all that it can have."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            return None
+        if job.pace is not None:
+            return job.pace.highest_clock_mhz or None
+        share = self._clock_shares.share(job.demand.measured_w)
+        if job.demand.points or share == 1 or not job.demand.highest_clock_mhz:
+            return None
+        return max(1, int(share * job.demand.highest_clock_mhz))
+
+    def is_limited(self, name: str) -> bool:
+        """Return whether anything limits a feed now."""
+        return self.ceiling_w(name) < math.inf
 
     def ceiling_w(self, name: str) -> float:
         """Return what may be drawn on a feed now; infinite where nothing limits it."""

@@ -1,9 +1,9 @@
 """What the fleet is told, and what it says: the inputs and commands of its state machine."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from perseus.service.fleet.power.budgets import Budget
+from perseus.service.domain.power import Budget, FeedStatus
 from perseus.service.fleet.power.demand import JobDemand
 
 
@@ -47,11 +47,17 @@ class PowerMeasured:
         duration_s: the time until now over which it is the mean.
         jobs_w: by job and feed.
         others_w: by feed, of GPUs that are in no job.
+        changing: jobs that drew this, in part at least, under other plans than they are told to have now: it
+            counts for the feeds, and says nothing of what the plans draw.
+        outdated: those of them that have their new plans by now. What these are expected to draw counts,
+            until an iteration under them is measured.
     """
 
     duration_s: float
     jobs_w: Mapping[str, Mapping[str, float]]
     others_w: Mapping[str, float]
+    changing: Collection[str] = ()
+    outdated: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +78,6 @@ class SetPace:
     job_id: str
     iteration_time_s: float | None
     is_urgent: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FeedStatus:
-    """How a feed stands; said whenever anything but its powers changes.
-
-    Attributes:
-        feed: its name.
-        limit_w: the lowest limit in force; None if there is none.
-        in_transition: its ceiling is still on its way, or was a few seconds ago.
-        is_compliant: the limit is kept by plans and as measured, or may not be judged yet.
-        to_pause: jobs that would have to be paused for it to be kept.
-        beyond_tolerance: jobs on it whose fastest plan is slower than their owners allow.
-        measured_w: mean over the longer of a minute and three iterations.
-        managed_w: the part of planned jobs.
-        ceiling_w: what may be drawn now; None if there is no limit.
-    """
-
-    feed: str
-    limit_w: float | None
-    in_transition: bool
-    is_compliant: bool
-    to_pause: tuple[str, ...]
-    beyond_tolerance: tuple[str, ...]
-    measured_w: float
-    managed_w: float
-    ceiling_w: float | None
 
 
 Command = SetPace | FeedStatus

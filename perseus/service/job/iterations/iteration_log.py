@@ -19,11 +19,11 @@ from perseus.service.domain.figures import Totals
 from perseus.service.domain.measured import JobIteration, Period, Saving, saving
 from perseus.service.domain.model import (
     NO_VERSION,
+    STOCK,
     IterationSummary,
     JobState,
     PipelineOffer,
     PlannedClocks,
-    StockClocks,
 )
 from perseus.service.domain.specification import Coordinates
 from perseus.service.domain.telemetry import IterationColumns
@@ -52,6 +52,7 @@ class _Open:
     gap_time_s: list[float]
     gap_energy_j: list[float]
     gap_slowed_time_s: list[float]
+    is_touched: bool = False
 
 
 class _Label(NamedTuple):
@@ -115,7 +116,9 @@ class IterationLog:
             self._latency_costs[version] = offer.clocks.latency_cost_percent
             for old in sorted(self._latency_costs)[:-_LABEL_LIMIT]:
                 del self._latency_costs[old]
-        label = _Label(state, isinstance(offer.clocks, StockClocks))
+        if state is JobState.BASELINE and offer.clocks != STOCK:
+            state = JobState.STOCK  # what is measured under a ceiling is no baseline
+        label = _Label(state, offer.clocks == STOCK)
         if self._labels.get(version) == label:
             return
         self._labels[version] = label
@@ -202,6 +205,7 @@ class IterationLog:
                 entry.gap_energy_j[index] = rows.gap_energy_j[row]
             if rows.gap_slowed_time_s:
                 entry.gap_slowed_time_s[index] = rows.gap_slowed_time_s[row]
+            entry.is_touched |= bool(rows.is_touched) and rows.is_touched[row]
             if not entry.missing_counts[rank.pipeline]:
                 summaries.append(
                     IterationSummary(
@@ -286,6 +290,7 @@ class IterationLog:
             state=labels[-1].state,
             has_straggler=self._has_straggler_at(iteration),
             unmeasured_rank_count=entry.energy_j.count(0.0),
+            is_touched=entry.is_touched,
         )
         self.iteration_time_s = complete.iteration_time_s
         self.latest, self.totals = complete, self.totals.with_iteration(complete)
@@ -308,11 +313,11 @@ class IterationLog:
         return tuple(known) if len(known) == len(versions) else None
 
     def _count(self, complete: JobIteration, wall_time_s: float) -> None:
-        """Add an iteration to the report, unless it is the first one under its plans.
+        """Add an iteration to the report, unless it is the first one under its plans, or was touched.
 
         Irregular ones only count, with their time, among the regular ones before or after them.
         """
-        if complete.versions is None:
+        if complete.versions is None or complete.is_touched:
             return
         key = (complete.versions, complete.has_straggler)
         if not complete.is_regular:

@@ -67,7 +67,10 @@ class CapWatch:
     def take(self, rank: Coordinates, rows: IterationColumns) -> None:
         """Take a rank's iterations."""
         clocks_mhz = rows.capped_clock_mhz or (0,) * len(rows.iteration)
-        for reasons, clock_mhz in zip(rows.clock_event_reasons, clocks_mhz, strict=True):
+        touched = rows.is_touched or (False,) * len(rows.iteration)
+        for reasons, clock_mhz, is_touched in zip(rows.clock_event_reasons, clocks_mhz, touched, strict=True):
+            if is_touched:
+                continue
             if not (reasons & CAPPING_REASONS and clock_mhz):
                 self._held.pop(rank, None)
                 continue

@@ -10,6 +10,10 @@ The start lies a margin above the highest iteration that any rank reported. Tele
 iteration has ended and the next is running, so two is the least; short iterations need enough of them to
 cover the way (`TRANSIT_S`). The margin doubles with every refusal of the same version.
 
+An urgent offer is not waited with: its ranks take it at once, in the midst of an iteration, and none is too
+late for it. It has a start iteration all the same, for agents that don't know better. As long as it is not in
+force everywhere, what takes its place is urgent, too: it may never have been sent.
+
 `settle` sends offers. It looks at how things stand, never at how they came about: every connected rank that
 neither has its stage's version in force nor was sent the present offer is sent it. So a rank that resumes
 with the right version gets nothing, and one that comes back with another, or fell back to stock, gets the
@@ -35,6 +39,7 @@ from perseus.service.domain.model import (
     PlannedClocks,
     Rank,
     RankState,
+    StockClocks,
     stage_clocks,
 )
 from perseus.service.domain.records import OfferRecord
@@ -57,6 +62,11 @@ class _Pipeline:
     late_count: int = 0
     offered_version: int = NO_VERSION
     in_force_version: int = NO_VERSION
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether its offer is urgent, and not in force on all its ranks."""
+        return self.offer.is_urgent and self.in_force_version != self.offer.version
 
 
 class OfferBoard:
@@ -86,8 +96,8 @@ class OfferBoard:
         self._by_pipeline: list[list[Coordinates]] = [[] for _ in self._pipelines]
         for rank in ranks:
             self._by_pipeline[rank.coordinates.pipeline].append(rank.coordinates)
-        # The (version, start iteration) sent to each rank on its present stream.
-        self._sent: dict[Coordinates, tuple[int, int]] = {}
+        # The (version, start iteration, urgency) sent to each rank on its present stream.
+        self._sent: dict[Coordinates, tuple[int, int, bool]] = {}
         # Pipelines of which something has changed: only these need a look, however large the job is.
         self._unsettled: set[int] = set()
         self._changed: set[int] = set()
@@ -126,19 +136,24 @@ class OfferBoard:
             return 0.0, 0.0
         return min(self._planned_times_s), max(self._planned_times_s)
 
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a pipeline has an urgent offer that is not in force on all its ranks."""
+        return any(pipeline.is_urgent for pipeline in self._pipelines)
+
     def is_pending(self, iteration: int) -> bool:
         """Tell whether an iteration came before the start of what is offered, which was never put off."""
         return any(iteration < each.offer.start_iteration and not each.late_count for each in self._pipelines)
 
-    def restore(self, version: int, offers: Iterable[OfferRecord]) -> None:
+    def restore(self, version: int, offers: Iterable[OfferRecord], *, is_urgent: bool) -> None:
         """Take what is stored, once the ranks are restored.
 
-        What not all live ranks have in force is still to be announced.
+        What not all live ranks have in force is still to be announced, and urgent if `is_urgent`.
         """
         self.version = version
         for record in offers:
             pipeline, versions = self._pipelines[record.pipeline], record.offer.stage_versions
-            self._put(pipeline, record.offer)
+            self._put(pipeline, replace(record.offer, is_urgent=is_urgent))
             pipeline.offered_version = record.offer.version
             ranks = (self._ranks[place] for place in self._by_pipeline[record.pipeline])
             if all(
@@ -152,9 +167,12 @@ class OfferBoard:
         """What a rank is offered, or was."""
         return self._pipelines[place.pipeline].offer.to_stage(place.stage)
 
-    def wish(self, pipelines: Iterable[int], clocks: Clocks) -> None:
-        """Let pipelines have these clocks; the stages that have to change get one new version."""
-        wanted = [stage_clocks(clocks, stage) for stage in self._stages]
+    def wish(self, pipelines: Iterable[int], clocks: Clocks, *, is_urgent: bool = False) -> None:
+        """Let pipelines have these clocks; the stages that have to change get one new version.
+
+        `is_urgent`: at once, also where they were offered before and are not in force yet.
+        """
+        wanted = [_share(clocks, stage) for stage in self._stages]
         # By the clocks that pipelines have now: many have the same.
         changes: dict[int, list[int]] = {}
         changing: dict[int, list[int]] = {}
@@ -162,14 +180,16 @@ class OfferBoard:
             offer = self._pipelines[number].offer
             if id(offer.clocks) not in changes:
                 changes[id(offer.clocks)] = [
-                    stage for stage in self._stages if stage_clocks(offer.clocks, stage) != wanted[stage]
+                    stage for stage in self._stages if _share(offer.clocks, stage) != wanted[stage]
                 ]
+            is_in_force = self._pipelines[number].in_force_version == offer.version
+            is_hurried = is_urgent and not offer.is_urgent and not is_in_force
             if stages := changes[id(offer.clocks)]:
                 changing[number] = stages
-            elif offer.clocks != clocks:  # The same clocks, but other times are expected of them.
-                self._replace(number, replace(offer, clocks=clocks))
+            elif offer.clocks != clocks or is_hurried:  # Of the same clocks other times may be expected.
+                self._replace(number, replace(offer, clocks=clocks, is_urgent=offer.is_urgent or is_hurried))
         if changing:
-            self._renew(changing, clocks)
+            self._renew(changing, clocks, is_urgent=is_urgent)
 
     def take_changed(self) -> Collection[int]:
         """Return the pipelines whose offer has changed since this was asked last."""
@@ -196,7 +216,7 @@ class OfferBoard:
             stages = sorted({rank.coordinates.stage for rank in needing})
             if unsaid := [at for at in stages if pipeline.offer.stage_versions[at] == NO_VERSION]:
                 # Something unknown is in force there: stock has to be said.
-                self._renew({number: unsaid}, pipeline.offer.clocks)
+                self._renew({number: unsaid}, pipeline.offer.clocks, is_urgent=pipeline.offer.is_urgent)
                 needing = self._needing(pipeline, ranks)
             elif needing and pipeline.offer.start_iteration < self._start_iteration(pipeline):
                 self._restart(number)
@@ -205,11 +225,16 @@ class OfferBoard:
                 self._announce_offered(number, pipeline)
             for rank in needing:
                 offer = self.of_rank(rank.coordinates)
-                self._sent[rank.coordinates] = (offer.version, offer.start_iteration)
+                self._sent[rank.coordinates] = _identity(offer)
                 self._ranks.change(replace(rank, offered_version=offer.version))
                 self._journal.do(SendOffer(rank.coordinates, rank.instance_id, offer))
             self._announce_in_force(number, pipeline, ranks)
         self._unsettled.clear()
+
+    @property
+    def are_in_force(self) -> bool:
+        """Whether every pipeline has what it is offered, as far as its ranks have said."""
+        return all(pipeline.in_force_version == pipeline.offer.version for pipeline in self._pipelines)
 
     def validate(self) -> None:
         """Check what must always hold between two inputs."""
@@ -226,7 +251,7 @@ class OfferBoard:
             assert rank.in_force_version >= FOREIGN_VERSION
             assert rank.offered_version <= own.version
             if rank.state is RankState.CONNECTED:
-                assert rank.in_force_version == own.version or sent == (own.version, own.start_iteration)
+                assert rank.in_force_version == own.version or sent == _identity(own)
             else:
                 assert sent is None
         for number, pipeline in enumerate(self._pipelines):
@@ -234,13 +259,13 @@ class OfferBoard:
                 start
                 for place in self._by_pipeline[number]
                 if (sent := self._sent.get(place)) is not None
-                for version, start in [sent]
+                for version, start, _ in [sent]
                 if version == pipeline.offer.stage_versions[place.stage]
                 and self._ranks[place].in_force_version != version
             }
             assert len(starts) <= 1, "a pipeline would be switched in halves"
 
-    def _renew(self, changing: Mapping[int, Collection[int]], clocks: Clocks) -> None:
+    def _renew(self, changing: Mapping[int, Collection[int]], clocks: Clocks, *, is_urgent: bool) -> None:
         """Give stages of pipelines a new version."""
         self.version += 1
         self.switch_count += isinstance(clocks, PlannedClocks)
@@ -251,7 +276,10 @@ class OfferBoard:
                 self.version if stage in stages else version
                 for stage, version in enumerate(pipeline.offer.stage_versions)
             )
-            self._replace(number, PipelineOffer(versions, self._start_iteration(pipeline), clocks))
+            start_iteration = self._start_iteration(pipeline)
+            self._replace(
+                number, PipelineOffer(versions, start_iteration, clocks, is_urgent or pipeline.is_urgent)
+            )
 
     def _restart(self, number: int) -> None:
         pipeline = self._pipelines[number]
@@ -280,13 +308,14 @@ class OfferBoard:
         return self._ranks.highest_iteration() + min(MOST_MARGIN, margin << min(pipeline.late_count, 8))
 
     def _needing(self, pipeline: _Pipeline, ranks: Iterable[Rank]) -> list[Rank]:
-        versions, start_iteration = pipeline.offer.stage_versions, pipeline.offer.start_iteration
+        offer = pipeline.offer
+        versions, start_iteration, is_urgent = offer.stage_versions, offer.start_iteration, offer.is_urgent
         return [
             rank
             for rank in ranks
             if rank.state is RankState.CONNECTED
             and rank.in_force_version != (version := versions[rank.coordinates.stage])
-            and self._sent.get(rank.coordinates) != (version, start_iteration)
+            and self._sent.get(rank.coordinates) != (version, start_iteration, is_urgent)
         ]
 
     def _announce_offered(self, number: int, pipeline: _Pipeline) -> None:
@@ -296,7 +325,7 @@ class OfferBoard:
             self._journal.announce(
                 EventType.PLAN_OFFERED,
                 f"pipeline {number} is offered {offer.clocks} as version {offer.version} "
-                f"from iteration {offer.start_iteration}",
+                + ("at once" if offer.is_urgent else f"from iteration {offer.start_iteration}"),
                 _evidence(number, offer),
             )
 
@@ -312,6 +341,16 @@ class OfferBoard:
                 f"version {offer.version} ({offer.clocks}) is in force on pipeline {number}",
                 _evidence(number, offer),
             )
+
+
+def _share(clocks: Clocks, stage: int) -> tuple[tuple[int, ...] | int, int | None]:
+    """Return a stage's share, to compare: stock under a ceiling is other clocks than stock."""
+    return stage_clocks(clocks, stage), clocks.ceiling_mhz if isinstance(clocks, StockClocks) else None
+
+
+def _identity(offer: Offer) -> tuple[int, int, bool]:
+    """What tells a rank's offer from those before it."""
+    return offer.version, offer.start_iteration, offer.is_urgent
 
 
 def _planned_times_s(offer: PipelineOffer) -> list[float]:

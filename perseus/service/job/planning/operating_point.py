@@ -1,7 +1,7 @@
 """Where on the frontier each pipeline runs, and what a straggler's report means there."""
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from perseus.service.domain.bounds import MAX_DURATION_S, MAX_SLOWDOWN_FACTOR, MIN_DURATION_S, check_range
@@ -127,6 +127,19 @@ def target_times_s(
     own_s = own_time_s(frontier, policy, baseline_time_s)
     others_s = max([own_s, min(frontier.t_slow_s, max(straggler_times_s.values(), default=0.0))])
     return tuple(own_s if pipeline in straggler_times_s else others_s for pipeline in range(pipeline_count))
+
+
+def paced_times_s(
+    frontier: Frontier, targets_s: Sequence[float], pace_s: float, slowdowns: Mapping[int, float]
+) -> tuple[float, ...]:
+    """Return the iteration times of pipelines that a power budget gives a pace: never faster than without it.
+
+    A straggler's plan is that which its slowness turns into the pace.
+    """
+    return tuple(
+        max(target_s, min(frontier.t_slow_s, pace_s / slowdowns.get(pipeline, 1.0)))
+        for pipeline, target_s in enumerate(targets_s)
+    )
 
 
 def own_time_s(frontier: Frontier, policy: OperatingPolicy, baseline_time_s: float) -> float:

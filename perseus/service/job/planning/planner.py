@@ -6,10 +6,12 @@ that is being solved is solved in vain: it is to be dropped, and should there be
 
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from perseus.service.domain import evidence
 from perseus.service.domain.commands import DropSolve, SlowPlan, Solve
+from perseus.service.domain.job_power import CurveBasis
 from perseus.service.domain.measured import JobIteration
 from perseus.service.domain.model import Clocks, EventType, NoSlowdown, PlannedClocks, Straggler
 from perseus.service.domain.specification import OperatingPolicy, Parallelism
@@ -21,7 +23,9 @@ from perseus.service.job.planning.guard import GuardRules, promise_of_s
 from perseus.service.job.planning.offers import OfferBoard
 from perseus.service.job.planning.operating_point import (
     no_slowdown,
+    overhead_s,
     own_time_s,
+    paced_times_s,
     planned_clocks,
     straggler_time_s,
     target_times_s,
@@ -50,6 +54,7 @@ class Planner:
 
     Attributes:
         policy: the operating policy now in force.
+        pace_s: what a power budget makes iterations take, on the frontier's scale; None if none does.
         frontier: once solved; it stays until a newer one is there, or it is dropped.
         is_solving: whether an answer is to come.
         is_in_vain: whether it is of no use any more.
@@ -71,6 +76,7 @@ class Planner:
         journal: Journal,
     ) -> None:
         self.policy = policy
+        self.pace_s: float | None = None
         self.frontier: Frontier | None = None
         self.is_solving = False
         self.is_in_vain = False
@@ -207,21 +213,55 @@ class Planner:
         """Return T' of each straggler; 0 while there is no frontier to measure it by."""
         if self.frontier is None:
             return {straggler.pipeline: 0.0 for straggler in self._stragglers}
-        baseline_s = self._baseline.time_s
-        own_s = own_time_s(self.frontier, self._policy_in_use(), baseline_s)
-        planned_s = self._exact.plan_within(self.frontier, own_s).iteration_time_s
+        _, planned_s = self._own_times_s(self.frontier)
         return {
-            straggler.pipeline: straggler_time_s(straggler, self.frontier, baseline_s, planned_s)
+            straggler.pipeline: straggler_time_s(straggler, self.frontier, self._baseline.time_s, planned_s)
             for straggler in self._stragglers
         }
 
     def set_policy(self, policy: OperatingPolicy) -> bool:
-        """Take a policy; tell whether it is news."""
+        """Take a policy; tell whether it is news. One that says nothing of budgets leaves what was said."""
+        if policy.budget_terms is None:
+            policy = replace(policy, budget_terms=self.policy.budget_terms)
         is_news = policy != self.policy
         if is_news:
             self.policy = policy
             self._journal.announce(EventType.POLICY_SET, f"policy: {policy}", evidence.PolicySet(policy))
         return is_news
+
+    def order_pace(self, pace_s: float | None, *, is_urgent: bool) -> bool:
+        """Take what a power budget makes iterations take, None if none does; tell whether it is news."""
+        before_s = self.pace_s
+        if pace_s == before_s:
+            return False
+        self.pace_s = pace_s
+        if pace_s is None:
+            message = "no power budget holds the job back any more"
+        else:
+            change = "slower" if before_s is None or pace_s > before_s else "faster"
+            message = f"a power budget makes the job {change}: iterations of {pace_s:.6f} s"
+        self._journal.announce(
+            EventType.BUDGET_PACED, message, evidence.BudgetPaced(pace_s, before_s, is_urgent)
+        )
+        return True
+
+    def curve_basis(self) -> CurveBasis | None:
+        """Return what the job's powers and speeds are made from; None while there is no frontier."""
+        if self.frontier is None:
+            return None
+        baseline_s = self._baseline.time_s
+        own_s, planned_s = self._own_times_s(self.frontier)
+        slowdowns = {
+            pipeline: slow_s / planned_s
+            for pipeline, slow_s in self.straggler_times_s().items()
+            if slow_s > planned_s
+        }
+        return CurveBasis(self.frontier, own_s, slowdowns, overhead_s(self.frontier, baseline_s))
+
+    def _own_times_s(self, frontier: Frontier) -> tuple[float, float]:
+        """Return what the policy lets an iteration of a pipeline take, and what the plan for it takes."""
+        own_s = own_time_s(frontier, self._policy_in_use(), self._baseline.time_s)
+        return own_s, self._exact.plan_within(frontier, own_s).iteration_time_s
 
     def announce_straggler(self, straggler: Straggler) -> None:
         """Tell what somebody reported, and what it means on the frontier."""
@@ -236,8 +276,11 @@ class Planner:
             ),
         )
 
-    def retarget(self) -> None:
-        """Give every pipeline the plan of its target time; pipelines of the same plan share its version."""
+    def retarget(self, *, is_urgent: bool = False) -> None:
+        """Give every pipeline the plan of its target time; pipelines of the same plan share its version.
+
+        `is_urgent`: at once.
+        """
         if self.frontier is None:
             return
         targets_s = target_times_s(
@@ -247,11 +290,14 @@ class Planner:
             self.straggler_times_s(),
             len(self._offers),
         )
+        if self.pace_s is not None and (basis := self.curve_basis()) is not None:
+            targets_s = paced_times_s(self.frontier, targets_s, self.pace_s, basis.slowdowns)
         at_stock = stages_at_stock(self._ranks.usable_clocks_mhz())
         for target_s in sorted(set(targets_s)):
             same = [pipeline for pipeline, own_s in enumerate(targets_s) if own_s == target_s]
             plan = self._exact.plan_within(self.frontier, target_s)
-            self._offers.wish(same, planned_clocks(plan, self.frontier, target_s, at_stock))
+            clocks = planned_clocks(plan, self.frontier, target_s, at_stock)
+            self._offers.wish(same, clocks, is_urgent=is_urgent)
         if not self.is_solving:
             self._exact.want(self.frontier, dict.fromkeys(sorted(targets_s, reverse=True)))
 

@@ -31,6 +31,7 @@ class RankTable:
     Attributes:
         counts: how many ranks are in each state.
         missing: the ranks that are not connected and have not finished.
+        placement_count: how often a rank came from another host, or with another GPU, than before.
     """
 
     def __init__(self, spec: JobSpec, lease_s: float, journal: Journal, now_s: float = 0.0) -> None:
@@ -41,6 +42,7 @@ class RankTable:
         self.missing = MissingRanks(self._ranks, now_s)
         # By agent instance: whatever it says renews the leases of all its ranks.
         self._leases = Leases(lease_s)
+        self.placement_count = 0
         self._live: dict[str, set[Coordinates]] = {}
         self._iterations = IterationCounts()
         # Telemetry up to this sequence is of an earlier trainer. Not stored: every stream says it anew.
@@ -198,6 +200,7 @@ class RankTable:
                 hostname=rank.hostname,
             )
         self._leases.hear(event.instance_id, now_s)
+        self.placement_count += (rank.hostname, rank.gpu) != (event.hostname, event.gpu)
         self._after_sequence[event.rank] = event.after_sequence
         if rank.instance_id != event.instance_id:
             # Another agent may be able to.

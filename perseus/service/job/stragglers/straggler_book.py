@@ -27,6 +27,10 @@ class Judgement:
     slowed: Collection[int]
 
 
+NOTHING_JUDGED = Judgement(False, ())
+"""Of an iteration that shows nothing."""
+
+
 class StragglerBook:
     """The stragglers of a job, by pipeline.
 
@@ -108,7 +112,7 @@ class StragglerBook:
         """Judge who was slow in an iteration."""
         spans = self._spans.take(iteration.iteration, iteration.versions) if iteration.versions else None
         if spans is None:
-            return Judgement(False, ())
+            return NOTHING_JUDGED
         self.paces = spans.paces
         has_changed = False
         is_overridden = any(not straggler.is_detected for straggler in self._stragglers.values())

@@ -98,7 +98,7 @@ export const EVENT_GROUPS = [
     name: "stragglers",
     types: ["STRAGGLER_REPORTED", "STRAGGLER_CLEARED", "STRAGGLER_DETECTED", "STRAGGLER_WITHDRAWN"],
   },
-  { name: "plans", types: ["SOLVED", "PLAN_OFFERED", "PLAN_IN_FORCE", "POLICY_SET", "PROFILE_CORRECTED"] },
+  { name: "plans", types: ["SOLVED", "PLAN_OFFERED", "PLAN_IN_FORCE", "POLICY_SET", "PROFILE_CORRECTED", "BUDGET_PACED"] },
   { name: "profiling", types: ["CLOCK_PROFILED", "CLOCK_GIVEN_UP", "PROFILE_ADOPTED", "PROFILING_ENDED", "BASELINE_REQUESTED"] },
   { name: "ranks", types: ["RANK_CHANGED"] },
   { name: "job", types: ["REGISTERED", "STATE_CHANGED", "RESUMED", "STALL_ENDED"] },

@@ -1,23 +1,18 @@
 """Which budget counts when, and how the ceiling comes to it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.fleet.power.budgets import (
-    Budget,
-    Feed,
-    goal_w,
-    limit_w,
-    moved_ceiling_w,
-    next_change_s,
-    percent_of_reference_w,
-)
+from perseus.service.domain.power import Budget, Feed, percent_of_reference_w
+from perseus.service.fleet.power.budgets import goal_w, limit_w, moved_ceiling_w, next_change_s
 
 FEED = Feed("a", reference_w=1000.0, ramp_down_w_per_s=10.0, ramp_up_w_per_s=5.0)
+RAMPS_W_PER_S = (10.0, 5.0)
 SHORT = Budget("short", "a", 600.0, 100.0, 200.0)
 LONG = Budget("long", "a", 800.0, 50.0)
 
@@ -35,7 +30,7 @@ budgets = st.lists(
 
 def test_the_lowest_in_force_counts() -> None:
     at_s = (0.0, 50.0, 100.0, 199.9, 200.0)
-    assert [limit_w([SHORT, LONG], now_s) for now_s in at_s] == [math.inf, 800.0, 600.0, 600.0, 800.0]
+    assert [limit_w([SHORT, LONG], FEED, now_s) for now_s in at_s] == [math.inf, 800.0, 600.0, 600.0, 800.0]
 
 
 def test_changes_are_known_in_advance() -> None:
@@ -60,25 +55,54 @@ def test_a_ramp_has_to_be_positive() -> None:
         Feed("a", ramp_up_w_per_s=0)
 
 
-@given(budgets, st.floats(0, 2000))
+@given(budgets, st.floats(0, 2000), st.none() | st.floats(100, 900))
 def test_the_ceiling_keeps_every_budget_known_in_advance_within_its_ramps(
-    some: list[Budget], drawn_w: float
+    some: list[Budget], drawn_w: float, default_w: float | None
 ) -> None:
-    """All budgets are known long before they start."""
-    ceiling = moved_ceiling_w(FEED, math.inf, drawn_w, goal_w(some, FEED, -500.0), 0.0)
-    for now_s in range(-499, 600):
-        before, ceiling = ceiling, moved_ceiling_w(FEED, ceiling, drawn_w, goal_w(some, FEED, now_s), 1.0)
-        assert ceiling <= limit_w(some, now_s) + 1e-6
+    """All budgets are known long before they start, and that a default applies after the last one is, too."""
+    feed = replace(FEED, default_w=default_w)
+    ceiling = math.inf if default_w is None else default_w
+    for now_s in range(-500, 600):
+        goal, down_w_per_s = goal_w(some, feed, now_s)
+        before, ceiling = ceiling, moved_ceiling_w(ceiling, drawn_w, goal, (down_w_per_s, 5.0), 1.0)
+        assert ceiling <= limit_w(some, feed, now_s) + 1e-6
         if math.isfinite(before):
             assert -FEED.ramp_down_w_per_s - 1e-6 <= ceiling - before <= FEED.ramp_up_w_per_s + 1e-6
 
 
 def test_a_budget_that_is_set_at_once_falls_from_what_is_drawn() -> None:
-    ceiling = moved_ceiling_w(FEED, math.inf, 1000.0, 700.0, 1.0)
+    ceiling = moved_ceiling_w(math.inf, 1000.0, 700.0, RAMPS_W_PER_S, 1.0)
     assert ceiling == 990.0
-    assert moved_ceiling_w(FEED, ceiling, 1000.0, 700.0, 60.0) == 700.0
+    assert moved_ceiling_w(ceiling, 1000.0, 700.0, RAMPS_W_PER_S, 60.0) == 700.0
 
 
 def test_the_ceiling_rises_by_the_ramp_after_the_last_budget() -> None:
-    assert moved_ceiling_w(FEED, 700.0, 650.0, math.inf, 2.0) == 710.0
-    assert moved_ceiling_w(Feed("free"), 700.0, 650.0, math.inf, 2.0) == math.inf
+    assert moved_ceiling_w(700.0, 650.0, math.inf, RAMPS_W_PER_S, 2.0) == 710.0
+    assert moved_ceiling_w(700.0, 650.0, math.inf, (math.inf, math.inf), 2.0) == math.inf
+
+
+def test_a_default_counts_while_no_budget_is_in_force_and_what_the_feed_bears_always() -> None:
+    feed = Feed("a", limit_w=900.0, default_w=700.0)
+    high = Budget("high", "a", 850.0, 100.0, 200.0)
+    above = Budget("above", "a", 950.0, 150.0, 300.0)
+    at_s = (0.0, 100.0, 199.0, 250.0, 300.0)
+    assert [limit_w([high, above], feed, now_s) for now_s in at_s] == [700.0, 850.0, 850.0, 900.0, 700.0]
+
+
+def test_the_ceiling_is_at_the_default_when_the_last_budget_ends() -> None:
+    feed = Feed("a", default_w=500.0, ramp_down_w_per_s=10.0)
+    some = [Budget("first", "a", 800.0, 0.0, 100.0), Budget("second", "a", 900.0, 50.0, 200.0)]
+    assert [goal_w(some, feed, now_s)[0] for now_s in (0.0, 100.0, 190.0, 200.0)] == [
+        800.0,
+        900.0,
+        600.0,
+        500.0,
+    ]
+    assert goal_w([Budget("for good", "a", 800.0, 0.0)], feed, 0.0)[0] == 800.0
+
+
+def test_a_budget_of_its_own_ramp_is_fallen_to_no_faster_than_that_or_the_feed_s() -> None:
+    slow, fast = (Budget("b", "a", 600.0, 100.0, ramp_w_per_s=ramp) for ramp in (2.0, 50.0))
+    assert goal_w([slow], FEED, 0.0) == (800.0, 2.0)
+    assert goal_w([fast], FEED, 0.0) == (1600.0, 10.0)
+    assert goal_w([slow], FEED, 100.0) == (600.0, 2.0)

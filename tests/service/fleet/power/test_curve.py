@@ -3,7 +3,8 @@
 import pytest
 
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.service.fleet.power.curve import DEFAULT_FEED, power_points
+from perseus.service.domain.power import DEFAULT_FEED
+from perseus.service.fleet.power.curve import power_points
 from perseus.solver import Frontier, solve
 from tests.solver.pipelines import small_pipeline
 

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perseus.service.fleet.power.budgets import Budget, Feed
+from perseus.service.domain.power import Budget, Feed, FeedStatus
 from perseus.service.fleet.power.demand import JobDemand, PowerPoint
 from perseus.service.fleet.power.machine import FleetMachine
 from perseus.service.fleet.power.messages import (
     BudgetCancelled,
     BudgetSet,
     Command,
-    FeedStatus,
     Input,
     JobChanged,
     JobLeft,
@@ -186,6 +185,55 @@ def test_what_is_measured_above_the_limit_is_said() -> None:
     run.errors = {"x": 3.0}
     run.pass_time(100)
     assert not list(run.statuses())[-1].is_compliant
+
+
+def test_what_is_judged_is_what_was_drawn_since_the_limit_had_to_be_kept() -> None:
+    run = site(demand("x"))
+    run.tell(BudgetSet(Budget("b", "a", 700.0, 0.0)))
+    run.errors = {"x": 3.0}
+    run.pass_time(4)
+    assert run.machine.status("a", run.now_s).judged_w is None
+    run.pass_time(30)
+    judged_w = run.machine.status("a", run.now_s).judged_w
+    assert judged_w == pytest.approx(sum(run.drawn_w[-10:]) / 10)
+    run.tell(BudgetCancelled("b"))
+    run.pass_time(1)
+    assert run.machine.status("a", run.now_s).judged_w is None
+
+
+def test_a_default_limits_a_feed_while_no_budget_does() -> None:
+    run = site(demand("x"), demand("y"), feed=Feed("a", default_w=1500.0))
+    run.pass_time(60)
+    run.tell(BudgetSet(Budget("more", "a", 1800.0, 60.0, 120.0)))
+    run.pass_time(120)
+    assert max(run.drawn_w[5:60]) <= 1500 < max(run.drawn_w[70:115]) <= 1800
+    assert max(run.drawn_w[125:]) <= 1500
+
+
+@pytest.mark.parametrize(
+    ("changing", "outdated", "expected_w", "measured_w"),
+    [((), (), 1500.0, 1500.0), (("x",), (), 1000.0, 1500.0), (("x",), ("x",), 1000.0, 1000.0)],
+)
+def test_what_was_drawn_under_other_plans_says_nothing_of_the_present_ones(
+    changing: Sequence[str], outdated: Sequence[str], expected_w: float, measured_w: float
+) -> None:
+    machine = FleetMachine({"a": Feed("a")})
+    machine.handle(JobChanged(demand("x"), 1.0), 0.0)
+    for now_s in range(1, 60):
+        measured = PowerMeasured(1.0, {"x": {"a": 1500.0}}, {}, changing, outdated)
+        machine.handle(measured, float(now_s))
+    status = machine.status("a", 60.0)
+    assert status.managed_w == pytest.approx(expected_w)
+    assert status.measured_w == pytest.approx(measured_w)
+
+
+def test_who_is_held_back_is_said_and_what_jobs_without_plans_draw() -> None:
+    run = site(demand("x"), JobDemand("z", measured_w={"a": 300.0}), feed=Feed("a"))
+    run.tell(BudgetSet(Budget("b", "a", 1200.0, 0.0)))
+    status = run.machine.status("a", 0.0)
+    assert (status.held, status.unmanaged_w) == (("x",), 300.0)
+    assert run.machine.pace_s("x") is not None
+    assert run.machine.pace_s("z") is None
 
 
 def test_the_lowest_of_several_budgets_counts_and_one_may_be_cancelled() -> None:

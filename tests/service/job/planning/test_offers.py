@@ -12,6 +12,7 @@ from perseus.service.domain.model import (
     HoldClocks,
     Offer,
     PlannedClocks,
+    StockClocks,
     stage_clocks,
 )
 from perseus.service.domain.specification import Coordinates
@@ -158,3 +159,62 @@ def test_shares_of_the_same_clocks_are_the_same() -> None:
     assert stage_clocks(plan(1400, 1000), 1) == stage_clocks(plan(900, 1000, time_s=2.0), 1)
     assert stage_clocks(plan(1400, 1000), 1) != stage_clocks(plan(1400, 900), 1)
     assert stage_clocks(plan(1400, 0), 1) == stage_clocks(STOCK, 0) == stage_clocks(HoldClocks((900, 0)), 1)
+
+
+def test_an_urgent_offer_says_so_to_all_ranks_of_the_stages_that_change() -> None:
+    bench = under(plan(1400, 1000))
+    slower = plan(900, 1000, 2.0)
+    bench.board.wish([0], slower, is_urgent=True)
+
+    assert bench.settle() == [SendOffer(FIRST, "agent", Offer(2, 9, slower, is_urgent=True))]
+    assert bench.board.is_urgent
+    bench.follow(FIRST)
+    bench.settle()
+    assert not bench.board.is_urgent
+
+
+def test_what_takes_the_place_of_an_urgent_offer_that_is_not_in_force_is_urgent() -> None:
+    bench = under(plan(1400, 1000))
+    bench.board.wish([0], plan(900, 1000, 2.0), is_urgent=True)
+    bench.settle()
+    other = plan(1100, 1000, 1.5)
+    bench.board.wish([0], other)
+
+    assert bench.settle() == [SendOffer(FIRST, "agent", Offer(3, 9, other, is_urgent=True))]
+    bench.follow(FIRST)
+    bench.settle()
+    bench.board.wish([0], plan(1400, 1000))
+    (sent,) = bench.settle()
+    assert isinstance(sent, SendOffer)
+    assert not sent.offer.is_urgent
+
+
+def test_what_was_offered_for_later_is_hurried() -> None:
+    bench = under(plan(1400, 1000))
+    slower = plan(900, 1000, 2.0)
+    bench.board.wish([0], slower)
+    bench.settle()
+    bench.board.wish([0], slower, is_urgent=True)
+
+    assert bench.settle() == [SendOffer(FIRST, "agent", Offer(2, 9, slower, is_urgent=True))]
+
+
+def test_what_is_in_force_is_not_hurried() -> None:
+    bench = under(plan(1400, 1000))
+    bench.board.wish(range(2), plan(1400, 1000), is_urgent=True)
+
+    assert bench.settle() == []
+    assert not bench.board.is_urgent
+
+
+def test_stock_under_a_ceiling_is_other_clocks_than_stock() -> None:
+    bench = under(plan(1400, 1000))
+    bench.board.wish([0], STOCK)
+    bench.settle()
+    limited = StockClocks(900)
+    bench.board.wish([0], limited)
+
+    assert bench.settle() == [
+        SendOffer(FIRST, "agent", Offer(3, 9, limited)),
+        SendOffer(SECOND, "agent", Offer(3, 9, limited)),
+    ]

@@ -1,0 +1,50 @@
+"""Packs the offline bundle: `python deploy/bundle.py DIST`, called by `make dist`.
+
+DIST has the wheel of Perseus, and in `wheels` all that it needs. What comes out is beside it:
+`perseus-energy-VERSION-PYTHON-PLATFORM.tar.gz`, a folder of that name with the wheels, `install` and what
+else is in deploy/. The same wheels make the same file: entries are sorted, owned by root and of no date.
+"""
+
+import gzip
+import sys
+import sysconfig
+import tarfile
+from pathlib import Path
+
+_DEPLOY = Path(__file__).parent
+_NOT_SHIPPED = {"bundle.py", "__pycache__"}
+
+
+def pack(dist: Path) -> Path:
+    """Pack the bundle; its path. ValueError if DIST does not hold one wheel of Perseus."""
+    found = [*dist.glob("perseus_energy-*.whl")]
+    if len(found) != 1:
+        raise ValueError(f"{dist}: expected one wheel of Perseus, found {len(found)}")
+    version = found[0].name.split("-")[1]
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    name = f"perseus-energy-{version}-{python}-{sysconfig.get_platform().replace('-', '_')}"
+    files = {path: f"wheels/{path.name}" for path in (dist / "wheels").glob("*.whl")}
+    for path in _DEPLOY.rglob("*"):
+        inside = path.relative_to(_DEPLOY)
+        if path.is_file() and not _NOT_SHIPPED & set(inside.parts):
+            files[path] = str(inside)
+    bundle = dist / f"{name}.tar.gz"
+    with (
+        bundle.open("wb") as output,
+        gzip.GzipFile("", "wb", fileobj=output, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w") as archive,
+    ):
+        for path, inside in sorted(files.items(), key=lambda each: each[1]):
+            archive.add(path, f"{name}/{inside}", filter=_without_traces)
+    return bundle
+
+
+def _without_traces(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = entry.mtime = 0
+    entry.uname = entry.gname = "root"
+    entry.mode = 0o755 if entry.mode & 0o100 else 0o644
+    return entry
+
+
+if __name__ == "__main__":
+    print(pack(Path(sys.argv[1])))

@@ -1,0 +1,47 @@
+"""The grants of a node's Slurm jobs: one file for each, from its prolog to its epilog.
+
+Slurm gives a GPU to one job at a time. So a grant that another job's prolog has left on the same GPU (its
+epilog never ran: slurmd died, say) is that of a job that is over, and goes.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from perseus.agent.claims.grants import MalformedGrantError, parse
+from perseus.agent.slurm.job import SlurmJob
+
+_FOLDER_MODE = 0o755
+_FILE_MODE = 0o644
+_OURS = "slurm-*"
+
+
+def write_grant(folder: Path, job: SlurmJob, gpu_uuids: Sequence[str]) -> None:
+    """Let a job's user, and nobody else, have its GPUs. OSError."""
+    folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+    for path in folder.glob(_OURS):
+        if path.name != job.file_name and not granted(path).isdisjoint(gpu_uuids):
+            path.unlink(missing_ok=True)
+    draft = folder / f".{job.file_name}"
+    draft.unlink(missing_ok=True)
+    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
+    with open(file, "w") as writing:
+        os.fchmod(file, _FILE_MODE)  # whatever the umask
+        writing.write(job.grant(gpu_uuids))
+    draft.rename(folder / job.file_name)
+
+
+def take_back(folder: Path, job: SlurmJob) -> frozenset[str]:
+    """End a job's grant; the UUIDs that it had, none if there is no grant of it. OSError."""
+    path = folder / job.file_name
+    had = granted(path)
+    path.unlink(missing_ok=True)
+    return had
+
+
+def granted(path: Path) -> frozenset[str]:
+    """The GPUs that a file grants; none if it is gone, or is no grant."""
+    with contextlib.suppress(FileNotFoundError, MalformedGrantError, UnicodeDecodeError):
+        return frozenset(gpu for grant in parse(path.read_text()) for gpu in grant.gpus)
+    return frozenset()

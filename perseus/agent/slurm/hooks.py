@@ -1,0 +1,152 @@
+"""What the prolog and the epilog of a Slurm job do on its node; `perseus slurm prolog` and `… epilog`.
+
+    prolog    has an agent that serves, starting one where it is asked to; grants the job its GPUs
+    epilog    takes the grant back; returns when the job's GPUs are back on stock, or says which are not
+
+The agent need not live for that: what a dead one left is on record, and restored from there. What a living
+one holds it brings back itself, as its trainers are gone; that is waited for.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from perseus.agent.gpu import GpuError
+from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.link.packets import MalformedPacket
+from perseus.agent.restore.records import RecordFolder
+from perseus.agent.restore.restorer import Restoration, Restorer
+from perseus.agent.sidecar.asking import ask_health
+from perseus.agent.sidecar.backends import Backend, backend
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.slurm.grant_writing import take_back, write_grant
+from perseus.agent.slurm.job import SlurmError, SlurmJob, uuids_of
+
+_START_S = 10.0
+_ANSWER_S = 2.0
+_RESTORE_S = 15.0
+_LOOK_S = 0.1
+_LANE = "all of this node's"
+# What slurmd says of one job is nothing that an agent for all of them should know.
+_OF_THE_JOB = ("SLURM", "SPANK_", "CUDA_", "GPU_", "ROCR_", "ZE_")
+
+
+class NoAgentError(SlurmError):
+    """Nobody listens where the agent should."""
+
+
+class NotRestoredError(SlurmError):
+    """GPUs of the job are not back on stock."""
+
+
+def prolog(job: SlurmJob, settings: AgentSettings, start: "AgentStart | None" = None) -> None:
+    """Before a job: grant it its GPUs, and look for the agent that serves them.
+
+    Raises:
+        SlurmError: a GPU is not known; or the job is granted its GPUs, and there is no agent.
+        GpuError: the driver does not answer.
+        OSError: the grant can't be written, or the agent not be started.
+    """
+    if not job.gpu_numbers:
+        return
+    write_grant(settings.grants, job, asyncio.run(_uuids(job, backend(settings), Lanes())))
+    if _answers(settings.socket):
+        return
+    if start is None:
+        raise NoAgentError(f"no agent at {settings.socket}: the job will train at stock clocks")
+    start.start()
+    end_s = time.monotonic() + _START_S
+    while not _answers(settings.socket):
+        if time.monotonic() > end_s:
+            raise NoAgentError(f"no agent at {settings.socket} within {_START_S:g} s: see {start.log}")
+        time.sleep(_LOOK_S)
+
+
+def epilog(job: SlurmJob, settings: AgentSettings) -> None:
+    """After a job, whose processes are gone: its GPUs are nobody's, and back on stock when this returns.
+
+    Raises:
+        NotRestoredError: some are not, after 15 s.
+        GpuError: what there is to restore can't be read.
+        OSError: the grant can't be taken back.
+    """
+    asyncio.run(_restored(job, take_back(settings.grants, job), settings))
+
+
+async def _restored(job: SlurmJob, gpu_uuids: Collection[str], settings: AgentSettings) -> None:
+    gpus, lanes = backend(settings), Lanes()
+    records = RecordFolder(settings.restore_folder)
+    restorer = Restorer(records, gpus.open, lanes)
+    if not gpu_uuids and job.gpu_numbers:  # the prolog failed, or ran with other settings
+        gpu_uuids = await _uuids(job, gpus, lanes)
+    end_s = time.monotonic() + _RESTORE_S
+    while True:
+        found: list[Restoration] = await restorer.restore_once()
+        left = [uuid for uuid in records.gpu_uuids() if uuid in gpu_uuids]
+        if not left:
+            return
+        if time.monotonic() > end_s:
+            why = {each.gpu_uuid: str(each.error) for each in found if each.error is not None}
+            held = "an agent holds it: a process of the job may live on"
+            raise NotRestoredError(
+                "\n".join(f"GPU {uuid}: not back on stock: {why.get(uuid, held)}" for uuid in left)
+            )
+        await asyncio.sleep(_LOOK_S)
+
+
+class AgentStart:
+    """How a prolog starts an agent, which then outlives it: with a TOML file, and a log that is added to."""
+
+    def __init__(self, config: Path | None, log: Path) -> None:
+        self.log = log
+        self._command = [
+            *[sys.executable, "-m", "perseus.cli", "agent"],
+            *(["--config", str(config)] if config is not None else []),
+        ]
+
+    def start(self) -> None:
+        """Start it, in a session of its own. OSError."""
+        with self.log.open("ab") as log:
+            subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env=for_all_jobs(os.environ),
+                start_new_session=True,
+            )
+
+
+def for_all_jobs(environment: Mapping[str, str]) -> dict[str, str]:
+    """A prolog's environment without what is said of its job."""
+    return {name: value for name, value in environment.items() if not name.startswith(_OF_THE_JOB)}
+
+
+async def _uuids(job: SlurmJob, gpus: Backend, lanes: Lanes) -> list[str]:
+    """The job's GPUs. `NoSuchGpuError`; `GpuError` if none is known.
+
+    One that is lost, or hangs, is as if it were not there, and keeps no job from the others.
+    """
+
+    async def device_node(uuid: str) -> str:
+        try:
+            return (await lanes.run(uuid, lambda: gpus.look(uuid))).device_node
+        except GpuError:
+            return ""
+
+    uuids = [uuid for uuid in await lanes.run(_LANE, gpus.listed) if isinstance(uuid, str)]
+    nodes = await asyncio.gather(*map(device_node, uuids))
+    return uuids_of(job.gpu_numbers, dict(zip(uuids, nodes, strict=True)))
+
+
+def _answers(socket: Path) -> bool:
+    try:
+        ask_health(socket, _ANSWER_S)
+    except (OSError, MalformedPacket):
+        return False
+    return True

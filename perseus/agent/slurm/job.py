@@ -1,0 +1,103 @@
+"""A Slurm job's share of one node, as slurmd tells its prolog and epilog, and the grant that follows from it.
+
+Slurm counts GPUs by their device files: number 3 is /dev/nvidia3, wherever nvidia-smi lists it. So a grant
+names GPUs by UUID, which are looked up by their devices.
+
+    SlurmError
+     ├─ SlurmEnvironmentError     this is no prolog or epilog of slurmd's
+     └─ NoSuchGpuError            the job has a GPU that the node's driver does not know
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+_NOT_IN_LABELS = re.compile(r"[^A-Za-z0-9_.,:;@/+=-]")
+_MAX_LABEL_LENGTH = 256
+_NUMBERS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
+_NODE_NUMBER = re.compile(r"\d+$")
+
+
+class SlurmError(Exception):
+    """Nothing can be said of the job to the agent. The message says why."""
+
+
+class SlurmEnvironmentError(SlurmError):
+    """A variable that slurmd sets is missing, or is not understood."""
+
+
+class NoSuchGpuError(SlurmError):
+    """The job has a GPU that the node's driver does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """A job on this node. `gpu_numbers`: of its GPUs' device files; `account` is "" where none is said."""
+
+    job_id: str
+    uid: int
+    gpu_numbers: tuple[int, ...]
+    account: str = ""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Self:
+        """The job of a prolog's or epilog's environment. `SlurmEnvironmentError`."""
+        job_id, uid = (_number(environment, name) for name in ("SLURM_JOB_ID", "SLURM_JOB_UID"))
+        return cls(
+            str(job_id),
+            uid,
+            _gpu_numbers(environment.get("SLURM_JOB_GPUS", "")),
+            environment.get("SLURM_JOB_ACCOUNT", ""),
+        )
+
+    @property
+    def file_name(self) -> str:
+        """Of its grant."""
+        return f"slurm-{self.job_id}"
+
+    def grant(self, gpu_uuids: Sequence[str]) -> str:
+        """The content of its grant: by the user's number, as a node may not know the name."""
+        labels = {"slurm-job": self.job_id, "slurm-account": self.account}
+        words = [f"{key}={_as_label(value)}" for key, value in labels.items() if value]
+        return f"{self.uid}: {' '.join([*gpu_uuids, *words])}\n"
+
+
+def uuids_of(numbers: Sequence[int], device_nodes: Mapping[str, str]) -> list[str]:
+    """The UUIDs of the GPUs with these numbers; `device_nodes`: paths by UUID. `NoSuchGpuError`."""
+    by_number = {
+        int(found[0]): uuid
+        for uuid, path in device_nodes.items()
+        if (found := _NODE_NUMBER.search(path)) is not None
+    }
+    missing = [number for number in numbers if number not in by_number]
+    if missing:
+        known = ", ".join(map(str, sorted(by_number))) or "none"
+        others = ", ".join(map(str, missing))
+        raise NoSuchGpuError(f"SLURM_JOB_GPUS: expected GPUs of this node ({known}), found {others}")
+    return [by_number[number] for number in numbers]
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
+    if not (value.isascii() and value.isdecimal() and len(value) <= 10):
+        raise SlurmEnvironmentError(
+            f"{name}: expected a number, as slurmd gives its prolog and epilog, found {value[:80]!r}"
+        )
+    return int(value)
+
+
+def _gpu_numbers(said: str) -> tuple[int, ...]:
+    """From "0,1" or "0-3,6"; empty for a job without GPUs."""
+    numbers: list[int] = []
+    for part in filter(None, said.split(",")):
+        found = _NUMBERS.fullmatch(part)
+        if found is None:
+            raise SlurmEnvironmentError(f"SLURM_JOB_GPUS: expected numbers of GPUs, found {said[:80]!r}")
+        first = int(found[1])
+        numbers += range(first, int(found[2] or first) + 1)
+    return tuple(numbers)
+
+
+def _as_label(value: str) -> str:
+    return _NOT_IN_LABELS.sub("_", value)[:_MAX_LABEL_LENGTH]

@@ -1,0 +1,101 @@
+"""`perseus doctor`: what is wrong with a set-up, and what to do."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from perseus import configuration
+from perseus.cli.connection import Connection, connecting
+from perseus.cli.progress import working
+from perseus.cli.rows import Format, FormatOption, show_rows
+from perseus.cli.terminal import FAILURE, fail
+from perseus.printable import printable
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from perseus.doctor.checks import Check
+
+
+@connecting
+def doctor(
+    connection: Connection,
+    node: Annotated[
+        bool,
+        typer.Option(
+            "--node",
+            help="Look at this node and its agent's way to the coordinator, by the agent's settings "
+            "(PERSEUS_AGENT_… and --config).",
+        ),
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="The agent's TOML file; goes with --node.", show_default=False)
+    ] = None,
+    form: FormatOption = Format.TABLE,
+) -> None:
+    """Look for what is wrong between here and a coordinator, or with a node, and say what to do.
+
+    Changes nothing. Exit code 0 if all is well, 1 if anything is bad.
+    """
+    from perseus.doctor.checks import Verdict
+    from perseus.doctor.coordinator import coordinator_checks
+
+    if config is not None and not node:
+        fail("--config: expected --node beside it, found none")
+    with working("Looking"):
+        checks = _node_checks(config) if node else [*coordinator_checks(connection.channels())]
+    rows = [
+        {
+            "subject": printable(check.subject),
+            "verdict": check.verdict.value,
+            "found": printable(check.found),
+            "advice": check.advice,
+        }
+        for check in checks
+    ]
+    show_rows(form, rows, ("subject", "verdict", "found", "advice"), lambda: _table(checks))
+    if any(check.verdict is Verdict.BAD for check in checks):
+        raise typer.Exit(FAILURE)
+
+
+def _node_checks(config: Path | None) -> "list[Check]":
+    from perseus.agent.sidecar.settings import AgentSettings
+    from perseus.agent.sidecar.way import channels_of
+    from perseus.doctor.checks import Check, Verdict
+    from perseus.doctor.coordinator import coordinator_checks
+    from perseus.doctor.node import node_checks
+    from perseus.tls.files import TlsError
+    from perseus.tls.tokens import TokenFileError
+
+    try:
+        settings = configuration.load(AgentSettings, config, {})
+    except configuration.ConfigurationError as error:
+        fail(str(error))
+    checks = list(node_checks(settings))
+    try:
+        channels = channels_of(settings)
+    except (TlsError, TokenFileError) as error:
+        advice = "put it where the agent's settings say, readable for the agent's user alone"
+        return [*checks, Check("credential", Verdict.BAD, str(error), advice)]
+    return [*checks, *coordinator_checks(channels, ("agent", "operator"))]
+
+
+def _table(checks: "Iterable[Check]") -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    from perseus.doctor.checks import Verdict
+
+    marks = {
+        Verdict.GOOD: Text("✔", style="green"),
+        Verdict.WARNING: Text("!", style="yellow"),
+        Verdict.BAD: Text("✘", style="red"),
+        Verdict.UNKNOWN: Text("?", style="dim"),
+    }
+    table = Table("", "looked at", "found", "what to do", box=None, padding=(0, 1))
+    for check in checks:
+        row = (Text(printable(text)) for text in (check.subject, check.found, check.advice))
+        table.add_row(marks[check.verdict], *row)
+    return table

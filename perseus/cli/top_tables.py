@@ -1,0 +1,97 @@
+"""What `perseus top` shows: feeds, jobs by what they draw, and of one job its GPUs."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from perseus.cli.job_tables import rank_table, state_name
+from perseus.cli.power_tables import feed_line
+from perseus.v1 import job_pb2, power_service_pb2, rank_pb2
+
+_STYLES = {
+    job_pb2.JOB_STATE_PLANNED: "green",
+    job_pb2.JOB_STATE_STOCK: "yellow",
+    job_pb2.JOB_STATE_WAITING: "yellow",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a coordinator told at one moment; `ranks` are those of the job that is looked at, if one is."""
+
+    jobs: Sequence[job_pb2.Job]
+    feeds: Sequence[power_service_pb2.FeedState] = ()
+    ranks: Sequence[rank_pb2.Rank] = field(default=())
+
+
+def screen(sight: Sight, row_count: int, trouble: str = "") -> RenderableType:
+    """Everything, in at most so many rows of jobs and of ranks; `trouble`: why it is not of this moment."""
+    running = [job for job in sight.jobs if job.state != job_pb2.JOB_STATE_FINISHED]
+    parts: list[RenderableType] = [Text(summary(running), style="bold")]
+    if trouble:
+        parts.append(Text(trouble, style="red"))
+    parts += [
+        Text(feed_line(feed), style="" if feed.is_compliant else "red")
+        for feed in sight.feeds
+        if feed.HasField("limit_w")
+    ]
+    parts.append(_jobs(sorted(running, key=lambda job: (-job.figures.power_w, job.job_id))[:row_count]))
+    if len(running) > row_count:
+        parts.append(Text(f"… and {len(running) - row_count} more", style="dim"))
+    if sight.ranks:
+        parts.append(rank_table(sight.ranks[:row_count]))
+        if len(sight.ranks) > row_count:
+            parts.append(Text(f"… and {len(sight.ranks) - row_count} more", style="dim"))
+    return Group(*parts)
+
+
+def summary(running: Iterable[job_pb2.Job]) -> str:
+    """All jobs that run, in a line."""
+    jobs = list(running)
+    states = Counter(state_name(job.state) for job in jobs)
+    counted = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    power_kw = sum(job.figures.power_w for job in jobs) / 1000
+    rank_count = sum(job.rank_counts.connected_count for job in jobs)
+    told = f"{len(jobs)} job{'s' * (len(jobs) != 1)}" + (f" ({counted})" if counted else "")
+    return f"{told}, {rank_count} GPUs served, {power_kw:.1f} kW"
+
+
+def _jobs(jobs: Iterable[job_pb2.Job]) -> Table:
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    table.add_column("job")
+    table.add_column("state")
+    for column in ("GPUs", "iteration", "against stock", "energy", "power"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("what holds it")
+    for job in jobs:
+        layout, figures = job.parallelism, job.figures
+        count = layout.pipeline_count * layout.stage_count * layout.tensor_count
+        saving = figures.saving if figures.HasField("saving") else None
+        saved = saving is not None and saving.HasField("energy_percent")
+        table.add_row(
+            Text(job.job_id),
+            Text(state_name(job.state), style=_STYLES.get(job.state, "")),
+            f"{job.rank_counts.connected_count}/{count}",
+            f"{figures.iteration_time_s:.3f} s" if figures.HasField("iteration_time_s") else "",
+            f"{saving.slowdown_percent:+.1f} %" if saving is not None else "",
+            f"{-saving.energy_percent:+.1f} %" if saving is not None and saved else "",
+            f"{figures.power_w / 1000:.2f} kW" if figures.HasField("power_w") else "",
+            Text(_holding(job)),
+        )
+    return table
+
+
+def _holding(job: job_pb2.Job) -> str:
+    """Why a job is not at its fastest plan, in few words."""
+    held = []
+    if job.state != job_pb2.JOB_STATE_PLANNED:
+        held.append(job.state_reason)
+    if job.straggler_count:
+        held.append(f"{job.straggler_count} stragglers")
+    if job.HasField("budget_iteration_time_s"):
+        held.append(f"a power budget: {job.budget_iteration_time_s:.3f} s")
+    return "; ".join(held)

@@ -1,0 +1,1 @@
+"""`perseus doctor`: looks for what is wrong with a set-up, and says what to do. Changes nothing."""

@@ -1,0 +1,67 @@
+"""The way to a coordinator, and what it says: certificates, reach, credential, release, clock."""
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from importlib.metadata import version
+
+import grpc
+
+from perseus.doctor.checks import Check, Verdict, clock_check, expiry_checks, version_check
+from perseus.tls.channels import Channels
+from perseus.v1 import info_service_pb2, info_service_pb2_grpc, token_service_pb2
+
+_TIMEOUT_S = 5.0
+_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+
+
+def coordinator_checks(
+    channels: Channels, scopes: Collection[str] = (), clock: Callable[[], float] = time.time
+) -> Iterator[Check]:
+    """Look at a coordinator from here.
+
+    Args:
+        channels: the way to it.
+        scopes: what the caller has to be, such as `agent`; anything, if empty.
+        clock: the wall clock.
+    """
+    yield from expiry_checks(channels.expiries_s, clock())
+    subject = f"coordinator {channels.address}"
+    asked_s = clock()
+    try:
+        with channels.open_blocking() as channel:
+            stub = info_service_pb2_grpc.InfoServiceStub(channel)
+            info = stub.GetInfo(info_service_pb2.GetInfoRequest(), timeout=_TIMEOUT_S)
+    except grpc.RpcError as error:
+        yield from _failures(error, subject, channels)
+        return
+    answered_s = clock()
+    if channels.is_exposed:
+        found = "it answers, in plaintext over the network"
+        yield Check(subject, Verdict.WARNING, found, "give it a certificate: perseus certificates")
+    else:
+        found = "it answers, over TLS" if channels.expiries_s else "it answers, on this machine"
+        yield Check(subject, Verdict.GOOD, found)
+    yield _credential(info, scopes)
+    yield version_check(version("perseus-energy"), info.version)
+    yield clock_check(asked_s, info.current_time.ToNanoseconds() / 1e9, answered_s)
+
+
+def _credential(info: info_service_pb2.GetInfoResponse, scopes: Collection[str]) -> Check:
+    scope = token_service_pb2.Scope.Name(info.scope).removeprefix("SCOPE_").lower()
+    found = f"{info.principal}, scope {scope}"
+    if scopes and scope not in scopes:
+        advice = f"make one of scope {' or '.join(scopes)}: perseus tokens create"
+        return Check("credential", Verdict.BAD, found, advice)
+    return Check("credential", Verdict.GOOD, found)
+
+
+def _failures(error: grpc.RpcError, subject: str, channels: Channels) -> Iterator[Check]:
+    details = error.details() or error.code().name
+    if error.code() in _DENIED:
+        yield Check(subject, Verdict.GOOD, "it answers")
+        yield Check("credential", Verdict.BAD, details, "make a token: perseus tokens create")
+    elif error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        yield Check(subject, Verdict.WARNING, "it is of an earlier release", "bring it to this release")
+    else:
+        reason = channels.diagnosis_blocking() or details
+        yield Check(subject, Verdict.BAD, reason, "is it started, and may this machine reach its port?")

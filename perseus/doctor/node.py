@@ -1,0 +1,124 @@
+"""One node, as its agent's settings describe it: GPUs, privileges, clocks left changed, socket, agent.
+
+Nothing is changed: a record of a GPU that a dead agent left is told, not acted upon.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from perseus.agent.gpu import GpuError, RecordError, RecordHeldError
+from perseus.agent.link.packets import MalformedPacket
+from perseus.agent.restore.records import RecordFolder
+from perseus.agent.sidecar.asking import ask_health
+from perseus.agent.sidecar.backends import backend
+from perseus.agent.sidecar.self_test import may_set_clocks
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.doctor.checks import Check, Verdict
+
+_TIMEOUT_S = 5.0
+_START = "start it: systemctl start perseus-agent, or perseus agent; its log says why it ended"
+
+
+def node_checks(settings: AgentSettings) -> Iterator[Check]:
+    """Look at this node."""
+    yield _gpus(settings)
+    yield _privileges(settings)
+    yield _clocks_left(settings.restore_folder)
+    socket = _socket(settings.socket)
+    yield socket
+    if socket.verdict is not Verdict.BAD:
+        yield _agent(settings.socket)
+
+
+def _gpus(settings: AgentSettings) -> Check:
+    subject = "GPUs"
+    try:
+        listed = backend(settings).listed()
+    except GpuError as error:
+        advice = "install NVIDIA's driver, and look whether nvidia-smi lists the GPUs"
+        return Check(subject, Verdict.BAD, str(error), advice)
+    except OSError as error:
+        return Check(
+            subject, Verdict.BAD, str(error), "emulated_gpus has to hold emulated GPUs and nothing else"
+        )
+    lost = [str(each) for each in listed if isinstance(each, GpuError)]
+    if lost:
+        return Check(subject, Verdict.BAD, "; ".join(lost), "nvidia-smi and the kernel's log (Xid) say more")
+    if not listed:
+        found = "there is none, or none that may be seen here"
+        return Check(subject, Verdict.BAD, found, "look at nvidia-smi and at CUDA_VISIBLE_DEVICES")
+    return Check(subject, Verdict.GOOD, f"{len(listed)} can be read; perseus agent --self-test says more")
+
+
+def _privileges(settings: AgentSettings) -> Check:
+    subject = "privileges"
+    if settings.observe:
+        return Check(subject, Verdict.GOOD, "the agent only observes: it needs none")
+    if settings.gpu_backend != "nvml":
+        return Check(subject, Verdict.GOOD, "emulated GPUs need none")
+    if may_set_clocks():
+        return Check(subject, Verdict.GOOD, "this user may set clocks")
+    return Check(
+        subject,
+        Verdict.UNKNOWN,
+        "this user may not set clocks, whatever the agent's may",
+        "ask again as the agent's user; it needs root or CAP_SYS_ADMIN, or --observe",
+    )
+
+
+def _clocks_left(path: Path) -> Check:
+    """Look for records of GPUs whose agent has died: those that an agent holds are its own."""
+    subject = "clocks left changed"
+    folder = RecordFolder(path)
+    left, served = [], 0
+    try:
+        for uuid in folder.gpu_uuids():
+            try:
+                record = folder.find(uuid)
+            except RecordHeldError:
+                served += 1
+                continue
+            if record is not None:
+                record.release()
+                left.append(uuid)
+    except RecordError as error:
+        return Check(subject, Verdict.UNKNOWN, str(error), "ask again as the agent's user")
+    if left:
+        found = f"an agent that has died left {', '.join(left)}"
+        return Check(subject, Verdict.BAD, found, "perseus agent --restore, with the agent's settings")
+    return Check(subject, Verdict.GOOD, f"none; {served} GPUs are an agent's to bring back")
+
+
+def _socket(path: Path) -> Check:
+    subject = f"socket {path}"
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return Check(subject, Verdict.BAD, "there is none: no agent runs with these settings", _START)
+    except OSError as error:
+        advice = "let the folders above it be searched by whoever trains (o+x)"
+        return Check(subject, Verdict.BAD, f"can't be looked at: {error.strerror}", advice)
+    if not stat.S_ISSOCK(found.st_mode):
+        return Check(subject, Verdict.BAD, "what is there is no socket", "remove it, and start the agent")
+    permissions = f"{stat.filemode(found.st_mode)}, user {found.st_uid}, group {found.st_gid}"
+    if not os.access(path, os.W_OK):
+        advice = "add the user to the socket's group (usermod -aG), or set socket_group and socket_mode"
+        return Check(subject, Verdict.BAD, f"user {os.geteuid()} may not connect ({permissions})", advice)
+    return Check(subject, Verdict.GOOD, f"this user may connect ({permissions})")
+
+
+def _agent(path: Path) -> Check:
+    subject = "agent"
+    try:
+        answer = ask_health(path, _TIMEOUT_S)
+    except TimeoutError:
+        return Check(subject, Verdict.BAD, f"no answer within {_TIMEOUT_S:g} s", "its log says what holds it")
+    except ConnectionRefusedError:
+        return Check(subject, Verdict.BAD, "nobody listens: the agent that made the socket is gone", _START)
+    except (OSError, MalformedPacket) as error:
+        return Check(subject, Verdict.BAD, f"can't be asked: {error}", "look at its log")
+    if not answer.ok:
+        return Check(subject, Verdict.BAD, answer.message, "see above, and the agent's log")
+    return Check(subject, Verdict.GOOD, answer.message)

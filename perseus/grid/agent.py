@@ -1,0 +1,433 @@
+"""The process of a door: the machine between a broker, the coordinator, a clock and a file.
+
+Four tasks: one follows the coordinator and one asks it for budgets, one has the connection to the broker and
+publishes, and one is the clock. What the machine wants kept is kept before anything else happens. The broker
+is met only once the coordinator was: without its feeds no message can be judged, and the broker keeps them
+meanwhile.
+"""
+
+import asyncio
+import contextlib
+import random
+import secrets
+import signal
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import aiomqtt
+import grpc
+import structlog
+
+from perseus.grid.broker import BrokerUnavailableError, Session, subscribe, until_disconnected
+from perseus.grid.contract import messages, publishing
+from perseus.grid.dsx_flex.breaches import BreachStatus
+from perseus.grid.dsx_flex.commands import (
+    ACCEPTED,
+    Answer,
+    AskForBudgets,
+    BudgetAnswered,
+    BudgetsListed,
+    CoordinatorLost,
+    FeedRead,
+    FeedsListed,
+    ForgetTargets,
+    Input,
+    KeepTargets,
+    PublishAlert,
+    PublishStatus,
+    TargetsReceived,
+    Tick,
+    Verdict,
+)
+from perseus.grid.dsx_flex.door import Door
+from perseus.grid.dsx_flex.values import Trace
+from perseus.grid.journal import Journal, JournalError
+from perseus.grid.power_client import PowerClient, is_transient
+from perseus.grid.settings import DsxFlexSettings
+from perseus.grid.signing import KeyFileError, SenderKeys, SignatureRefusedError, Signer
+from perseus.tls.channels import Channels
+from perseus.tls.tokens import TokenSource
+
+_TICK_S = 1.0
+_LOOK_S = 20.0
+"""Between two looks at the coordinator's budgets, and whether it is there at all."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 15.0
+_MOST_UNSENT = 1000
+
+_log = structlog.get_logger(__name__)
+
+
+async def run(settings: DsxFlexSettings, token: TokenSource | None) -> None:
+    """Run a door until SIGTERM or SIGINT.
+
+    Raises:
+        JournalError, KeyFileError, TlsError, TokenFileError: a file can't be used, at the start or later.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.set_exception_handler(_on_lost_error)
+    journal = Journal(settings.state)
+    try:
+        agent = Agent(settings, journal, Channels(settings.coordinator, settings.tls_files, token))
+        working = asyncio.ensure_future(agent.run())
+        stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (working, stopped):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
+    finally:
+        journal.close()
+
+
+def _on_lost_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Leave to `Agent.run` what can't be kept: for a message that fails in a callback of the loop."""
+    if not isinstance(context.get("exception"), JournalError):
+        loop.default_exception_handler(context)
+
+
+@dataclass(slots=True)
+class _Unsent:
+    """What is to be published; written and signed when its turn comes, and the same when it is sent again."""
+
+    told: PublishStatus | PublishAlert
+    written: bytes | None = None
+
+
+class Agent:
+    """The tasks of one door, and what they share."""
+
+    def __init__(self, settings: DsxFlexSettings, journal: Journal, channels: Channels) -> None:
+        self._settings = settings
+        self._journal = journal
+        self._channels = channels
+        self._keys = SenderKeys(settings.keys)
+        self._signer = Signer(settings.signing_key)
+        self._session = Session(settings, self._take_message)
+        kept = journal.breaches()
+        self._door = Door(
+            settings.identifier,
+            settings.heartbeat_s,
+            lambda: str(uuid.uuid4()),
+            journal.targets(),
+            [each for each in kept if each.status is not BreachStatus.RESOLVED],
+        )
+        over = (each for each in kept if each.status is BreachStatus.RESOLVED)
+        self._unsent = deque(
+            (_Unsent(PublishAlert(each, (), (), None)) for each in over), maxlen=_MOST_UNSENT
+        )
+        self._has_unsent = asyncio.Event()
+        self._asks = asyncio.Event()
+        self._is_met = asyncio.Event()
+        self._client: PowerClient | None = None
+        self._unknown: tuple[str, ...] = ()
+        self._refused: dict[str, str | None] = {}
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._latest_s = 0.0
+        self._is_ending = False
+
+    async def run(self) -> None:
+        """Work until cancelled, or until what was accepted can't be kept."""
+        tasks = [self._follow_coordinator(), self._follow_broker(), self._tick()]
+        working = [asyncio.ensure_future(task) for task in tasks]
+        try:
+            await asyncio.wait({*working, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._is_ending = True
+            for task in working:
+                task.cancel()
+            ends = await asyncio.gather(*working, return_exceptions=True)
+        if self._failed.done():
+            self._failed.result()
+        for end in ends:
+            if isinstance(end, Exception):
+                raise _flat(end)[0]
+
+    def _check_going_on(self) -> None:
+        """End a task that was cancelled: Python 3.11's task groups lose that where an error comes with it."""
+        if self._is_ending:
+            raise asyncio.CancelledError
+
+    # --- The machine ----------------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        """The wall clock, which never goes back here."""
+        self._latest_s = max(self._latest_s, time.time())
+        return self._latest_s
+
+    def _take(self, event: Input) -> None:
+        for command in self._door.handle(event, self._now_s()):
+            match command:
+                case KeepTargets(some):
+                    self._journal.keep_targets(some)
+                case ForgetTargets(event_ids):
+                    self._journal.forget_targets(event_ids)
+                case AskForBudgets():
+                    self._asks.set()
+                case Answer():
+                    self._say(command)
+                case PublishStatus():
+                    self._queue(_Unsent(command))
+                case PublishAlert(breach):
+                    self._journal.keep_breach(breach)
+                    _log.warning(
+                        "power breach",
+                        feed=breach.feed,
+                        status=breach.status.value,
+                        breach_id=breach.breach_id,
+                        measured_w=round(breach.measured_w, 1),
+                        target_w=breach.constraint.limit_w,
+                    )
+                    self._queue(_Unsent(command))
+
+    def _say(self, answer: Answer) -> None:
+        some = answer.some
+        is_good = answer.verdict in ACCEPTED or answer.verdict is Verdict.DUPLICATE
+        (_log.info if is_good else _log.warning)(
+            "load targets",
+            verdict=answer.verdict.value,
+            detail=answer.detail,
+            sender=some.sender,
+            event_id=some.event_id,
+            correlation_id=some.correlation_id,
+        )
+
+    def _queue(self, unsent: _Unsent) -> None:
+        told = unsent.told
+        if self._unsent and isinstance(told, PublishStatus) and told.is_heartbeat:
+            return  # while nobody hears, heartbeats don't pile up
+        self._unsent.append(unsent)
+        self._has_unsent.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._take(Tick())
+
+    # --- Messages -------------------------------------------------------------------------------------------
+
+    def _take_message(self, topic: str, payload: bytes) -> None:
+        """Take what the broker delivers. A refusal is said; only what can't be kept is not acknowledged."""
+        if self._failed.done():  # the machine knows what could not be kept, and would call it a duplicate
+            raise JournalError("nothing more is taken")
+        try:
+            self._read(topic, payload)
+        except (messages.MalformedError, SignatureRefusedError, KeyFileError) as error:
+            _log.warning("message refused", topic=topic, reason=str(error))
+        except Exception as error:
+            if not self._failed.done():
+                self._failed.set_exception(error)
+            raise
+
+    def _read(self, topic: str, payload: bytes) -> None:
+        parts = topic.split("/")
+        is_targets = parts[2:3] == ["isv"]
+        wanted = messages.LOAD_TARGET_SET if is_targets else messages.POWER_BREACH_ENFORCEMENT
+        envelope = messages.read_envelope(payload, wanted)
+        role, identifier = envelope.sender
+        if parts[2:4] != [role, identifier]:
+            expected = f"//grid/v1/{'/'.join(parts[2:4])}"
+            raise messages.MalformedError(f"source: expected {expected}, found {envelope.source}")
+        signed = self._keys.verified(role, identifier, envelope.data)
+        if is_targets:
+            self._take(TargetsReceived(messages.read_load_targets(envelope, signed)))
+            return
+        outcome = messages.read_enforcement(signed)
+        _log.info(
+            "power breach enforcement",
+            sender=identifier,
+            breach_id=outcome.breach_id,
+            feed=outcome.feed_tag,
+            action=outcome.action,
+            code=outcome.code,
+            message=outcome.diag_msg,
+            resource_count=len(outcome.results),
+        )
+
+    # --- The broker -----------------------------------------------------------------------------------------
+
+    async def _follow_broker(self) -> None:
+        await self._is_met.wait()
+        attempt, said = 0, ""
+        while True:
+            try:
+                async with self._session.client() as client:
+                    await subscribe(client)
+                    _log.info("connected to the broker", broker=self._settings.broker)
+                    attempt = 0
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(until_disconnected(client))
+                        group.create_task(self._publish(client))
+            except* (aiomqtt.MqttError, BrokerUnavailableError, OSError) as several:
+                reason = str(_flat(several)[0])
+            self._check_going_on()
+            if attempt == 0 or reason != said:  # not at every attempt
+                _log.warning("no broker", broker=self._settings.broker, reason=reason)
+            attempt, said = attempt + 1, reason
+            await asyncio.sleep(_wait_s(attempt))
+
+    async def _publish(self, client: aiomqtt.Client) -> None:
+        while True:
+            while self._unsent:
+                unsent = self._unsent[0]
+                if unsent.written is None:
+                    unsent.written = await self._written(unsent.told)
+                topic, qos = self._place(unsent.told)
+                await client.publish(topic, unsent.written, qos=qos)
+                if self._unsent and self._unsent[0] is unsent:  # the oldest may have had to give way
+                    self._unsent.popleft()
+                told = unsent.told
+                if isinstance(told, PublishAlert) and told.breach.status is BreachStatus.RESOLVED:
+                    self._journal.forget_breach(told.breach.breach_id)
+            self._has_unsent.clear()
+            await self._has_unsent.wait()
+
+    def _place(self, told: PublishStatus | PublishAlert) -> tuple[str, int]:
+        base = f"grid/v1/dsx-flex-agent/{self._settings.identifier}"
+        return (
+            (f"{base}/powerstate/status", 1)
+            if isinstance(told, PublishStatus)
+            else (f"{base}/powerbreach", 2)
+        )
+
+    async def _written(self, told: PublishStatus | PublishAlert) -> bytes:
+        if isinstance(told, PublishStatus):
+            event_type, correlation_id = messages.POWER_STATE_STATUS, told.correlation_id
+            content = publishing.status(told)
+        else:
+            event_type, correlation_id = messages.POWER_BREACH_ALERT, told.breach.correlation_id
+            nodes = {job_id: await self._nodes(job_id) for job_id in {*told.to_pause, *told.held}}
+            content = publishing.alert(told, nodes)
+        return messages.write_envelope(
+            event_id=str(uuid.uuid4()),
+            agent=self._settings.identifier,
+            event_type=event_type,
+            time_s=self._now_s(),
+            data=self._signer.sign(messages.write_data(content)),
+            trace=_continued(told.trace),
+            correlation_id=correlation_id,
+        )
+
+    async def _nodes(self, job_id: str) -> tuple[str, ...]:
+        """Where a job runs; nowhere if that can't be found out: a hint less is better than an alert late."""
+        if self._client is None:
+            return ()
+        try:
+            return await self._client.nodes(job_id)
+        except grpc.aio.AioRpcError as error:
+            _log.warning("nodes of a job not known", job_id=job_id, reason=error.details())
+            return ()
+
+    # --- The coordinator ------------------------------------------------------------------------------------
+
+    async def _follow_coordinator(self) -> None:
+        attempt, said = 0, ""
+        while True:
+            reason = ""
+            try:
+                async with PowerClient(self._channels) as client:
+                    self._take(FeedsListed(await client.feeds()))
+                    self._take(BudgetsListed(await client.budgets()))
+                    _log.info("connected to the coordinator", coordinator=self._settings.coordinator)
+                    attempt = 0
+                    self._client = client
+                    if self._door.knows_feeds:
+                        self._is_met.set()
+                    else:
+                        _log.warning(
+                            "no feed has limit_w in the coordinator's configuration, so none is served"
+                        )
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(self._watch(client))
+                        group.create_task(self._look(client))
+                        group.create_task(self._ask(client))
+            except* grpc.aio.AioRpcError as several:
+                (error, *_) = [each for each in _flat(several) if isinstance(each, grpc.aio.AioRpcError)]
+                reason = error.details() or error.code().name
+            self._client = None
+            self._check_going_on()
+            self._take(CoordinatorLost())
+            reason = await self._channels.diagnosis() or reason
+            if attempt == 0 or reason != said:
+                _log.warning("no coordinator", coordinator=self._settings.coordinator, reason=reason)
+            attempt, said = attempt + 1, reason
+            await asyncio.sleep(_wait_s(attempt))
+
+    async def _watch(self, client: PowerClient) -> None:
+        async for reading in client.watch():
+            self._take(FeedRead(reading))
+
+    async def _look(self, client: PowerClient) -> None:
+        """Look whether the coordinator is there, and what it has: others may have cancelled a budget."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._take(FeedsListed(await client.feeds()))
+            self._take(BudgetsListed(await client.budgets()))
+            if self._door.knows_feeds:
+                self._is_met.set()
+
+    async def _ask(self, client: PowerClient) -> None:
+        """Ask for the budgets that are needed, whenever that may have changed; again, if one is refused."""
+        attempt = 0
+        while True:
+            await self._asks.wait()
+            self._asks.clear()
+            if await self._ask_once(client):
+                attempt = 0
+                continue
+            attempt += 1
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_wait_s(attempt)):
+                    await self._asks.wait()
+            self._asks.set()
+
+    async def _ask_once(self, client: PowerClient) -> bool:
+        """Ask for what is needed now; return whether all of it was granted."""
+        changes = self._door.changes(self._now_s())
+        if changes.unknown != self._unknown:
+            self._unknown = changes.unknown
+            _log.warning(
+                "budgets of this door for messages that it does not know", budget_ids=changes.unknown
+            )
+        is_granted = True
+        calls = {budget.budget_id: partial(client.set, budget) for budget in changes.to_set}
+        calls |= {budget_id: partial(client.cancel, budget_id) for budget_id in changes.to_cancel}
+        for budget_id, call in calls.items():
+            try:
+                self._take(BudgetAnswered(await call()))
+            except grpc.aio.AioRpcError as error:
+                if is_transient(error):
+                    raise
+                is_granted = False
+                if self._refused.get(budget_id) != error.details():  # not at every attempt
+                    self._refused[budget_id] = error.details()
+                    _log.error("budget refused", budget_id=budget_id, reason=error.details())
+        self._refused = {each: reason for each, reason in self._refused.items() if each in calls}
+        return is_granted
+
+
+def _wait_s(attempt: int) -> float:
+    """Full jitter: anywhere up to a ceiling that doubles."""
+    return random.uniform(0, min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2**attempt))
+
+
+def _continued(trace: Trace | None) -> Trace:
+    """Return the next step of a trace, or the first of a new one."""
+    span_id = secrets.token_hex(8)
+    if trace is None:
+        return Trace(f"00-{secrets.token_hex(16)}-{span_id}-01")
+    version, trace_id, _, flags = trace.traceparent.split("-")
+    return Trace(f"{version}-{trace_id}-{span_id}-{flags}", trace.tracestate)
+
+
+def _flat(error: BaseException) -> list[BaseException]:
+    """Return what a group of errors holds, or the one error."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for each in error.exceptions for leaf in _flat(each)]

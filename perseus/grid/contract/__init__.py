@@ -1,0 +1,1 @@
+"""DSX Flex on the wire: what comes in, checked to the last field, and what goes out."""

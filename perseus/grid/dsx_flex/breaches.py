@@ -1,0 +1,116 @@
+"""Breaches: measured power above a load target, from when it is found until it is over. Pure.
+
+What is judged is the coordinator's mean over ten seconds in which the limit had to be kept: on the way down
+to a target nothing is a breach. Severity is the contract's: critical from 20 % above the target.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from perseus.grid.dsx_flex.values import Constraint, FeedReading, Piece
+
+THRESHOLD = 0.02
+"""Above the target by less is no breach: means over ten seconds may be so."""
+CRITICAL = 0.20
+DETECT_S = 5.0
+"""For how long it has to last to be one."""
+ESCALATE_S = 60.0
+"""A breach that lasts so long is escalated, and one that becomes critical at once."""
+
+
+class BreachStatus(enum.Enum):
+    """Where a breach is in its life."""
+
+    ACTIVE = "active"
+    ESCALATED = "escalated"
+    RESOLVED = "resolved"
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A breach as it was told last; times in seconds since 1970."""
+
+    breach_id: str
+    feed: str
+    correlation_id: str
+    constraint: Constraint
+    best_effort: bool
+    detected_s: float
+    status: BreachStatus
+    is_critical: bool
+    measured_w: float
+    resolved_s: float | None = None
+
+
+class BreachWatch:
+    """Follows one feed. `new_id` makes identifiers; `open_breach` is one that was told before a restart."""
+
+    def __init__(self, new_id: Callable[[], str], open_breach: Breach | None = None) -> None:
+        self._new_id = new_id
+        self._open = open_breach
+        self._above_since_s: float | None = None
+
+    @property
+    def open_breach(self) -> Breach | None:
+        """The breach that is not resolved."""
+        return self._open
+
+    def take(self, reading: FeedReading, target: Piece | None, now_s: float) -> list[Breach]:
+        """Take how the feed stands under its target, None for none; return what is to be told."""
+        told: list[Breach] = []
+        if self._open is not None and (target is None or not _is_for(self._open, target)):
+            told.append(self._resolved(self._open, reading, now_s))
+        if target is None or reading.judged_w is None or reading.in_transition:
+            self._above_since_s = None
+            return told
+        excess = reading.judged_w / target.constraint.limit_w - 1
+        if self._open is None:
+            told += self._found(reading, target, excess, now_s)
+        elif excess <= 0:
+            told.append(self._resolved(self._open, reading, now_s))
+        else:
+            told += self._escalated(self._open, reading, excess, now_s)
+        return told
+
+    def _found(self, reading: FeedReading, target: Piece, excess: float, now_s: float) -> list[Breach]:
+        if excess <= THRESHOLD:
+            self._above_since_s = None
+            return []
+        if self._above_since_s is None:
+            self._above_since_s = now_s
+        if now_s < self._above_since_s + DETECT_S:
+            return []
+        assert reading.judged_w is not None
+        self._open = Breach(
+            breach_id=self._new_id(),
+            feed=target.feed,
+            correlation_id=target.correlation_id,
+            constraint=target.constraint,
+            best_effort=target.best_effort,
+            detected_s=now_s,
+            status=BreachStatus.ACTIVE,
+            is_critical=excess > CRITICAL,
+            measured_w=reading.judged_w,
+        )
+        return [self._open]
+
+    def _escalated(self, before: Breach, reading: FeedReading, excess: float, now_s: float) -> list[Breach]:
+        is_critical = excess > CRITICAL
+        is_due = now_s >= before.detected_s + ESCALATE_S or (is_critical and not before.is_critical)
+        if before.status is BreachStatus.ESCALATED or not is_due:
+            return []
+        assert reading.judged_w is not None
+        self._open = replace(
+            before, status=BreachStatus.ESCALATED, is_critical=is_critical, measured_w=reading.judged_w
+        )
+        return [self._open]
+
+    def _resolved(self, before: Breach, reading: FeedReading, now_s: float) -> Breach:
+        self._open = self._above_since_s = None
+        measured_w = reading.measured_w if reading.judged_w is None else reading.judged_w
+        return replace(before, status=BreachStatus.RESOLVED, measured_w=measured_w, resolved_s=now_s)
+
+
+def _is_for(breach: Breach, target: Piece) -> bool:
+    return (breach.correlation_id, breach.constraint) == (target.correlation_id, target.constraint)

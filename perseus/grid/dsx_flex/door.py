@@ -1,0 +1,320 @@
+"""The door's machine: load targets, feeds, budgets and the time in, commands out. Pure.
+
+A message is accepted or refused once, by what is written in it and by the clock, and kept before anything is
+done about it. Which budgets follow from all that was accepted is reckoned anew at every change (`schedule`),
+and compared with those that the coordinator has (`budgets`): whoever was restarted or away, the next look
+puts it right.
+
+What is published:
+
+- a power state whenever something happens on a feed (`transitions`), when a message's budgets have come into
+  being, and as a heartbeat;
+- the same, under the message's correlation identifier, for a message that is refused: its targets are not
+  among those of its feeds. The contract has no word of its own for that;
+- a breach when it is found, escalated and over (`breaches`), and again after a restart.
+
+While the coordinator can't be asked nobody knows how feeds stand, and no power state is published.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from perseus.grid.dsx_flex import budgets, schedule
+from perseus.grid.dsx_flex.breaches import Breach, BreachStatus, BreachWatch
+from perseus.grid.dsx_flex.commands import (
+    ACCEPTED,
+    Answer,
+    AskForBudgets,
+    BudgetAnswered,
+    BudgetsListed,
+    Command,
+    CoordinatorLost,
+    FeedRead,
+    FeedsListed,
+    FeedSnapshot,
+    ForgetTargets,
+    Input,
+    KeepTargets,
+    PublishAlert,
+    PublishStatus,
+    TargetsReceived,
+    Tick,
+    Verdict,
+)
+from perseus.grid.dsx_flex.transitions import Transitions
+from perseus.grid.dsx_flex.values import FeedEvent, FeedReading, Piece, TargetSet, Trace
+
+MOST_AHEAD_S = 60.0
+"""A message may have been sent that far in the future: clocks differ."""
+
+MEMORY_S = 7 * 86400.0
+"""For how long a message is remembered to be told from a duplicate; what was sent earlier is refused."""
+
+MOST_REMEMBERED = 10_000
+"""Messages of one sender: more than one a minute is nothing that a grid has to say."""
+
+_DIGITS = 1e-9
+
+
+class Door:
+    """One agent of the contract.
+
+    Args:
+        identifier: its name in the contract.
+        heartbeat_s: between two power states where nothing happens.
+        new_id: makes identifiers of breaches: UUIDs of version 4.
+        accepted: messages that were kept, in the order in which they came.
+        open_breaches: those that were told before a restart, and are not over.
+    """
+
+    def __init__(
+        self,
+        identifier: str,
+        heartbeat_s: float,
+        new_id: Callable[[], str],
+        accepted: Iterable[TargetSet] = (),
+        open_breaches: Iterable[Breach] = (),
+    ) -> None:
+        self._identifier = identifier
+        self._heartbeat_s = heartbeat_s
+        self._new_id = new_id
+        self._sets: dict[str, TargetSet] = {some.event_id: some for some in accepted}
+        self._readings: dict[str, FeedReading] = {}
+        self._is_lost = True
+        self._budgets: dict[str, budgets.KnownBudget] | None = None
+        self._transitions: dict[str, Transitions] = {}
+        self._breaches = {each.feed: BreachWatch(new_id, each) for each in open_breaches}
+        self._untold = set(self._breaches)
+        """Feeds whose open breach is to be told once more."""
+        self._unanswered: dict[str, TargetSet] = {}
+        self._all_pieces: list[Piece] | None = None
+        """Of all that was accepted, over or not; None when that has changed."""
+        self._said_s: float | None = None
+        self._handlers: dict[type, Callable[..., list[Command]]] = {
+            TargetsReceived: self._on_targets_received,
+            FeedsListed: self._on_feeds_listed,
+            FeedRead: self._on_feed_read,
+            BudgetsListed: self._on_budgets_listed,
+            BudgetAnswered: self._on_budget_answered,
+            CoordinatorLost: self._on_coordinator_lost,
+            Tick: self._on_tick,
+        }
+
+    def handle(self, event: Input, now_s: float) -> list[Command]:
+        """Take what has happened; return what is to be done, in order."""
+        return self._handlers[type(event)](event, now_s)
+
+    def changes(self, now_s: float) -> budgets.Changes:
+        """Return what to ask of the coordinator; nothing while its budgets are not known."""
+        if self._budgets is None:
+            return budgets.Changes()
+        return budgets.changes(self._pieces(now_s), self._budgets, self._sets, self._identifier)
+
+    @property
+    def knows_feeds(self) -> bool:
+        """Whether messages can be judged: the coordinator was heard of at least once."""
+        return bool(self._readings)
+
+    # --- Inputs ---------------------------------------------------------------------------------------------
+
+    def _on_targets_received(self, event: TargetsReceived, now_s: float) -> list[Command]:
+        some = event.some
+        verdict, detail = self._judged(some, now_s)
+        commands: list[Command] = []
+        if verdict in ACCEPTED:
+            self._sets[some.event_id] = some
+            self._all_pieces = None
+            commands += [KeepTargets(some), AskForBudgets()]
+        if verdict in ACCEPTED or verdict is Verdict.DUPLICATE:
+            self._unanswered[some.event_id] = some
+        else:
+            commands += self._status({}, now_s, some)
+        return [*commands, Answer(some, verdict, detail), *self._answers(now_s)]
+
+    def _on_feeds_listed(self, event: FeedsListed, now_s: float) -> list[Command]:
+        self._is_lost = False
+        before = set(self._readings)
+        # A feed that nothing is said of can't be told of: the contract wants its capacity.
+        self._readings = {each.feed: each for each in event.readings if each.maximum_w is not None}
+        commands: list[Command] = []
+        if before != set(self._readings):
+            self._all_pieces = None
+            commands.append(AskForBudgets())
+        for reading in self._readings.values():
+            commands += self._looked(reading, now_s)
+        return commands
+
+    def _on_feed_read(self, event: FeedRead, now_s: float) -> list[Command]:
+        reading = event.reading
+        if reading.feed not in self._readings or reading.maximum_w is None:
+            return []
+        self._readings[reading.feed] = reading
+        return self._looked(reading, now_s)
+
+    def _on_budgets_listed(self, event: BudgetsListed, now_s: float) -> list[Command]:
+        is_first, self._budgets = self._budgets is None, dict(event.known)
+        commands: list[Command] = [AskForBudgets(), *self._answers(now_s)]
+        if is_first:  # of this connection
+            commands += self._status({}, now_s)
+        return commands
+
+    def _on_budget_answered(self, event: BudgetAnswered, now_s: float) -> list[Command]:
+        if self._budgets is not None:
+            self._budgets[event.known.budget.budget_id] = event.known
+        return self._answers(now_s)
+
+    def _on_coordinator_lost(self, event: CoordinatorLost, now_s: float) -> list[Command]:
+        self._is_lost, self._budgets = True, None
+        return []
+
+    def _on_tick(self, event: Tick, now_s: float) -> list[Command]:
+        commands: list[Command] = []
+        if not self._is_lost and self._budgets is not None:
+            for reading in self._readings.values():
+                commands += self._looked(reading, now_s)
+            if self._said_s is None or now_s >= self._said_s + self._heartbeat_s:
+                commands += self._status({}, now_s)
+        if forgotten := self._forget(now_s):
+            commands.append(ForgetTargets(forgotten))
+        return commands
+
+    # --- Messages -------------------------------------------------------------------------------------------
+
+    def _judged(self, some: TargetSet, now_s: float) -> tuple[Verdict, str]:
+        if some.event_id in self._sets:
+            return Verdict.DUPLICATE, ""
+        if some.time_s > now_s + MOST_AHEAD_S:
+            return Verdict.FUTURE_DATED, f"{some.time_s - now_s:.0f} s ahead"
+        if some.time_s <= now_s - MEMORY_S:
+            return Verdict.TOO_OLD, f"{now_s - some.time_s:.0f} s ago"
+        for target in some.targets:
+            if missing := [feed for feed in target.feeds if feed not in self._readings]:
+                return Verdict.UNKNOWN_FEED, missing[0]
+        if some.end_s <= now_s:
+            return Verdict.EXPIRED, ""
+        if sum(each.sender == some.sender for each in self._sets.values()) >= MOST_REMEMBERED:
+            return Verdict.TOO_MANY, f"{MOST_REMEMBERED} of {some.sender}"
+        left = schedule.pieces([*self._sets.values(), some], self._readings)
+        is_limiting = any(target.constraint is not None for target in some.targets)
+        if is_limiting and not any(each.event_id == some.event_id and each.end_s > now_s for each in left):
+            return Verdict.SUPERSEDED, ""
+        return Verdict.ACCEPTED, ""
+
+    def _answers(self, now_s: float) -> list[Command]:
+        """Tell of messages whose budgets are what they should be."""
+        if not self._unanswered or self._budgets is None or self._is_lost:
+            return []
+        some = self._pieces(now_s)
+        if self.changes(now_s).to_cancel:
+            return []
+        enforced = budgets.in_force(some, self._budgets, self._identifier)
+        waiting = {piece.event_id for piece in some if piece not in enforced}
+        commands: list[Command] = []
+        for event_id, each in list(self._unanswered.items()):
+            if event_id not in waiting:
+                del self._unanswered[event_id]
+                named = {feed for target in each.targets for feed in target.feeds or self._readings}
+                commands += self._status(dict.fromkeys(named, FeedEvent.TARGET_SET), now_s, each)
+        return commands
+
+    def _forget(self, now_s: float) -> tuple[str, ...]:
+        """Forget messages from which nothing follows any more, neither now nor for older ones."""
+        due = [some for some in self._sets.values() if some.time_s <= now_s - MEMORY_S]
+        if not due:
+            return ()
+        needed = {piece.event_id for piece in self._pieces(now_s)}
+        forgotten = []
+        for some in sorted(due, key=lambda each: each.time_s):
+            older = [
+                each
+                for each in self._sets.values()
+                if each.sender == some.sender and each.time_s <= some.time_s and each.end_s > now_s
+            ]
+            if some.event_id not in needed and all(each is some for each in older):
+                del self._sets[some.event_id]
+                self._all_pieces = None
+                forgotten.append(some.event_id)
+        return tuple(forgotten)
+
+    # --- Feeds ----------------------------------------------------------------------------------------------
+
+    def _looked(self, reading: FeedReading, now_s: float) -> list[Command]:
+        """Return what is to be told of a feed."""
+        feed = reading.feed
+        target = schedule.active(self._enforced(feed, now_s), now_s)
+        transitions = self._transitions.setdefault(feed, Transitions())
+        commands: list[Command] = []
+        for event in transitions.take(reading, has_target=target is not None, now_s=now_s):
+            commands += self._status({feed: event}, now_s, self._set_of(target))
+        watch = self._breaches.setdefault(feed, BreachWatch(self._new_id))
+        if self._budgets is None and watch.open_breach is not None:
+            return commands  # whether its target still holds is not known
+        told = watch.take(reading, target, now_s)
+        if feed in self._untold:
+            self._untold.discard(feed)
+            if not told and watch.open_breach is not None:
+                told = [watch.open_breach]
+        for breach in told:
+            is_over = breach.status is BreachStatus.RESOLVED
+            to_pause, held = ((), ()) if is_over else (reading.to_pause, reading.held)
+            commands.append(PublishAlert(breach, to_pause, held, self._trace(breach.correlation_id)))
+        return commands
+
+    def _status(
+        self, events: Mapping[str, FeedEvent], now_s: float, cause: TargetSet | None = None
+    ) -> list[Command]:
+        if self._is_lost:
+            return []
+        self._said_s = now_s
+        some = self._pieces(now_s)
+        enforced = budgets.in_force(some, self._budgets or {}, self._identifier)
+        feeds = {
+            feed: self._snapshot(
+                reading,
+                [piece for piece in some if piece.feed == feed],
+                enforced,
+                events.get(feed, FeedEvent.PERIODIC),
+                now_s,
+            )
+            for feed, reading in self._readings.items()
+        }
+        if cause is None:
+            return [PublishStatus(feeds, now_s)]
+        return [PublishStatus(feeds, now_s, cause.correlation_id, cause.trace)]
+
+    def _snapshot(
+        self,
+        reading: FeedReading,
+        targets: list[Piece],
+        enforced: set[Piece],
+        event: FeedEvent,
+        now_s: float,
+    ) -> FeedSnapshot:
+        transitions = self._transitions.get(reading.feed) or Transitions()
+        target = schedule.active(targets, now_s)
+        is_within = target is None or reading.calculated_w <= target.constraint.limit_w * (1 + _DIGITS)
+        return FeedSnapshot(
+            reading=reading,
+            targets=tuple((piece, piece in enforced and piece.is_active(now_s)) for piece in targets),
+            event=event,
+            in_flight=transitions.in_flight,
+            since_s=transitions.since_s,
+            is_compliant=target is None or (reading.is_compliant and is_within and target in enforced),
+        )
+
+    def _pieces(self, now_s: float) -> list[Piece]:
+        if self._all_pieces is None:
+            self._all_pieces = schedule.pieces(self._sets.values(), self._readings)
+        return [piece for piece in self._all_pieces if piece.end_s > now_s]
+
+    def _enforced(self, feed: str, now_s: float) -> list[Piece]:
+        some = [piece for piece in self._pieces(now_s) if piece.feed == feed]
+        return [
+            piece for piece in some if piece in budgets.in_force(some, self._budgets or {}, self._identifier)
+        ]
+
+    def _set_of(self, target: Piece | None) -> TargetSet | None:
+        return None if target is None else self._sets.get(target.event_id)
+
+    def _trace(self, correlation_id: str) -> Trace | None:
+        found = (some.trace for some in self._sets.values() if some.correlation_id == correlation_id)
+        return next(found, None)

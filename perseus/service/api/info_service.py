@@ -1,0 +1,40 @@
+"""`perseus.v1.InfoService`: what whoever looks for a fault asks first."""
+
+# ruff: noqa: N802 (the contract names the methods)
+
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+
+from perseus.service.api.agent_service import PROTOCOL_VERSION
+from perseus.service.api.authentication import caller
+from perseus.service.api.statuses import mapped
+from perseus.service.api.token_service import SCOPE_TO_PROTO
+from perseus.service.api.translate_time import time_to_proto
+from perseus.v1 import info_service_pb2 as pb
+from perseus.v1 import info_service_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InfoService(info_service_pb2_grpc.InfoServiceServicer):
+    """Tells the release and the time. `clock` is the wall clock."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._version = version("perseus-energy")
+        self._clock = clock
+
+    @mapped
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
+        """See the contract."""
+        principal = caller()
+        return pb.GetInfoResponse(
+            version=self._version,
+            protocol_version=PROTOCOL_VERSION,
+            current_time=time_to_proto(self._clock()),
+            principal=principal.name,
+            scope=SCOPE_TO_PROTO[principal.grant.scope],
+        )

@@ -1,0 +1,77 @@
+"""Between the wire's power budgets and feeds, and the coordinator's values."""
+
+from perseus.service.api.translate_time import time_from_proto, time_to_proto
+from perseus.service.domain.power import (
+    DEFAULT_FEED,
+    BudgetRecord,
+    BudgetStage,
+    Feed,
+    FeedStatus,
+    WantedBudget,
+)
+from perseus.v1 import power_service_pb2 as pb
+
+_STATE = {stage: pb.BudgetState.Value(f"BUDGET_STATE_{stage.name}") for stage in BudgetStage}
+
+
+def wanted_from_proto(message: pb.SetBudgetRequest) -> WantedBudget:
+    """Return the budget that is asked for, not yet checked.
+
+    Raises:
+        InvalidFieldError: a time is none.
+    """
+    amount = message.WhichOneof("amount")
+    return WantedBudget(
+        budget_id=message.budget_id,
+        request_id=message.request_id,
+        feed=message.feed or DEFAULT_FEED,
+        limit_w=message.limit_w if amount == "limit_w" else None,
+        percent=message.percent if amount == "percent" else None,
+        start_s=time_from_proto("start_time", message.start_time) if message.HasField("start_time") else None,
+        end_s=time_from_proto("end_time", message.end_time) if message.HasField("end_time") else None,
+        ramp_w_per_s=message.ramp_w_per_s if message.HasField("ramp_w_per_s") else None,
+        correlation_id=message.correlation_id,
+    )
+
+
+def budget_to_proto(record: BudgetRecord, now_s: float) -> pb.Budget:
+    """Return a budget as it is at a time of the wall clock."""
+    budget = record.budget
+    message = pb.Budget(
+        budget_id=budget.budget_id,
+        feed=budget.feed,
+        limit_w=budget.limit_w,
+        percent=record.percent,
+        start_time=time_to_proto(budget.start_s),
+        ramp_w_per_s=budget.ramp_w_per_s,
+        correlation_id=budget.correlation_id,
+        set_time=time_to_proto(record.set_time_s),
+        state=_STATE[record.stage(now_s)],
+        principal=record.principal,
+    )
+    if budget.end_s is not None:
+        message.end_time.CopyFrom(time_to_proto(budget.end_s))
+    if record.cancel_time_s is not None:
+        message.cancel_time.CopyFrom(time_to_proto(record.cancel_time_s))
+    return message
+
+
+def feed_to_proto(feed: Feed, status: FeedStatus) -> pb.FeedState:
+    """Return how a feed stands."""
+    return pb.FeedState(
+        feed=status.feed,
+        reference_w=feed.reference_w,
+        limit_w=status.limit_w,
+        ceiling_w=status.ceiling_w,
+        measured_w=status.measured_w,
+        managed_w=status.managed_w,
+        unmanaged_w=status.unmanaged_w,
+        is_compliant=status.is_compliant,
+        is_in_transition=status.in_transition,
+        job_ids_to_pause=status.to_pause,
+        job_ids_beyond_tolerance=status.beyond_tolerance,
+        held_job_ids=status.held,
+        own_limit_w=feed.limit_w,
+        default_w=feed.default_w,
+        judged_w=status.judged_w,
+    )

@@ -1,0 +1,219 @@
+"""Power budgets as values: feeds, the limits on them, and what was asked for by whom."""
+
+import enum
+import math
+from dataclasses import dataclass
+
+from perseus.service.domain.bounds import check_ascii, check_range, check_text
+from perseus.service.domain.errors import InvalidFieldError
+
+MAX_IDENTIFIER_LENGTH = 128
+MAX_TIME_S = 1e11
+"""Since 1970: three thousand years."""
+MAX_FEED_POWER_W = 1e12
+"""Of all that is on a feed, or a job: more than all data centres draw."""
+MIN_RAMP_W_PER_S = 1e-3
+MAX_PERCENT = 1000
+
+DEFAULT_FEED = "default"
+"""What a rank is on whose host is on none of the feeds that are configured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """A supply.
+
+    Attributes:
+        name: by which ranks are on it.
+        reference_w: what percentages are of; None if no budget may be given in percent.
+        ramp_down_w_per_s, ramp_up_w_per_s: how fast the ceiling may move; jobs' plans are apart by steps,
+            so power follows it in steps.
+        limit_w: what it bears: a limit that is always in force; None if nothing is said.
+        default_w: the limit while no budget is in force; None for none.
+
+    Raises:
+        InvalidFieldError: a figure is out of range.
+    """
+
+    name: str
+    reference_w: float | None = None
+    ramp_down_w_per_s: float = math.inf
+    ramp_up_w_per_s: float = math.inf
+    limit_w: float | None = None
+    default_w: float | None = None
+
+    def __post_init__(self) -> None:
+        check_text("name", self.name, 1)
+        for name, least in (("reference_w", 1), ("limit_w", 0), ("default_w", 0)):
+            if (figure := getattr(self, name)) is not None:
+                check_range(name, figure, least, MAX_FEED_POWER_W)
+        for name in ("ramp_down_w_per_s", "ramp_up_w_per_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidFieldError(field=name, expected="more than 0", found=getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A limit on a feed from a start to an end.
+
+    Attributes:
+        budget_id: its identifier; the same one again replaces it.
+        feed: the feed's name.
+        limit_w: the most that may be drawn on average.
+        start_s, end_s: seconds since 1970; in force from the start until before the end, or for good.
+        correlation_id: what whoever asked calls it.
+        ramp_w_per_s: how fast the ceiling falls to it, if that is slower than the feed's ramp; None for that.
+
+    Raises:
+        InvalidFieldError: a figure is out of range, or the end is not after the start.
+    """
+
+    budget_id: str
+    feed: str
+    limit_w: float
+    start_s: float
+    end_s: float | None = None
+    correlation_id: str = ""
+    ramp_w_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_budget_id(self.budget_id)
+        check_text("feed", self.feed, 1)
+        check_text("correlation_id", self.correlation_id)
+        check_range("limit_w", self.limit_w, 0, MAX_FEED_POWER_W)
+        check_range("start_s", self.start_s, 0, MAX_TIME_S)
+        if self.ramp_w_per_s is not None:
+            check_range("ramp_w_per_s", self.ramp_w_per_s, MIN_RAMP_W_PER_S, MAX_FEED_POWER_W)
+        if self.end_s is not None:
+            check_range("end_s", self.end_s, 0, MAX_TIME_S)
+            if self.end_s <= self.start_s:
+                expected = f"after the start, {self.start_s:g}"
+                raise InvalidFieldError(field="end_s", expected=expected, found=f"{self.end_s:g}")
+
+    def is_in_force(self, now_s: float) -> bool:
+        """Whether it limits its feed at that time."""
+        return self.start_s <= now_s and not self.is_over(now_s)
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether it will not limit its feed any more."""
+        return self.end_s is not None and now_s >= self.end_s
+
+
+def check_budget_id(budget_id: str) -> None:
+    """Refuse what identifies no budget.
+
+    Raises:
+        InvalidFieldError: it is empty, too long or not of printable ASCII characters.
+    """
+    check_ascii("budget_id", budget_id, 1, MAX_IDENTIFIER_LENGTH)
+
+
+def percent_of_reference_w(feed: Feed, percent: float) -> float:
+    """Return a limit that is given in percent of the feed's reference.
+
+    Raises:
+        InvalidFieldError: it is none, or the feed has no reference.
+    """
+    check_range("percent", percent, 0, MAX_PERCENT)
+    if feed.reference_w is None:
+        expected = f"a reference of feed {feed.name!r}, for a limit in percent"
+        raise InvalidFieldError(field="percent", expected=expected, found="none")
+    return feed.reference_w * percent / 100
+
+
+class BudgetStage(enum.Enum):
+    """Where a budget is in its life."""
+
+    SCHEDULED = "scheduled"
+    IN_FORCE = "in force"
+    ENDED = "ended"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetRecord:
+    """A budget as it was accepted: what is stored of it, and shown.
+
+    Attributes:
+        budget: what is enforced.
+        request_id: of the request that set it last; the same request again changes nothing.
+        principal: who set it.
+        set_time_s: when, on the wall clock.
+        percent: of the feed's reference then, if it was given so.
+        cancel_time_s: when it was cancelled; None if it was not.
+    """
+
+    budget: Budget
+    request_id: str
+    principal: str
+    set_time_s: float
+    percent: float | None = None
+    cancel_time_s: float | None = None
+
+    @property
+    def over_time_s(self) -> float | None:
+        """From when on it limits nothing any more; None if that is not known."""
+        return self.cancel_time_s if self.cancel_time_s is not None else self.budget.end_s
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether it limits nothing any more."""
+        return self.over_time_s is not None and now_s >= self.over_time_s
+
+    def stage(self, now_s: float) -> BudgetStage:
+        """Return where it is in its life."""
+        if self.cancel_time_s is not None:
+            return BudgetStage.CANCELLED
+        if self.budget.is_over(now_s):
+            return BudgetStage.ENDED
+        return BudgetStage.IN_FORCE if self.budget.is_in_force(now_s) else BudgetStage.SCHEDULED
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBudget:
+    """A budget as it is asked for: a limit in watts, or in percent of its feed's reference.
+
+    Times are on the wall clock; without a start it is now.
+    """
+
+    budget_id: str
+    request_id: str
+    feed: str
+    limit_w: float | None
+    percent: float | None
+    start_s: float | None
+    end_s: float | None
+    ramp_w_per_s: float | None
+    correlation_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FeedStatus:
+    """How a feed stands; said whenever anything but its powers changes.
+
+    Attributes:
+        feed: its name.
+        limit_w: the lowest limit in force; None if there is none.
+        in_transition: its ceiling is still on its way, or was a few seconds ago.
+        is_compliant: the limit is kept by plans and as measured, or may not be judged yet.
+        to_pause: jobs that would have to be paused for it to be kept.
+        beyond_tolerance: jobs on it whose fastest plan is slower than their owners allow.
+        measured_w: mean over the longer of a minute and three iterations.
+        managed_w: the part of planned jobs, as expected.
+        unmanaged_w: what jobs without plans, and GPUs that are in no job, drew lately.
+        ceiling_w: what may be drawn now; None if there is no limit.
+        held: jobs on it that a budget holds back.
+        judged_w: mean over the last ten seconds in which the limit had to be kept; None if there are none.
+    """
+
+    feed: str
+    limit_w: float | None
+    in_transition: bool
+    is_compliant: bool
+    to_pause: tuple[str, ...]
+    beyond_tolerance: tuple[str, ...]
+    measured_w: float
+    managed_w: float
+    unmanaged_w: float
+    ceiling_w: float | None
+    held: tuple[str, ...]
+    judged_w: float | None

@@ -1,0 +1,47 @@
+"""The latest run of a job, with what is known of it apart from its state machine."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from perseus.service.domain.model import EventType, Rank
+from perseus.service.domain.records import JobRecord
+from perseus.service.domain.specification import Coordinates
+from perseus.service.job.machine import JobMachine
+from perseus.service.job.quarantine import QuarantinedRun
+from perseus.service.shell.watching import Watcher
+
+Machine = JobMachine | QuarantinedRun
+
+
+@dataclass(slots=True, eq=False)
+class LiveRun:
+    """The latest run of a job; earlier ones have ended, and are in the store.
+
+    Attributes:
+        machine: its state machine, or what stands in for one that failed.
+        record, ranks, last_sequence: what the machine gave out last; all that counts of it should it fail.
+        stored_record: the last record that is stored.
+        watchers: who watches it.
+        event_counts: its events since the coordinator began with it, by type.
+    """
+
+    machine: Machine
+    record: JobRecord | None = None
+    stored_record: JobRecord | None = None
+    ranks: dict[Coordinates, Rank] = field(default_factory=dict)
+    last_sequence: int = 0
+    watchers: set[Watcher] = field(default_factory=set)
+    solving: asyncio.Task[Any] | None = None
+    event_counts: Counter[EventType] = field(default_factory=Counter)
+
+    @property
+    def job_id(self) -> str:
+        """Of the job."""
+        return self.machine.spec.job_id
+
+    @property
+    def number(self) -> int:
+        """Which run of the job it is, from 1."""
+        return self.machine.run_number

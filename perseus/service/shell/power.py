@@ -1,0 +1,319 @@
+"""Power budgets: what clients ask of them, and the one task that keeps them.
+
+Once a second the fleet's machine (`fleet.power.machine`) is told what has changed of jobs and what they draw,
+and jobs (`powered_jobs`) are told the paces and ceilings that it wants.
+
+A fault in it is logged, and the fleet begun anew from the budgets that were accepted; jobs keep their paces.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import structlog
+
+from perseus.service.domain.bounds import check_range
+from perseus.service.domain.errors import (
+    BudgetNotFoundError,
+    FeedNotFoundError,
+    InvalidFieldError,
+)
+from perseus.service.domain.power import (
+    MAX_TIME_S,
+    Budget,
+    BudgetRecord,
+    Feed,
+    FeedStatus,
+    WantedBudget,
+    check_budget_id,
+    percent_of_reference_w,
+)
+from perseus.service.domain.retention import Retention
+from perseus.service.domain.specification import check_request_id
+from perseus.service.fleet.power.feeds import Feeds
+from perseus.service.fleet.power.machine import PERIOD_S, FleetMachine
+from perseus.service.fleet.power.messages import (
+    BudgetCancelled,
+    BudgetSet,
+    Input,
+    SetPace,
+    Tick,
+)
+from perseus.service.shell.live_runs import LiveRuns
+from perseus.service.shell.powered_jobs import PoweredJobs
+from perseus.service.shell.quotas import Quotas
+from perseus.service.shell.writer import Writer
+from perseus.service.storage.store import BudgetEntry, JobStore
+
+LEAST_PERIOD_S, MOST_PERIOD_S = 0.5 * PERIOD_S, 10 * PERIOD_S
+"""For how long a power is believed to have held: the wall clock may jump."""
+
+log = structlog.get_logger(__name__)
+
+
+class Power:
+    """All budgets, the feeds, and how they stand. `clock` is the wall clock."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        writer: Writer,
+        live: LiveRuns,
+        quotas: Quotas,
+        feeds: Feeds,
+        retention: Retention,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._writer = writer
+        self._live = live
+        self._quotas = quotas
+        self._feeds = feeds
+        self._retention = retention
+        self._clock = clock
+        self._latest_s = self._looked_s = 0.0
+        self._records: dict[str, BudgetRecord] = {}
+        self._fleet = FleetMachine(feeds.all())
+        self._jobs = PoweredJobs(live, feeds)
+        self._is_urgent: dict[str, bool] = {}
+        # What the fleet is to be told with the next look, which is at once if there is any.
+        self._inbox: deque[Input] = deque()
+        self._has_news = asyncio.Event()
+        self._readers: set[asyncio.Event] = set()
+        self._end: Exception | None = None
+
+    async def load(self) -> None:
+        """Load the budgets that were accepted, and enforce those that are not over."""
+        self._records = {record.budget.budget_id: record for record in await self._store.load_budgets()}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with the budgets alone."""
+        self._fleet, self._jobs = FleetMachine(self._feeds.all()), PoweredJobs(self._live, self._feeds)
+        now_s = self.now_s()
+        current = (record.budget for record in self._records.values() if not record.is_over(now_s))
+        self._inbox = deque(map(BudgetSet, current))
+
+    # ------------------------------------------------------------------ what clients ask
+
+    async def set_budget(self, wanted: WantedBudget, principal: str) -> BudgetRecord:
+        """Set a budget, durably, or replace the one of its identifier; the same request again does nothing.
+
+        Raises:
+            InvalidFieldError: it can't be.
+            FeedNotFoundError: there is no such feed.
+            LimitReachedError: the principal has as many as it may.
+        """
+        check_budget_id(wanted.budget_id)
+        check_request_id(wanted.request_id)
+        known = self._records.get(wanted.budget_id)
+        if known is not None and known.request_id == wanted.request_id:
+            await self._writer.flush()  # it may be on its way to the store
+            return known
+        now_s = self.now_s()
+        start_s = now_s if wanted.start_s is None else wanted.start_s
+        _check_times(start_s, wanted.end_s, now_s)
+        budget = Budget(
+            wanted.budget_id,
+            wanted.feed,
+            self._limit_w(wanted),
+            start_s,
+            wanted.end_s,
+            wanted.correlation_id,
+            wanted.ramp_w_per_s,
+        )
+        others = (
+            record
+            for budget_id, record in self._records.items()
+            if budget_id != wanted.budget_id and record.principal == principal
+        )
+        self._quotas.check_budgets(principal, sum(not record.is_over(now_s) for record in others))
+        record = BudgetRecord(budget, wanted.request_id, principal, now_s, wanted.percent)
+        await self._put(record, BudgetSet(budget))
+        return record
+
+    async def cancel_budget(self, budget_id: str) -> BudgetRecord:
+        """End a budget, durably; nothing happens if it is over.
+
+        Raises:
+            BudgetNotFoundError: there is none.
+        """
+        record = self._records.get(budget_id)
+        if record is None:
+            raise BudgetNotFoundError(budget_id=budget_id)
+        now_s = self.now_s()
+        if record.is_over(now_s):
+            await self._writer.flush()
+            return record
+        record = replace(record, cancel_time_s=now_s)
+        await self._put(record, BudgetCancelled(budget_id))
+        return record
+
+    def budgets(self, after_budget_id: str, feed: str = "") -> Iterator[BudgetRecord]:
+        """Yield the budgets that follow an identifier, in order; those on a feed, if one is named."""
+        for budget_id in sorted(self._records):
+            record = self._records[budget_id]
+            if budget_id > after_budget_id and feed in ("", record.budget.feed):
+                yield record
+
+    def feeds(self, name: str = "") -> list[tuple[Feed, FeedStatus]]:
+        """Return the feeds, by name, and how they stand; one, if it is named.
+
+        Raises:
+            FeedNotFoundError: there is no such feed.
+        """
+        known, now_s = self._feeds.all(), self.now_s()
+        if name:
+            self._check_feed(name)
+        names = [name] if name else sorted(self._fleet.feeds)
+        return [(known.get(each) or Feed(each), self._fleet.status(each, now_s)) for each in names]
+
+    def now_s(self) -> float:
+        """Return the time by which budgets begin and end: the wall clock's, which never goes back here."""
+        self._latest_s = max(self._latest_s, self._clock())
+        return self._latest_s
+
+    async def watch(self, name: str = "") -> AsyncIterator[tuple[Feed, FeedStatus]]:
+        """Yield feeds and how they stand, and then each that has changed, at most once a second.
+
+        Raises:
+            FeedNotFoundError: there is no such feed.
+            DrainingError: the coordinator is about to stop.
+        """
+        told: dict[str, FeedStatus] = {}
+        looked = asyncio.Event()
+        self._readers.add(looked)
+        try:
+            while True:
+                looked.clear()
+                if self._end is not None:
+                    raise self._end
+                for feed, status in self.feeds(name):
+                    if told.get(feed.name) != status:
+                        told[feed.name] = status
+                        yield feed, status
+                await looked.wait()
+        finally:
+            self._readers.discard(looked)
+
+    def end(self, error: Exception) -> None:
+        """End all who watch."""
+        self._end = error
+        self._wake_readers()
+
+    def _limit_w(self, wanted: WantedBudget) -> float:
+        self._check_feed(wanted.feed)
+        if (wanted.limit_w is None) == (wanted.percent is None):
+            raise InvalidFieldError(field="amount", expected="limit_w or percent", found="neither")
+        if wanted.limit_w is not None:
+            return wanted.limit_w
+        assert wanted.percent is not None
+        return percent_of_reference_w(self._feeds.all()[wanted.feed], wanted.percent)
+
+    def _check_feed(self, feed: str) -> None:
+        known = self._feeds.all()
+        if feed not in known:
+            raise FeedNotFoundError(feed=feed, expected=", ".join(sorted(known)))
+
+    async def _put(self, record: BudgetRecord, event: Input) -> None:
+        """Keep a budget; it counts once it is stored."""
+        self._records[record.budget.budget_id] = record
+        log.info(
+            "power budget cancelled" if record.cancel_time_s is not None else "power budget set",
+            budget_id=record.budget.budget_id,
+            feed=record.budget.feed,
+            limit_w=record.budget.limit_w,
+            principal=record.principal,
+        )
+        await self._writer.later([BudgetEntry(record)], [partial(self._note, event)])
+
+    def _note(self, event: Input) -> None:
+        self._inbox.append(event)
+        self._has_news.set()
+
+    # ------------------------------------------------------------------ keeping them
+
+    async def run(self) -> None:
+        """Look once a second, and at once where a budget is set or cancelled, until cancelled."""
+        with self._live.changes() as changed:
+            changed.update(self._live.job_ids)
+            while True:
+                self._has_news.clear()
+                try:
+                    await self._look(changed)
+                except Exception as error:
+                    log.error("the fleet's machine failed, and begins anew", exc_info=error)
+                    self._begin()
+                    changed.update(self._live.job_ids)
+                    await asyncio.sleep(PERIOD_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PERIOD_S):
+                        await self._has_news.wait()
+
+    async def _look(self, changed: set[str]) -> None:
+        """Tell the fleet what has changed, which empties the set, and the jobs what follows."""
+        while self._inbox:
+            self._tell(self._inbox.popleft())
+        looked_at = list(changed)
+        changed.clear()
+        for job_id in looked_at:
+            if (event := await self._jobs.follow(job_id)) is not None:
+                self._tell(event)
+        self._tell(self._jobs.measured(self._since_look_s()))
+        self._tell(Tick())
+        self._jobs.order(self._fleet, self._is_urgent)
+        self._is_urgent.clear()
+        self._forget()
+        self._wake_readers()
+
+    def _since_look_s(self) -> float:
+        """Return for how long what is known to be drawn has held: about a second."""
+        before_s, self._looked_s = self._looked_s, self.now_s()
+        return min(MOST_PERIOD_S, max(LEAST_PERIOD_S, self._looked_s - before_s))
+
+    def _tell(self, event: Input) -> None:
+        """Let the fleet take an input; its paces are ordered when this look ends."""
+        for command in self._fleet.handle(event, self.now_s()):
+            match command:
+                case SetPace(job_id, _, is_urgent):
+                    self._is_urgent[job_id] = is_urgent
+                case FeedStatus():
+                    log.info(
+                        "power feed",
+                        feed=command.feed,
+                        limit_w=command.limit_w,
+                        is_compliant=command.is_compliant,
+                        in_transition=command.in_transition,
+                        measured_w=round(command.measured_w, 1),
+                        to_pause=command.to_pause,
+                        beyond_tolerance=command.beyond_tolerance,
+                    )
+
+    def _forget(self) -> None:
+        """Forget budgets that ended long ago, as the store does."""
+        now_s = self.now_s()
+        over_s = {
+            budget_id: record.over_time_s
+            for budget_id, record in self._records.items()
+            if record.over_time_s is not None and record.is_over(now_s)
+        }
+        for budget_id in self._retention.budgets_due(over_s, now_s):
+            del self._records[budget_id]
+
+    def _wake_readers(self) -> None:
+        for looked in self._readers:
+            looked.set()
+
+
+def _check_times(start_s: float, end_s: float | None, now_s: float) -> None:
+    check_range("start_time", start_s, 0, MAX_TIME_S)
+    if end_s is None:
+        return
+    check_range("end_time", end_s, 0, MAX_TIME_S)
+    if end_s <= max(start_s, now_s):
+        expected = "a time after start_time, and to come"
+        raise InvalidFieldError(field="end_time", expected=expected, found=f"{end_s:.3f}")

@@ -1,0 +1,180 @@
+"""The jobs that power budgets reckon with: what they draw and can offer, and what they are ordered.
+
+Of jobs that nothing happened to nothing is asked. A job's pace and ceiling are compared with those that it
+has, so whatever got lost on the way, in a restart or a quarantine, is put right with the next look.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import structlog
+
+from perseus.service.domain.errors import CoordinatorError
+from perseus.service.domain.inputs import CeilingOrdered, PaceOrdered
+from perseus.service.domain.job_power import CurveBasis, JobPower
+from perseus.service.fleet.power.curve import StageFeeds, power_points
+from perseus.service.fleet.power.demand import JobDemand, PowerPoint
+from perseus.service.fleet.power.feeds import Feeds, placement, shares
+from perseus.service.fleet.power.machine import FleetMachine
+from perseus.service.fleet.power.messages import JobChanged, JobLeft, PowerMeasured
+from perseus.service.shell.live_run import LiveRun
+from perseus.service.shell.live_runs import LiveRuns
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Known:
+    """A job as the fleet knows it."""
+
+    run_number: int
+    power: JobPower
+    placement: Sequence[Sequence[StageFeeds]]
+    shares: Mapping[str, float]
+    highest_clock_mhz: int
+    points: tuple[PowerPoint, ...] = ()
+
+    def drawn_w(self) -> dict[str, float]:
+        power_w = self.power.power_w or 0.0
+        return {feed: share * power_w for feed, share in self.shares.items()}
+
+    def changed(self, job_id: str) -> JobChanged:
+        terms = self.power.terms
+        demand = JobDemand(
+            job_id,
+            self.points,
+            self.drawn_w(),
+            terms.tolerance_percent,
+            terms.weight,
+            highest_clock_mhz=self.highest_clock_mhz,
+        )
+        return JobChanged(demand, self.power.iteration_time_s)
+
+
+class PoweredJobs:
+    """All jobs that draw power now, as a fleet is to know them."""
+
+    def __init__(self, live: LiveRuns, feeds: Feeds) -> None:
+        self._live = live
+        self._feeds = feeds
+        self._jobs: dict[str, _Known] = {}
+        # Runs that draw nothing that is known, and yet are under a ceiling: their feeds.
+        self._aside: dict[str, set[str]] = {}
+        # Jobs that can't be reckoned with, which the log has told of.
+        self._left_out: set[str] = set()
+
+    async def follow(self, job_id: str) -> JobChanged | JobLeft | None:
+        """Look at a job that something happened to; return what the fleet is to be told of it, if anything.
+
+        One whose figures can't be is left out.
+        """
+        run = self._live.get(job_id)
+        if run is None or run.machine.has_finished or not run.machine.has_live_rank:
+            if run is not None and run.machine.ceiling is not None:
+                self._aside[job_id] = set(shares(self._placed(run)))
+            return self._leave(job_id)
+        try:
+            changed = await self._update(job_id, run)
+        except Exception as error:
+            if job_id not in self._left_out:
+                self._left_out.add(job_id)
+                log.error("a job is left out of power budgets", job_id=job_id, exc_info=error)
+            return self._leave(job_id)
+        self._aside.pop(job_id, None)
+        self._left_out.discard(job_id)
+        return changed
+
+    def measured(self, duration_s: float) -> PowerMeasured:
+        """Return what jobs have drawn for so long, of those of which it is known."""
+        changing = {job_id for job_id, known in self._jobs.items() if known.power.is_changing}
+        return PowerMeasured(
+            duration_s,
+            {
+                job_id: known.drawn_w()
+                for job_id, known in self._jobs.items()
+                if known.power.power_w is not None
+            },
+            {},
+            changing,
+            {job_id for job_id in changing if self._jobs[job_id].power.is_in_force},
+        )
+
+    def order(self, fleet: FleetMachine, urgent: Mapping[str, bool]) -> None:
+        """Order the paces and ceilings that the fleet wants. `urgent`: of the paces that it just changed."""
+        for job_id, known in list(self._jobs.items()):
+            run = self._live.get(job_id)
+            if run is None:
+                continue
+            # First what counts wherever a plan does not: the plan may take a moment.
+            self._order_ceiling(run, fleet.ceiling_mhz(job_id), known.shares)
+            pace_s = fleet.pace_s(job_id)
+            if known.power.basis is not None and pace_s != known.power.pace_s:
+                self._tell(run, PaceOrdered(pace_s, urgent.get(job_id, pace_s is not None)))
+        for job_id, feeds in list(self._aside.items()):
+            if not any(fleet.is_limited(feed) for feed in feeds):
+                del self._aside[job_id]
+                if (run := self._live.get(job_id)) is not None:
+                    self._order_ceiling(run, None, ())
+
+    def _order_ceiling(
+        self, run: LiveRun, ceiling_mhz: int | None, feeds: Sequence[str] | Mapping[str, float]
+    ) -> None:
+        outlasts_lease = ceiling_mhz is not None and any(feed in self._feeds.with_last_plan for feed in feeds)
+        ordered = CeilingOrdered(ceiling_mhz, outlasts_lease)
+        if run.machine.ceiling != ordered.to_ceiling():
+            self._tell(run, ordered)
+
+    def _tell(self, run: LiveRun, order: PaceOrdered | CeilingOrdered) -> None:
+        with suppress(CoordinatorError):  # it has ended, or is quarantined: the next look finds it so
+            self._live.handle(run, order)
+
+    def _leave(self, job_id: str) -> JobLeft | None:
+        return None if self._jobs.pop(job_id, None) is None else JobLeft(job_id)
+
+    async def _update(self, job_id: str, run: LiveRun) -> JobChanged | None:
+        power = self._live.read(run, lambda machine: machine.power())
+        known = self._jobs.get(job_id)
+        if power.power_w is None and known is not None:
+            power = replace(power, power_w=known.power.power_w)  # it goes on to draw what it drew
+        if known is None or (known.run_number, known.power.placement_count) != (
+            run.number,
+            power.placement_count,
+        ):
+            placed = self._placed(run)
+            highest_mhz = self._live.read(run, lambda machine: machine.highest_clock_mhz())
+            known_now = _Known(run.number, power, placed, shares(placed), highest_mhz)
+            known_now.points = await self._points(power.basis, placed)
+        else:
+            known_now = replace(known, power=power)
+            if _is_new(power.basis, known.power.basis):
+                known_now.points = await self._points(power.basis, known.placement)
+        self._jobs[job_id] = known_now
+        if known is None or known_now.points is not known.points or power.terms != known.power.terms:
+            return known_now.changed(job_id)
+        return None
+
+    def _placed(self, run: LiveRun) -> Sequence[Sequence[StageFeeds]]:
+        counts = run.machine.spec.parallelism
+        hostnames = self._live.read(run, lambda machine: machine.hostnames())
+        return placement(self._feeds, hostnames, counts.stage_count, counts.tensor_count)
+
+    async def _points(
+        self, basis: CurveBasis | None, placed: Sequence[Sequence[StageFeeds]]
+    ) -> tuple[PowerPoint, ...]:
+        """Return the points of a curve: in a thread, as that adds up every plan of the frontier."""
+        if basis is None:
+            return ()
+        return await asyncio.to_thread(
+            power_points,
+            basis.frontier,
+            placed,
+            own_time_s=basis.own_time_s,
+            slowdowns=basis.slowdowns,
+            overhead_s=basis.overhead_s,
+        )
+
+
+def _is_new(basis: CurveBasis | None, before: CurveBasis | None) -> bool:
+    return before is not None if basis is None else not basis.is_same(before)

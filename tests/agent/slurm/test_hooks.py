@@ -1,0 +1,158 @@
+"""Prolog and epilog on emulated GPUs, without Slurm: what they write, restore, wait for and say."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from perseus import configuration
+from perseus.agent.gpu import Gpu, GpuError, GpuLostError, GpuUse
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.physics import A100_SXM
+from perseus.agent.restore.guarded import GuardedGpu
+from perseus.agent.restore.records import RecordFolder
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.slurm import hooks
+from perseus.agent.slurm.hooks import NoAgentError, NotRestoredError, epilog, for_all_jobs, prolog
+from perseus.agent.slurm.job import NoSuchGpuError, SlurmJob
+
+MODEL = A100_SXM.with_clocks(4)
+JOB = SlurmJob("17", 1004, (1,), "physics")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> AgentSettings:
+    gpus = tmp_path / "gpus"
+    gpus.mkdir()
+    for index in range(2):
+        EmulatedGpu.create(gpus / f"gpu{index}", MODEL, f"GPU-{index}").close()
+    given = {
+        "gpu_backend": "emulated",
+        "emulated_gpus": gpus,
+        "socket": tmp_path / "agent.sock",
+        "grants": tmp_path / "grants",
+        "restore_folder": tmp_path / "restore",
+    }
+    return configuration.load(AgentSettings, None, given)
+
+
+def lock(settings: AgentSettings, uuid: str) -> GuardedGpu:
+    """A GPU under a clock of an agent's, which lives."""
+    assert settings.emulated_gpus is not None
+    gpu = EmulatedGpu(settings.emulated_gpus / uuid.lower().replace("-", ""))
+    guarded = GuardedGpu(gpu, RecordFolder(settings.restore_folder), None)
+    guarded.set_clock_mhz(MODEL.clocks_mhz[-1])
+    return guarded
+
+
+def clock_mhz(settings: AgentSettings, uuid: str) -> int:
+    assert settings.emulated_gpus is not None
+    gpu = EmulatedGpu(settings.emulated_gpus / uuid.lower().replace("-", ""))
+    try:
+        return gpu.sm_clock_mhz()
+    finally:
+        gpu.close()
+
+
+def granted(settings: AgentSettings) -> dict[str, str]:
+    return {path.name: path.read_text() for path in settings.grants.iterdir()}
+
+
+def test_a_job_is_granted_its_gpus_and_told_that_no_agent_serves(settings: AgentSettings) -> None:
+    with pytest.raises(NoAgentError, match="the job will train at stock clocks"):
+        prolog(JOB, settings)
+    assert granted(settings) == {"slurm-17": "1004: GPU-1 slurm-job=17 slurm-account=physics\n"}
+    assert stat.S_IMODE((settings.grants / "slurm-17").stat().st_mode) == 0o644
+    assert stat.S_IMODE(settings.grants.stat().st_mode) == 0o755
+
+
+def test_what_a_job_that_is_over_has_left_on_its_gpus_goes(settings: AgentSettings) -> None:
+    settings.grants.mkdir()
+    (settings.grants / "slurm-16").write_text("1005: GPU-1\n")
+    (settings.grants / "slurm-15").write_text("1005: GPU-0\n")
+    (settings.grants / "staff").write_text("1006: GPU-1\n")
+    with pytest.raises(NoAgentError):
+        prolog(JOB, settings)
+    assert sorted(granted(settings)) == ["slurm-15", "slurm-17", "staff"]
+
+
+class LostAndFound:
+    """A node whose first GPU has no name any more, and whose second does not answer."""
+
+    def open(self, uuid: str) -> Gpu:
+        raise AssertionError("no GPU is opened to grant it")
+
+    def look(self, uuid: str) -> GpuUse:
+        if uuid == "GPU-1":
+            raise GpuLostError("GPU-1: fell off the bus")
+        return GpuUse(2, "/dev/nvidia2", ())
+
+    def listed(self) -> list[str | GpuError]:
+        return [GpuLostError("GPU 0: fell off the bus"), "GPU-1", "GPU-2"]
+
+
+def test_a_lost_gpu_keeps_no_job_from_the_others(
+    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "backend", lambda _: LostAndFound())
+    with pytest.raises(NoAgentError):
+        prolog(SlurmJob("17", 1004, (2,)), settings)
+    assert granted(settings) == {"slurm-17": "1004: GPU-2 slurm-job=17\n"}
+    with pytest.raises(NoSuchGpuError, match=r"expected GPUs of this node \(2\), found 1"):
+        prolog(SlurmJob("18", 1004, (1,)), settings)
+
+
+def test_a_job_without_gpus_leaves_no_trace(settings: AgentSettings) -> None:
+    job = SlurmJob("17", 1004, ())
+    prolog(job, settings)
+    assert not settings.grants.exists()
+    epilog(job, settings)
+
+
+def test_the_epilog_restores_what_a_dead_agent_has_left(settings: AgentSettings) -> None:
+    with pytest.raises(NoAgentError):
+        prolog(JOB, settings)
+    lock(settings, "GPU-1").close()
+    assert clock_mhz(settings, "GPU-1") == MODEL.clocks_mhz[-1]
+    epilog(JOB, settings)
+    assert clock_mhz(settings, "GPU-1") == MODEL.max_clock_mhz
+    assert granted(settings) == {}
+    assert RecordFolder(settings.restore_folder).gpu_uuids() == []
+
+
+def test_the_epilog_knows_the_gpus_without_a_grant(
+    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "_RESTORE_S", 0.3)
+    held = lock(settings, "GPU-1")
+    with pytest.raises(NotRestoredError, match="GPU-1"):
+        epilog(JOB, settings)
+    held.close()
+
+
+def test_the_epilog_says_which_gpu_a_living_agent_keeps(
+    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "_RESTORE_S", 0.3)
+    with pytest.raises(NoAgentError):
+        prolog(JOB, settings)
+    held = lock(settings, "GPU-1")
+    with pytest.raises(NotRestoredError, match="GPU GPU-1: not back on stock: an agent holds it"):
+        epilog(JOB, settings)
+    assert granted(settings) == {}, "it is nobody's all the same"
+    held.close()
+
+
+def test_other_jobs_gpus_are_none_of_the_epilogs_business(settings: AgentSettings) -> None:
+    with pytest.raises(NoAgentError):
+        prolog(JOB, settings)
+    other = lock(settings, "GPU-0")
+    epilog(JOB, settings)
+    assert clock_mhz(settings, "GPU-0") == MODEL.clocks_mhz[-1]
+    other.reset_clock()
+    other.close()
+
+
+def test_an_agent_for_all_jobs_hears_nothing_of_one() -> None:
+    said = {"SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "1", "PATH": "/bin", "GPU_DEVICE_ORDINAL": "1"}
+    assert for_all_jobs(said) == {"PATH": "/bin"}

@@ -1,0 +1,78 @@
+"""`perseus doctor` against a real coordinator process, and on a node without an agent."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.physics import A100_SXM
+from perseus.cli.main import app
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> dict[str, str]:
+    """An agent's settings, as its environment."""
+    (tmp_path / "gpus").mkdir()
+    EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, "GPU-0").close()
+    return {
+        "PERSEUS_AGENT_COORDINATOR": "127.0.0.1:1",
+        "PERSEUS_AGENT_SOCKET": str(tmp_path / "agent.sock"),
+        "PERSEUS_AGENT_GPU_BACKEND": "emulated",
+        "PERSEUS_AGENT_EMULATED_GPUS": str(tmp_path / "gpus"),
+        "PERSEUS_AGENT_RESTORE_FOLDER": str(tmp_path / "restore"),
+    }
+
+
+def doctor(environment: dict[str, str], *arguments: str) -> Result:
+    return CliRunner().invoke(
+        app, ["doctor", *arguments], env={"COLUMNS": "200", **environment}, catch_exceptions=False
+    )
+
+
+def test_a_set_up_that_is_well_is_said_to_be_so(environment: dict[str, str]) -> None:
+    told = doctor(environment)
+    assert told.exit_code == 0, told.output
+    assert "it answers, over TLS" in told.stdout
+    assert "✘" not in told.stdout
+    rows = json.loads(doctor(environment, "--format", "json").stdout)
+    assert {row["verdict"] for row in rows} == {"good"}
+    assert "clocks" in [row["subject"] for row in rows]
+
+
+def test_what_is_bad_ends_in_1_and_says_what_to_do(agent: dict[str, str]) -> None:
+    told = doctor(agent, "--node", "--format", "csv")
+    assert told.exit_code == 1
+    found = {row["subject"].partition(" /")[0]: row for row in csv.DictReader(told.stdout.splitlines())}
+    assert found["GPUs"]["verdict"] == "good"
+    assert found["socket"]["verdict"] == found["coordinator 127.0.0.1:1"]["verdict"] == "bad"
+    assert "systemctl start perseus-agent" in found["socket"]["advice"]
+    assert "✘" in doctor(agent, "--node").stdout
+
+
+def test_a_credential_s_file_that_holds_none_is_a_finding(agent: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("")
+    rows = json.loads(
+        doctor(
+            {**agent, "PERSEUS_AGENT_TOKEN_FILE": str(tmp_path / "token")}, "--node", "--format", "json"
+        ).stdout
+    )
+    assert rows[-1]["subject"] == "credential"
+    assert rows[-1]["verdict"] == "bad"
+    assert "expected a token, found none" in rows[-1]["found"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--config", "agent.toml"), "--config: expected --node beside it"),
+        (("--node", "--config", "missing.toml"), "missing.toml"),
+    ],
+)
+def test_what_is_wrong_with_flags_is_said_in_a_line(arguments: tuple[str, ...], message: str) -> None:
+    done = doctor({}, *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("error:") == 1

@@ -1,0 +1,90 @@
+"""`perseus grid`: what is wrong is said in a line, and keys are made that others verify by."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from joserfc import jws
+from joserfc.jwk import ECKey
+from typer.testing import CliRunner, Result
+
+from perseus.cli.main import app
+from perseus.grid.journal import Journal
+from perseus.grid.signing import Signer
+
+
+def perseus(*arguments: object, **environment: str) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments], env=environment, catch_exceptions=False)
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> list[object]:
+    """What a door can't do without."""
+    key = tmp_path / "door.jwk"
+    assert perseus("grid", "new-key", key, "--kid", "door-1").exit_code == 0
+    return [
+        "--identifier=a",
+        f"--keys={tmp_path}",
+        f"--signing-key={key}",
+        f"--state={tmp_path / 'state.db'}",
+    ]
+
+
+def test_what_is_missing_is_named_and_no_secret_with_it() -> None:
+    done = perseus("grid", "dsx-flex", PERSEUS_GRID_TOKEN="s3cret")
+    assert done.exit_code == 2
+    assert "PERSEUS_GRID_IDENTIFIER: expected a value, found none" in done.stderr
+    assert "s3cret" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--identifier=a/b"], "--identifier: String should match pattern"),
+        (["--broker=far:8883"], "--broker: expected broker_tls_ca, or insecure"),
+        (["--broker=unix:/run/broker"], "--broker: expected HOST:PORT"),
+        (["--coordinator=far:1"], "--coordinator: expected tls_ca, or insecure"),
+        (["--broker-tls-key=k"], "--broker-tls-key: expected broker_tls_certificate beside it"),
+        (["--heartbeat-s=0"], "--heartbeat-s: Input should be greater than or equal to 1"),
+    ],
+)
+def test_what_is_wrong_is_said(given: list[object], arguments: list[str], message: str) -> None:
+    done = perseus("grid", "dsx-flex", *given, *arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--signing-key=none"], "none: can't be read: No such file"),
+        (["--broker-token-file=none"], "none: can't be read: No such file"),
+        (["--broker-tls-ca=none"], "none: can't be read: No such file"),
+    ],
+)
+def test_a_file_that_is_not_there_is_named(given: list[object], arguments: list[str], message: str) -> None:
+    done = perseus("grid", "dsx-flex", *given, *arguments)
+    assert done.exit_code == 1
+    assert message in " ".join(done.stderr.split())
+
+
+def test_a_second_door_with_the_same_state_is_refused(given: list[object], tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "state.db")
+    done = perseus("grid", "dsx-flex", *given)
+    journal.close()
+    assert done.exit_code == 1
+    assert "state.db: expected a file of this door's alone" in " ".join(done.stderr.split())
+
+
+def test_a_new_key_is_its_user_s_alone_and_never_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "door.jwk"
+    made = perseus("grid", "new-key", path, "--kid", "door-1")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    (public,) = json.loads(made.stdout)["keys"]
+    assert (public["kid"], "d" in public) == ("door-1", False)
+    signed = Signer(path).sign(b"{}")
+    assert jws.deserialize_compact(signed, ECKey.import_key(public)).headers()["kid"] == "door-1"
+    again = perseus("grid", "new-key", path, "--kid", "door-1")
+    assert again.exit_code == 2
+    assert "File exists" in again.stderr

@@ -1,0 +1,146 @@
+"""`perseus top`: what is on its screen, and that it lives and ends in a real terminal."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from perseus.cli.main import app
+from perseus.cli.top_tables import Sight, screen, summary
+from perseus.demo.cluster import Cluster
+from perseus.demo.workload import DEMO
+from perseus.v1 import job_pb2, power_service_pb2, rank_pb2
+
+PLANNED, STOCK, FINISHED = job_pb2.JOB_STATE_PLANNED, job_pb2.JOB_STATE_STOCK, job_pb2.JOB_STATE_FINISHED
+TIMEOUT_S = 30.0
+
+
+def make_job(job_id: str, power_w: float, **changes: object) -> job_pb2.Job:
+    job = job_pb2.Job(
+        job_id=job_id,
+        state=PLANNED,
+        parallelism=job_pb2.Parallelism(pipeline_count=2, stage_count=4, tensor_count=1),
+        rank_counts=job_pb2.RankCounts(connected_count=7),
+        figures=job_pb2.JobFigures(
+            iteration_time_s=1.25,
+            power_w=power_w,
+            saving=job_pb2.Saving(energy_percent=12.5, slowdown_percent=-0.1),
+        ),
+    )
+    job.MergeFrom(job_pb2.Job(**changes))  # type: ignore[arg-type]
+    return job
+
+
+def shown(sight: Sight, row_count: int = 100, trouble: str = "") -> list[str]:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(screen(sight, row_count, trouble))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_who_draws_most_is_first_and_who_has_ended_is_not_there() -> None:
+    jobs = [make_job("small", 900.0), make_job("large", 90_000.0), make_job("over", 0.0, state=FINISHED)]
+    lines = shown(Sight(jobs))
+    assert lines[0] == "2 jobs (2 planned), 14 GPUs served, 90.9 kW"
+    assert [line.split()[0] for line in lines[2:]] == ["large", "small"]
+    assert lines[2].split()[1:] == ["planned", "7/8", "1.250", "s", "-0.1", "%", "-12.5", "%", "90.00", "kW"]
+
+
+def test_nothing_measured_is_nothing_shown() -> None:
+    (line,) = shown(Sight([job_pb2.Job(job_id="new", state=job_pb2.JOB_STATE_WAITING, state_reason="so")]))[
+        2:
+    ]
+    assert line.split() == ["new", "waiting", "0/0", "so"]
+    assert summary([]) == "0 jobs, 0 GPUs served, 0.0 kW"
+
+
+def test_what_holds_a_job_is_said() -> None:
+    jobs = [
+        make_job("a", 3.0, straggler_count=2, budget_iteration_time_s=1.5),
+        make_job("b", 2.0, state=STOCK, state_reason="the [model] fails"),
+    ]
+    first, second = shown(Sight(jobs))[2:]
+    assert first.rstrip().endswith("2 stragglers; a power budget: 1.500 s")
+    assert second.rstrip().endswith("the [model] fails")
+
+
+def test_only_feeds_with_a_limit_are_shown() -> None:
+    feeds = [
+        power_service_pb2.FeedState(feed="hall", limit_w=800.0, measured_w=812.0),
+        power_service_pb2.FeedState(feed="free", measured_w=5.0),
+    ]
+    lines = shown(Sight([], feeds))
+    assert lines[1].startswith("hall: 812 W drawn, limit 800 W, NOT KEPT")
+    assert "free" not in "".join(lines)
+
+
+def test_what_has_no_room_is_counted_and_trouble_is_on_top() -> None:
+    jobs = [make_job(f"job-{number}", number) for number in range(5)]
+    ranks = [rank_pb2.Rank(coordinates=rank_pb2.RankCoordinates(stage=stage)) for stage in range(4)]
+    lines = shown(Sight(jobs, (), ranks), row_count=2, trouble="no answer for 4 s")
+    assert lines[1] == "no answer for 4 s"
+    assert "… and 3 more" in lines
+    assert lines[-1] == "… and 2 more"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, dict[str, str]]]:
+    run_dir = tmp_path_factory.mktemp("coordinator")
+    with Cluster(DEMO, run_dir, run_dir / "logs") as cluster:
+        address = cluster.start_coordinator()
+        yield cluster, {**cluster.security.of_operator(), "PERSEUS_COORDINATOR": address}
+
+
+def test_without_a_terminal_it_tells_once(cluster: tuple[Cluster, dict[str, str]]) -> None:
+    done = CliRunner().invoke(app, ["top"], env=cluster[1], catch_exceptions=False)
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, "0 jobs, 0 GPUs served, 0.0 kW")
+    unknown = CliRunner().invoke(app, ["top", "--job", "none"], env=cluster[1], catch_exceptions=False)
+    assert unknown.exit_code == 2
+    assert "none" in unknown.stderr
+
+
+def test_in_a_terminal_it_lives_through_a_coordinators_end_until_ctrl_c(
+    cluster: tuple[Cluster, dict[str, str]],
+) -> None:
+    site, environment = cluster
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "perseus.cli", "top", "--interval-s", "0.5"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, **environment, "TERM": "xterm", "COLUMNS": "160", "LINES": "40"},
+        start_new_session=True,
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    screen_bytes = b""
+
+    def until(text: bytes) -> None:
+        nonlocal screen_bytes
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while text not in screen_bytes:
+            assert time.monotonic() < deadline_s, screen_bytes[-2000:]
+            try:
+                screen_bytes += os.read(ours, 65_536)
+            except BlockingIOError:
+                time.sleep(0.05)
+
+    try:
+        until(b"0 jobs, 0 GPUs served")
+        site.stop_services()
+        until(b"no answer for")
+        process.send_signal(signal.SIGINT)
+        until(b"\x1b[?1049l")  # the screen from before is back
+        assert process.wait(TIMEOUT_S) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)

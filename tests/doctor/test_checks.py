@@ -1,0 +1,50 @@
+"""The rules that need nothing but figures."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.doctor.checks import BAD_SKEW_S, MOST_SKEW_S, Verdict, clock_check, expiry_checks, version_check
+
+DAY_S = 86400.0
+
+
+@given(
+    st.floats(-1e6, 1e6),
+    st.floats(0, 30, allow_nan=False),
+    st.floats(0, 1, allow_nan=False),
+)
+def test_no_clock_is_blamed_for_what_the_way_took(skew_s: float, way_s: float, share: float) -> None:
+    asked_s = 1.7e9
+    check = clock_check(asked_s, asked_s + share * way_s + skew_s, asked_s + way_s)
+    if abs(skew_s) <= MOST_SKEW_S:
+        assert check.verdict is Verdict.GOOD
+    if abs(skew_s) > BAD_SKEW_S + way_s:
+        assert check.verdict is Verdict.BAD
+        assert ("ahead" if skew_s > 0 else "behind") in check.found
+        assert check.advice
+
+
+def test_a_clock_that_is_a_little_off_is_a_warning() -> None:
+    check = clock_check(100.0, 90.1, 100.2)
+    assert (check.verdict, check.found) == (Verdict.WARNING, "the coordinator's clock is behind by 9.9 s")
+
+
+def test_releases_that_differ_are_a_warning() -> None:
+    assert version_check("1.2.0", "1.2.0").verdict is Verdict.GOOD
+    check = version_check("1.2.0", "1.3.0")
+    assert check.verdict is Verdict.WARNING
+    assert "1.2.0" in check.found
+    assert "1.3.0" in check.found
+
+
+def test_certificates_are_told_by_how_long_they_last() -> None:
+    now_s = 1.7e9
+    checks = expiry_checks(
+        {"c.pem": now_s - 1, "a.pem": now_s + 90 * DAY_S, "b.pem": now_s + 3 * DAY_S}, now_s
+    )
+    assert [(check.subject, check.verdict) for check in checks] == [
+        ("certificate a.pem", Verdict.GOOD),
+        ("certificate b.pem", Verdict.WARNING),
+        ("certificate c.pem", Verdict.BAD),
+    ]
+    assert [bool(check.advice) for check in checks] == [False, True, True]

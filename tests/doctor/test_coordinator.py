@@ -1,0 +1,93 @@
+"""What is said of the way to a coordinator that really runs, and of one that does not."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from pathlib import Path
+
+import pytest
+
+from perseus.demo.security import Security
+from perseus.doctor.checks import Check, Verdict
+from perseus.doctor.coordinator import coordinator_checks
+from perseus.service.server import running
+from perseus.tls.channels import Channels
+from perseus.tls.files import TlsFiles
+from perseus.tls.tokens import TokenSource
+from tests.service.grpc_fakes import make_secured_settings, make_settings
+
+GOOD, BAD = Verdict.GOOD, Verdict.BAD
+
+
+@pytest.fixture
+def security(tmp_path: Path) -> Security:
+    return Security(tmp_path / "authority")
+
+
+@pytest.fixture
+async def address(tmp_path: Path, security: Security) -> AsyncIterator[str]:
+    async with running(make_secured_settings(tmp_path, security)) as (address, _):
+        yield address
+
+
+async def checked(channels: Channels, scopes: Collection[str] = ()) -> dict[str, Check]:
+    checks = await asyncio.to_thread(lambda: list(coordinator_checks(channels, scopes)))
+    assert all(bool(check.advice) == (check.verdict is not GOOD) for check in checks), checks
+    return {check.subject.partition(" ")[0]: check for check in checks}
+
+
+async def test_all_is_well_with_certificates_and_an_operators_token(address: str, security: Security) -> None:
+    checks = await checked(security.channels(address))
+    assert {subject: check.verdict for subject, check in checks.items()} == {
+        "certificate": GOOD,
+        "coordinator": GOOD,
+        "credential": GOOD,
+        "versions": GOOD,
+        "clocks": GOOD,
+    }
+    assert checks["coordinator"].found == "it answers, over TLS"
+    assert checks["credential"].found.endswith("scope operator")
+
+
+async def test_a_token_of_another_scope_and_an_unknown_one_are_told(address: str, security: Security) -> None:
+    await asyncio.to_thread(security.admit_agents, address)
+    agent = TokenSource(path=security.agent_token_file)
+    checks = await checked(Channels(address, security.client_files, agent), ("agent", "operator"))
+    assert checks["credential"].verdict is GOOD
+    checks = await checked(Channels(address, security.client_files, agent), ("grid",))
+    assert checks["credential"].verdict is BAD
+    assert "scope grid" in checks["credential"].advice
+
+    unknown = TokenSource(token="perseus_unknown")
+    checks = await checked(Channels(address, security.client_files, unknown))
+    assert (checks["coordinator"].verdict, checks["credential"].verdict) == (GOOD, BAD)
+    assert "clocks" not in checks
+
+
+async def test_a_clock_that_is_wrong_here_is_told(address: str, security: Security) -> None:
+    channels = security.channels(address)
+    checks = await asyncio.to_thread(lambda: list(coordinator_checks(channels, clock=lambda: 0.0)))
+    (clocks,) = [check for check in checks if check.subject == "clocks"]
+    assert (clocks.verdict, "ahead" in clocks.found) == (BAD, True)
+
+
+async def test_nobody_there_and_tls_that_is_not_spoken_are_told(address: str, tmp_path: Path) -> None:
+    check = (await checked(Channels("127.0.0.1:1")))["coordinator"]
+    assert check.verdict is BAD
+    assert "Connection refused" in check.found
+    check = (await checked(Channels(address)))["coordinator"]
+    assert check.found == "the coordinator speaks TLS, and was spoken to in plaintext: expected tls_ca"
+
+
+async def test_plaintext_on_this_machine_is_well_and_without_a_token_one_is_anybody(tmp_path: Path) -> None:
+    async with running(make_settings(tmp_path)) as (address, _):
+        checks = await checked(Channels(address))
+    assert checks["coordinator"].found == "it answers, on this machine"
+    assert checks["credential"].found == "anybody, scope operator"
+
+
+async def test_a_wrong_authority_is_told_by_name(address: str, security: Security, tmp_path: Path) -> None:
+    other = Security(tmp_path / "another")
+    files = TlsFiles(security.client_certificate, security.client_key, other.ca)
+    check = (await checked(Channels(address, files)))["coordinator"]
+    assert check.verdict is BAD
+    assert "is no CA in tls_ca" in check.found

@@ -1,0 +1,112 @@
+"""What is said of a node: with an agent that runs, without one, and after one that has died."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from perseus import configuration
+from perseus.agent.gpu.emulated import EmulatedGpu
+from perseus.agent.gpu.physics import A100_SXM
+from perseus.agent.restore.records import Record, RecordFolder
+from perseus.agent.sidecar.settings import AgentSettings
+from perseus.agent.sidecar.shell import serving
+from perseus.doctor import node
+from perseus.doctor.checks import Check, Verdict
+from perseus.doctor.node import node_checks
+
+GOOD, BAD, UNKNOWN = Verdict.GOOD, Verdict.BAD, Verdict.UNKNOWN
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[AgentSettings]:
+    (tmp_path / "gpus").mkdir()
+    gpu = EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, "GPU-0")
+    given = {
+        "coordinator": "127.0.0.1:1",
+        "socket": tmp_path / "agent.sock",
+        "gpu_backend": "emulated",
+        "emulated_gpus": tmp_path / "gpus",
+        "restore_folder": tmp_path / "restore",
+    }
+    yield configuration.load(AgentSettings, None, given)
+    gpu.close()
+
+
+def checked(settings: AgentSettings) -> dict[str, Check]:
+    return {check.subject.partition(" /")[0]: check for check in node_checks(settings)}
+
+
+def verdicts(checks: dict[str, Check]) -> dict[str, Verdict]:
+    assert all(bool(check.advice) == (check.verdict is not GOOD) for check in checks.values()), checks
+    return {subject: check.verdict for subject, check in checks.items()}
+
+
+async def test_a_node_whose_agent_runs_is_well(settings: AgentSettings) -> None:
+    async with serving(settings):
+        checks = await asyncio.to_thread(checked, settings)
+    names = ["GPUs", "privileges", "clocks left changed", "socket", "agent"]
+    assert verdicts(checks) == dict.fromkeys(names, GOOD)
+    assert checks["GPUs"].found.startswith("1 can be read")
+    assert checks["agent"].found == "GPUs: 1; ranks: 0; not connected to 127.0.0.1:1"
+
+
+def test_without_an_agent_the_socket_is_missing_and_nobody_is_asked(settings: AgentSettings) -> None:
+    checks = checked(settings)
+    assert verdicts(checks)["socket"] is BAD
+    assert "agent" not in checks
+    settings.socket.write_text("")
+    assert checked(settings)["socket"].found == "what is there is no socket"
+
+
+async def test_a_socket_that_nobody_listens_at_is_told(settings: AgentSettings, tmp_path: Path) -> None:
+    async with serving(settings):
+        os.link(settings.socket, tmp_path / "left.sock")
+    os.rename(tmp_path / "left.sock", settings.socket)
+    check = checked(settings)["agent"]
+    assert (check.verdict, check.found) == (
+        BAD,
+        "nobody listens: the agent that made the socket is gone",
+    )
+
+
+def test_gpus_that_a_dead_agent_left_are_named_and_not_touched(settings: AgentSettings) -> None:
+    folder = RecordFolder(settings.restore_folder)
+    held = folder.write(Record("GPU-0", None))
+    check = checked(settings)["clocks left changed"]
+    assert (check.verdict, check.found) == (GOOD, "none; 1 GPUs are an agent's to bring back")
+    held.release()  # as the kernel does when the holder dies
+    for _ in range(2):
+        check = checked(settings)["clocks left changed"]
+        assert (check.verdict, check.found) == (BAD, "an agent that has died left GPU-0")
+        assert "--restore" in check.advice
+    assert folder.gpu_uuids() == ["GPU-0"]
+
+
+def test_what_is_no_emulated_gpu_and_a_node_without_any_are_told(
+    settings: AgentSettings, tmp_path: Path
+) -> None:
+    (tmp_path / "gpus" / "folder").mkdir()
+    assert verdicts(checked(settings))["GPUs"] is BAD
+    (tmp_path / "none").mkdir()
+    none = settings.model_copy(update={"emulated_gpus": tmp_path / "none"})
+    assert checked(none)["GPUs"].found == "there is none, or none that may be seen here"
+
+
+@pytest.mark.parametrize(
+    ("observe", "backend", "may_set", "verdict"),
+    [(True, "nvml", False, GOOD), (False, "nvml", True, GOOD), (False, "nvml", False, UNKNOWN)],
+)
+def test_privileges_are_those_of_who_asks(
+    settings: AgentSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    observe: bool,
+    backend: str,
+    may_set: bool,
+    verdict: Verdict,
+) -> None:
+    monkeypatch.setattr(node, "may_set_clocks", lambda: may_set)
+    other = settings.model_copy(update={"observe": observe, "gpu_backend": backend})
+    assert verdicts(checked(other))["privileges"] is verdict

@@ -1,0 +1,182 @@
+"""A real MQTT broker with TLS on loopback, in a process of its own, and an energy provider that uses it."""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiomqtt
+from joserfc.jwk import Key
+from pwdlib.hashers.argon2 import Argon2Hasher
+
+from perseus.demo.security import Security
+from tests.grid.isv import opened
+
+TOKEN = "password-of-all"
+"""What every client shows; a door as an OAuth2 token, with the user's name that the contract has for it."""
+
+_START_TIMEOUT_S = 30.0
+_RUN = """
+import asyncio, json, sys
+from amqtt.broker import Broker
+
+async def main():
+    broker = Broker(json.loads(sys.argv[1]))
+    await broker.start()
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        port: int = some.getsockname()[1]
+        return port
+
+
+class MqttBroker:
+    """amqtt, with the certificates of a demo. It can be stopped, and started again at the same place."""
+
+    def __init__(self, security: Security, log: Path) -> None:
+        self.port = free_port()
+        self._security = security
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._passwords = log.with_suffix(".passwords")
+        self._passwords.write_text(
+            "".join(f"{user}:{Argon2Hasher().hash(TOKEN)}\n" for user in ("oauthtoken", "isv"))
+        )
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(self._command(), stdout=output, stderr=subprocess.STDOUT)
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except OSError:
+                assert self._process.poll() is None, self._log.read_text()
+                assert time.monotonic() < deadline_s, "the broker does not listen"
+                time.sleep(0.05)
+
+    def _command(self) -> list[str]:
+        listener = {
+            "type": "tcp",
+            "bind": self.address,
+            "ssl": True,
+            "cafile": str(self._security.ca),
+            "certfile": str(self._security.coordinator_certificate),
+            "keyfile": str(self._security.coordinator_key),
+        }
+        # Nobody is anonymous: for such amqtt keeps no messages.
+        plugins = {"amqtt.plugins.authentication.FileAuthPlugin": {"password_file": str(self._passwords)}}
+        config = json.dumps({"listeners": {"default": listener}, "plugins": plugins})
+        return [sys.executable, "-c", _RUN, config]
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(10)
+            self._process = None
+
+    def client(self, name: str) -> aiomqtt.Client:
+        """A client with a certificate of the demo's."""
+        context = ssl.create_default_context(cafile=self._security.ca)
+        context.load_cert_chain(self._security.client_certificate, self._security.client_key)
+        return aiomqtt.Client(
+            "127.0.0.1",
+            self.port,
+            identifier=name,
+            username="isv",
+            password=TOKEN,
+            tls_context=context,
+            timeout=10,
+        )
+
+
+class Mosquitto(MqttBroker):
+    """Eclipse Mosquitto, which keeps what was not acknowledged; amqtt forgets it after five seconds."""
+
+    PROGRAM = shutil.which("mosquitto", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+
+    def _command(self) -> list[str]:
+        assert self.PROGRAM is not None
+        config = self._log.with_suffix(".conf")
+        config.write_text(
+            f"listener {self.port} 127.0.0.1\n"
+            f"cafile {self._security.ca}\n"
+            f"certfile {self._security.coordinator_certificate}\n"
+            f"keyfile {self._security.coordinator_key}\n"
+            "require_certificate true\n"
+            "allow_anonymous true\n"
+            "user root\n"
+        )
+        return [self.PROGRAM, "-c", str(config)]
+
+
+@contextmanager
+def running(broker: MqttBroker) -> Iterator[MqttBroker]:
+    broker.start()
+    try:
+        yield broker
+    finally:
+        broker.stop()
+
+
+class Heard:
+    """All that doors publish, opened with their key, in the order in which it came."""
+
+    def __init__(self, client: aiomqtt.Client, key: Key) -> None:
+        self._client = client
+        self._key = key
+        self._news = asyncio.Event()
+        self.messages: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+
+    async def listen(self) -> None:
+        """Subscribe, and listen until cancelled."""
+        async for message in self._client.messages:
+            assert isinstance(message.payload, bytes)
+            self.messages.append((str(message.topic), *opened(message.payload, self._key)))
+            self._news.set()
+
+    def statuses(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Envelopes of power states, and what was signed."""
+        return [(envelope, data) for topic, envelope, data in self.messages if topic.endswith("/status")]
+
+    def alerts(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Envelopes of breach alerts, and what was signed."""
+        return [(envelope, data) for topic, envelope, data in self.messages if topic.endswith("/powerbreach")]
+
+    async def status(
+        self, is_it: Callable[[dict[str, Any], dict[str, Any]], bool], what: str, timeout_s: float = 30.0
+    ) -> dict[str, Any]:
+        """Wait for a power state; return what was signed. Those that came before count, too."""
+        seen = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    self._news.clear()
+                    found = self.statuses()
+                    for envelope, data in found[seen:]:
+                        if is_it(envelope, data):
+                            return data
+                    seen = len(found)
+                    await self._news.wait()
+        except TimeoutError:
+            raise AssertionError(f"{what}; heard {json.dumps(found[-3:], indent=1)}") from None

@@ -1,0 +1,41 @@
+"""The contract's own schemas, where the published contract lies beside the checkout."""
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from tests.published_data import PUBLISHED_DATA
+
+CONTRACT = PUBLISHED_DATA / "reference" / "dsx-flex.yaml"
+
+needs_contract = pytest.mark.skipif(
+    not CONTRACT.exists(), reason=f"the published contract is not there: {CONTRACT}"
+)
+
+
+FORMATS = Draft202012Validator.FORMAT_CHECKER
+
+
+def is_moment(found: object) -> bool:
+    """The library checks it with another library only."""
+    if isinstance(found, str):
+        assert datetime.fromisoformat(found).tzinfo is not None
+    return True
+
+
+FORMATS.checks("date-time", raises=(ValueError, AssertionError))(is_moment)
+
+
+def validator(schema: str) -> Draft202012Validator:
+    """Checks against one of `components/schemas`, formats of times and identifiers included."""
+    content: dict[str, Any] = yaml.safe_load(CONTRACT.read_text())
+    reference = {"$ref": f"#/components/schemas/{schema}", "components": content["components"]}
+    return Draft202012Validator(reference, format_checker=FORMATS)
+
+
+def problems(schema: str, message: object) -> list[str]:
+    """What is wrong with a message."""
+    return [f"{error.json_path}: {error.message}" for error in validator(schema).iter_errors(message)]

@@ -1,0 +1,332 @@
+"""The door's machine: each message gets one answer, and budgets follow from all that was accepted."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus.grid.dsx_flex.breaches import Breach, BreachStatus
+from perseus.grid.dsx_flex.budgets import Stage
+from perseus.grid.dsx_flex.commands import (
+    AskForBudgets,
+    BudgetsListed,
+    CoordinatorLost,
+    FeedRead,
+    FeedsListed,
+    ForgetTargets,
+    KeepTargets,
+    TargetsReceived,
+    Tick,
+    Verdict,
+)
+from perseus.grid.dsx_flex.door import MEMORY_S, MOST_AHEAD_S
+from perseus.grid.dsx_flex.values import Constraint, FeedEvent, TargetSet
+from tests.grid.dsx_flex.doors import (
+    NOW_S,
+    TRACE,
+    Coordinator,
+    Driven,
+    alerts,
+    answers,
+    message,
+    new_door,
+    reading,
+    statuses,
+    target,
+    uuid4,
+)
+
+
+@pytest.fixture
+def driven() -> Driven:
+    return Driven(new_door(), Coordinator())
+
+
+def test_a_target_is_kept_then_asked_for_and_told_once_the_budget_is_there(driven: Driven) -> None:
+    some = message(1, target(700, NOW_S, NOW_S + 3600))
+    commands = driven.door.handle(TargetsReceived(some), NOW_S)
+    assert [type(each).__name__ for each in commands] == ["KeepTargets", "AskForBudgets", "Answer"]
+    (budget,) = driven.door.changes(NOW_S).to_set
+    assert (budget.feed, budget.limit_w, budget.start_s, budget.end_s, budget.correlation_id) == (
+        "hall-a",
+        700e3,
+        NOW_S,
+        NOW_S + 3600,
+        some.correlation_id,
+    )
+    (told,) = statuses(driven.reconcile())
+    assert (told.correlation_id, told.trace) == (some.correlation_id, TRACE)
+    feed = told.feeds["hall-a"]
+    assert feed.event is FeedEvent.TARGET_SET
+    assert [(piece.correlation_id, is_active) for piece, is_active in feed.targets] == [
+        (some.correlation_id, True)
+    ]
+    assert not feed.is_compliant, "900 kW are more than 700"
+    assert driven.reconcile() == []
+
+
+@pytest.mark.parametrize(
+    ("some", "verdict"),
+    [
+        (message(1, target(700, NOW_S - 10, NOW_S)), Verdict.EXPIRED),
+        (message(1, target(700), sent_s=NOW_S + MOST_AHEAD_S + 1), Verdict.FUTURE_DATED),
+        (message(1, target(700), sent_s=NOW_S - MEMORY_S), Verdict.TOO_OLD),
+        (message(1, target(700, feeds=["hall-a"]), target(700, feeds=["cellar"])), Verdict.UNKNOWN_FEED),
+    ],
+)
+def test_what_is_refused_changes_nothing_and_is_told_under_its_correlation_identifier(
+    driven: Driven, some: TargetSet, verdict: Verdict
+) -> None:
+    commands = driven.receive(some)
+    assert [each.verdict for each in answers(commands)] == [verdict]
+    assert not [each for each in commands if isinstance(each, KeepTargets | AskForBudgets)]
+    (told,) = statuses(commands)
+    assert (told.correlation_id, told.feeds["hall-a"].targets) == (some.correlation_id, ())
+    assert told.feeds["hall-a"].event is FeedEvent.PERIODIC
+    assert not told.is_heartbeat
+    assert driven.coordinator.calls == []
+
+
+def test_a_duplicate_is_told_of_again_and_sets_nothing(driven: Driven) -> None:
+    some = message(1, target(700))
+    driven.receive(some)
+    commands = driven.receive(some, NOW_S + 9)
+    assert [each.verdict for each in answers(commands)] == [Verdict.DUPLICATE]
+    assert [each.correlation_id for each in statuses(commands)] == [some.correlation_id]
+    assert len(driven.coordinator.calls) == 1
+
+
+def test_an_older_message_that_comes_late_does_not_replace_a_newer_one(driven: Driven) -> None:
+    driven.receive(message(2, target(600, NOW_S + 5), sent_s=NOW_S + 5), NOW_S + 6)
+    commands = driven.receive(message(1, target(800, NOW_S + 5)), NOW_S + 7)
+    assert [each.verdict for each in answers(commands)] == [Verdict.SUPERSEDED]
+    assert driven.coordinator.limit_w("hall-a", NOW_S + 8) == 600e3
+
+
+def test_a_null_cancels_and_is_told(driven: Driven) -> None:
+    driven.receive(message(1, target(700)))
+    lifting = message(2, target(None, NOW_S + 5), sent_s=NOW_S + 5)
+    (told,) = statuses(driven.receive(lifting, NOW_S + 5))
+    assert told.correlation_id == lifting.correlation_id
+    assert told.feeds["hall-a"].targets == ()
+    assert driven.coordinator.limit_w("hall-a", NOW_S + 5) == math.inf
+
+
+def test_a_restarted_door_asks_for_nothing_that_is_there(driven: Driven) -> None:
+    kept = [message(1, target(700)), message(2, target(600, NOW_S + 60, NOW_S + 90), sent_s=NOW_S + 1)]
+    for some in kept:
+        driven.receive(some, NOW_S + 1)
+    again = Driven(new_door(kept), driven.coordinator, now_s=NOW_S + 2)
+    driven.coordinator.calls.clear()
+    assert again.reconcile(NOW_S + 2) == []
+    assert driven.coordinator.calls == []
+
+
+def test_what_came_while_the_coordinator_was_away_is_asked_for_when_it_is_back(driven: Driven) -> None:
+    driven.door.handle(CoordinatorLost(), NOW_S)
+    some = message(1, target(700))
+    assert statuses(driven.receive(some)) == []
+    assert driven.coordinator.calls == []
+    driven.door.handle(FeedsListed((reading(),)), NOW_S + 9)
+    driven.door.handle(BudgetsListed({}), NOW_S + 9)
+    assert [each.correlation_id for each in statuses(driven.reconcile(NOW_S + 9))] == [some.correlation_id]
+
+
+def test_a_budget_that_an_operator_has_cancelled_stays_so(driven: Driven) -> None:
+    driven.receive(message(1, target(700)))
+    (budget_id,) = driven.coordinator.known
+    driven.coordinator.cancel(budget_id)
+    driven.door.handle(BudgetsListed(driven.coordinator.known), NOW_S + 1)
+    assert driven.reconcile(NOW_S + 1) == []
+    assert driven.coordinator.known[budget_id].stage is Stage.CANCELLED
+    (told,) = statuses(driven.door.handle(Tick(), NOW_S + 40))
+    assert [is_active for _, is_active in told.feeds["hall-a"].targets] == [False]
+    assert not told.feeds["hall-a"].is_compliant
+
+
+def test_budgets_of_others_and_of_messages_unknown_are_left_alone() -> None:
+    coordinator = Coordinator()
+    first = Driven(new_door(), coordinator)
+    first.receive(message(1, target(700)))
+    forgetful = Driven(new_door(), coordinator)
+    assert forgetful.door.changes(NOW_S).to_cancel == ()
+    assert forgetful.door.changes(NOW_S).unknown == tuple(coordinator.known)
+
+
+def test_heartbeats_come_unless_something_else_was_told(driven: Driven) -> None:
+    assert len(statuses(driven.commands)) == 1
+    assert statuses(driven.door.handle(Tick(), NOW_S + 29)) == []
+    (told,) = statuses(driven.door.handle(Tick(), NOW_S + 30))
+    assert told.is_heartbeat
+    driven.door.handle(CoordinatorLost(), NOW_S + 31)
+    assert driven.door.handle(Tick(), NOW_S + 90) == []
+
+
+def test_ramps_are_told_from_their_begin_to_their_end(driven: Driven) -> None:
+    some = message(1, target(700, NOW_S, NOW_S + 60))
+    driven.receive(some)
+    ramping = reading(limit_w=7e5, ceiling_w=8e5, in_transition=True)
+    told = statuses(driven.door.handle(FeedRead(ramping), NOW_S + 1))
+    told += statuses(driven.door.handle(FeedRead(replace(ramping, ceiling_w=7e5)), NOW_S + 2))
+    under = replace(ramping, ceiling_w=7e5, in_transition=False, calculated_w=69e4)
+    told += statuses(driven.door.handle(FeedRead(under), NOW_S + 8))
+    told += statuses(driven.door.handle(FeedRead(reading()), NOW_S + 60))
+    told += statuses(driven.door.handle(Tick(), NOW_S + 61))
+    seen = [each.feeds["hall-a"] for each in told]
+    assert [each.event.value for each in seen] == [
+        "start_ramp_down",
+        "end_ramp_down",
+        "start_ramp_up",
+        "end_ramp_up",
+    ]
+    assert [each.in_flight for each in seen] == [True, False, True, False]
+    assert [each.is_compliant for each in seen] == [False, True, True, True]
+    assert [each.since_s for each in seen] == [NOW_S + 1, NOW_S + 1, NOW_S + 1, None]
+    assert [each.correlation_id for each in told] == [some.correlation_id, some.correlation_id, None, None]
+
+
+def breaching(judged_kw: float) -> FeedRead:
+    return FeedRead(
+        reading(limit_w=7e5, ceiling_w=7e5, judged_w=judged_kw * 1e3, is_compliant=False, to_pause=("gpt3",))
+    )
+
+
+def test_a_breach_is_active_then_escalated_then_resolved_under_one_identifier(driven: Driven) -> None:
+    driven.receive(message(1, target(700)))
+    driven.door.handle(breaching(710), NOW_S)  # 1.4 % above is none
+    for second in range(1, 5):
+        assert alerts(driven.door.handle(breaching(730), NOW_S + second)) == []
+    told = alerts(driven.door.handle(breaching(730), NOW_S + 6))
+    told += alerts(driven.door.handle(breaching(740), NOW_S + 30))
+    told += alerts(driven.door.handle(breaching(850), NOW_S + 31))
+    told += alerts(driven.door.handle(breaching(850), NOW_S + 99))
+    told += alerts(driven.door.handle(breaching(690), NOW_S + 100))
+    seen = [each.breach for each in told]
+    assert [each.status.value for each in seen] == ["active", "escalated", "resolved"]
+    assert [each.is_critical for each in seen] == [False, True, True]
+    assert {each.breach_id for each in seen} == {uuid4(5000)}
+    assert [each.measured_w for each in seen] == [730e3, 850e3, 690e3]
+    assert [each.resolved_s for each in seen] == [None, None, NOW_S + 100]
+    assert [each.to_pause for each in told] == [("gpt3",), ("gpt3",), ()]
+
+
+def test_a_breach_that_lasts_is_escalated_and_one_whose_target_ends_is_over(driven: Driven) -> None:
+    driven.receive(message(1, target(700, NOW_S, NOW_S + 100)))
+    told = []
+    for second in range(120):
+        told += alerts(driven.door.handle(breaching(730), NOW_S + second))
+    assert [(each.breach.status.value, each.breach.is_critical) for each in told] == [
+        ("active", False),
+        ("escalated", False),
+        ("resolved", False),
+    ]
+    assert [each.breach.detected_s - NOW_S for each in told] == [5, 5, 5]
+    assert told[-1].breach.resolved_s == NOW_S + 100
+
+
+def test_nothing_is_a_breach_on_the_way_down(driven: Driven) -> None:
+    driven.receive(message(1, target(700)))
+    down = reading(limit_w=7e5, ceiling_w=7e5, judged_w=None, in_transition=True)
+    for second in range(60):
+        assert alerts(driven.door.handle(FeedRead(down), NOW_S + second)) == []
+
+
+def test_an_open_breach_is_told_again_after_a_restart() -> None:
+    some = message(1, target(700))
+    coordinator = Coordinator()
+    Driven(new_door(), coordinator).receive(some)
+    breach = Breach(
+        uuid4(77),
+        "hall-a",
+        some.correlation_id,
+        Constraint(700, "kilowatt"),
+        best_effort=False,
+        detected_s=NOW_S - 5,
+        status=BreachStatus.ACTIVE,
+        is_critical=False,
+        measured_w=720e3,
+    )
+    again = Driven(new_door([some], open_breaches=[breach]), coordinator)
+    told = alerts(again.commands) + alerts(again.door.handle(breaching(730), NOW_S))
+    assert [each.breach for each in told] == [breach]
+    (over,) = alerts(again.door.handle(breaching(690), NOW_S + 1))
+    assert (over.breach.breach_id, over.breach.status) == (uuid4(77), BreachStatus.RESOLVED)
+
+
+def test_a_feed_without_a_capacity_is_not_served() -> None:
+    driven = Driven(new_door(), Coordinator(), reading(), reading("default", maximum_w=None))
+    (told,) = statuses(driven.commands)
+    assert set(told.feeds) == {"hall-a"}
+    commands = driven.receive(message(1, target(700, feeds=["default"])))
+    assert [each.verdict for each in answers(commands)] == [Verdict.UNKNOWN_FEED]
+
+
+def test_messages_are_forgotten_when_nothing_follows_from_them_any_more(driven: Driven) -> None:
+    open_one = message(1, target(700))
+    lifting = message(2, target(None, NOW_S + 5), sent_s=NOW_S + 5)
+    short = message(3, target(600, NOW_S + 6, NOW_S + 60), sent_s=NOW_S + 6)
+    for some in (open_one, lifting, short):
+        driven.receive(some, NOW_S + 6)
+    assert driven.door.handle(Tick(), NOW_S + MEMORY_S - 1) != []  # a heartbeat
+    late_s = NOW_S + MEMORY_S + 10
+    forgotten = [
+        event_id
+        for second in range(3)
+        for each in driven.door.handle(Tick(), late_s + second)
+        if isinstance(each, ForgetTargets)
+        for event_id in each.event_ids
+    ]
+    assert sorted(forgotten) == [uuid4(1), uuid4(2), uuid4(3)]
+
+
+MESSAGES = st.lists(
+    st.tuples(
+        st.one_of(st.none(), st.integers(100, 900)),
+        st.integers(-5, 40),
+        st.one_of(st.none(), st.integers(1, 60)),
+        st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None)
+@given(MESSAGES, st.lists(st.booleans(), min_size=12, max_size=12), st.randoms(use_true_random=False))
+def test_restarts_and_duplicates_change_no_limit(
+    drawn: list[tuple[int | None, int, int | None, int]], restarts: list[bool], random: object
+) -> None:
+    """Whatever is restarted in between, limits are those of a door that was never."""
+    history = [
+        message(
+            number,
+            target(limit, NOW_S + start, math.inf if lasts is None else NOW_S + start + lasts),
+            sent_s=NOW_S + number,
+            sender=f"isv-{sender}",
+        )
+        for number, (limit, start, lasts, sender) in enumerate(drawn)
+    ]
+    plain = Driven(new_door(), Coordinator())
+    for some in history:
+        plain.receive(some, NOW_S)
+
+    arriving = [*history, *history]
+    random.shuffle(arriving)  # type: ignore[attr-defined]
+    coordinator, kept = Coordinator(), list[TargetSet]()
+    driven = Driven(new_door(), coordinator)
+    for some, is_restarted in zip(arriving, restarts, strict=False):
+        commands = driven.door.handle(TargetsReceived(some), NOW_S)
+        kept += [each.some for each in commands if isinstance(each, KeepTargets)]
+        if is_restarted:  # before anything was asked for
+            driven = Driven(new_door(kept), coordinator)
+        driven.reconcile(NOW_S)
+    assert len({some.event_id for some in kept}) == len(kept)
+    known = {some.event_id for some in kept}
+    missing = [some for some in history if some.event_id not in known]
+    for some in missing:
+        assert Verdict.EXPIRED in {each.verdict for each in answers(plain.receive(some, NOW_S))}
+    for second in range(110):
+        at_s = NOW_S + second
+        assert coordinator.limit_w("hall-a", at_s) == plain.coordinator.limit_w("hall-a", at_s)

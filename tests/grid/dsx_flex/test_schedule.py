@@ -1,0 +1,99 @@
+"""Which target counts when: against the plain rule, moment by moment."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.grid.dsx_flex.schedule import active, pieces, without
+from perseus.grid.dsx_flex.values import Target, TargetSet
+from tests.grid.dsx_flex.doors import NOW_S, message, target
+
+HOURS = st.integers(0, 12)
+FEEDS = ("hall-a", "hall-b")
+
+
+@st.composite
+def targets(draw: st.DrawFn) -> Target:
+    start = draw(HOURS)
+    end = draw(st.one_of(st.integers(start + 1, 13), st.just(math.inf)))
+    limit = draw(st.one_of(st.none(), st.integers(1, 9)))
+    return target(limit, start, end, draw(st.sampled_from([(), FEEDS[:1], FEEDS[1:], FEEDS])))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[TargetSet]:
+    several = draw(st.lists(st.lists(targets(), min_size=1, max_size=3), max_size=6))
+    return [
+        message(n, *some, sent_s=draw(st.integers(0, 5)), sender=draw(st.sampled_from(["acme", "volt"])))
+        for n, some in enumerate(several)
+    ]
+
+
+def plainly_w(history: list[TargetSet], feed: str, at_h: float) -> float:
+    """The limit at a moment: of each sender what was sent last for it, and the lowest of those."""
+    limits = []
+    for sender in {some.sender for some in history}:
+        own = [some for some in history if some.sender == sender]
+        told = [
+            each
+            for some in sorted(own, key=lambda each: each.time_s)
+            for each in some.targets
+            if each.start_s <= at_h < each.end_s and feed in (each.feeds or FEEDS)
+        ]
+        if told and told[-1].constraint is not None:
+            limits.append(told[-1].constraint.limit_w)
+    return min(limits, default=math.inf)
+
+
+@given(histories())
+def test_at_every_moment_the_newest_of_each_sender_counts_and_of_those_the_lowest(
+    history: list[TargetSet],
+) -> None:
+    found = pieces(history, FEEDS)
+    for feed in FEEDS:
+        for half_hour in range(28):
+            at_h = half_hour / 2
+            piece = active([each for each in found if each.feed == feed], at_h)
+            limit_w = math.inf if piece is None else piece.constraint.limit_w
+            assert limit_w == plainly_w(history, feed, at_h)
+
+
+@given(histories(), st.randoms(use_true_random=False))
+def test_the_order_of_arrival_does_not_matter(history: list[TargetSet], random: object) -> None:
+    history = [message(n, *some.targets, sent_s=n, sender=some.sender) for n, some in enumerate(history)]
+    shuffled = list(history)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert pieces(shuffled, FEEDS) == pieces(history, FEEDS)
+
+
+def test_an_open_target_comes_back_after_a_newer_one_has_ended() -> None:
+    history = [
+        message(1, target(700, NOW_S)),
+        message(2, target(600, NOW_S + 60, NOW_S + 120), sent_s=NOW_S + 1),
+    ]
+    assert [
+        (p.start_s - NOW_S, p.end_s - NOW_S, p.constraint.value) for p in pieces(history, ["hall-a"])
+    ] == [
+        (0, 60, 700),
+        (60, 120, 600),
+        (120, math.inf, 700),
+    ]
+
+
+def test_a_null_ends_what_its_own_sender_asked_for_and_nothing_of_others() -> None:
+    history = [
+        message(1, target(700)),
+        message(2, target(800), sender="volt"),
+        message(3, target(None, NOW_S + 5), sent_s=NOW_S + 5),
+    ]
+    assert [(p.end_s - NOW_S, p.constraint.value) for p in pieces(history, ["hall-a"])] == [
+        (5, 700),
+        (math.inf, 800),
+    ]
+
+
+def test_what_lies_outside_of_intervals() -> None:
+    assert without((0, 10), [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]
+    assert without((0, 10), [(0, 10)]) == []
+    assert without((4, 10), [(0, 2)]) == [(4, 10)]

@@ -1,0 +1,126 @@
+"""Signatures: who has signed is known by a key that speaks for nobody else."""
+
+import hmac
+import json
+import warnings
+from base64 import urlsafe_b64encode
+from pathlib import Path
+
+import pytest
+from joserfc import jws
+from joserfc.errors import SecurityWarning
+from joserfc.jwk import ECKey, RSAKey
+
+from perseus.grid.signing import KeyFileError, SenderKeys, SignatureRefusedError, Signer
+from tests.grid.isv import Sender, agent_key
+
+
+@pytest.mark.parametrize("rsa", [False, True])
+def test_what_a_sender_has_signed_is_returned(tmp_path: Path, rsa: bool) -> None:
+    sender = Sender(tmp_path, rsa=rsa)
+    assert SenderKeys(tmp_path).verified("isv", "acme-energy", sender.signed({"a": 1})) == b'{"a": 1}'
+
+
+def test_another_s_key_does_not_speak_for_a_sender(tmp_path: Path) -> None:
+    Sender(tmp_path)
+    other = Sender(tmp_path, "volt")
+    other.kid = "acme-energy-1"
+    keys = SenderKeys(tmp_path)
+    with pytest.raises(SignatureRefusedError, match="expected a signature by 'acme-energy-1'"):
+        keys.verified("isv", "acme-energy", other.signed({}))
+    with pytest.raises(SignatureRefusedError, match="expected a sender with keys"):
+        keys.verified("infra", "acme-energy", other.signed({}))
+    with pytest.raises(SignatureRefusedError, match="expected a sender with keys"):
+        keys.verified("isv", "../isv/volt", other.signed({}))
+
+
+def test_what_was_changed_after_it_was_signed_is_refused(tmp_path: Path) -> None:
+    sender = Sender(tmp_path)
+    header, _, signature = sender.signed({"a": 1}).split(".")
+    _, forged, _ = sender.signed({"a": 2}).split(".")
+    with pytest.raises(SignatureRefusedError, match="expected a signature by"):
+        SenderKeys(tmp_path).verified("isv", "acme-energy", f"{header}.{forged}.{signature}")
+
+
+def test_a_message_does_not_choose_its_algorithm(tmp_path: Path) -> None:
+    """Neither none, nor a MAC with the public key as its secret."""
+    sender = Sender(tmp_path, rsa=True)
+    keys = SenderKeys(tmp_path)
+    assert isinstance(sender.key, RSAKey)
+    content = b"e30"  # {}
+    header = urlsafe_b64encode(json.dumps({"alg": "HS256", "kid": sender.kid}).encode()).rstrip(b"=")
+    mac = hmac.digest(sender.key.as_pem(private=False), header + b"." + content, "sha256")
+    signature = urlsafe_b64encode(mac).rstrip(b"=")
+    with pytest.raises(SignatureRefusedError, match="HS256"):
+        keys.verified("isv", "acme-energy", b".".join((header, content, signature)).decode())
+    header = urlsafe_b64encode(json.dumps({"alg": "none", "kid": sender.kid}).encode()).rstrip(b"=")
+    with pytest.raises(SignatureRefusedError, match="none"):
+        keys.verified("isv", "acme-energy", b".".join((header, content, signature)).decode())
+
+
+def test_unknown_keys_and_no_jws_are_refused(tmp_path: Path) -> None:
+    sender = Sender(tmp_path)
+    keys = SenderKeys(tmp_path)
+    sender.kid = "acme-energy-2"
+    with pytest.raises(SignatureRefusedError, match=r"expected a kid in .*, found 'acme-energy-2'"):
+        keys.verified("isv", "acme-energy", sender.signed({}))
+    with pytest.raises(SignatureRefusedError, match="expected a JWS, found"):
+        keys.verified("isv", "acme-energy", "a.b.c")
+
+
+def test_a_renewed_key_counts_at_once(tmp_path: Path) -> None:
+    keys = SenderKeys(tmp_path)
+    Sender(tmp_path)
+    renewed = Sender(tmp_path)
+    assert keys.verified("isv", "acme-energy", renewed.signed({})) == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "expected JSON"),
+        ("[]", "expected a JSON object"),
+        ("{}", "expected a JWK set"),
+        (json.dumps({"keys": [{"kty": "oct", "k": "AA"}]}), "expected a JWK set"),
+        (
+            json.dumps({"keys": [ECKey.generate_key("P-384", {"kid": "k"}).as_dict()]}),
+            "expected EC keys on P-256",
+        ),
+    ],
+)
+def test_a_file_of_keys_that_is_none_is_named(tmp_path: Path, content: str, message: str) -> None:
+    sender = Sender(tmp_path)
+    sender.kid = "k"
+    path = tmp_path / "isv" / "acme-energy.json"
+    path.write_text(content)
+    with pytest.raises(KeyFileError, match=message) as caught:
+        SenderKeys(tmp_path).verified("isv", "acme-energy", sender.signed({}))
+    assert str(caught.value).startswith(str(path))
+
+
+def test_a_short_key_is_named(tmp_path: Path) -> None:
+    sender = Sender(tmp_path)
+    with pytest.warns(SecurityWarning):
+        short = RSAKey.generate_key(1024, {"kid": sender.kid})
+    (tmp_path / "isv" / "acme-energy.json").write_text(json.dumps({"keys": [short.as_dict(private=False)]}))
+    with (
+        warnings.catch_warnings(action="ignore", category=SecurityWarning),
+        pytest.raises(KeyFileError, match="expected RSA keys of 2048 bits or more, found 1024"),
+    ):
+        SenderKeys(tmp_path).verified("isv", "acme-energy", sender.signed({}))
+
+
+def test_a_door_signs_with_its_own_key_which_nobody_else_may_read(tmp_path: Path) -> None:
+    path, public = agent_key(tmp_path)
+    assert jws.deserialize_compact(Signer(path).sign(b"{}"), public).payload == b"{}"
+    path.chmod(0o644)
+    with pytest.raises(KeyFileError, match="alone"):
+        Signer(path)
+
+
+def test_a_public_key_signs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.touch(0o600)
+    path.write_text(json.dumps(ECKey.generate_key("P-256", {"kid": "k"}).as_dict(private=False)))
+    with pytest.raises(KeyFileError, match="expected a private JWK with a kid"):
+        Signer(path)

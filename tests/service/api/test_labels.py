@@ -1,0 +1,49 @@
+"""Labels of a job: said with its registration, shown with the job, no part of what it is."""
+
+from pathlib import Path
+
+import pytest
+
+from perseus.service.server import running
+from perseus.tls.channels import Channels
+from perseus.v1.job_pb2 import Label
+from perseus.v1.job_service_pb2 import GetJobRequest, RegisterJobRequest
+from tests.service.grpc_fakes import Client, make_settings, refusal, spec_message
+
+
+async def test_another_label_is_no_other_run_and_outlives_the_coordinator(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    for number in ("17", "18"):  # requeued under another number, say
+        async with running(settings) as (address, _), Channels(address).open() as channel:
+            client = Client(channel)
+            labels = [Label(key="slurm-account", value="physics"), Label(key="slurm-job", value=number)]
+            request = RegisterJobRequest(spec=spec_message(), request_id=number, labels=labels)
+            job = (await client.jobs.RegisterJob(request)).job
+            assert (job.run_number, list(job.labels)) == (1, labels)
+    async with running(settings) as (address, _), Channels(address).open() as channel:
+        found = await Client(channel).jobs.GetJob(GetJobRequest(job_id=spec_message().job_id))
+        assert list(found.job.labels) == labels
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected", "found"),
+    [
+        ([("Account", "x")], "keys of 1 to 63", "'Account'"),
+        ([("", "x")], "keys of 1 to 63", "''"),
+        ([("a", "x\x1b[31m")], "printable characters", r"'x\x1b[31m'"),
+        ([("a", "x" * 257)], "0 to 256 characters", "257"),
+        ([("a", "x"), ("a", "y")], "each key once", "['a', 'a']"),
+        ([(f"key-{number}", "") for number in range(17)], "at most 16", "17"),
+    ],
+)
+async def test_labels_that_can_not_be_are_named(
+    tmp_path: Path, labels: list[tuple[str, str]], expected: str, found: str
+) -> None:
+    async with running(make_settings(tmp_path)) as (address, _), Channels(address).open() as channel:
+        said = [Label(key=key, value=value) for key, value in labels]
+        request = RegisterJobRequest(spec=spec_message(), request_id="1", labels=said)
+        _, reason, values = await refusal(Client(channel).jobs.RegisterJob(request))
+    assert reason == "INVALID_FIELD"
+    assert values["field"].startswith("labels")
+    assert expected in values["expected"]
+    assert values["found"] == found

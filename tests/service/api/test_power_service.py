@@ -1,0 +1,332 @@
+"""Power budgets over gRPC, on a real coordinator with a real store: set, listed, cancelled, kept, watched."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from perseus.service.fleet.power.machine import FleetMachine
+from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1 import power_service_pb2 as pb
+from perseus.v1.power_service_pb2_grpc import PowerServiceStub
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    TIMEOUT_S,
+    Client,
+    FakeAgent,
+    connected,
+    make_settings,
+    refusal,
+    until,
+)
+
+if TYPE_CHECKING:
+    from perseus.v1.power_service_pb2_grpc import PowerServiceAsyncStub
+
+KINDS_OF_CLOCKS: tuple[Literal["hold", "stage_plan"], ...] = ("hold", "stage_plan")
+FEEDS = {"hall": {"hosts": ["ho*"], "limit_w": 5000.0}}
+
+
+class Power:
+    """The calls of one client."""
+
+    def __init__(self, client: Client) -> None:
+        self.stub: PowerServiceAsyncStub = PowerServiceStub(client.channel)
+
+    async def set(self, budget_id: str = "b", request_id: str = "r", **parts: Any) -> pb.Budget:
+        wanted: dict[str, Any] = {} if {"limit_w", "percent"} & parts.keys() else {"limit_w": 1000.0}
+        start_s, end_s = parts.pop("start_s", None), parts.pop("end_s", None)
+        request = pb.SetBudgetRequest(budget_id=budget_id, request_id=request_id, **wanted, **parts)
+        if start_s is not None:
+            request.start_time.FromNanoseconds(round(start_s * 1e9))
+        if end_s is not None:
+            request.end_time.FromNanoseconds(round(end_s * 1e9))
+        found: pb.Budget = (await self.stub.SetBudget(request, timeout=TIMEOUT_S)).budget
+        return found
+
+    async def cancel(self, budget_id: str = "b") -> pb.Budget:
+        request = pb.CancelBudgetRequest(budget_id=budget_id)
+        found: pb.Budget = (await self.stub.CancelBudget(request, timeout=TIMEOUT_S)).budget
+        return found
+
+    async def listed(self, **wanted: Any) -> pb.ListBudgetsResponse:
+        answer: pb.ListBudgetsResponse = await self.stub.ListBudgets(
+            pb.ListBudgetsRequest(**wanted), timeout=TIMEOUT_S
+        )
+        return answer
+
+    async def feed(self, name: str = "default") -> pb.FeedState:
+        feeds = (await self.stub.ListFeeds(pb.ListFeedsRequest(), timeout=TIMEOUT_S)).feeds
+        return next(feed for feed in feeds if feed.feed == name)
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Client, Power]]:
+    async with connected(make_settings(tmp_path, **settings)) as client:
+        yield client, Power(client)
+
+
+@asynccontextmanager
+async def planned(client: Client) -> AsyncIterator[FakeAgent]:
+    """A job under plans, whose ranks say that each draws 100 W."""
+    await client.register()
+    agent = FakeAgent(client, "agent", ALL_PLACES)
+    await agent.join()
+    await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+    await agent.iterate(4)
+    yield agent
+    await agent.end()
+
+
+async def is_held(client: Client) -> bool:
+    return (await client.job()).HasField("budget_iteration_time_s")
+
+
+async def is_free(client: Client) -> bool:
+    return not await is_held(client)
+
+
+async def test_a_request_sets_a_budget_once_and_another_one_replaces_it(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, power):
+        first = await power.set(limit_w=900.0, ramp_w_per_s=5.0, correlation_id="evt-1")
+        assert (first.limit_w, first.ramp_w_per_s, first.correlation_id) == (900.0, 5.0, "evt-1")
+        assert first.state == pb.BUDGET_STATE_IN_FORCE
+        assert first.feed == "default"
+        assert not first.HasField("end_time")
+        assert await power.set(limit_w=1.0) == first, "the same request again"
+        second = await power.set(request_id="another", limit_w=800.0, start_s=time.time() + 60)
+        assert (second.limit_w, second.state) == (800.0, pb.BUDGET_STATE_SCHEDULED)
+        assert list((await power.listed()).budgets) == [second]
+
+
+async def test_budgets_are_listed_in_pages_and_cancelled_once(tmp_path: Path) -> None:
+    async with serving(tmp_path, feeds=FEEDS) as (_, power):
+        for number in range(3):
+            await power.set(f"b{number}", feed="hall" if number else "")
+        first = await power.listed(page_size=2)
+        assert [budget.budget_id for budget in first.budgets] == ["b0", "b1"]
+        second = await power.listed(page_size=2, page_token=first.next_page_token)
+        assert [budget.budget_id for budget in second.budgets] == ["b2"]
+        assert not second.next_page_token
+        assert [budget.budget_id for budget in (await power.listed(feed="hall")).budgets] == ["b1", "b2"]
+        cancelled = await power.cancel("b1")
+        assert cancelled.state == pb.BUDGET_STATE_CANCELLED
+        assert await power.cancel("b1") == cancelled
+        assert (await power.set("b1", "anew")).state == pb.BUDGET_STATE_IN_FORCE
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason", "expected"),
+    [
+        ({"budget_id": ""}, "INVALID_FIELD", {"field": "budget_id"}),
+        ({"budget_id": "\u00e4"}, "INVALID_FIELD", {"field": "budget_id"}),
+        ({"request_id": ""}, "INVALID_FIELD", {"field": "request_id"}),
+        ({"limit_w": -1.0}, "INVALID_FIELD", {"field": "limit_w"}),
+        ({"limit_w": float("nan")}, "INVALID_FIELD", {"field": "limit_w"}),
+        ({"percent": 1001.0, "feed": "hall"}, "INVALID_FIELD", {"field": "percent"}),
+        ({"percent": 50.0}, "INVALID_FIELD", {"field": "percent", "found": "none"}),
+        ({"ramp_w_per_s": 0.0}, "INVALID_FIELD", {"field": "ramp_w_per_s"}),
+        ({"end_s": 1.0}, "INVALID_FIELD", {"field": "end_time"}),
+        ({"start_s": 4e9, "end_s": 3e9}, "INVALID_FIELD", {"field": "end_time"}),
+        ({"correlation_id": "x" * 257}, "INVALID_FIELD", {"field": "correlation_id"}),
+        ({"feed": "cellar"}, "FEED_NOT_FOUND", {"feed": "cellar", "expected": "default, hall"}),
+    ],
+)
+async def test_what_can_not_be_is_refused(
+    tmp_path: Path, parts: dict[str, Any], reason: str, expected: dict[str, str]
+) -> None:
+    async with serving(tmp_path, feeds=FEEDS) as (_, power):
+        _, found, metadata = await refusal(power.set(**parts))
+        assert found == reason
+        assert expected.items() <= metadata.items()
+        assert not (await power.listed()).budgets
+
+
+async def test_a_budget_needs_an_amount_and_one_that_is_not_there_can_not_be_cancelled(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as (_, power):
+        bare = pb.SetBudgetRequest(budget_id="b", request_id="r")
+        assert (await refusal(power.stub.SetBudget(bare, timeout=TIMEOUT_S)))[1:] == (
+            "INVALID_FIELD",
+            {"field": "amount", "expected": "limit_w or percent", "found": "neither"},
+        )
+        assert await refusal(power.cancel("no")) == (
+            grpc.StatusCode.NOT_FOUND,
+            "BUDGET_NOT_FOUND",
+            {"budget_id": "no"},
+        )
+
+
+async def test_a_principal_has_no_more_budgets_than_it_may(tmp_path: Path) -> None:
+    async with serving(tmp_path, limit_budgets=2) as (_, power):
+        await power.set("b0")
+        await power.set("b1")
+        assert (await refusal(power.set("b2")))[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "LIMIT_REACHED")
+        await power.set("b1", "replaced")
+        await power.cancel("b0")
+        await power.set("b2")
+
+
+async def test_a_percentage_is_of_what_the_feed_bears(tmp_path: Path) -> None:
+    async with serving(tmp_path, feeds=FEEDS) as (_, power):
+        budget = await power.set(percent=75.0, feed="hall")
+        assert (budget.limit_w, budget.percent) == (3750.0, 75.0)
+
+        async def is_limited() -> bool:
+            feed = await power.feed("hall")
+            return (feed.reference_w, feed.limit_w) == (5000.0, 3750.0)
+
+        await until(is_limited)
+
+
+async def test_ranks_are_on_the_feed_of_their_hosts(tmp_path: Path) -> None:
+    async with serving(tmp_path, feeds=FEEDS) as (client, power), planned(client):
+
+        async def is_measured() -> bool:
+            return (await power.feed("hall")).managed_w > 0
+
+        await until(is_measured)
+        hall, default = await power.feed("hall"), await power.feed()
+        assert hall.measured_w > 0 == default.measured_w
+        assert (hall.limit_w, hall.is_compliant) == (5000.0, True)
+        assert not default.HasField("limit_w")
+
+
+@pytest.mark.parametrize(("fail_safe", "lease_s"), [("stock", 30.0), ("last plan", 1e6)])
+async def test_plans_outlast_the_coordinator_where_the_last_plan_is_the_fail_safe(
+    tmp_path: Path, fail_safe: str, lease_s: float
+) -> None:
+    feeds = {"hall": {"hosts": ["ho*"], "fail_safe": fail_safe}}
+    async with serving(tmp_path, feeds=feeds) as (client, _), planned(client) as agent:
+        leases_s = {kind: {o.lease_s for o in agent.offers if o.HasField(kind)} for kind in KINDS_OF_CLOCKS}
+        assert leases_s == {"hold": {30.0}, "stage_plan": {lease_s}}
+
+
+async def test_a_budget_slows_a_job_down_survives_a_restart_and_lets_it_go(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    async with connected(settings) as client:
+        power = Power(client)
+        async with planned(client) as agent:
+            before = await client.job()
+            await power.set(limit_w=1.0, correlation_id="evt-1")
+            await until(lambda: is_held(client))
+            await agent.iterate(4)
+            held = await client.job()
+            assert held.min_planned_iteration_time_s > before.max_planned_iteration_time_s
+            assert held.budget_iteration_time_s == pytest.approx(held.t_slow_s)
+            feed = await power.feed()
+            assert (feed.limit_w, list(feed.held_job_ids)) == (1.0, ["job"])
+            offers = len(agent.offers)
+
+    async with connected(settings) as client:
+        power = Power(client)
+        (budget,) = (await power.listed()).budgets
+        assert (budget.state, budget.correlation_id) == (pb.BUDGET_STATE_IN_FORCE, "evt-1")
+        assert (await client.job()).budget_iteration_time_s == held.budget_iteration_time_s
+        agent.use(client)
+        await agent.join()
+
+        async def is_solved() -> bool:
+            await agent.iterate()
+            return bool((await client.job()).t_min_s)
+
+        await until(is_solved)
+        await agent.iterate(4)
+        again = await client.job()
+        assert again.min_planned_iteration_time_s == held.min_planned_iteration_time_s
+        assert len(agent.offers) == offers, "the plans in force stay as they are"
+
+        await power.cancel()
+        await until(lambda: is_free(client))
+        await agent.iterate(4)
+        free = await client.job()
+        assert free.max_planned_iteration_time_s == before.max_planned_iteration_time_s
+        await agent.end()
+        await client.finish()
+        told = [event.budget_paced for event in await client.events() if event.HasField("budget_paced")]
+        assert told[0].iteration_time_s == held.budget_iteration_time_s
+        assert told[0].is_urgent
+        assert not told[-1].HasField("iteration_time_s")
+
+
+async def test_a_tolerance_is_kept_exactly_and_the_feed_says_that_its_limit_is_not(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, power), planned(client) as agent:
+        before = await client.job()
+        terms = job_pb2.BudgetTerms(tolerance_percent=5.0, weight=3.0)
+        policy = job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown(), budget_terms=terms)
+        request = job_service_pb2.SetPolicyRequest(job_id="job", policy=policy)
+        job = (await client.jobs.SetPolicy(request, timeout=TIMEOUT_S)).job
+        assert job.policy.budget_terms == terms
+        await power.set(limit_w=1.0)
+        await until(lambda: is_held(client))
+        await agent.iterate(4)
+        held = await client.job()
+        overhead_s = max(0.0, before.baseline.iteration_time_s - before.no_slowdown_time.iteration_time_s)
+        own_s = before.no_slowdown_time.iteration_time_s + overhead_s
+        assert held.budget_iteration_time_s > before.max_planned_iteration_time_s
+        assert held.budget_iteration_time_s + overhead_s <= own_s / 0.95 * (1 + 1e-9)
+
+        async def is_said() -> bool:
+            feed = await power.feed()
+            return not feed.is_compliant and list(feed.job_ids_to_pause) == ["job"]
+
+        await until(is_said)
+
+
+async def test_a_budget_that_ends_lets_go_by_itself(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, power), planned(client):
+        await power.set(limit_w=1.0, end_s=time.time() + 2.5)
+        await until(lambda: is_held(client))
+        await until(lambda: is_free(client))
+        (budget,) = (await power.listed()).budgets
+        assert budget.state == pb.BUDGET_STATE_ENDED
+
+
+async def test_a_fault_of_the_fleet_s_machine_ends_nothing_and_budgets_count_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("made for the test")
+
+    async with serving(tmp_path) as (client, power), planned(client):
+        with capture_logs() as logs, monkeypatch.context() as patch:
+            patch.setattr(FleetMachine, "_statuses", fail)
+            await power.set(limit_w=1.0)
+
+            async def is_logged() -> bool:
+                return any("begins anew" in line["event"] for line in logs)
+
+            await until(is_logged)
+        await until(lambda: is_held(client))
+        assert (await client.job()).state == job_pb2.JOB_STATE_PLANNED
+
+
+async def test_who_watches_is_told_how_feeds_stand_and_what_changes(tmp_path: Path) -> None:
+    async with serving(tmp_path, feeds=FEEDS) as (_, power):
+        call: Any = power.stub.WatchFeeds(pb.WatchFeedsRequest(), timeout=TIMEOUT_S)
+        first = [(await call.read()).feed for _ in range(2)]
+        assert [feed.feed for feed in first] == ["default", "hall"]
+        assert not first[0].HasField("limit_w")
+        await power.set(limit_w=700.0)
+        while not (told := (await call.read()).feed).HasField("limit_w") or told.feed != "default":
+            pass
+        assert told.limit_w == 700.0
+        call.cancel()
+        other = power.stub.WatchFeeds(pb.WatchFeedsRequest(feed="cellar"), timeout=TIMEOUT_S)
+        assert (await refusal(other.read()))[1] == "FEED_NOT_FOUND"
+
+
+async def test_a_feed_says_what_it_bears_and_its_default(tmp_path: Path) -> None:
+    feeds = {"hall": {"hosts": ["*"], "limit_w": 5000.0, "default_w": 4000.0}}
+    async with serving(tmp_path, feeds=feeds) as (_, power):
+        hall = await power.feed("hall")
+        assert (hall.own_limit_w, hall.default_w) == (5000.0, 4000.0)
+        other = await power.feed()
+        for name in ("own_limit_w", "default_w", "judged_w"):
+            assert not other.HasField(name)

@@ -1,0 +1,124 @@
+"""Who has no plans is held down only where plans alone can't keep a limit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perseus.service.domain.power import Budget, Feed
+from perseus.service.fleet.power.ceilings import STEP, ClockShares
+from perseus.service.fleet.power.demand import JobDemand, PowerPoint
+from perseus.service.fleet.power.machine import FleetMachine
+from perseus.service.fleet.power.messages import (
+    BudgetCancelled,
+    BudgetSet,
+    JobChanged,
+    PowerMeasured,
+    Tick,
+)
+
+HIGHEST_MHZ = 1400
+UNPLANNED = JobDemand("new", measured_w={"a": 400.0}, highest_clock_mhz=HIGHEST_MHZ)
+PLANNED = JobDemand(
+    "planned",
+    (PowerPoint(1.0, 1.0, {"a": 600.0}, 1400), PowerPoint(1.25, 0.8, {"a": 400.0}, 1000)),
+    tolerance_percent=25,
+    highest_clock_mhz=HIGHEST_MHZ,
+)
+
+
+def budget(limit_w: float) -> BudgetSet:
+    return BudgetSet(Budget("b", "a", limit_w, 0.0))
+
+
+class Fleet:
+    """Two jobs on one feed, second by second; what is measured of the unplanned one is told."""
+
+    def __init__(self, *demands: JobDemand) -> None:
+        self.machine = FleetMachine({"a": Feed("a")})
+        self.now_s = 0.0
+        for demand in demands:
+            self.machine.handle(JobChanged(demand, 1.0), self.now_s)
+
+    def look(self, new_w: float = 400.0) -> tuple[int | None, int | None]:
+        """Let a second pass; return the ceilings of the planned and of the unplanned one."""
+        self.now_s += 1
+        self.machine.handle(PowerMeasured(1.0, {"new": {"a": new_w}}, {}), self.now_s)
+        self.machine.handle(Tick(), self.now_s)
+        self.machine.validate_state()
+        return self.machine.ceiling_mhz("planned"), self.machine.ceiling_mhz("new")
+
+
+def test_nobody_is_held_down_without_a_limit() -> None:
+    assert Fleet(PLANNED, UNPLANNED).look() == (None, None)
+
+
+def test_a_job_with_a_pace_has_the_highest_clock_of_its_plans_and_others_none() -> None:
+    fleet = Fleet(PLANNED, UNPLANNED)
+    fleet.machine.handle(budget(800.0), fleet.now_s)
+    assert fleet.look() == (1000, None)
+    fleet.machine.handle(BudgetCancelled("b"), fleet.now_s)
+    assert fleet.look() == (None, None)
+
+
+def test_what_plans_can_t_give_up_is_taken_from_the_clocks_of_those_without() -> None:
+    fleet = Fleet(PLANNED, UNPLANNED)
+    fleet.machine.handle(budget(600.0), fleet.now_s)
+    assert fleet.look() == (1000, 700)  # 400 W are the least under a plan, 200 W are left of 400
+
+
+def test_a_ceiling_stays_though_little_is_drawn_under_it_and_ends_with_the_limit() -> None:
+    fleet = Fleet(PLANNED, UNPLANNED)
+    fleet.machine.handle(budget(600.0), fleet.now_s)
+    fleet.look()
+    for _ in range(100):
+        assert fleet.look(new_w=200.0) == (1000, 700)
+    fleet.machine.handle(BudgetCancelled("b"), fleet.now_s)
+    assert fleet.look(new_w=200.0)[1] is None
+
+
+def test_nothing_left_is_the_lowest_clock() -> None:
+    fleet = Fleet(UNPLANNED)
+    fleet.machine.handle(budget(0.0), fleet.now_s)
+    assert fleet.look() == (None, 1)
+
+
+def test_a_job_whose_clocks_are_not_known_has_no_ceiling() -> None:
+    fleet = Fleet(JobDemand("new", measured_w={"a": 400.0}))
+    fleet.machine.handle(budget(100.0), fleet.now_s)
+    assert fleet.look() == (None, None)
+
+
+def test_a_job_that_came_under_a_ceiling_counts_with_what_it_draws_there() -> None:
+    fleet = Fleet(PLANNED, UNPLANNED)
+    fleet.machine.handle(budget(600.0), fleet.now_s)
+    fleet.look()
+    late = JobDemand("late", measured_w={"a": 0.0}, highest_clock_mhz=HIGHEST_MHZ)
+    fleet.machine.handle(JobChanged(late, 1.0), fleet.now_s)
+    for _ in range(20):
+        fleet.now_s += 1
+        fleet.machine.handle(PowerMeasured(1.0, {"new": {"a": 200.0}, "late": {"a": 100.0}}, {}), fleet.now_s)
+        fleet.machine.handle(Tick(), fleet.now_s)
+    share = 200 / (400 + 100)
+    assert fleet.machine.ceiling_mhz("late") == pytest.approx(share * HIGHEST_MHZ, abs=1)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6)), min_size=1))
+def test_a_share_never_exceeds_what_is_left_and_moves_by_steps(looks: list[tuple[float, float]]) -> None:
+    shares = ClockShares()
+    for free_w, left_w in looks:
+        before = shares.share(["a"])
+        shares.look("a", free_w, left_w)
+        share = shares.share(["a", "another"])
+        assert 0 <= share <= 1
+        assert share * free_w <= max(0.0, left_w) * (1 + 1e-9) or free_w == 0
+        assert share == before or share < before or share > before + 0.9 * STEP
+        assert share == pytest.approx(round(share / STEP) * STEP)
+
+
+def test_noise_moves_no_ceiling() -> None:
+    shares = ClockShares()
+    seen = []
+    for left_w in (520, 480, 520, 540, 480, 520, 549, 480):
+        shares.look("a", 1000.0, float(left_w))
+        seen.append(shares.share(["a"]))
+    assert seen[1:] == pytest.approx([0.45] * 7)

@@ -1,0 +1,63 @@
+"""Urgent offers in a planned job's life: who gets them, and what they touch counts for nothing."""
+
+from perseus.service.domain.inputs import Tick
+from perseus.service.domain.model import EventType, JobState
+from perseus.service.domain.specification import OperatingPolicy
+from tests.service.job.machine_bench import events, offers, planned
+from tests.service.service_fakes import Cluster
+
+
+def hurry(cluster: Cluster) -> None:
+    """Slower plans, at once, while all ranks are in the midst of an iteration."""
+    for rank in cluster.ranks.values():
+        rank.begin()
+    cluster.machine._planner.policy = OperatingPolicy(max_slowdown_percent=20.0)
+    cluster.machine._course.retarget(is_urgent=True)
+    commands = cluster.tell(Tick())
+    assert {offer.is_urgent for offer in offers(commands).values()} == {True}
+    cluster.carry_out(commands)
+
+
+def test_plans_are_in_force_before_the_iteration_has_ended() -> None:
+    cluster = planned(tensors=2)
+    before_s = cluster.planned_times_s()
+    hurry(cluster)
+    assert min(cluster.planned_times_s()) > max(before_s), "and on all ranks of a stage"
+
+
+def test_the_iteration_that_they_touch_is_no_evidence_however_long_it_takes() -> None:
+    cluster = planned()
+    report = list(cluster.machine.report(0))
+    before = len(cluster.history)
+    hurry(cluster)
+    for rank in cluster.ranks.values():
+        cluster.send(rank.end(80.0))
+
+    latest = cluster.machine.log.latest
+    assert latest is not None
+    assert latest.is_touched
+    assert list(cluster.machine.report(0)) == report
+    cluster.iterate(20)
+    cluster.expect(JobState.PLANNED)
+    assert set(events(cluster.history[before:])) <= {EventType.PLAN_OFFERED, EventType.PLAN_IN_FORCE}
+
+
+def test_one_touched_rank_is_enough() -> None:
+    cluster = planned()
+    for rank in cluster.ranks.values():
+        rank.begin()
+    for touched, rank in enumerate(cluster.ranks.values()):
+        rank.is_touched = touched == 2
+        cluster.send(rank.end(0.8))
+    latest = cluster.machine.log.latest
+    assert latest is not None
+    assert latest.is_touched
+
+
+def test_the_ledger_has_what_they_touch() -> None:
+    cluster = planned()
+    before = cluster.machine.log.totals
+    hurry(cluster)
+    for rank in cluster.ranks.values():
+        cluster.send(rank.end(8.0))
+    assert cluster.machine.log.totals != before

@@ -1,0 +1,74 @@
+"""Power budgets are kept as they were accepted, as long as they are to be, on every engine."""
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+from perseus.service.domain.power import Budget, BudgetRecord
+from perseus.service.domain.retention import DAY_S, Retention
+from perseus.service.storage.checking import check_database
+from perseus.service.storage.sql_store import SqlStore
+from perseus.service.storage.store import BudgetEntry
+
+NOW_S = 1_700_000_000.0
+OPEN = BudgetRecord(Budget("open", "hall-a", 1e5 / 3, NOW_S), "first", "token grid", NOW_S - 1 / 3)
+ENDING = BudgetRecord(
+    Budget("ending", "default", 0.0, NOW_S, NOW_S + 0.1, "evt-7 \N{GREEK SMALL LETTER PI}", 12.5),
+    "second",
+    "token operator",
+    NOW_S,
+    percent=75.0,
+)
+
+
+async def test_budgets_are_there_after_a_restart_as_they_were_written_last(database: Path | str) -> None:
+    store = await SqlStore.open(database)
+    assert await store.load_budgets() == []
+    await store.write([BudgetEntry(OPEN), BudgetEntry(ENDING)])
+    cancelled = replace(OPEN, cancel_time_s=NOW_S + 7.5)
+    await store.write([BudgetEntry(cancelled)])
+    await store.close()
+    store = await SqlStore.open(database)
+    assert await store.load_budgets() == [ENDING, cancelled]
+    await store.close()
+
+
+async def pruned(store: SqlStore, retention: Retention, now_s: float) -> list[str]:
+    while not (await store.prune(retention, now_s)).is_done:
+        pass
+    return [record.budget.budget_id for record in await store.load_budgets()]
+
+
+async def test_ended_budgets_go_by_age_and_count_and_others_never(database: Path | str) -> None:
+    store = await SqlStore.open(database)
+    ended = [
+        BudgetRecord(Budget(f"b{n}", "default", 1.0, NOW_S, NOW_S + n), "r", "", NOW_S) for n in range(1, 6)
+    ]
+    await store.write([BudgetEntry(record) for record in [OPEN, *ended]])
+    assert await pruned(store, Retention(budget_count=1), NOW_S) == ["b1", "b2", "b3", "b4", "b5", "open"]
+    assert await pruned(store, Retention(budget_count=3), NOW_S + 5) == ["b3", "b4", "b5", "open"]
+    later_s = NOW_S + 4.5 + DAY_S
+    assert await pruned(store, Retention(budget_age_s=DAY_S), later_s) == ["b5", "open"]
+    assert await pruned(store, Retention(budget_age_s=DAY_S), later_s + 1000 * DAY_S) == ["open"]
+    await store.close()
+
+
+async def test_a_budget_that_can_not_be_read_is_left_out_and_the_check_tells(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    store = await SqlStore.open(path)
+    await store.write([BudgetEntry(OPEN), BudgetEntry(ENDING)])
+    await store.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE budgets SET over_time_s = 1.0 WHERE budget_id = 'open'")
+        connection.execute(
+            """INSERT INTO budgets SELECT 'worse', replace(budget, '"limit_w":', '"limit_w":-'), NULL
+            FROM budgets WHERE budget_id = 'open'"""
+        )
+    connection.close()
+    told = "can't be read, and is not enforced: "
+    first, second = check_database(path)
+    assert first.startswith(f"power budget 'open': {told}expected 'open', over")
+    assert second.startswith(f"power budget 'worse': {told}limit_w: expected 0 to")
+    store = await SqlStore.open(path)
+    assert await store.load_budgets() == [ENDING]
+    await store.close()

@@ -1,0 +1,115 @@
+"""What pages show is what there is: commands and flags, Python, TOML, JSON and YAML in their code blocks."""
+
+import ast
+import json
+import re
+import shlex
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from perseus.cli.main import app
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+GENERATED = ROOT / "docs" / "reference" / "commands.md"
+
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SHELLS = {"sh", "console"}
+# What ends a command: another one, a pipe, a redirection, or the rest of a sentence in a comment.
+END = {"|", ";", "&&", "||", ">", ">>", "<", "&", "2>"}
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.text.strip().splitlines()[0][:60]}"
+
+
+def blocks(*languages: str) -> list[Block]:
+    return [
+        Block(page, language, textwrap.dedent(text))
+        for page in PAGES
+        if page != GENERATED
+        for language, text in BLOCK.findall(page.read_text())
+        if language in languages
+    ]
+
+
+def commands(text: str, *, has_prompt: bool) -> Iterator[list[str]]:
+    """The words of each `perseus …` in a shell's block; where lines have prompts, of those lines."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if has_prompt and not line.startswith(("$ ", "# ")):
+            continue
+        words = shlex.split(line.removeprefix("$ "), comments=not line.startswith("# "))
+        while "perseus" in words:
+            words = words[words.index("perseus") + 1 :]
+            ends = [index for index, word in enumerate(words) if word in END]
+            yield words[: min(ends, default=len(words))]
+
+
+def check_command(words: list[str]) -> None:
+    """Refuse a command or a flag that is not there."""
+    command: Any = get_command(app)
+    words = list(words)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        assert words[0] in command.commands, f"no command {words[0]!r}"
+        command, words = command.commands[words[0]], words[1:]
+    flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    given = {word.partition("=")[0] for word in words if word.startswith("--") and word != "--"}
+    assert given <= flags | {"--help"}, f"no flags {sorted(given - flags)}"
+
+
+@pytest.mark.parametrize("block", blocks("sh", "console"), ids=str)
+def test_commands_and_their_flags_are_there(block: Block) -> None:
+    has_prompt = block.language == "console"
+    for words in commands(block.text, has_prompt=has_prompt):
+        check_command(words)
+
+
+@pytest.mark.parametrize("block", blocks("python", "toml", "json", "yaml"), ids=str)
+def test_what_is_of_a_language_can_be_read_as_such(block: Block) -> None:
+    match block.language:
+        case "python":
+            ast.parse(block.text)
+        case "toml":
+            tomllib.loads(block.text)
+        case "json":
+            json.loads(block.text)
+        case "yaml":
+            list(yaml.safe_load_all(block.text))
+
+
+def test_names_that_python_blocks_import_are_there() -> None:
+    missing = []
+    for block in blocks("python"):
+        for node in ast.walk(ast.parse(block.text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("perseus"):
+                source = ROOT.joinpath(*(node.module or "").split("."))
+                text = next(
+                    path.read_text()
+                    for path in (source.with_suffix(".py"), source / "__init__.py")
+                    if path.exists()
+                )
+                missing += [(str(block), name.name) for name in node.names if name.name not in text]
+    assert missing == []
+
+
+def test_a_command_that_is_not_there_is_found() -> None:
+    (words,) = commands("perseus jobs list --state planned | head", has_prompt=False)
+    assert words == ["jobs", "list", "--state", "planned"]
+    check_command(words)
+    for wrong in (["jobs", "lists"], ["jobs", "list", "--stat", "planned"], ["sing"]):
+        with pytest.raises(AssertionError, match="no "):
+            check_command(wrong)

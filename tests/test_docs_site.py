@@ -1,0 +1,46 @@
+"""The documentation site is built without a warning, and nothing is missing in it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def build(pages: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    arguments = ["-m", "sphinx", "--fail-on-warning", "--fresh-env", "--quiet", "-b", "html"]
+    return subprocess.run(
+        [sys.executable, *arguments, str(pages), str(site)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """What the pages are made from, apart from the checkout: something is written there."""
+    for name in ("docs", "protos", "benchmarks", "deploy", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("node_modules"))
+    for name in ("README.md", "buf.gen.yaml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.timeout(300)
+def test_every_page_is_in_the_site(tree: Path) -> None:
+    done = build(tree / "docs", tree / "site")
+    assert (done.returncode, done.stderr) == (0, "")
+    pages = {path.relative_to(tree / "docs").with_suffix(".html") for path in (tree / "docs").rglob("*.md")}
+    assert {page for page in pages if not (tree / "site" / page).exists()} == set()
+    commands = (tree / "site" / "reference" / "commands.html").read_text()
+    assert 'id="perseus-jobs-straggler"' in commands
+    assert 'id="perseus.solver.solve"' in (tree / "site" / "reference" / "python.html").read_text()
+
+
+@pytest.mark.timeout(300)
+def test_a_link_that_leads_nowhere_fails(tree: Path) -> None:
+    (tree / "docs" / "cli.md").write_text("# Title\n\n[gone](gone.md#there)\n")
+    done = build(tree / "docs", tree / "site")
+    assert done.returncode != 0
+    assert "gone.md" in done.stderr

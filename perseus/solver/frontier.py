@@ -81,8 +81,8 @@ class Refinement:
 
     def plan(self) -> Plan:
         """Return the plan: never slower than the deadline, at the least effective energy found."""
-        choice = Realiser(self._graph).refine(self._target, [[*self._within]], is_thorough=True)
-        plan = _assemble(self.pipeline, self._graph, choice)
+        refined = Realiser(self._graph).refine(self._target, [[*self._within]], is_thorough=True)
+        plan = _assemble(self.pipeline, self._graph, refined.choice)
         if not self._set_latency_s:
             return plan
         kept = kept_plan(self.pipeline, plan, self._set_latency_s)
@@ -120,7 +120,7 @@ class Frontier:
     _rows: tuple[int, ...] = field(repr=False)
     """Each point's in that table."""
     _exact_ps: frozenset[int] = field(repr=False)
-    """Deadlines of points that were searched with as many means as it takes to come close to the bound."""
+    """Deadlines of points that no means make better."""
 
     @property
     def t_min_s(self) -> float:
@@ -231,8 +231,8 @@ def solve(
 ) -> Frontier:
     """Solve for the whole frontier and realise ``point_count`` plans, evenly spaced in effective energy.
 
-    Among them are those of T_min and, where there is room, of the all-max plan's iteration time, made with
-    all means, and of T*.
+    Among them are those of T_min and, where there is room, of the all-max plan's iteration time, which are
+    searched for longer, and of T*.
 
     Where the GPUs take ``set_latency_s`` to set a clock, plans keep their clocks long enough for that; there
     may be fewer points then (:mod:`perseus.solver.kept_clocks`).
@@ -274,8 +274,9 @@ def solve(
     refined_ps = sorted({sweep.t_min_ps, all_max_ps}.intersection(deadlines_ps))
     realiser = Realiser(graph)
     refined: dict[int, Choice] = {}
+    exact_ps = {sweep.t_slow_ps}  # there nothing is left to choose
     for number, deadline_ps in enumerate(refined_ps):
-        refined[deadlines_ps.index(deadline_ps)] = realiser.refine(
+        choice, is_final = realiser.refine(
             _target(pipeline, sweep, deadline_ps),
             list(refined.values()),
             is_thorough=False,
@@ -283,6 +284,9 @@ def solve(
                 _SWEEP_SHARE + _REFINING_SHARE * (done + share) / len(refined_ps)
             ),
         )
+        refined[deadlines_ps.index(deadline_ps)] = choice
+        if is_final:
+            exact_ps.add(deadline_ps)
     choices = realiser.realise(
         [partial(_target, pipeline, sweep, deadline_ps) for deadline_ps in deadlines_ps],
         refined,
@@ -312,7 +316,7 @@ def solve(
         _choice_times_ps=choice_times_ps,
         _plans=plans,
         _rows=tuple(point.row for point in found),
-        _exact_ps=frozenset({*refined_ps, sweep.t_slow_ps}),  # there nothing is left to choose
+        _exact_ps=frozenset(exact_ps),
     )
 
 
@@ -330,10 +334,10 @@ def plan_at(
     graph = build_event_graph(pipeline)
     sweep = sweep_frontier(graph, lambda share: on_progress(share / 2), stop_s=iteration_time_s)
     target = _target(pipeline, sweep, _check_deadline(iteration_time_s, sweep))
-    choice = Realiser(graph).refine(
+    refined = Realiser(graph).refine(
         target, is_thorough=True, report=lambda share: on_progress((1 + share) / 2)
     )
-    return _assemble(pipeline, graph, choice)
+    return _assemble(pipeline, graph, refined.choice)
 
 
 def _check_deadline(iteration_time_s: float, sweep: Sweep) -> int:

@@ -11,6 +11,7 @@ too.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,9 @@ _CLOSE = 0.0018
 
 _FAR = 0.003
 """One that is as far after the search, as a share of the energy, is worth all other means."""
+
+_ROUNDING_SHARE = 1e-9
+"""Sums of the same energies differ by less, as a share of the energy."""
 
 _ROUND_COUNT = 3
 _TRIES_A_ROUND = 6
@@ -77,6 +81,19 @@ class Target:
     energy_j: float
 
 
+class Refined(NamedTuple):
+    """What was found for one deadline.
+
+    Attributes:
+        choice: the best one.
+        is_final: whether there are no other means that could make it better: all were used, or it is at its
+            bound.
+    """
+
+    choice: Choice
+    is_final: bool
+
+
 class Realiser:
     """Finds choices over one event graph. The same calls in the same order find the same.
 
@@ -97,8 +114,8 @@ class Realiser:
         *,
         is_thorough: bool,
         report: Callable[[float], None] = lambda _: None,
-    ) -> Choice:
-        """Return the best choice found for one deadline.
+    ) -> Refined:
+        """Return the best choice found for one deadline, which costs no more than any of the others.
 
         Args:
             target: the deadline.
@@ -113,11 +130,11 @@ class Realiser:
         if others:
             starts = np.concatenate((starts, columns.to_columns(others)), axis=1)
         found = self._refined(starts, target, prices, lambda share: report(share / 2))
-        if is_thorough or self._excess(found, target) > _FAR:
+        if is_thorough := is_thorough or self._excess(found, target) > _FAR:
             found = self._with_all_means(found, others, target, prices, lambda share: report((1 + share) / 2))
         report(1.0)
-        best: Choice = columns.to_choices(found)[0].tolist()
-        return best
+        is_final = is_thorough or self._excess(found, target) <= _ROUNDING_SHARE
+        return Refined(columns.to_choices(found)[0].tolist(), is_final)
 
     def realise(
         self,
@@ -195,14 +212,14 @@ class Realiser:
         to."""
         rounder = Rounder(self._graph)
         deadline_ps = target.deadline_ps
-        choices = self.columns.to_choices(found).tolist()
-        choices.append(rounder.round(target.relaxed_ps, deadline_ps, others))
+        rounded = [rounder.round(target.relaxed_ps, deadline_ps, others)]
         for share, relaxed_ps in relax_locally(self._graph, target.relaxed_ps, deadline_ps):
-            choices.append(rounder.round(relaxed_ps, deadline_ps))
+            rounded.append(rounder.round(relaxed_ps, deadline_ps))
             report(_RELAXING_SHARE * share)
-        finalists = sorted(choices, key=rounder.effective_energy_j)[:_FINALISTS]
+        finalists = sorted(rounded, key=rounder.effective_energy_j)[:_FINALISTS]
+        traded = [rounder.improve(choice, deadline_ps, float("inf")) for choice in finalists]
         searched = self._refined(
-            self.columns.to_columns(finalists),
+            np.concatenate((found, self.columns.to_columns(traded)), axis=1),
             target,
             prices,
             lambda share: report(_RELAXING_SHARE + (1 - _RELAXING_SHARE) * share),

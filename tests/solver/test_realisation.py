@@ -45,7 +45,7 @@ def test_no_deadline_is_missed_and_more_time_costs_no_more(pipeline: Pipeline, s
     sweep = sweep_frontier(graph)
     targets = targets_of(pipeline, sweep, shares)
     realiser = Realiser(graph)
-    first = realiser.refine(targets[0], is_thorough=False)
+    first, _ = realiser.refine(targets[0], is_thorough=False)
     choices = realiser.realise([lambda one=one: one for one in targets], {0: first})  # type: ignore[misc]
     energies_j = realiser.columns.effective_energies_j(realiser.columns.to_columns(choices))
     assert all(later_j <= earlier_j for earlier_j, later_j in pairwise(energies_j))

@@ -5,8 +5,9 @@ extra `[plot]`; it is imported only here, and only when something is drawn.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import cycle
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _POWER_COLOURS = "YlOrRd"
+_OTHERS_COLOURS = ("tab:orange", "tab:purple", "tab:brown")
 _DPI = 150
 
 
@@ -32,6 +34,9 @@ class FrontierPicture:
     baseline_energy_j: float
     blocking_power_w: float
     """Of the whole pipeline: the slope along which the baseline waits."""
+    others: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """By name, other plans' (iteration time, energy), fastest first. What is slower than all points is only
+    drawn if it is all there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,10 @@ def draw_frontier(picture: FrontierPicture, image_format: str) -> bytes:
     )
     axes.plot(picture.iteration_time_s, picture.bound_energy_j, color="tab:green", lw=1, label="lower bound")
     axes.plot(picture.iteration_time_s, picture.energy_j, ".-", color="tab:blue", lw=1, ms=3, label="plans")
+    for colour, (name, plans) in zip(cycle(_OTHERS_COLOURS), picture.others.items(), strict=False):
+        shown = [plan for plan in plans if plan[0] <= slowest_s] or plans[:1]
+        style = "^" if len(plans) == 1 else ".:"
+        axes.plot(*zip(*shown, strict=True), style, color=colour, lw=1, ms=5, label=name)
     marked = {"$T_{min}$": 0, "$T^*$": picture.t_star_index, "$T_{slow}$": len(picture.energy_j) - 1}
     for name, index in marked.items():
         where = picture.iteration_time_s[index], picture.energy_j[index]

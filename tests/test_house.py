@@ -368,6 +368,7 @@ HOUSE: Mapping[str, Room] = {
         "simulation",
         "simulation.replay",
         "solver",
+        "solver.study",
         "tls",
         "v1",
         needs=["google", "grpc", "grpc_health", "pynvml", "rich", "typer"],

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.table import Table
 
+from perseus.cli.comparison import baselines, comparison_rows
 from perseus.cli.destination import Destination
 from perseus.cli.progress import working
 from perseus.cli.rows import Format, FormatOption, show_rows
@@ -70,6 +71,21 @@ def solve(
         ),
     ] = 95.0,
     points: Annotated[int, typer.Option(min=3, max=10_000, help="Plans to realise on the frontier.")] = 100,
+    hull_tolerance_percent: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=99.0,
+            help="Solve large problems sooner: leave out of each computation's curve what matters less than "
+            "this share of its energy. The lower bound is lower by at most that.",
+        ),
+    ] = 0.0,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Also show what one clock for all, one for each stage and EnvPipe's plan save."
+        ),
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Write the frontier here, as JSON.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the frontier here; the suffix names the format, PNG if none.")
@@ -106,14 +122,16 @@ def solve(
             frontier = solver.solve(
                 pipeline,
                 point_count=points,
+                hull_tolerance=hull_tolerance_percent / 100,
                 confidence=confidence_percent / 100,
                 on_progress=report,
             )
+            others = baselines(frontier.pipeline) if compare else {}
     except solver.SolverError as error:
         fail(str(error))
     is_data = any(each.is_standard_output for each in (destination, picture) if each is not None)
     if not is_data:
-        rows = _frontier_rows(frontier)
+        rows = _frontier_rows(frontier, others)
         show_rows(form, rows, list(rows[0]), lambda: _frontier_table(rows))
     if frontier.margin is not None:
         (console if form is Format.TABLE and not is_data else error_console).print(
@@ -129,7 +147,7 @@ def solve(
             _write_json(destination, frontier_to_proto(frontier))
     if picture is not None:
         with working("Drawing"):
-            _draw(picture, frontier)
+            _draw(picture, frontier, others)
 
 
 def plan(
@@ -259,8 +277,11 @@ def _at_most(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _frontier_rows(frontier: "Frontier") -> list[dict[str, Any]]:
-    """All-max, T_min, no slowdown where that is longer, T* and T_slow, against all-max that waits as long."""
+def _frontier_rows(frontier: "Frontier", others: "Mapping[str, tuple[Plan, ...]]") -> list[dict[str, Any]]:
+    """All-max, T_min, no slowdown where that is longer, T* and T_slow, against all-max that waits as long.
+
+    Then the others' plans, if there are any.
+    """
     baseline = frontier.baseline
     not_slower = [
         index
@@ -289,6 +310,8 @@ def _frontier_rows(frontier: "Frontier") -> list[dict[str, Any]]:
                 "saving_percent": 100 * (1 - point.energy_j / waiting_j),
             }
         )
+    if others:
+        rows += comparison_rows(frontier, marked, others)
     return rows
 
 
@@ -306,7 +329,10 @@ def _frontier_table(rows: list[dict[str, Any]]) -> Table:
             f"{bound_j:.1f} J" if bound_j is not None else "",
             f"{saving_percent:.2f} %" if saving_percent is not None else "",
         )
-    table.caption = "saving: against all-max waiting until the same time; no slowdown: all-max's own time"
+    table.caption = (
+        "saving: against all-max waiting until the same time; no slowdown: all-max's own time; "
+        "within: waiting until that point's"
+    )
     return table
 
 
@@ -352,7 +378,7 @@ def _write_json(destination: Destination, message: "Message") -> None:
     destination.write(lambda stream: stream.write(text.encode() + b"\n"))
 
 
-def _draw(destination: Destination, frontier: "Frontier") -> None:
+def _draw(destination: Destination, frontier: "Frontier", others: "Mapping[str, tuple[Plan, ...]]") -> None:
     from perseus import pictures
 
     picture = pictures.FrontierPicture(
@@ -363,6 +389,11 @@ def _draw(destination: Destination, frontier: "Frontier") -> None:
         baseline_time_s=frontier.baseline.iteration_time_s,
         baseline_energy_j=frontier.baseline.energy_j,
         blocking_power_w=sum(frontier.pipeline.blocking_power_w),
+        others={
+            name: [(plan.iteration_time_s, plan.energy_j) for plan in plans]
+            for name, plans in others.items()
+            if plans
+        },
     )
     image = pictures.draw_frontier(picture, pictures.image_format(destination.path))
     destination.write(lambda stream: stream.write(image))

@@ -195,9 +195,12 @@ async def running(
     async with contextlib.AsyncExitStack() as stack:
         store = await SqlStore.open(settings.database)
         stack.push_async_callback(store.close)
-        job_solver = JobLane(settings.solver_processes, settings.solver_limit_s)
+        tolerance = settings.solver_hull_tolerance_percent / 100
+        job_solver = JobLane(settings.solver_processes, settings.solver_limit_s, hull_tolerance=tolerance)
         stack.callback(job_solver.close)
-        request_solver = RequestLane(settings.request_processes, settings.request_limit_s)
+        request_solver = RequestLane(
+            settings.request_processes, settings.request_limit_s, hull_tolerance=tolerance
+        )
         stack.callback(request_solver.close)
         feeds = Feeds(
             {name: some.feed(name) for name, some in settings.feeds.items()},

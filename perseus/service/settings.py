@@ -161,6 +161,13 @@ class CoordinatorSettings(BaseSettings):
     solver_limit_s: float = Field(
         default=3600.0, gt=0, description="Seconds after which a job's problem counts as not to be solved."
     )
+    solver_hull_tolerance_percent: float = Field(
+        default=0.0,
+        ge=0,
+        le=99,
+        description="Solve large problems sooner: leave out of each computation's curve what matters less "
+        "than this share of its energy.",
+    )
     request_processes: int = Field(
         default=1, ge=1, le=64, description="Solves and plans asked for by clients that are made at a time."
     )

@@ -23,11 +23,13 @@ from perseus.solver.latency import LatencyReplay, replay_with_latency
 from perseus.solver.margin import Margin, with_margin
 from perseus.solver.measurements import interpolate_clocks, merge_measurements
 from perseus.solver.named_schedules import (
+    dual_pipe_v,
     early_recomputation,
     gpipe,
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
     zero_bubble_h1,
+    zero_bubble_v,
 )
 from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay
@@ -64,6 +66,7 @@ __all__ = [
     "ScheduleError",
     "SolverError",
     "common_lag_s",
+    "dual_pipe_v",
     "dwell",
     "early_recomputation",
     "emulated_iteration_time_s",
@@ -87,4 +90,5 @@ __all__ = [
     "with_lag",
     "with_margin",
     "zero_bubble_h1",
+    "zero_bubble_v",
 ]

@@ -3,41 +3,34 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perseus.solver.assignment import Choice
 from perseus.solver.errors import DeadlineError, SolverError
-from perseus.solver.graph import EventGraph, Int64Array, build_event_graph
+from perseus.solver.graph import EventGraph, build_event_graph
 from perseus.solver.kept_clocks import KeptClocks, KeptPoint, dwelled_count, kept_plan
 from perseus.solver.latency import check_latency
 from perseus.solver.margin import Margin, with_margin
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
-from perseus.solver.plan_table import PlanTable
+from perseus.solver.plan_table import PlanTable, tabulate
 from perseus.solver.profile import PS_PER_S, to_ps
-from perseus.solver.rounding import Rounder, refine
+from perseus.solver.realisation import Realiser, Target
 from perseus.solver.sweep import Sweep, sweep_frontier
 
 _GRACE_PS = 1000
 """A deadline this little below T_min means T_min: sums of the same seconds differ in their last digits."""
 
-_UPDATES_PER_COMPUTATION = 4
-"""How much search a point is worth; the next one goes on from what it found (see Rounder.improve)."""
-
-_GOOD_ENOUGH = 0.001
-"""A point this close to its bound, as a share of its energy, is not searched."""
-
-_TURN = 7919
-"""By how many computations the search of one point begins after that of the point before: a prime, so that
-the turns reach all of them."""
-
 _PRICED_AT = 1.05
 """Where a margin's price is told, as a factor of T_min."""
 
-_SWEEP_SHARE = 0.3
-"""About the share of solving that the sweep takes; the points take the rest."""
+_SWEEP_SHARE = 0.6
+_REFINING_SHARE = 0.2
+"""About the shares of solving that the sweep and the most wanted plans take; the other points take the
+rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +72,7 @@ class Refinement:
     pipeline: Pipeline
     deadline_s: float
     _graph: EventGraph = field(repr=False)
-    _relaxed_ps: Int64Array = field(repr=False)
-    """The events' times of the relaxed plan."""
-    _deadline_ps: int
+    _target: Target = field(repr=False)
     _within: tuple[int, ...] = field(repr=False)
     """A choice that keeps the deadline."""
     _set_latency_s: float
@@ -90,9 +81,8 @@ class Refinement:
 
     def plan(self) -> Plan:
         """Return the plan: never slower than the deadline, at the least effective energy found."""
-        rounder = Rounder(self._graph)
-        choice = refine(self._graph, rounder, self._relaxed_ps, self._deadline_ps, [[*self._within]])
-        plan = _assemble(self.pipeline, self._graph, choice)
+        refined = Realiser(self._graph).refine(self._target, [[*self._within]], is_thorough=True)
+        plan = _assemble(self.pipeline, self._graph, refined.choice)
         if not self._set_latency_s:
             return plan
         kept = kept_plan(self.pipeline, plan, self._set_latency_s)
@@ -178,6 +168,8 @@ class Frontier:
         Raises:
             DeadlineError: the iteration time is shorter than T_min.
         """
+        if self.is_exact(iteration_time_s):
+            return self.plan_within(iteration_time_s)
         return self.refinement(iteration_time_s).plan()
 
     def refinement(self, iteration_time_s: float) -> Refinement:
@@ -192,8 +184,7 @@ class Frontier:
             pipeline=self.pipeline,
             deadline_s=deadline_ps / PS_PER_S,
             _graph=self._graph,
-            _relaxed_ps=self._sweep.event_times_at(deadline_ps),
-            _deadline_ps=deadline_ps,
+            _target=_target(self.pipeline, self._sweep, deadline_ps),
             _within=tuple(within),
             _set_latency_s=self.set_latency_s,
             _realised=self.plan_within(iteration_time_s),
@@ -240,8 +231,8 @@ def solve(
 ) -> Frontier:
     """Solve for the whole frontier and realise ``point_count`` plans, evenly spaced in effective energy.
 
-    Among them are those of T_min and, where there is room, of the all-max plan's iteration time, made with
-    all means, and of T*.
+    Among them are those of T_min and, where there is room, of the all-max plan's iteration time, which are
+    searched for longer, and of T*.
 
     Where the GPUs take ``set_latency_s`` to set a clock, plans keep their clocks long enough for that; there
     may be fewer points then (:mod:`perseus.solver.kept_clocks`).
@@ -253,8 +244,8 @@ def solve(
     With a ``confidence``, a probability, plans are made so that they keep their iteration times with it, as
     far as the standard errors of the measured times tell: with a margin (:mod:`perseus.solver.margin`).
 
-    ``on_progress`` is called with the share of the work that is done, from 0 to 1. A frontier of a single
-    iteration time has a single point.
+    ``on_progress`` is called with the share of the work that is done, from 0 to 1, several times a plan; what
+    it raises ends the work. A frontier of a single iteration time has a single point.
 
     Raises:
         SolverError: fewer than 3 points (T_min, T*, T_slow) are asked for, the tolerance is no share, or the
@@ -279,36 +270,39 @@ def solve(
     t_star_ps = _t_star_ps(pipeline, sweep)
     all_max_ps = min(to_ps(baseline.iteration_time_s), sweep.t_slow_ps)
     deadlines_ps = _space_deadlines_ps(sweep, (t_star_ps, all_max_ps), point_count)
-    # Most iterations run at one of these; they are the hardest to round, and all others build on them.
-    refined_ps = frozenset({sweep.t_min_ps, all_max_ps}.intersection(deadlines_ps))
-    rounder = Rounder(graph)
-    choices: list[Choice] = []
-    for deadline_ps in deadlines_ps:
-        relaxed_ps = sweep.event_times_at(deadline_ps)
-        if deadline_ps in refined_ps:
-            choice = refine(graph, rounder, relaxed_ps, deadline_ps, choices[-1:])
-        else:
-            choice = rounder.round(relaxed_ps, deadline_ps, choices[-1:])
-            deadline_s = deadline_ps / PS_PER_S
-            excess_j = rounder.effective_energy_j(choice) - sweep.effective_energy_j_at(deadline_s)
-            if excess_j > _GOOD_ENOUGH * _bound_energy_j(pipeline, sweep, deadline_s):
-                first = len(choices) * _TURN % len(choice)
-                choice = rounder.improve(choice, deadline_ps, _UPDATES_PER_COMPUTATION * len(choice), first)
-        # More time must not cost more energy, not even by a rounding error of the sums.
-        if choices and rounder.effective_energy_j(choices[-1]) <= rounder.effective_energy_j(choice):
-            choice = choices[-1]
-        choices.append(choice)
-        report(_SWEEP_SHARE + (1 - _SWEEP_SHARE) * len(choices) / len(deadlines_ps))
-    kept = KeptClocks(pipeline, baseline, set_latency_s)
-    choice_times_ps: list[int] = []
-    step = max(1, len(choices) // dwelled_count(len(graph.computations)))
-    for index, (deadline_ps, choice) in enumerate(zip(deadlines_ps, choices, strict=True)):
-        plan = _assemble(pipeline, graph, choice)
-        choice_times_ps.append(to_ps(plan.iteration_time_s))
-        is_mark = deadline_ps in (*refined_ps, t_star_ps, deadlines_ps[-1])
-        is_needed = is_mark or index % step == 0
-        kept.take(deadline_ps / PS_PER_S, plan, is_needed=is_needed)
-    found, plans = kept.finish()
+    # Most iterations run at one of these; they are the hardest to round.
+    refined_ps = sorted({sweep.t_min_ps, all_max_ps}.intersection(deadlines_ps))
+    realiser = Realiser(graph)
+    refined: dict[int, Choice] = {}
+    exact_ps = {sweep.t_slow_ps}  # there nothing is left to choose
+    for number, deadline_ps in enumerate(refined_ps):
+        choice, is_final = realiser.refine(
+            _target(pipeline, sweep, deadline_ps),
+            list(refined.values()),
+            is_thorough=False,
+            report=lambda share, done=number: report(  # type: ignore[misc]
+                _SWEEP_SHARE + _REFINING_SHARE * (done + share) / len(refined_ps)
+            ),
+        )
+        refined[deadlines_ps.index(deadline_ps)] = choice
+        if is_final:
+            exact_ps.add(deadline_ps)
+    choices = realiser.realise(
+        [partial(_target, pipeline, sweep, deadline_ps) for deadline_ps in deadlines_ps],
+        refined,
+        lambda share: report(_SWEEP_SHARE + _REFINING_SHARE + (1 - _SWEEP_SHARE - _REFINING_SHARE) * share),
+    )
+    plans = tabulate(pipeline, graph, realiser.columns, choices)
+    choice_times_ps = tuple(map(to_ps, plans.iteration_times_s))
+    found = [KeptPoint(deadline_ps / PS_PER_S, row, 0.0) for row, deadline_ps in enumerate(deadlines_ps)]
+    if set_latency_s:
+        marks_ps = {*refined_ps, t_star_ps, deadlines_ps[-1]}
+        step = max(1, len(deadlines_ps) // dwelled_count(len(graph.computations)))
+        kept = KeptClocks(pipeline, baseline, set_latency_s)
+        for row, deadline_ps in enumerate(deadlines_ps):
+            is_needed = deadline_ps in marks_ps or row % step == 0
+            kept.take(deadline_ps / PS_PER_S, plans.plan(row), is_needed=is_needed)
+        found, plans = kept.finish()
     return Frontier(
         pipeline=pipeline,
         baseline=baseline,
@@ -318,11 +312,11 @@ def solve(
         set_latency_s=set_latency_s,
         _graph=graph,
         _sweep=sweep,
-        _choices=np.array(choices, dtype=np.int16),
-        _choice_times_ps=tuple(choice_times_ps),
+        _choices=choices,
+        _choice_times_ps=choice_times_ps,
         _plans=plans,
         _rows=tuple(point.row for point in found),
-        _exact_ps=refined_ps | {sweep.t_slow_ps},  # there nothing is left to choose
+        _exact_ps=frozenset(exact_ps),
     )
 
 
@@ -338,10 +332,12 @@ def plan_at(
         PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
     """
     graph = build_event_graph(pipeline)
-    sweep = sweep_frontier(graph, on_progress, stop_s=iteration_time_s)
-    deadline_ps = _check_deadline(iteration_time_s, sweep)
-    choice = refine(graph, Rounder(graph), sweep.event_times_at(deadline_ps), deadline_ps)
-    return _assemble(pipeline, graph, choice)
+    sweep = sweep_frontier(graph, lambda share: on_progress(share / 2), stop_s=iteration_time_s)
+    target = _target(pipeline, sweep, _check_deadline(iteration_time_s, sweep))
+    refined = Realiser(graph).refine(
+        target, is_thorough=True, report=lambda share: on_progress((1 + share) / 2)
+    )
+    return _assemble(pipeline, graph, refined.choice)
 
 
 def _check_deadline(iteration_time_s: float, sweep: Sweep) -> int:
@@ -357,6 +353,16 @@ def _check_deadline(iteration_time_s: float, sweep: Sweep) -> int:
             found=iteration_time_s,
         )
     return max(to_ps(iteration_time_s), t_min_ps)
+
+
+def _target(pipeline: Pipeline, sweep: Sweep, deadline_ps: int) -> Target:
+    deadline_s = deadline_ps / PS_PER_S
+    return Target(
+        deadline_ps=deadline_ps,
+        relaxed_ps=sweep.event_times_at(deadline_ps),
+        bound_j=sweep.effective_energy_j_at(deadline_s),
+        energy_j=_bound_energy_j(pipeline, sweep, deadline_s),
+    )
 
 
 def _t_star_ps(pipeline: Pipeline, sweep: Sweep) -> int:

@@ -41,7 +41,6 @@ class KeptClocks:
     None is slower than its deadline on the measured times; with the latency none takes more than 0.2 % longer
     than on the measured times, unless even ``fallback`` is slower than the deadline (measured times may rise
     with the clock) or late itself (the highest clocks of a stage differ, and those between are slower).
-    With a latency of 0 they stay as they are.
     """
 
     def __init__(self, pipeline: Pipeline, fallback: Plan, latency_s: float) -> None:
@@ -50,25 +49,20 @@ class KeptClocks:
         Args:
             pipeline: what they are plans of.
             fallback: all at the highest clock, for deadlines for which nothing else is fast enough.
-            latency_s: how long it takes to set a clock.
+            latency_s: how long it takes to set a clock; more than 0.
         """
         self._pipeline, self._latency_s = pipeline, latency_s
         self._fallback_time_s = fallback.iteration_time_s
         self._table = PlanTableRecorder(fallback)
         self._rows: list[tuple[float, float, LatencyReplay]] = []
         self._points: list[tuple[float, float]] = []
-        if latency_s:
-            self._record(fallback, replay_with_latency(pipeline, fallback, latency_s))
+        self._record(fallback, replay_with_latency(pipeline, fallback, latency_s))
 
     def take(self, deadline_s: float, plan: Plan, *, is_needed: bool) -> None:
         """Take the plan for a deadline whose clocks change at once.
 
         Where it is not needed and would have to be changed, there will be none for that deadline.
         """
-        if not self._latency_s:
-            self._table.record(plan)
-            self._points.append((deadline_s, plan.effective_energy_j))
-            return
         late = replay_with_latency(self._pipeline, plan, self._latency_s)
         if _keeps_clocks(plan, late, self._latency_s):
             self._record(plan, late)
@@ -87,11 +81,7 @@ class KeptClocks:
 
     def finish(self) -> tuple[list[KeptPoint], PlanTable]:
         """Return the points, by rising deadline and iteration time and falling energy, and all plans."""
-        if not self._latency_s:
-            points = [KeptPoint(deadline_s, row, 0.0) for row, (deadline_s, _) in enumerate(self._points)]
-        else:
-            points = [self._cheapest(*point) for point in self._points]
-        return points, self._table.finish()
+        return [self._cheapest(*point) for point in self._points], self._table.finish()
 
     def _record(self, plan: Plan, late: LatencyReplay) -> None:
         self._table.record(plan)

@@ -1,6 +1,6 @@
 """The schedules that are known by name, written down as each stage's order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import ScheduleError
@@ -129,3 +129,151 @@ def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
             raise ScheduleError(f"{name}: expected at least 1, found {count}", field=name, found=count)
+
+
+def zero_bubble_v(stage_count: int, microbatch_count: int) -> Schedule:
+    """ZBV: two chunks a stage in the shape of a V, the backward split, no bubble if all take the same time.
+
+    Activations pass the first chunks from the first stage to the last, and the second ones back. (Qi et al.,
+    Pipeline Parallelism with Controllable Memory, NeurIPS '24, section 3; Zero Bubble Pipeline Parallelism,
+    ICLR '24.)
+
+    Raises:
+        ScheduleError: a count is below 1.
+    """
+    _check_counts(stage_count=stage_count, microbatch_count=microbatch_count)
+    # With fewer microbatches the warm-up alone would hold them all: as many as it takes, the excess left out.
+    count = max(2 * stage_count - 1, microbatch_count)
+
+    def order(stage: int) -> Iterator[Computation]:
+        turns = _Turns(stage)
+        behind = stage_count - stage
+        for _ in range(2 * behind - 1):
+            yield turns.forward(0)
+        for _ in range(stage):
+            yield turns.forward(1)
+            yield turns.forward(0)
+        for _ in range(behind):
+            yield turns.forward(1)
+            yield from turns.split_backward(1)
+        while turns.forward_counts[1] < turns.forward_counts[0] or turns.forward_counts[0] < count:
+            if turns.forward_counts[0] < count:
+                yield turns.forward(0)
+            yield from turns.split_backward(0)
+            yield turns.forward(1)
+            yield from turns.split_backward(1)
+        for _ in range(stage):
+            yield turns.input_backward(0)
+            yield turns.input_backward(1)
+        for _ in range(behind):
+            yield turns.input_backward(0)
+            yield turns.weight_backward(0)
+        while turns.weight_counts[1] < turns.input_counts[1]:
+            yield turns.weight_backward(1)
+        while turns.weight_counts[0] < turns.input_counts[0]:
+            yield turns.weight_backward(0)
+
+    return _v_shaped(stage_count, microbatch_count, order)
+
+
+class _Turns:
+    """One stage of two chunks: who of each kind is next."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self.forward_counts = [0, 0]
+        self.input_counts = [0, 0]
+        self.weight_counts = [0, 0]
+
+    def forward(self, chunk: int) -> Computation:
+        return self._next(Kind.FORWARD, self.forward_counts, chunk)
+
+    def input_backward(self, chunk: int) -> Computation:
+        return self._next(Kind.BACKWARD_INPUT, self.input_counts, chunk)
+
+    def weight_backward(self, chunk: int) -> Computation:
+        return self._next(Kind.BACKWARD_WEIGHT, self.weight_counts, chunk)
+
+    def whole_backward(self, chunk: int) -> Computation:
+        self.weight_counts[chunk] += 1
+        return self._next(Kind.BACKWARD, self.input_counts, chunk)
+
+    def split_backward(self, chunk: int) -> Iterator[Computation]:
+        yield self.input_backward(chunk)
+        yield self.weight_backward(chunk)
+
+    def _next(self, kind: Kind, counts: list[int], chunk: int) -> Computation:
+        counts[chunk] += 1
+        return Computation(self._stage, kind, counts[chunk] - 1, chunk)
+
+
+def _v_shaped(
+    stage_count: int, microbatch_count: int, order: Callable[[int], Iterable[Computation]]
+) -> Schedule:
+    """Return the schedule of these orders without the microbatches that there are not."""
+    there = tuple((stage, 0) for stage in range(stage_count))
+    back = tuple((stage, 1) for stage in reversed(range(stage_count)))
+    return Schedule(
+        tuple(
+            tuple(c for c in order(stage) if c.microbatch < microbatch_count) for stage in range(stage_count)
+        ),
+        (there + back,),
+    )
+
+
+def dual_pipe_v(stage_count: int, microbatch_count: int) -> Schedule:
+    """DualPipeV: two chunks a stage in the shape of a V, forwards and backwards of both in turn.
+
+    Most backwards are whole; those at the begin and the end, where stages would wait, are split. Where
+    frameworks overlap a forward with a backward, the forward stands first here. (DeepSeek-AI, DeepSeek-V3
+    technical report, 2024; its DualPipe cut in half.)
+
+    Raises:
+        ScheduleError: a count is below 1, or there are fewer than two microbatches a stage.
+    """
+    _check_counts(stage_count=stage_count, microbatch_count=microbatch_count)
+    if microbatch_count < 2 * stage_count:
+        raise ScheduleError(
+            f"microbatch_count: expected at least {2 * stage_count}, two for each stage, "
+            f"found {microbatch_count}",
+            field="microbatch_count",
+            found=microbatch_count,
+        )
+
+    def order(stage: int) -> Iterator[Computation]:
+        turns = _Turns(stage)
+        behind = stage_count - stage - 1
+        for _ in range(2 * behind):
+            yield turns.forward(0)
+        for _ in range(stage + 1):
+            yield turns.forward(0)
+            yield turns.forward(1)
+        for _ in range(behind):
+            yield from turns.split_backward(1)
+            yield turns.forward(1)
+        for _ in range(microbatch_count - 2 * stage_count + stage + 1):
+            yield turns.forward(0)
+            yield turns.whole_backward(1)
+            yield turns.forward(1)
+            yield turns.whole_backward(0)
+        for _ in range(behind):
+            yield turns.whole_backward(1)
+            yield turns.forward(1)
+            yield turns.whole_backward(0)
+        # From the middle on, only what others wait for; the weights follow when there is nothing else.
+        chunks = [1, 0] * (stage + 1)
+        put_off = []
+        for place, chunk in enumerate(chunks):
+            if place <= stage:
+                yield turns.whole_backward(chunk)
+            else:
+                yield turns.input_backward(chunk)
+                put_off.append(chunk)
+        for _ in range(behind):
+            yield turns.weight_backward(put_off.pop(0))
+            yield turns.input_backward(0)
+            put_off.append(0)
+        for chunk in put_off:
+            yield turns.weight_backward(chunk)
+
+    return _v_shaped(stage_count, microbatch_count, order)

@@ -9,13 +9,13 @@ Then a local search looks for trades: one computation a step or a few faster, so
 together save more than it costs. It ends where no such trade is left, or when its effort is used up.
 
 Where the measured clocks lie far above the hull (a cliff in the profile), a relaxed plan mixes clocks that no
-real plan can mix. :func:`refine` therefore also relaxes again and again on *local* hulls, those of the few
-measured clocks around the last relaxed duration, fewer each time, and rounds every one of these plans.
+real plan can mix. :func:`relax_locally` therefore relaxes again and again on *local* hulls, those of the few
+measured clocks around the last relaxed duration, fewer each time.
 """
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,9 +30,6 @@ _REACHES = (8, 6, 5, 4, 3, 2, 1)
 
 _STEPS = 3
 """By how many options a trade may make a computation faster."""
-
-_FINALISTS = 2
-"""How many of the rounded plans are searched for trades."""
 
 
 class Rounder:
@@ -120,30 +117,19 @@ class Rounder:
         return assignment.choice
 
 
-def refine(
-    graph: EventGraph,
-    rounder: Rounder,
-    event_times_ps: Int64Array,
-    deadline_ps: int,
-    others: Sequence[Choice] = (),
-) -> Choice:
-    """Return the best options found for one deadline with all means; takes about as long as a few sweeps.
+def relax_locally(
+    graph: EventGraph, event_times_ps: Int64Array, deadline_ps: int
+) -> Iterator[tuple[float, Int64Array]]:
+    """Relax for one deadline again and again, on local hulls around the relaxed plan before.
 
-    ``event_times_ps`` is the relaxed plan of that deadline; ``others`` as in :meth:`Rounder.round`.
+    Yields:
+        The share of the relaxations that are done, and the events' times.
     """
-    found = [rounder.round(event_times_ps, deadline_ps)]
-    if others:
-        found.append(rounder.round(event_times_ps, deadline_ps, others))
-    for reach in _REACHES:
+    for number, reach in enumerate(_REACHES):
         durations_ps = event_times_ps[graph.finish_event] - event_times_ps[graph.start_event]
         local = with_local_hulls(graph, durations_ps, reach)
         event_times_ps = sweep_frontier(local, stop_s=deadline_ps / PS_PER_S).event_times_at(deadline_ps)
-        found.append(rounder.round(event_times_ps, deadline_ps))
-    finalists = sorted(found, key=rounder.effective_energy_j)[:_FINALISTS]
-    return min(
-        (rounder.improve(choice, deadline_ps, float("inf")) for choice in finalists),
-        key=rounder.effective_energy_j,
-    )
+        yield (number + 1) / len(_REACHES), event_times_ps
 
 
 def with_local_hulls(graph: EventGraph, durations_ps: Int64Array, reach: int) -> EventGraph:

@@ -90,6 +90,36 @@ def test_plot_is_an_image(profile: Path, tmp_path: Path) -> None:
     assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_compared_plans_stand_beside_the_frontier(profile: Path, tmp_path: Path) -> None:
+    flags = ("--microbatches", 4, "--blocking-power-w", 50, "--compare")
+    result = run("solve", profile, *flags, "--plot", tmp_path / "frontier.svg", "--format", "json")
+    assert result.exit_code == 0, result.output
+    by_name = {row["point"]: row for row in json.loads(result.output)}
+    assert {"EnvPipe", "one clock within T_min", "a clock per stage within T*"} <= by_name.keys()
+    # Balancing forwards leaves no clock per stage that is as fast as T_min here.
+    assert "a clock per stage within T_min" not in by_name
+    for name, mark in (name.split(" within ") for name in by_name if " within " in name):
+        row = by_name[f"{name} within {mark}"]
+        assert row["iteration_time_s"] <= by_name[mark]["iteration_time_s"]
+        assert row["saving_percent"] <= by_name[mark]["saving_percent"] + 1e-9
+    assert by_name["one clock within T_min"]["saving_percent"] == pytest.approx(0.0)
+    drawn = (tmp_path / "frontier.svg").read_text()
+    assert "<svg" in drawn
+
+
+def test_a_hull_tolerance_lowers_the_bound_alone(profile: Path, tmp_path: Path) -> None:
+    found = []
+    for percent in (0, 40):
+        path = tmp_path / f"{percent}.json"
+        flags = ("--microbatches", 4, "--hull-tolerance-percent", percent, "--output", path)
+        assert run("solve", profile, *flags).exit_code == 0
+        found.append(load(path))
+    exact, coarse = found
+    assert (coarse["tMinS"], coarse["tSlowS"]) == (exact["tMinS"], exact["tSlowS"])
+    bounds_j = [max(point["boundEnergyJ"] for point in each["points"]) for each in found]
+    assert 0.6 * bounds_j[0] <= bounds_j[1] <= bounds_j[0]
+
+
 def test_plan_is_made_for_the_asked_time(frontier: Path, tmp_path: Path) -> None:
     t_min_s = load(frontier)["tMinS"]
     asked_s = t_min_s * 1.0731

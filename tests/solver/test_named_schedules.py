@@ -13,11 +13,13 @@ from perseus.solver import (
     Pipeline,
     Schedule,
     ScheduleError,
+    dual_pipe_v,
     early_recomputation,
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
     replay,
     zero_bubble_h1,
+    zero_bubble_v,
 )
 from tests.solver.pipelines import measurements
 
@@ -58,6 +60,25 @@ def test_zero_bubble_h1(stage_count: int, microbatch_count: int) -> None:
     if microbatch_count >= 2 * stage_count:
         times_s = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
         assert iteration_time_s(schedule, **times_s) == 3.0 * microbatch_count + 1.0 * (stage_count - 1)
+
+
+@given(stage_count=stage_counts, more=st.integers(-1, 12))
+def test_v_shaped_schedules_wait_only_for_the_first_activations(stage_count: int, more: int) -> None:
+    """Their orders are compared with torch's in `tests/frameworks`."""
+    microbatch_count = 2 * stage_count + more
+    times_s = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "backward": 2.0}
+    # Both chunks' forward, input and weight parts, after the first microbatch's way to the last stage.
+    shortest_s = 6.0 * microbatch_count + 1.0 * (stage_count - 1)
+    assert iteration_time_s(zero_bubble_v(stage_count, microbatch_count), **times_s) == shortest_s
+    if more >= 0:
+        assert iteration_time_s(dual_pipe_v(stage_count, microbatch_count), **times_s) == shortest_s
+
+
+def test_dual_pipe_v_needs_two_microbatches_a_stage() -> None:
+    with pytest.raises(
+        ScheduleError, match="microbatch_count: expected at least 8, two for each stage, found 7"
+    ):
+        dual_pipe_v(4, 7)
 
 
 def test_early_recomputation_does_not_wait_for_the_gradient() -> None:

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from perseus.solver import Frontier, Pipeline, Plan, solve
 from perseus.solver.assignment import Assignment, Neighbourhood
 from perseus.solver.graph import build_event_graph
-from perseus.solver.rounding import Rounder, refine, with_local_hulls
+from perseus.solver.realisation import Realiser, Target
+from perseus.solver.rounding import Rounder, relax_locally, with_local_hulls
 from perseus.solver.sweep import sweep_frontier
 from tests.solver.pipelines import pipelines, published_pipeline
 
@@ -67,7 +68,18 @@ def test_every_means_helps_and_none_is_late(pipeline: Pipeline, share: float) ->
     rounded = rounder.round(relaxed_ps, deadline_ps)
     improved = rounder.improve(rounded, deadline_ps, float("inf"))
     assert rounder.effective_energy_j(improved) <= rounder.effective_energy_j(rounded)
-    for choice in (improved, refine(graph, rounder, relaxed_ps, deadline_ps)):
+    bound_j = sweep.effective_energy_j_at(deadline_ps / 1e12)
+    target = Target(deadline_ps, relaxed_ps, bound_j, bound_j + 100.0)
+    local = [
+        rounder.round(local_ps, deadline_ps) for _, local_ps in relax_locally(graph, relaxed_ps, deadline_ps)
+    ]
+    traded = rounder.improve(min(local, key=rounder.effective_energy_j), deadline_ps, float("inf"))
+    refined = Realiser(graph).refine(target, [improved], is_thorough=True)
+    assert refined.is_final
+    for choice in (improved, traded):
+        assert rounder.effective_energy_j(refined.choice) <= rounder.effective_energy_j(choice) + 1e-9
+    assert Realiser(graph).refine(target, [improved], is_thorough=True) == refined
+    for choice in (improved, refined.choice):
         checked = Assignment(Neighbourhood(graph), choice, deadline_ps)
         assert all(checked.slack_ps(i) >= 0 for i in range(len(choice)))
     # The same effort finds the same plan.

@@ -35,6 +35,7 @@ def test_public_names() -> None:
         "ScheduleError",
         "SolverError",
         "common_lag_s",
+        "dual_pipe_v",
         "dwell",
         "early_recomputation",
         "emulated_iteration_time_s",
@@ -58,6 +59,7 @@ def test_public_names() -> None:
         "with_lag",
         "with_margin",
         "zero_bubble_h1",
+        "zero_bubble_v",
     ]
     assert all(hasattr(perseus.solver, name) for name in perseus.solver.__all__)
 

@@ -72,6 +72,7 @@ class JobLane:
         process_count: int,
         limit_s: float,
         *,
+        hull_tolerance: float = 0.0,
         turn_s: float = _FIRST_TURN_S,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -81,6 +82,7 @@ class JobLane:
         Args:
             process_count: problems solved at a time.
             limit_s: a problem that takes longer fails.
+            hull_tolerance: what frontiers are solved with (`perseus.solver.solve`).
             turn_s: how long the first turn of a problem is.
             clock: any that never goes back.
             draw: a number from 0 to 1 by lot, for the jitter.
@@ -88,6 +90,7 @@ class JobLane:
         self.tally = LaneTally()
         self._limit_s = limit_s
         self._turn_s = turn_s
+        self._hull_tolerance = hull_tolerance
         self._clock = clock
         self._draw = draw
         self._queue = FairQueue()
@@ -140,7 +143,16 @@ class JobLane:
             SolverTimeoutError: it takes longer than the limit.
             InternalError: the solver has a fault.
         """
-        return await self._do(job_id, on_retry, solve_explaining, problem, POINT_COUNT, slow, set_latency_s)
+        return await self._do(
+            job_id,
+            on_retry,
+            solve_explaining,
+            problem,
+            POINT_COUNT,
+            slow,
+            set_latency_s,
+            self._hull_tolerance,
+        )
 
     async def refine(self, job_id: str, refinement: Refinement, on_retry: OnRetry) -> Plan:
         """Make a plan of a job's frontier with all means. In everything else as `solve`."""

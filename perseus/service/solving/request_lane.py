@@ -64,13 +64,14 @@ class RequestLane:
         tally: what became of it.
     """
 
-    def __init__(self, process_count: int, limit_s: float) -> None:
+    def __init__(self, process_count: int, limit_s: float, *, hull_tolerance: float = 0.0) -> None:
         """Let callers come: the first ones start the workers.
 
-        What takes longer than `limit_s`, waiting aside, is ended.
+        What takes longer than `limit_s`, waiting aside, is ended. Problems are solved with `hull_tolerance`.
         """
         self.tally = LaneTally()
         self._limit_s = limit_s
+        self._hull_tolerance = hull_tolerance
         self._slots = [_Slot() for _ in range(process_count)]
         self._idle = deque(self._slots)
         self._waiting: deque[asyncio.Future[_Slot]] = deque()
@@ -101,7 +102,10 @@ class RequestLane:
         """
         with self.tally.problem(time.monotonic):
             async with self._slot() as slot:
-                return await self._run(slot.worker.run(solve_explaining, problem, point_count))
+                work = slot.worker.run(
+                    solve_explaining, problem, point_count, None, 0.0, self._hull_tolerance
+                )
+                return await self._run(work)
 
     async def plan(self, frontier: Frontier, iteration_time_s: float) -> Plan:
         """Return a plan of a frontier (`Frontier.plan`).

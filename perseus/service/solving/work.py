@@ -34,11 +34,13 @@ def solve_explaining(
     point_count: int = POINT_COUNT,
     slow: SlowPlan | None = None,
     set_latency_s: float = 0.0,
+    hull_tolerance: float = 0.0,
 ) -> Frontier:
     """Solve a problem, with the lag between stages that explains a slow plan, if there is one.
 
     Measured times are planned with so that plans keep theirs with the probability CONFIDENCE.
     `set_latency_s`: how long the GPUs take to set a clock; 0 for plans whose clocks change at once.
+    `hull_tolerance`: the share of energies that `solve` may leave out to be quicker.
 
     Raises:
         LagError: no lag explains the slow plan.
@@ -46,7 +48,13 @@ def solve_explaining(
     """
     if slow is not None:
         problem = with_lag(problem, _lag_s(problem, slow))
-    return solve(problem, point_count=point_count, set_latency_s=set_latency_s, confidence=CONFIDENCE)
+    return solve(
+        problem,
+        point_count=point_count,
+        hull_tolerance=hull_tolerance,
+        set_latency_s=set_latency_s,
+        confidence=CONFIDENCE,
+    )
 
 
 def plan_of(key: int, frontier: Frontier | None, iteration_time_s: float) -> Plan:

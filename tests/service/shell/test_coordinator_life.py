@@ -1,6 +1,7 @@
 """A job's whole life over real gRPC, the solver in a spawned process."""
 
 import asyncio
+from itertools import groupby
 from pathlib import Path
 
 from perseus.v1 import agent_service_pb2, frontier_service_pb2, job_pb2, job_service_pb2, rank_pb2
@@ -35,7 +36,8 @@ async def test_a_job_is_profiled_planned_replanned_and_finished(tmp_path: Path) 
         assert job.planned_iteration_time_s[0] == job.t_min_s
         assert job.t_min_s < job.planned_iteration_time_s[1] <= 1.2 * job.t_min_s
         versions = [rank.in_force_version for rank in await client.ranks()]
-        assert versions[0] == versions[1] < versions[2] == versions[3]
+        # Where a better plan was made meanwhile, a stage that it leaves as it is keeps its version.
+        assert versions[0] == versions[1] < min(versions[2:])
 
         clear = job_service_pb2.ClearStragglerRequest(job_id="job", pipeline=0)
         job = (await client.jobs.ClearStraggler(clear, timeout=TIMEOUT_S)).job
@@ -73,4 +75,6 @@ async def test_a_job_is_profiled_planned_replanned_and_finished(tmp_path: Path) 
         assert states[0] == job_pb2.JOB_STATE_BASELINE
         assert states[-1] == job_pb2.JOB_STATE_PLANNED
         planned = [period for period in periods if period.state == job_pb2.JOB_STATE_PLANNED]
-        assert [period.has_straggler for period in planned] == [False, True, True, False, False]
+        # How many periods each of them has depends on when better plans were there.
+        stretches = [has_straggler for has_straggler, _ in groupby(p.has_straggler for p in planned)]
+        assert stretches == [False, True, False]

@@ -12,7 +12,7 @@ from perseus.service.domain.errors import SolverBusyError, SolverCrashedError, S
 from perseus.service.solving import job_lane
 from perseus.service.solving.job_lane import JobLane
 from perseus.service.solving.request_lane import MOST_WAITING, RequestLane
-from perseus.service.solving.work import solve_explaining
+from perseus.service.solving.work import POINT_COUNT, solve_explaining
 from perseus.service.solving.worker import Worker, WorkerDiedError, WorkError
 from perseus.solver import (
     DeadlineError,
@@ -71,6 +71,21 @@ async def test_a_problem_is_solved_elsewhere_as_here(jobs: JobLane, requests: Re
     assert there.points == here.points
     assert there.plan_within(there.t_slow_s) == here.plan_within(here.t_slow_s)
     assert (await requests.solve(problem, 100)).points == here.points
+
+
+async def test_frontiers_are_solved_with_the_tolerance_that_is_set() -> None:
+    problem = make_problem()
+    jobs, requests = JobLane(1, 600.0, hull_tolerance=0.1), RequestLane(1, 600.0, hull_tolerance=0.1)
+    try:
+        of_job = await jobs.solve("job", problem, None, Retries())
+        asked = await requests.solve(problem, POINT_COUNT)
+    finally:
+        jobs.close()
+        requests.close()
+    exact, coarse = solve_explaining(problem), solve_explaining(problem, hull_tolerance=0.1)
+    assert of_job.points == asked.points == coarse.points
+    time_s = (exact.t_min_s + exact.t_slow_s) / 2
+    assert 0.9 * exact.bound_energy_j(time_s) <= coarse.bound_energy_j(time_s) < exact.bound_energy_j(time_s)
 
 
 async def test_an_exact_plan_is_made_elsewhere_as_here(jobs: JobLane) -> None:

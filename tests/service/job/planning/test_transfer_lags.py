@@ -8,6 +8,7 @@ from perseus.service.domain import evidence
 from perseus.service.domain.commands import (
     Announce,
     Command,
+    Refine,
     ReportIteration,
     SendOffer,
     SlowPlan,
@@ -179,6 +180,7 @@ def test_a_frontier_that_was_asked_for_to_explain_a_slow_plan_is_planned_on() ->
     assert kinds(commands) == [
         EventType.SOLVED,
         EventType.STATE_CHANGED,
+        Refine,
         *[EventType.PLAN_OFFERED, SendOffer, SendOffer] * 2,
     ]
     cluster.carry_out(commands)

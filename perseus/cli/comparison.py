@@ -1,0 +1,54 @@
+"""What `perseus solve --compare` shows beside the frontier: what can be had without Perseus.
+
+One clock for all computations, one clock for each stage (both as Zeus chooses them), and EnvPipe's plan.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perseus.solver import Frontier, Pipeline, Plan
+
+ONE_CLOCK = "one clock"
+PER_STAGE = "a clock per stage"
+ENVPIPE = "EnvPipe"
+
+
+def baselines(pipeline: "Pipeline") -> "Mapping[str, tuple[Plan, ...]]":
+    """Return each baseline's plans by rising time. All computations are measured at the same clocks."""
+    from perseus.solver import study
+
+    return {
+        ONE_CLOCK: study.zeus_global(pipeline),
+        PER_STAGE: study.zeus_per_stage(pipeline),
+        ENVPIPE: (study.envpipe(pipeline),),
+    }
+
+
+def comparison_rows(
+    frontier: "Frontier", marked: Mapping[str, int], others: "Mapping[str, tuple[Plan, ...]]"
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for the best plan of each baseline that is as fast as a marked point, and for EnvPipe's.
+
+    ``marked``: the points' indices by name. Energies are until that point's time, and savings against all
+    at the highest clock, waiting until then.
+    """
+    for name, index in marked.items():
+        time_s = frontier.points[index].iteration_time_s
+        for other in (ONE_CLOCK, PER_STAGE):
+            within = [plan for plan in others[other] if plan.iteration_time_s <= time_s]
+            if within:  # the slowest one: along a frontier effective energy falls
+                yield _row(f"{other} within {name}", frontier, within[-1], time_s)
+    for plan in others[ENVPIPE]:
+        yield _row(ENVPIPE, frontier, plan, plan.iteration_time_s)
+
+
+def _row(name: str, frontier: "Frontier", plan: "Plan", until_s: float) -> dict[str, Any]:
+    energy_j = plan.energy_until_j(until_s)
+    return {
+        "point": name,
+        "iteration_time_s": plan.iteration_time_s,
+        "energy_j": energy_j,
+        "bound_energy_j": None,
+        "saving_percent": 100 * (1 - energy_j / frontier.baseline.energy_until_j(until_s)),
+    }

@@ -1,0 +1,139 @@
+"""A local search over many choices at once: stretches of the iteration are tried anew, and kept where
+cheaper.
+
+A try makes some computations faster, at random, and hands the time that this frees to those around them, each
+taking what is worth its price (see :meth:`Columns.price_of`). The iteration is cut into blocks of some levels
+for it. Within a block all computations keep to what the others need: they begin when what they wait for is
+done, and end by when those after them must start. So whether a block is better is its own affair, and a try
+of the whole iteration is as many independent tries as it has blocks, in every column. A deadline that is kept
+stays kept.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from perseus.solver.columns import Columns, Rungs, earliest_of, latest_of
+from perseus.solver.graph import Int64Array
+
+_BYTE = 256
+
+
+class _Try(NamedTuple):
+    """How a try is made.
+
+    Attributes:
+        block_levels: how many levels make a block.
+        faster_share: of the computations, that are made faster.
+        most_steps: by how many options at most; 0 takes them to the next vertex of their hull, across what no
+            single trade pays for.
+        rungs_below: the price, in rungs below a computation's own (see :meth:`Columns.price_of`); None for
+        none.
+    """
+
+    block_levels: int
+    faster_share: float
+    most_steps: int
+    rungs_below: int | None
+
+
+_TRIES = (
+    _Try(4, 0.1, 2, 4),
+    _Try(8, 0.05, 2, 7),
+    _Try(16, 0.1, 1, 3),
+    _Try(8, 0.5, 0, 2),
+    _Try(8, 0.1, 2, None),
+)
+"""One after the other."""
+
+
+class BlockSearch:
+    """Makes choices over one event graph cheaper. The same calls with the same dice find the same choices."""
+
+    def __init__(self, columns: Columns, random: np.random.Generator) -> None:
+        self._columns = columns
+        self._random = random
+        self._try_count = 0
+
+    def search(
+        self, choices: Int64Array, deadlines_ps: Int64Array, prices: Rungs, try_count: int
+    ) -> Int64Array:
+        """Return choices that cost no more and keep the deadlines, after so many tries.
+
+        Args:
+            choices: a column each, within their deadlines.
+            deadlines_ps: one a column.
+            prices: of each cell, as :meth:`Columns.price_of` tells them.
+            try_count: how often every block is tried anew.
+        """
+        for _ in range(try_count):
+            how = _TRIES[self._try_count % len(_TRIES)]
+            self._try_count += 1
+            choices = self._tried(choices, deadlines_ps, prices, how)
+        return choices
+
+    def _tried(self, choices: Int64Array, deadlines_ps: Int64Array, prices: Rungs, how: _Try) -> Int64Array:
+        columns = self._columns
+        blocks = self._blocks(how.block_levels)
+        rungs = None if how.rungs_below is None else columns.with_prices(prices - how.rungs_below)
+        # Two halves side by side: what is tried, and what there is.
+        count = choices.shape[1]
+        durations_ps = np.concatenate(
+            (columns.times_ps[self._faster(choices, how)], columns.times_ps[choices]), axis=1
+        )
+        latest_ps = self._latest_finishes_ps(durations_ps, deadlines_ps, blocks)
+        tried = np.empty_like(choices)
+        finishes_ps = np.zeros((columns.row_count + 1, 2 * count), dtype=np.int64)
+        for first, end in blocks:
+            for level in columns.levels[first:end]:
+                rows = level.rows
+                starts_ps = latest_of(finishes_ps, level.before)
+                if starts_ps is None:
+                    starts_ps = np.zeros((rows.stop - rows.start, 2 * count), dtype=np.int64)
+                tried_starts_ps = starts_ps[:, :count]
+                found = columns.slowest_within(rows, latest_ps[rows] - tried_starts_ps, rungs)
+                tried[rows] = found
+                np.add(tried_starts_ps, columns.times_ps[found], out=finishes_ps[rows, :count])
+                np.add(starts_ps[:, count:], durations_ps[rows, count:], out=finishes_ps[rows, count:])
+            rows = slice(columns.levels[first].rows.start, columns.levels[end - 1].rows.stop)
+            kept_j, tried_j = (columns.energies_j[some[rows]].sum(axis=0) for some in (choices, tried))
+            kept = np.flatnonzero(tried_j >= kept_j)
+            tried[rows, kept] = choices[rows, kept]
+            finishes_ps[rows, kept] = finishes_ps[rows, count + kept]
+            finishes_ps[rows, count:] = finishes_ps[rows, :count]
+        return tried
+
+    def _faster(self, choices: Int64Array, how: _Try) -> Int64Array:
+        drawn = self._random.integers(0, _BYTE, size=choices.shape, dtype=np.uint8)
+        if not how.most_steps:
+            is_faster = drawn < round(how.faster_share * _BYTE)
+            return np.where(is_faster, self._columns.faster_vertices[choices], choices)
+        faster = choices.copy()
+        for step in range(how.most_steps):
+            faster -= drawn < round(how.faster_share * _BYTE / (step + 1))
+        return np.maximum(faster, self._columns.fastest, out=faster)
+
+    def _blocks(self, block_levels: int) -> list[tuple[int, int]]:
+        """Cut the levels into blocks, the first and the last perhaps smaller; return (first, end) of each."""
+        count = len(self._columns.levels)
+        cuts = [0, *range(1 + int(self._random.integers(block_levels)), count, block_levels), count]
+        return [(first, end) for first, end in pairwise(cuts) if first < end]
+
+    def _latest_finishes_ps(
+        self, durations_ps: Int64Array, deadlines_ps: Int64Array, blocks: list[tuple[int, int]]
+    ) -> Int64Array:
+        """Return by when the tried half's computations must end, if behind their block all stays as it is."""
+        columns = self._columns
+        count = len(deadlines_ps)
+        latest_ps = np.empty((columns.row_count, count), dtype=np.int64)
+        starts_ps = np.empty((columns.row_count + 1, 2 * count), dtype=np.int64)
+        starts_ps[-1] = np.concatenate((deadlines_ps, deadlines_ps))
+        for first, end in reversed(blocks):
+            for level in reversed(columns.levels[first:end]):
+                finishes_ps = earliest_of(starts_ps, level.after)
+                latest_ps[level.rows] = finishes_ps[:, :count]
+                np.subtract(finishes_ps, durations_ps[level.rows], out=starts_ps[level.rows])
+            rows = slice(columns.levels[first].rows.start, columns.levels[end - 1].rows.stop)
+            starts_ps[rows, :count] = starts_ps[rows, count:]
+        return latest_ps

@@ -1,0 +1,43 @@
+"""Schedules known by name run their computations in torch's order."""
+
+import re
+
+import pytest
+
+from perseus.solver import Computation, Kind, Schedule, dual_pipe_v, zero_bubble_v
+
+visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
+
+KINDS = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.BACKWARD_INPUT, "W": Kind.BACKWARD_WEIGHT}
+STAGE_COUNTS = (1, 2, 3, 4, 6)
+
+
+def torch_orders(name: str, stage_count: int, microbatch_count: int) -> tuple[tuple[Computation, ...], ...]:
+    """Torch's table; what it overlaps in the order in which it names it: forward, then backward."""
+    table = visualizer.get_schedule_ops(name, stage_count, microbatch_count, num_stages_per_rank=2)
+    return tuple(
+        tuple(
+            Computation(stage, KINDS[kind], int(microbatch), 0 if int(place) == stage else 1)
+            for action in actions
+            if action is not None
+            for place, kind, microbatch in re.findall(r"(\d+)([FBIW])(\d+)", str(action))
+        )
+        for stage, actions in enumerate(table)
+    )
+
+
+def check(name: str, schedule: Schedule, microbatch_count: int) -> None:
+    assert schedule.orders == torch_orders(name, schedule.stage_count, microbatch_count)
+
+
+@pytest.mark.parametrize("stage_count", STAGE_COUNTS)
+@pytest.mark.parametrize("microbatch_count", [1, 2, 3, 5, 8, 13, 16])
+def test_zero_bubble_v(stage_count: int, microbatch_count: int) -> None:
+    check("ZBVZeroBubble", zero_bubble_v(stage_count, microbatch_count), microbatch_count)
+
+
+@pytest.mark.parametrize("stage_count", STAGE_COUNTS)
+@pytest.mark.parametrize("more", [0, 1, 2, 7])
+def test_dual_pipe_v(stage_count: int, more: int) -> None:
+    microbatch_count = 2 * stage_count + more
+    check("DualPipeV", dual_pipe_v(stage_count, microbatch_count), microbatch_count)

@@ -1,0 +1,111 @@
+"""Choices for many deadlines at once: in time on any pipeline, cheaper with every means, alike twice."""
+
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus.solver import Pipeline, fastest_clock_plan, replay, solve
+from perseus.solver.assignment import Assignment, Neighbourhood
+from perseus.solver.block_search import BlockSearch
+from perseus.solver.columns import Columns
+from perseus.solver.graph import EventGraph, Int64Array, build_event_graph
+from perseus.solver.plan_table import tabulate
+from perseus.solver.realisation import Realiser, Target
+from perseus.solver.splicing import splice
+from perseus.solver.sweep import Sweep, sweep_frontier
+from tests.solver.pipelines import pipelines, published_pipeline
+
+SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=5)
+
+
+def targets_of(pipeline: Pipeline, sweep: Sweep, shares: list[float]) -> list[Target]:
+    """Deadlines at these shares of the way from T_min to T_slow, rising."""
+    width_ps = sweep.t_slow_ps - sweep.t_min_ps
+    made = []
+    for deadline_ps in sorted({sweep.t_min_ps + int(share * width_ps) for share in shares}):
+        bound_j = sweep.effective_energy_j_at(deadline_ps / 1e12)
+        energy_j = bound_j + sum(pipeline.blocking_power_w) * deadline_ps / 1e12
+        made.append(Target(deadline_ps, sweep.event_times_at(deadline_ps), bound_j, energy_j))
+    return made
+
+
+def assert_in_time(graph: EventGraph, choice: list[int], deadline_ps: int) -> None:
+    """Judged by the other implementation, computation by computation."""
+    checked = Assignment(Neighbourhood(graph), choice, deadline_ps)
+    assert all(checked.slack_ps(i) >= 0 for i in range(len(choice)))
+
+
+@given(pipeline=pipelines(), shares=SHARES)
+@settings(max_examples=60)
+def test_no_deadline_is_missed_and_more_time_costs_no_more(pipeline: Pipeline, shares: list[float]) -> None:
+    graph = build_event_graph(pipeline)
+    sweep = sweep_frontier(graph)
+    targets = targets_of(pipeline, sweep, shares)
+    realiser = Realiser(graph)
+    first, _ = realiser.refine(targets[0], is_thorough=False)
+    choices = realiser.realise([lambda one=one: one for one in targets], {0: first})  # type: ignore[misc]
+    energies_j = realiser.columns.effective_energies_j(realiser.columns.to_columns(choices))
+    assert all(later_j <= earlier_j for earlier_j, later_j in pairwise(energies_j))
+    scale_j = float(np.abs(sweep.effective_energies_j).max())
+    for target, choice, energy_j in zip(targets, choices.tolist(), energies_j, strict=True):
+        assert_in_time(graph, choice, target.deadline_ps)
+        assert energy_j >= target.bound_j - 1e-9 * scale_j
+
+
+@given(pipeline=pipelines(), shares=SHARES)
+@settings(max_examples=40)
+def test_searching_only_ever_helps(pipeline: Pipeline, shares: list[float]) -> None:
+    graph = build_event_graph(pipeline)
+    targets = targets_of(pipeline, sweep_frontier(graph), shares)
+    columns = Columns(graph)
+    order = columns.computation_of
+    finishes_ps, starts_ps = (
+        np.array([target.relaxed_ps[events[order]] for target in targets]).T
+        for events in (graph.finish_event, graph.start_event)
+    )
+    deadlines_ps = np.array([target.deadline_ps for target in targets])
+    rounded = columns.within_finishes(finishes_ps)
+    prices = columns.price_of(finishes_ps - starts_ps)
+
+    def searched(seed: int) -> Int64Array:
+        search = BlockSearch(columns, np.random.default_rng(seed))
+        return search.search(rounded, deadlines_ps, prices, 8)
+
+    found = searched(1)
+    assert (columns.effective_energies_j(found) <= columns.effective_energies_j(rounded) + 1e-9).all()
+    assert (columns.iteration_times_ps(found) <= deadlines_ps).all()
+    assert (found == searched(1)).all()
+    energies_j = np.array([target.energy_j for target in targets])
+    better, which = splice(columns, found, deadlines_ps, energies_j, np.random.default_rng(1))
+    assert (columns.iteration_times_ps(better) <= deadlines_ps[which]).all()
+    kept_j = columns.effective_energies_j(found)[which]
+    assert (columns.effective_energies_j(better) <= kept_j + 1e-9).all()
+
+
+@given(pipeline=pipelines(), draws=st.randoms(use_true_random=False))
+@settings(max_examples=40)
+def test_a_table_of_choices_is_what_a_replay_of_each_makes(pipeline: Pipeline, draws: Random) -> None:
+    graph = build_event_graph(pipeline)
+    columns = Columns(graph)
+    choices = np.array(
+        [[draws.randrange(len(graph.options[p])) for p in graph.profile_of] for _ in range(3)],
+        dtype=np.int16,
+    )
+    assert (columns.to_choices(columns.to_columns(choices)) == choices).all()
+    table = tabulate(pipeline, graph, columns, choices)
+    for row in range(3):
+        plan = table.plan(row)
+        replayed = replay(pipeline, plan.clocks_mhz)
+        assert plan.stages == replayed.stages
+        assert plan.iteration_time_s == replayed.iteration_time_s
+
+
+def test_between_two_plans_is_put_together_what_no_rounding_finds() -> None:
+    """The A40's backward has a cliff: without splicing there are points 2.4 % above the bound."""
+    frontier = solve(published_pipeline("a40", 24))
+    excess = [point.energy_j / point.bound_energy_j - 1 for point in frontier.points]
+    assert max(excess) < 0.014
+    assert fastest_clock_plan(frontier.pipeline).iteration_time_s >= frontier.t_min_s

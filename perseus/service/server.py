@@ -21,6 +21,7 @@ from perseus.service.api.job_service import JobService
 from perseus.service.api.ledger_service import LedgerService
 from perseus.service.api.power_service import PowerService
 from perseus.service.api.reflection import enable_reflection
+from perseus.service.api.releasing import Releasing
 from perseus.service.api.statuses import refusal_counts
 from perseus.service.api.token_service import TokenService
 from perseus.service.domain.errors import TokenFileUnusableError
@@ -251,7 +252,7 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     # Who calls is asked before what they say is looked at.
     options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.limit_message_bytes)]
     server = grpc.aio.server(
-        interceptors=[*asking, Decoding()], options=options, maximum_concurrent_rpcs=_MOST_CALLS
+        interceptors=[Releasing(), *asking, Decoding()], options=options, maximum_concurrent_rpcs=_MOST_CALLS
     )
     agent_service_pb2_grpc.add_AgentServiceServicer_to_server(
         AgentService(coordinator.agents, coordinator.quotas), server

@@ -8,12 +8,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import grpc
 import structlog
 
-from perseus.service.api.decoding import Behaviour, Context, Handler, serve_stream
+from perseus.service.api.interception import Behaviour, Context, Handler, serve_stream, wrapped
 from perseus.service.api.rpc_scopes import NOBODY, RPC_SCOPES, check_scope
 from perseus.service.api.statuses import STATUSES, to_status
 from perseus.service.domain.errors import CoordinatorError, CredentialMissingError, ScopeTooNarrowError
@@ -64,14 +65,8 @@ class Authentication(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or RPC_SCOPES.get(rpc) == NOBODY:  # None: there is no such call
             return handler
-        coders = (handler.request_deserializer, handler.response_serializer)
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(self._unary(rpc, handler.unary_unary), *coders)
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._stream(rpc, handler.unary_stream), *coders)
-        if handler.stream_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(self._stream(rpc, handler.stream_stream), *coders)
-        raise NotImplementedError(f"{rpc}: expected no call that streams requests for one answer")
+        unary, stream = partial(self._unary, rpc), partial(self._stream, rpc)
+        return wrapped(handler, unary=unary, unary_stream=stream, stream_stream=stream)
 
     def _unary(self, rpc: str, behaviour: Behaviour) -> Behaviour:
         async def serve(request: Any, context: Context) -> Any:

@@ -3,33 +3,15 @@
 gRPC itself answers them with UNKNOWN, and with a traceback in the log for each.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from perseus.service.api.interception import Behaviour, Context, Handler, serve_stream, wrapped
 from perseus.service.api.statuses import to_status
 from perseus.service.domain.errors import MalformedMessageError
-
-Context = grpc.aio.ServicerContext[Any, Any]
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # generic for checkers of types only
-Behaviour = Callable[[Any, Any], Any]  # the stubs know the contexts of blocking servers
-
-
-async def serve_stream(behaviour: Behaviour, requests: Any, context: Context) -> None:
-    """Serve a call that is answered by a stream, in whichever of gRPC's two styles it is written."""
-    served = behaviour(requests, context)
-    if isinstance(served, AsyncGenerator):
-        async with aclosing(served):
-            async for answer in served:
-                try:
-                    await context.write(answer)
-                except grpc.aio.InternalError:  # the caller has gone while it was on its way
-                    return
-    else:
-        await served
 
 
 class Decoding(grpc.aio.ServerInterceptor):
@@ -44,14 +26,13 @@ class Decoding(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
-        coders = (_forgiving(handler.request_deserializer), handler.response_serializer)
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary), *coders)
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(_unary_stream(handler.unary_stream), *coders)
-        if handler.stream_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(_stream_stream(handler.stream_stream), *coders)
-        return handler
+        return wrapped(
+            handler,
+            unary=_unary,
+            unary_stream=_unary_stream,
+            stream_stream=_stream_stream,
+            decode=_forgiving(handler.request_deserializer),
+        )
 
 
 def _forgiving(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

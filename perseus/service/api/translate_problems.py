@@ -206,6 +206,8 @@ def check_problem_size(
         computation_count = 2 * message.stage_count * max(1, schedule.named.microbatch_count)
     else:
         field = "problem.schedule.explicit.stages"
+        # Millions of them fit into a message, too many to count what is in each.
+        check_size(field, len(schedule.explicit.stages), MAX_STAGE_COUNT)
         computation_count = sum(len(stage.computations) for stage in schedule.explicit.stages)
     if computation_count > most_computations:
         expected = f"at most {most_computations} computations"

@@ -9,14 +9,19 @@ from google.protobuf.message import Message
 from perseus.service.api.texts import check_texts
 from perseus.service.api.translate_agents import joined_from_proto
 from perseus.service.api.translate_jobs import spec_from_proto
+from perseus.service.api.translate_problems import check_problem_size, problem_from_proto
 from perseus.service.domain.errors import InvalidFieldError
-from perseus.v1 import job_service_pb2, token_service_pb2
+from perseus.solver import SolverError
+from perseus.v1 import frontier_service_pb2, job_service_pb2, token_service_pb2
 from perseus.v1.agent_service_pb2 import ConnectRequest
 from tests.service.shell.test_registering_large_jobs import calls_of
 from tests.torture.malformed_messages import conversation, filled, valid
 
 MOST_CALLS = 2 * 65_536
 """Functions that are called for as many computations as a job may have; a message has room for millions."""
+
+MOST_COMPUTATIONS = 8192
+"""Of a problem that a service solves by default."""
 
 
 def refused(message: Message) -> int:
@@ -26,17 +31,27 @@ def refused(message: Message) -> int:
         check_texts(message)
         if isinstance(message, job_service_pb2.RegisterJobRequest):
             spec_from_proto(message.spec)
+        elif isinstance(message, frontier_service_pb2.SolveRequest):
+            check_problem_size(message.problem, 3, MOST_COMPUTATIONS)
+            problem_from_proto(message.problem)
         elif isinstance(message, ConnectRequest):
             joined_from_proto(message.rank_joined, "instance", "host")
 
     def be_refused() -> None:
-        with pytest.raises(InvalidFieldError):
+        with pytest.raises((InvalidFieldError, SolverError)):
             translate()
 
     return calls_of(be_refused)
 
 
-@pytest.mark.parametrize("kind", [job_service_pb2.RegisterJobRequest, token_service_pb2.CreateTokenRequest])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        job_service_pb2.RegisterJobRequest,
+        token_service_pb2.CreateTokenRequest,
+        frontier_service_pb2.SolveRequest,
+    ],
+)
 def test_requests_with_texts_and_schedules(kind: type[Message]) -> None:
     made = list(filled(partial(valid, kind)))
     assert made

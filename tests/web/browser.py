@@ -58,6 +58,14 @@ def panel(page: Page, title: str) -> Locator:
     return page.locator("section.panel").filter(has=page.get_by_role("heading", name=title, exact=True))
 
 
+async def choose(page: Page, choice: str, option: str, within: Locator | None = None) -> None:
+    """Choose one of a few, side by side, by a click on its words."""
+    options = (within or page).get_by_role("group", name=choice, exact=True)
+    radio = page.get_by_role("radio", name=option, exact=True)
+    await options.locator("label").filter(has=radio).click()
+    await expect(options.locator(radio)).to_be_checked()
+
+
 async def inaccessible(page: Page) -> list[str]:
     """What axe-core finds wrong."""
     found = (await Axe().run(page)).response["violations"]

@@ -16,6 +16,7 @@ from tests.web import said
 from tests.web.browser import (
     Scheme,
     browsing,
+    choose,
     figure,
     inaccessible,
     is_scrolled_sideways,
@@ -66,7 +67,7 @@ async def test_a_periods_numbers_are_those_of_grpc(
     told = await site.ledger(times=times)
     async with browsing() as page:
         await site.open(page)
-        await page.get_by_role("radio", name=period).check(force=True)
+        await choose(page, "Period", period)
         await expect(page.get_by_role("rowheader")).to_have_text(rows)
         cells = table_row(page, "total").get_by_role("cell")
         energy = said.kwh(told.total.energy_kwh)
@@ -259,7 +260,7 @@ async def test_figures_that_nobody_renews_are_stale(site: Site) -> None:
         await expect(page.locator("#feed-state")).to_have_text("live")
         shown = await figure(page, "used").inner_text()
         await page.route("**/ListLedgerEntries", lambda route: asyncio.ensure_future(route.abort()))
-        await page.get_by_role("radio", name="today").check(force=True)
+        await choose(page, "Period", "today")
         await expect(page.locator("#feed-state")).to_contain_text("stale since")
         await expect(figure(page, "used")).to_have_text(shown)
         # What is shown is still that of the period before, and says so.

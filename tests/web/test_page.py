@@ -23,6 +23,7 @@ from tests.web import said
 from tests.web.browser import (
     Scheme,
     browsing,
+    choose,
     figure,
     inaccessible,
     is_scrolled_sideways,
@@ -180,8 +181,29 @@ async def test_ranks_are_read_by_keyboard_and_in_full(site: Site) -> None:
         for text in (rank.hostname, rank.gpu_uuid, f"plan {rank.in_force_version}"):
             await expect(row).to_contain_text(text)
         for colour in ("clock", "slowness", "power", "state"):
-            await ranks.get_by_role("radio", name=colour).check(force=True)
+            await choose(page, "Colour by", colour, within=ranks)
             await expect(ranks.locator(".legend").first).not_to_be_empty()
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+@pytest.mark.parametrize("title", ["Ranks", "Timeline"])
+async def test_choices_stay_where_they_are_when_one_is_made(site: Site, title: str, width: int) -> None:
+    await site.plan()
+    async with browsing(width=width) as page:
+        await page.goto(site.of())
+        within = panel(page, title)
+        await expect(within.locator(".legend").first).not_to_be_empty()
+        choices = within.get_by_role("group", name="Colour by", exact=True)
+        places = []
+        for colour in await choices.get_by_role("radio").evaluate_all("all => all.map((each) => each.value)"):
+            await choices.locator(f"label:has([value={colour}])").click()
+            place = await choices.bounding_box()
+            assert place is not None
+            header = await within.locator("header").bounding_box()
+            assert header is not None
+            places.append((place["y"] - header["y"], header["height"]))
+        assert len(places) > 1
+        assert set(places) == {places[0]}
 
 
 async def test_a_straggler_is_reported_and_cleared(site: Site) -> None:

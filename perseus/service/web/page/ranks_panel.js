@@ -32,7 +32,8 @@ export class RanksPanel {
     this._colour = "state";
     this._told = null;
     this._grid = new RanksGrid([0, 1, 1]);
-    this._legend = el("span", {});
+    // Above the picture, not beside the choices: its width changes, and what is clicked must not move.
+    this._legend = el("div", { class: "legends" });
     this._picture = new Picture("All ranks: stages down, pipelines across.", {
       height: (width) => this._grid.fit(width),
       draw: (context, width, height, selected) => this._grid.draw(context, width, height, this._look(), selected),
@@ -49,11 +50,10 @@ export class RanksPanel {
     this._rows = el("tbody", {});
     this._body = el("div", {}, waiting("The ranks are not known yet."));
     this._summary = el("p", { class: "note" });
-    this._content = el("div", {}, this._picture.element, this._summary, this._details());
+    this._content = el("div", {}, this._legend, this._picture.element, this._summary, this._details());
     this.element = panel(
       "Ranks",
       this._body,
-      this._legend,
       choice(
         "ranks-colour",
         "Colour by",

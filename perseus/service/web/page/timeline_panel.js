@@ -25,7 +25,8 @@ export class TimelinePanel {
     this._stockKey = "";
     this._stock = null;
     this._layout = new TimelineLayout([]);
-    this._legend = el("span", {});
+    // Above the picture, not beside the choices: its width changes, and what is clicked must not move.
+    this._legend = el("div", { class: "legends" });
     this._picture = new Picture("Computations of the last iteration, stage by stage, before and under the plan.", {
       height: () => this._layout.height,
       draw: (context, width, height, selected) => {
@@ -45,6 +46,7 @@ export class TimelinePanel {
     this._content = el(
       "div",
       {},
+      this._legend,
       this._picture.element,
       this._note,
       el(
@@ -70,7 +72,6 @@ export class TimelinePanel {
     this.element = panel(
       "Timeline",
       this._body,
-      this._legend,
       choice("timeline-colour", "Colour by", Object.entries(COLOURS).map(([key, { words }]) => [key, words]), this._colour, (key) => {
         this._colour = key;
         this._show();

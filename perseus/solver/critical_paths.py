@@ -70,15 +70,19 @@ class CriticalPaths:
         self._earlier, self._slots = self._lay_out(self._row_of[earlier], self._row_of[later], slots)
 
     def lengths_ps(self, durations_ps: Int64Array, lags_ps: Int64Array) -> Int64Array:
-        """Return what the iterations take; durations have shape (computations, iterations)."""
-        lengths_ps: Int64Array = self._finishes_ps(durations_ps, lags_ps)[0].max(axis=0)
+        """Return what the iterations take.
+
+        Durations have shape (computations, iterations); lags (links,), or (links, iterations) for some of each.
+        """
+        lengths_ps: Int64Array = self._finishes_ps(durations_ps, lags_ps).max(axis=0)
         return lengths_ps
 
     def critical(
         self, durations_ps: Int64Array, lags_ps: Int64Array, sought: Sequence[int] = ()
     ) -> CriticalPath:
         """Return a longest path of each iteration, and how often it passes links and ``sought`` computations."""
-        finishes_ps, choices = self._finishes_ps(durations_ps, lags_ps)
+        choices = np.zeros((len(self.computations) + 1, durations_ps.shape[1]), np.int8)
+        finishes_ps = self._finishes_ps(durations_ps, lags_ps, choices)
         cases = np.arange(durations_ps.shape[1])
         begin = len(self.computations)
         link_counts = np.zeros((len(cases), len(self.links) + 1), np.int64)
@@ -115,20 +119,20 @@ class CriticalPaths:
         return np.where(is_padding, before[0], before), np.where(is_padding, slot[0], slot)
 
     def _finishes_ps(
-        self, durations_ps: Int64Array, lags_ps: Int64Array
-    ) -> tuple[Int64Array, NDArray[np.int8]]:
-        """Return each row's end, and by which of its arcs that came; a row more than computations."""
+        self, durations_ps: Int64Array, lags_ps: Int64Array, choices: NDArray[np.int8] | None = None
+    ) -> Int64Array:
+        """Return each row's end, with a row more for the begin; write by which of its arcs that came."""
         count, case_count = durations_ps.shape
-        slot_ps = np.concatenate((np.zeros(1, np.int64), lags_ps))
-        arc_ps = slot_ps[self._slots][:, :, None]
+        lags_ps = lags_ps.reshape(len(self.links), -1)
+        slot_ps = np.concatenate((np.zeros((1, lags_ps.shape[1]), np.int64), lags_ps))
         durations_ps = durations_ps[self._order]
         finishes_ps = np.zeros((count + 1, case_count), np.int64)
-        choices = np.zeros((count + 1, case_count), np.int8)
         for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
-            ready_ps = finishes_ps[self._earlier[:, begin:end]] + arc_ps[:, begin:end]
-            choices[begin:end] = ready_ps.argmax(axis=0)
+            ready_ps = finishes_ps[self._earlier[:, begin:end]] + slot_ps[self._slots[:, begin:end]]
+            if choices is not None:
+                choices[begin:end] = ready_ps.argmax(axis=0)
             finishes_ps[begin:end] = ready_ps.max(axis=0) + durations_ps[begin:end]
-        return finishes_ps, choices
+        return finishes_ps
 
 
 def _in_order(schedule: Schedule) -> Int64Array:

@@ -16,7 +16,8 @@ what the data do not tell stays common, and half and half.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,15 @@ _SCAN_COUNT = 24
 
 _RUNGS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5)
 """Lags of a boundary that are tried, as shares of the same."""
+
+_WORTH_A_STEP = 0.99
+"""A step from rung to rung has to bring the loss down to this share."""
+
+_DESCENT_COUNT = 4
+"""So many of the places where that ends are gone on from, best first."""
+
+_MOST_AT_ONCE = 2_000_000
+"""Times of computations that are emulated together: 16 MB."""
 
 
 class Estimate(NamedTuple):
@@ -113,67 +123,81 @@ class IterationModel:
         fixed_count, all_count = len(self._sought), self._made_of.shape[1]
         none = self._improved(self._match(np.zeros(all_count)), fixed_count)
         # From coarse to fine: with all free at once, lags would stand in for fixed times and find no way back.
-        grown = self._improved(none, fixed_count + 2)
-        common = [grown, *(self._improved(self._match(start), fixed_count + 2) for start in self._scan())]
-        fine = [self._improved(start, all_count) for start in common]
-        best = min(common, key=_loss)
-        for start in self._descend(best):
-            fine.append(self._improved(self._match(start), all_count))
-        return [self._estimate(match) for match in (none, best, min(fine, key=_loss))]
+        common = [self._improved(start, fixed_count + 2) for start in (none, *self._scan())]
+        fine = [self._improved(start, all_count) for start in (*common, *self._descend())]
+        best = [min(some, key=lambda match: match.loss) for some in (common, fine)]
+        return [self._estimate(match) for match in (none, *best)]
 
-    def _scan(self) -> list[FloatArray]:
-        """Return parameters that match better than their neighbours, of one lag for all transfers."""
-        lags = np.linspace(0.0, self._longest_lag(), _SCAN_COUNT + 1)
-        losses = [self._screened(np.full(len(self._paths.links), lag)) for lag in lags]
-        losses = [math.inf, *losses, math.inf]
-        found = [n for n in range(1, len(lags)) if losses[n] > losses[n + 1] < losses[n + 2]]
-        starts = np.zeros((len(found), self._made_of.shape[1]))
-        fixed_count = len(self._sought)
-        starts[:, fixed_count : fixed_count + 2] = lags[found, None]
-        return list(starts)
+    # -------------------------------------------------------------- where to begin
 
-    def _descend(self, match: Match) -> Iterator[FloatArray]:
-        """Yield parameters that match best as, from this match, one boundary after the other gets another lag.
+    def _scan(self) -> list[Match]:
+        """Return matches of one lag for all transfers, where it is better than a little shorter or longer."""
+        lags = np.linspace(0.0, self._longest_lag, _SCAN_COUNT + 1)
+        losses = self._screen(np.repeat(lags[:, None], len(self._paths.links), axis=1))
+        beside = np.concatenate(([np.inf], losses, [np.inf]))
+        is_better = (losses < beside[:-2]) & (losses < beside[2:])
+        common = np.concatenate((np.zeros(len(self._sought)), np.ones(2), np.zeros(len(self._paths.links))))
+        return [self._match(lag * common) for lag in lags[is_better] if lag]
 
-        A boundary's is that of both directions, and the one whose lag helps most is next.
+    def _descend(self) -> list[Match]:
+        """Return matches from which no boundary's lag alone, that of both directions, leads to a better one.
+
+        They begin with one lag for all. The boundary whose lag helps most is next.
         """
-        fixed_count = len(self._sought)
-        boundaries = np.array([sorted(link[1:]) for link in self._paths.links])
-        lags = (self._made_of @ match.parameters)[fixed_count:]
-        loss = self._screened(lags)
-        ladder = self._longest_lag() * np.array(_RUNGS)
-        left = [boundaries.tolist().index(list(one)) for one in {tuple(one) for one in boundaries.tolist()}]
-        for _ in range(len(left)):
-            tried = [
-                np.where((boundaries == boundaries[one]).all(axis=1), lag, lags)
-                for one in left
-                for lag in ladder
-            ]
-            losses = [self._screened(one) for one in tried]
-            if min(losses) >= loss:
-                break
-            loss, lags = min(losses), tried[int(np.argmin(losses))]
-            yield np.concatenate((np.zeros(fixed_count + 2), lags))
+        boundaries = [tuple(sorted(link[1:])) for link in self._paths.links]
+        is_of = np.array([[own == one for own in boundaries] for one in sorted(set(boundaries))])
+        if len(is_of) < 2:
+            return []
+        rungs = self._longest_lag * np.array(_RUNGS)
+        ends = []
+        for lags in np.repeat(rungs[:, None], len(boundaries), axis=1):
+            loss = self._screen(lags[None])[0]
+            while True:
+                tried = np.where(is_of[:, None, :], rungs[None, :, None], lags).reshape(-1, len(lags))
+                losses = self._screen(tried)
+                if losses.min() >= _WORTH_A_STEP * loss:
+                    break
+                loss, lags = losses.min(), tried[losses.argmin()]
+            ends.append((loss, *lags.tolist()))
+        none_common = np.zeros(len(self._sought) + 2)
+        return [
+            self._match(np.concatenate((none_common, lags)))
+            for _, *lags in sorted(set(ends))[:_DESCENT_COUNT]
+        ]
 
+    @cached_property
     def _longest_lag(self) -> float:
-        """Return the lag, in units, with which iterations without any fixed time would be too long."""
-        count = len(self._paths.links)
+        """The lag, in units, with which iterations would be too long without any fixed time."""
         longest = 1 / len(self._paths.computations)
-        while count and self._lengths(np.full(count, longest)).mean() < self._unit_s:
+        while len(self._paths.links) and self._lengths_s(np.full((1, len(self._paths.links)), longest)).mean() < self._unit_s:
             longest *= 2
         return longest
 
-    def _lengths(self, lags: FloatArray) -> FloatArray:
-        lags_ps = np.array([to_ps(lag * self._unit_s) for lag in lags.tolist()], np.int64)
-        return self._paths.lengths_ps(self._durations_ps, lags_ps) / PS_PER_S
-
-    def _screened(self, lags: FloatArray) -> float:
-        """Return how well lags match with the best fixed times, as if these were always critical."""
-        shares = self._lengths(lags) / self._measured_s
+    def _screen(self, lags: FloatArray) -> FloatArray:
+        """Return the losses of some lags (a row each) with the best fixed time, as if all of it were critical."""
+        shares = self._lengths_s(lags) / self._measured_s
         if self._sought:
             weights = 1 / self._measured_s
-            shares = shares + max(0.0, float(weights @ (1 - shares) / (weights @ weights))) * weights
-        return float(((shares - 1) ** 2).sum())
+            shares += np.maximum(0.0, (1 - shares) @ weights / (weights @ weights))[:, None] * weights
+        losses: FloatArray = ((shares - 1) ** 2).sum(axis=1)
+        return losses
+
+    def _lengths_s(self, lags: FloatArray) -> FloatArray:
+        """Return what the iterations take with some lags (a row each) and no sought time."""
+        count = len(self._measured_s)
+        at_once = max(1, _MOST_AT_ONCE // self._durations_ps.size)
+        some = [lags[n : n + at_once] for n in range(0, len(lags), at_once)]
+        lengths_ps = [
+            self._paths.lengths_ps(
+                np.tile(self._durations_ps, len(rows)),
+                np.rint(rows * (self._unit_s * PS_PER_S)).astype(np.int64).T.repeat(count, axis=1),
+            )
+            for rows in some
+        ]
+        lengths_s: FloatArray = np.concatenate(lengths_ps).reshape(-1, count) / PS_PER_S
+        return lengths_s
+
+    # -------------------------------------------------------------- from there
 
     def _match(self, parameters: FloatArray) -> Match:
         """Emulate all iterations."""
@@ -219,10 +243,6 @@ class IterationModel:
         sought = [self._paths.computations[row] for row in self._sought]
         lags_s = dict(zip(self._paths.links, unknowns_s[len(sought) :], strict=True))
         return Estimate(lags_s, dict(zip(sought, unknowns_s, strict=False)), match.loss)
-
-
-def _loss(match: Match) -> float:
-    return match.loss
 
 
 def durations_ps(

@@ -3,24 +3,24 @@
 It is a simulation of what stages and links do, not of longest paths, and shares nothing with the fit:
 
 - A computation takes its work at the clock that its plan gives it, a little different every time (lognormal).
-- A boundary between two stages is a link with a bandwidth of its own each way. A transfer takes a latency, then
-  its bytes, a little different every time. Of one direction one transfer travels at a time, in order.
+- A boundary between two stages is a link with a bandwidth of its own each way. A transfer takes a latency,
+  then its bytes, a little different every time. Of one direction one transfer travels at a time, in order.
 - *shared links*: while both directions have bytes on their way, each gets half of the bandwidth.
 - *blocking*: after each computation a stage posts the sends of what it made and the receives of what its next
-  computation needs, and waits until all of them are done (a batched exchange, as frameworks do it). A transfer
-  begins when both ends have posted it (rendezvous), so that a late receiver holds its sender up.
+  computation needs, and waits until all of them are done (a batched exchange, as frameworks do it). A
+  transfer begins when both ends have posted it (rendezvous), so that a late receiver holds its sender up.
   Otherwise a transfer begins when it can, and both stages compute meanwhile.
-- *contention*: while bytes go in or out of a stage, its computation runs slower, by a share for each transfer.
-  Measured times of computations have that in them, more or less of it from plan to plan.
+- *contention*: while bytes go in or out of a stage, its computation runs slower, by a share for each
+  transfer. Measured times of computations have that in them, more or less of it from plan to plan.
 - *fixed costs*: data is loaded before stage 0's first forward, a little different every time; at the end all
   stages wait for each other and each takes a step of its own.
 
-As of real runs, what is known of a plan is the mean over some steps: of each computation's time from its start
-to its end, and of the iteration's. The share of transfers is one minus the busiest stage's computing, of the
-iteration with every computation at its highest clock.
+As of real runs, what is known of a plan is the mean over some steps: of each computation's time from its
+start to its end, and of the iteration's. The share of transfers is one minus the busiest stage's computing,
+of the iteration with every computation at its highest clock.
 
-Plans are drawn like those along a frontier: from fast to slow, with stages stretched each by its own amount and
-neighbouring clocks mixed within a stage.
+Plans are drawn like those along a frontier: from fast to slow, with stages stretched each by its own amount
+and neighbouring clocks mixed within a stage.
 """
 
 from collections import deque
@@ -82,7 +82,10 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A job's amounts, without noise. ``work_s`` is at the highest clock, ``clocked`` the part that clocks stretch."""
+    """A job's amounts, without noise.
+
+    ``work_s`` is at the highest clock, ``clocked`` the share of it that clocks stretch.
+    """
 
     schedule: Schedule
     work_s: Mapping[tuple[int, Kind], float]
@@ -106,7 +109,7 @@ def simulate_run(
     plan_count: int = 36,
     step_count: int = 6,
 ) -> SimulatedRun:
-    """Simulate the plans of one job, drawn from the seed, of whose iterations transfers are this share or a little more."""
+    """Simulate the plans of one job, drawn from the seed; its transfers have the share, or a little more."""
     random = np.random.default_rng(seed)
     job = _scaled(_draw_job(random, mechanisms, stage_count, microbatch_count), mechanisms, transfer_share)
     fastest = dict.fromkeys(job.schedule.computations, CLOCKS_MHZ[0])
@@ -159,7 +162,7 @@ def _scaled(job: _Job, mechanisms: Mechanisms, transfer_share: float) -> _Job:
 
 
 def _draw_plan(random: np.random.Generator, schedule: Schedule, slowness: float) -> dict[Computation, int]:
-    """Stages stretch up to the plan's slowness, each kind by its own amount, between two neighbouring clocks."""
+    """Stretch stages up to the plan's slowness, each kind by its own amount, between neighbouring clocks."""
     last = len(CLOCKS_MHZ) - 1
     place = {
         (stage, kind): last * min(1.0, slowness * random.uniform(0.4, 1.0) + random.uniform(0, 0.15))
@@ -173,7 +176,7 @@ def _draw_plan(random: np.random.Generator, schedule: Schedule, slowness: float)
     return clocks_mhz
 
 
-# ------------------------------------------------------------------------------- one iteration, event by event
+# ------------------------------------------------------------- one iteration, event by event
 
 
 def _transfer_share(iteration: MeasuredIteration) -> float:
@@ -207,7 +210,7 @@ class _Stage:
 
 
 class _Iteration:
-    """The state of an iteration's simulation. Rates are constant between events, so time goes from event to event."""
+    """An iteration underway. Rates are constant between events, so time goes from event to event."""
 
     def __init__(
         self,
@@ -278,11 +281,12 @@ class _Iteration:
         rates = {link: self._rate(link) for link in active}
         loads = [0] * len(self._stages)
         for link, transfer in active.items():
-            for stage in link:
-                loads[stage] += transfer.latency_s <= 0
+            for end in link:
+                loads[end] += transfer.latency_s <= 0
         speeds = [1 / (1 + self._mechanisms.contention * load) for load in loads]
         step_s = inf
-        for stage, speed in zip(self._stages, speeds, strict=True):
+        stages = list(zip(self._stages, speeds, strict=True))
+        for stage, speed in stages:
             if stage.work_s is not None:
                 step_s = min(step_s, stage.work_s / speed)
         for link, transfer in active.items():
@@ -300,7 +304,7 @@ class _Iteration:
                 if transfer.bytes_s < 1e-12:
                     ended.append(self._queues[link].popleft())
         computed = []
-        for stage, speed in zip(self._stages, speeds, strict=True):
+        for stage, speed in stages:
             if stage.work_s is not None:
                 stage.work_s -= step_s * speed
                 if stage.work_s < 1e-12:

@@ -1,7 +1,7 @@
 """The critical paths of many iterations of one schedule at once, with array operations over all of them.
 
-Computations are laid out by level: all that one of them waits for is in levels before its own. So an iteration is a
-loop over levels, whatever the number of iterations and stages.
+Computations are laid out by level: all that one of them waits for is in levels before its own. So an
+iteration is a loop over levels, whatever the number of iterations and stages.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class Link(NamedTuple):
 
 
 class CriticalPath(NamedTuple):
-    """One longest path through each iteration; shapes (iterations,), (iterations, links), (iterations, sought).
+    """One longest path through each iteration; of equal paths always the same.
 
-    Of equal paths it is always the same.
+    Shapes are (iterations,), (iterations, links) and (iterations, sought).
     """
 
     lengths_ps: Int64Array
@@ -72,7 +72,8 @@ class CriticalPaths:
     def lengths_ps(self, durations_ps: Int64Array, lags_ps: Int64Array) -> Int64Array:
         """Return what the iterations take.
 
-        Durations have shape (computations, iterations); lags (links,), or (links, iterations) for some of each.
+        Durations have shape (computations, iterations); lags (links,), or (links, iterations) for some of
+        each.
         """
         lengths_ps: Int64Array = self._finishes_ps(durations_ps, lags_ps).max(axis=0)
         return lengths_ps
@@ -80,7 +81,7 @@ class CriticalPaths:
     def critical(
         self, durations_ps: Int64Array, lags_ps: Int64Array, sought: Sequence[int] = ()
     ) -> CriticalPath:
-        """Return a longest path of each iteration, and how often it passes links and ``sought`` computations."""
+        """Return a longest path of each iteration, and how often it passes links and ``sought`` rows."""
         choices = np.zeros((len(self.computations) + 1, durations_ps.shape[1]), np.int8)
         finishes_ps = self._finishes_ps(durations_ps, lags_ps, choices)
         cases = np.arange(durations_ps.shape[1])
@@ -94,9 +95,7 @@ class CriticalPaths:
             link_counts[cases, self._slots[chosen, at]] += 1
             at = self._earlier[chosen, at]
         rows = self._row_of[list(sought)] if sought else np.zeros(0, np.int64)
-        return CriticalPath(
-            finishes_ps.max(axis=0), link_counts[:, 1:], visits[:, rows].astype(np.int64)
-        )
+        return CriticalPath(finishes_ps.max(axis=0), link_counts[:, 1:], visits[:, rows].astype(np.int64))
 
     def _lay_out(
         self, earlier: Int64Array, later: Int64Array, slots: Int64Array

@@ -8,8 +8,8 @@ with computations or occupy both of their stages (:mod:`perseus.solver.transfers
 
 Where something else makes iterations long (a host that is too slow), lags can still be found that match what
 was measured, and mean nothing. So each fit is held against iterations that it has not seen: finer lags, and
-transfers that occupy stages, are only taken where they foretell these better than what is simpler, and no lags at
-all where even the best foretell them badly. By how much a fit is mistaken is part of it.
+transfers that occupy stages, are only taken where they foretell these better than what is simpler, and no
+lags at all where even the best foretell them badly. By how much a fit is mistaken is part of it.
 """
 
 import math
@@ -22,6 +22,7 @@ from perseus.solver.computation import Computation
 from perseus.solver.critical_paths import CriticalPaths
 from perseus.solver.errors import ScheduleError, SolverError
 from perseus.solver.iteration_model import Estimate, FloatArray, IterationModel, durations_ps
+from perseus.solver.pipeline import Pipeline
 from perseus.solver.profile import PS_PER_S, to_ps
 from perseus.solver.schedule import Schedule
 from perseus.solver.transfers import Transfers, lagged_arcs
@@ -112,6 +113,24 @@ def emulated_iteration_time_s(
     return float(_emulated_s(schedule, [times_s], fitted)[0])
 
 
+def with_fitted_times(pipeline: Pipeline, fitted: FittedTimes) -> Pipeline:
+    """Return the pipeline with the fitted lags, what they keep waiting, and the fitted fixed times.
+
+    A pipeline of the schedule that was fitted: its FIXED computations have some time already.
+
+    Raises:
+        PipelineError: a fitted fixed time is of nothing in the pipeline's schedule.
+        ScheduleError: transfers that occupy their stages would deadlock in it.
+    """
+    return replace(
+        pipeline,
+        activation_lags_s=fitted.activation_lags_s,
+        gradient_lags_s=fitted.gradient_lags_s,
+        fixed_times_s={**pipeline.fixed_times_s, **fitted.fixed_times_s},
+        transfers=fitted.transfers,
+    )
+
+
 def _errors(
     schedule: Schedule, iterations: Sequence[MeasuredIteration], fits: Sequence[FittedTimes]
 ) -> list[float]:
@@ -153,7 +172,7 @@ def _root_mean_square(shares: Sequence[float]) -> float:
 
 
 def _simple_first(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> list[FittedTimes]:
-    """Return the fits without lags, with common ones, with all; then those with transfers that occupy stages."""
+    """Return the fits without lags, with common ones, with all; then with transfers that occupy stages."""
     fits: list[FittedTimes] = []
     for transfers in _possible(schedule):
         model = IterationModel(

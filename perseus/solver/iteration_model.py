@@ -1,13 +1,14 @@
-"""The emulated iteration times as a function of lags and fixed times, and the parameters that match them best.
+"""Emulated iteration times as a function of lags and fixed times, and the parameters that match best.
 
 An emulated iteration time is the longest path, so it is convex and piecewise linear in what is sought: along
 the critical path each unknown counts as often as the path passes it. Least squares on these counts, again
 and again around the critical paths of the last estimate (Gauss–Newton, damped as by Levenberg and Marquardt:
 a step that makes the match worse is shortened).
 
-Least squares of such times have local minima. Where light stages hide short lags, nothing tells that long ones
-would match: fixed times take their place, and from there lags never grow. So one lag common to all is tried over its whole
-range first, and the search begins at each place where it matches better than around it, too.
+Least squares of such times have local minima. Where light stages hide short lags, nothing tells that long
+ones would match: fixed times take their place, and from there lags never grow. So one lag common to all is
+tried over its whole range first, and the search begins at each place where it matches better than around it,
+too.
 
 Measured iterations rarely tell all boundaries apart, and never the directions where an iteration begins and
 ends on the same stage: its critical path crosses each boundary as often one way as the other. So each lag is
@@ -40,7 +41,7 @@ _PRIOR = 1e-6
 """How much a parameter as long as the iteration weighs against an iteration mistaken by its whole time."""
 
 _SCAN_COUNT = 24
-"""Lags common to all that are tried, up to one with which iterations would be too long without any fixed time."""
+"""Lags common to all that are tried, up to one with which iterations are too long without fixed times."""
 
 _RUNGS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5)
 """Lags of a boundary that are tried, as shares of the same."""
@@ -56,7 +57,7 @@ _MOST_AT_ONCE = 2_000_000
 
 
 class Estimate(NamedTuple):
-    """Lags by link and the sought fixed times, and how well they match: the squared shares that they are off."""
+    """Lags by link and the sought fixed times; and their loss, the squared shares that they are off."""
 
     lags_s: Mapping[Link, float]
     fixed_times_s: Mapping[Computation, float]
@@ -119,12 +120,12 @@ class IterationModel:
         self._prior = _PRIOR * (occurrences[:, None] * self._made_of).max(axis=0, initial=0) ** 2
 
     def coarse_to_fine(self) -> list[Estimate]:
-        """Return the estimates without any lag, with one lag common to each direction, and with all of them."""
+        """Return the estimates without any lag, with one common to each direction, and with all of them."""
         fixed_count, all_count = len(self._sought), self._made_of.shape[1]
-        none = self._improved(self._match(np.zeros(all_count)), fixed_count)
-        # From coarse to fine: with all free at once, lags would stand in for fixed times and find no way back.
-        common = [self._improved(start, fixed_count + 2) for start in (none, *self._scan())]
-        fine = [self._improved(start, all_count) for start in (*common, *self._descend())]
+        none = self.improved(self.match(np.zeros(all_count)), fixed_count)
+        # With all free at once, lags would stand in for fixed times and find no way back.
+        common = [self.improved(start, fixed_count + 2) for start in (none, *self._scan())]
+        fine = [self.improved(start, all_count) for start in (*common, *self._descend())]
         best = [min(some, key=lambda match: match.loss) for some in (common, fine)]
         return [self._estimate(match) for match in (none, *best)]
 
@@ -137,7 +138,7 @@ class IterationModel:
         beside = np.concatenate(([np.inf], losses, [np.inf]))
         is_better = (losses < beside[:-2]) & (losses < beside[2:])
         common = np.concatenate((np.zeros(len(self._sought)), np.ones(2), np.zeros(len(self._paths.links))))
-        return [self._match(lag * common) for lag in lags[is_better] if lag]
+        return [self.match(lag * common) for lag in lags[is_better] if lag]
 
     def _descend(self) -> list[Match]:
         """Return matches from which no boundary's lag alone, that of both directions, leads to a better one.
@@ -161,20 +162,22 @@ class IterationModel:
             ends.append((loss, *lags.tolist()))
         none_common = np.zeros(len(self._sought) + 2)
         return [
-            self._match(np.concatenate((none_common, lags)))
-            for _, *lags in sorted(set(ends))[:_DESCENT_COUNT]
+            self.match(np.concatenate((none_common, lags))) for _, *lags in sorted(set(ends))[:_DESCENT_COUNT]
         ]
 
     @cached_property
     def _longest_lag(self) -> float:
         """The lag, in units, with which iterations would be too long without any fixed time."""
         longest = 1 / len(self._paths.computations)
-        while len(self._paths.links) and self._lengths_s(np.full((1, len(self._paths.links)), longest)).mean() < self._unit_s:
+        while (
+            len(self._paths.links)
+            and self._lengths_s(np.full((1, len(self._paths.links)), longest)).mean() < self._unit_s
+        ):
             longest *= 2
         return longest
 
     def _screen(self, lags: FloatArray) -> FloatArray:
-        """Return the losses of some lags (a row each) with the best fixed time, as if all of it were critical."""
+        """Return the losses of some lags (a row each) with the best fixed time, as if it were critical."""
         shares = self._lengths_s(lags) / self._measured_s
         if self._sought:
             weights = 1 / self._measured_s
@@ -199,7 +202,7 @@ class IterationModel:
 
     # -------------------------------------------------------------- from there
 
-    def _match(self, parameters: FloatArray) -> Match:
+    def match(self, parameters: FloatArray) -> Match:
         """Emulate all iterations."""
         unknowns_s = self._made_of @ parameters * self._unit_s
         unknowns_ps = np.array([to_ps(unknown_s) for unknown_s in unknowns_s.tolist()], np.int64)
@@ -213,11 +216,11 @@ class IterationModel:
         loss = float(errors @ errors + self._prior @ parameters**2)
         return Match(parameters, loss, counts.astype(np.float64), rest_s)
 
-    def _improved(self, match: Match, free_count: int) -> Match:
+    def improved(self, match: Match, free_count: int) -> Match:
         """Return the best match that is found from this one, with the first parameters free."""
         damping = _FIRST_DAMPING
         for _ in range(_ROUND_COUNT if free_count else 0):
-            tried = self._match(self._step(match, free_count, damping))
+            tried = self.match(self._step(match, free_count, damping))
             if tried.loss < match.loss:
                 gain = 1 - tried.loss / match.loss
                 match, damping = tried, damping / 4

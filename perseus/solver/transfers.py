@@ -2,12 +2,13 @@
 
 A transfer goes from computation A of its sender to computation C of its receiver, and takes a lag.
 
-*Overlapping*: it starts when A ends, and both stages compute meanwhile. C starts no earlier than a lag after A.
+*Overlapping*: it starts when A ends, and both stages compute meanwhile. C starts no earlier than a lag after
+A.
 
 *Occupying*: between two computations a stage exchanges all that it sends and receives there, and computes
 nothing until that is done (a rendezvous: blocking sends and receives, batched). The transfer starts when its
-sender has ended A and its receiver has ended what comes before C. So both of these are a lag before both C and
-what comes after A: a late receiver holds its sender up. No event is needed for the transfer itself.
+sender has ended A and its receiver has ended what comes before C. So both of these are a lag before both C
+and what comes after A: a late receiver holds its sender up. No event is needed for the transfer itself.
 """
 
 import enum

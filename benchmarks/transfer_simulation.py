@@ -72,10 +72,12 @@ class SimulatedRun:
 
     Attributes:
         schedule: 1F1B without any FIXED computation.
+        profile_s: the mean time by (stage, kind, clock), each measured while all computations had that clock.
         transfer_share: see above.
     """
 
     schedule: Schedule
+    profile_s: Mapping[tuple[int, Kind, int], float]
     plans: Sequence[SimulatedPlan]
     transfer_share: float
 
@@ -113,14 +115,23 @@ def simulate_run(
     random = np.random.default_rng(seed)
     job = _scaled(_draw_job(random, mechanisms, stage_count, microbatch_count), mechanisms, transfer_share)
     fastest = dict.fromkeys(job.schedule.computations, CLOCKS_MHZ[0])
-    plans = []
-    for number in range(plan_count):
-        clocks_mhz = _draw_plan(random, job.schedule, number / max(plan_count - 1, 1))
+
+    def measure(clocks_mhz: Mapping[Computation, int]) -> SimulatedPlan:
         steps = [_simulate(job, mechanisms, clocks_mhz, random) for _ in range(step_count)]
         times_s = {c: float(np.mean([step.times_s[c] for step in steps])) for c in clocks_mhz}
         iteration_time_s = float(np.mean([step.iteration_time_s for step in steps]))
-        plans.append(SimulatedPlan(clocks_mhz, MeasuredIteration(times_s, iteration_time_s)))
-    return SimulatedRun(job.schedule, plans, _transfer_share(_simulate(job, mechanisms, fastest, None)))
+        return SimulatedPlan(clocks_mhz, MeasuredIteration(times_s, iteration_time_s))
+
+    last = max(plan_count - 1, 1)
+    plans = [measure(_draw_plan(random, job.schedule, number / last)) for number in range(plan_count)]
+    seen_s: dict[tuple[int, Kind, int], list[float]] = {}
+    for clock_mhz in CLOCKS_MHZ:
+        held = measure(dict.fromkeys(job.schedule.computations, clock_mhz))
+        for c, time_s in held.measured.times_s.items():
+            seen_s.setdefault((c.stage, c.kind, clock_mhz), []).append(time_s)
+    profile_s = {key: float(np.mean(some)) for key, some in seen_s.items()}
+    share = _transfer_share(_simulate(job, mechanisms, fastest, None))
+    return SimulatedRun(job.schedule, profile_s, plans, share)
 
 
 def _draw_job(

@@ -34,7 +34,7 @@ _FOLDS = 4
 """Of every so many iterations, each in turn is held against what was fitted to the others."""
 
 _WORTH = 0.9
-"""What is finer or less simple has to bring the error down to this share."""
+"""What is finer or less simple has to bring the mean error down to this share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,14 @@ def fit_times(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> Fi
                 f"iteration {n}: expected a positive, finite iteration_time_s, found {one.iteration_time_s}"
             )
     candidates = _simple_first(schedule, iterations)
-    errors = _errors(schedule, iterations, candidates)
+    unknown = _unknown(schedule, iterations, candidates)
+    # By the mean, because one iteration that nothing foretells would otherwise decide.
+    means = [math.fsum(map(abs, shares)) for shares in unknown]
     chosen = 0
     for finer in range(1, len(candidates)):
-        if errors[finer] <= _WORTH * errors[chosen]:
+        if means[finer] <= _WORTH * means[chosen]:
             chosen = finer
-    error = errors[chosen]
+    error = math.sqrt(math.fsum(share**2 for share in unknown[chosen]) / len(unknown[chosen]))
     if error > EXPLAINED_WITHIN:
         chosen = 0
     fitted = candidates[chosen]
@@ -131,18 +133,18 @@ def with_fitted_times(pipeline: Pipeline, fitted: FittedTimes) -> Pipeline:
     )
 
 
-def _errors(
+def _unknown(
     schedule: Schedule, iterations: Sequence[MeasuredIteration], fits: Sequence[FittedTimes]
-) -> list[float]:
-    """Return by how much each fit, in their order, is mistaken about iterations unknown to it."""
+) -> list[list[float]]:
+    """Return by what shares each fit, in their order, is mistaken about iterations unknown to it."""
     if len(iterations) < _FOLDS:
-        return [_root_mean_square(_residuals(schedule, iterations, fitted)) for fitted in fits]
+        return [_residuals(schedule, iterations, fitted) for fitted in fits]
     missed: list[list[float]] = [[] for _ in fits]
     for fold in range(_FOLDS):
         seen = [one for n, one in enumerate(iterations) if n % _FOLDS != fold]
         for own, fitted in zip(missed, _simple_first(schedule, seen), strict=True):
             own += _residuals(schedule, iterations[fold::_FOLDS], fitted)
-    return [_root_mean_square(own) for own in missed]
+    return missed
 
 
 def _residuals(
@@ -165,10 +167,6 @@ def _emulated_s(
     durations = durations_ps(paths.computations, [{**fitted.fixed_times_s, **one} for one in times_s])
     emulated_ps = paths.lengths_ps(durations, np.array([to_ps(lag_s) for lag_s in lags_s], np.int64))
     return emulated_ps / PS_PER_S
-
-
-def _root_mean_square(shares: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(share**2 for share in shares) / len(shares))
 
 
 def _simple_first(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> list[FittedTimes]:

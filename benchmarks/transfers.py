@@ -60,14 +60,17 @@ def run() -> Sequence[Table]:
                 Column("fits that chose occupying transfers", "d"),
             ),
             tuple(rows),
-            f"4 stages, 24 microbatches, 36 plans of 6 steps, {len(_SEEDS)} seeds, {_FOLDS} fits each. Errors "
-            "are of plans that were not fitted on.",
+            f"4 stages, 24 microbatches, 36 plans of 6 steps, {len(_SEEDS)} seeds, {_FOLDS} fits each. "
+            "Errors are of plans that were not fitted on.",
         )
     ]
 
 
 def _judged(runs: Sequence[SimulatedRun]) -> tuple[Cell, ...]:
-    alone, fitted, profiled, occupying = [], [], [], 0
+    alone: list[float] = []
+    fitted: list[float] = []
+    profiled: list[float] = []
+    occupying = 0
     for simulated in runs:
         schedule = with_fixed_time(simulated.schedule)
         measured = [plan.measured for plan in simulated.plans]

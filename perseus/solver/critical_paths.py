@@ -122,7 +122,7 @@ class CriticalPaths:
     ) -> Int64Array:
         """Return each row's end, with a row more for the begin; write by which of its arcs that came."""
         count, case_count = durations_ps.shape
-        lags_ps = lags_ps.reshape(len(self.links), -1)
+        lags_ps = lags_ps if lags_ps.ndim == 2 else lags_ps[:, None]
         slot_ps = np.concatenate((np.zeros((1, lags_ps.shape[1]), np.int64), lags_ps))
         durations_ps = durations_ps[self._order]
         finishes_ps = np.zeros((count + 1, case_count), np.int64)

@@ -186,7 +186,7 @@ def _simple_first(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -
 
 
 def _possible(schedule: Schedule) -> Iterator[Transfers]:
-    for transfers in Transfers:
+    for transfers in Transfers if schedule.dependencies else (Transfers.OVERLAPPING,):
         try:
             lagged_arcs(schedule, transfers)
         except ScheduleError:

@@ -43,8 +43,10 @@ MECHANISMS = {
 def run() -> Sequence[Table]:
     rows: list[tuple[Cell, ...]] = []
     for name, mechanisms in MECHANISMS.items():
-        for share in (0.4, 0.55):
-            rows.append((name, *_judged([simulate_run(seed, mechanisms, share) for seed in _SEEDS])))
+        rows += [
+            (name, *_judged([simulate_run(seed, mechanisms, share) for seed in _SEEDS]))
+            for share in (0.4, 0.55)
+        ]
     return [
         Table(
             "Emulated against simulated iteration times, much of which is transfers",

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from perseus.solver.bounds import MAX_TIME_S
 from perseus.solver.computation import Computation
 from perseus.solver.critical_paths import CriticalPaths
 from perseus.solver.errors import ScheduleError, SolverError
@@ -85,9 +86,10 @@ def fit_times(schedule: Schedule, iterations: Sequence[MeasuredIteration]) -> Fi
     if not iterations:
         raise SolverError("iterations: expected at least one, found none")
     for n, one in enumerate(iterations):
-        if not (math.isfinite(one.iteration_time_s) and one.iteration_time_s > 0):
+        if not 0 < one.iteration_time_s <= MAX_TIME_S:
             raise SolverError(
-                f"iteration {n}: expected a positive, finite iteration_time_s, found {one.iteration_time_s}"
+                f"iteration {n}: expected a positive, finite iteration_time_s of at most {MAX_TIME_S:g}, "
+                f"found {one.iteration_time_s}"
             )
     candidates = _simple_first(schedule, iterations)
     unknown = _unknown(schedule, iterations, candidates)

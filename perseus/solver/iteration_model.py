@@ -8,7 +8,7 @@ a step that makes the match worse is shortened).
 Least squares of such times have local minima. Where light stages hide short lags, nothing tells that long
 ones would match: fixed times take their place, and from there lags never grow. So one lag common to all is
 tried over its whole range first, and the search begins at each place where it matches better than around it,
-too.
+too; and where changing one boundary's lag after the other leads from there.
 
 Measured iterations rarely tell all boundaries apart, and never the directions where an iteration begins and
 ends on the same stage: its critical path crosses each boundary as often one way as the other. So each lag is
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.critical_paths import CriticalPaths, Int64Array, Link
 from perseus.solver.errors import SolverError
+from perseus.solver.pipeline import MAX_TOTAL_TIME_S
 from perseus.solver.profile import PS_PER_S, to_ps
 from perseus.solver.schedule import Schedule
 from perseus.solver.transfers import Transfers
@@ -254,9 +255,16 @@ def durations_ps(
     """Return the times in ps: a row a computation, a column an iteration.
 
     Raises:
-        SolverError: a time is impossible, or a computation has none.
+        SolverError: a time is impossible, a computation has none, or all take longer than MAX_TOTAL_TIME_S.
     """
-    return np.array([[_time_ps(one, c) for one in times_s] for c in computations], np.int64)
+    rows = [[_time_ps(one, c) for one in times_s] for c in computations]
+    for total_ps in map(sum, zip(*rows, strict=True)):
+        if total_ps > MAX_TOTAL_TIME_S * PS_PER_S:
+            raise SolverError(
+                f"times_s: expected computations of at most {MAX_TOTAL_TIME_S:g} s together, "
+                f"found {total_ps / PS_PER_S:g} s"
+            )
+    return np.array(rows, np.int64)
 
 
 def _time_ps(times_s: Mapping[Computation, float], c: Computation) -> int:

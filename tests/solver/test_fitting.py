@@ -254,6 +254,10 @@ def test_impossible_measurements_are_refused() -> None:
     for time_s in (0.0, math.nan, math.inf):
         with pytest.raises(SolverError, match="iteration 1: expected a positive, finite iteration_time_s"):
             fit_times(schedule, [MeasuredIteration(times_s, 3.0), MeasuredIteration(times_s, time_s)])
+    with pytest.raises(SolverError, match=r"at most 1e\+06, found 10000000"):
+        fit_times(schedule, [MeasuredIteration(times_s, 1e7)])
+    with pytest.raises(SolverError, match=r"computations of at most 4e\+06 s together, found 5e\+06 s"):
+        fit_times(schedule, [MeasuredIteration({forward: 2e6, backward: 3e6}, 3.0)])
     with pytest.raises(SolverError, match=r"stage 0 backward of microbatch 0: .* found none"):
         fit_times(schedule, [MeasuredIteration({forward: 1.0}, 3.0)])
     with pytest.raises(SolverError, match=r"stage 0 forward of microbatch 0: .* found -1"):

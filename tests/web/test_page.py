@@ -17,6 +17,7 @@ from tests.service.grpc_fakes import (
     FakeAgent,
     connected,
     make_settings,
+    spec_message,
 )
 from tests.service.web.scraping import free_port
 from tests.web import said
@@ -79,6 +80,16 @@ async def test_what_is_not_there_yet_is_said(site: Site) -> None:
         await expect(panel(page, "Frontier")).to_contain_text("before all ranks have joined")
         await expect(panel(page, "Ranks")).to_contain_text("4 expected")
         await expect(figure(page, "ranks")).to_have_text("0 of 4")
+        labels = [
+            job_pb2.Label(key="slurm-job", value="4711"),
+            job_pb2.Label(key="team", value="<b>vision</b>"),
+        ]
+        request = job_service_pb2.RegisterJobRequest(
+            spec=spec_message("labelled"), request_id="labelled", labels=labels
+        )
+        await site.client.jobs.RegisterJob(request, timeout=TIMEOUT_S)
+        await page.goto(site.of("labelled"))
+        await expect(page.get_by_text("slurm-job=4711  ·  team=<b>vision</b>")).to_be_visible()
         await page.goto(site.of("nobody"))
         await expect(page.get_by_text("There is no job “nobody” on this coordinator.")).to_be_visible()
 

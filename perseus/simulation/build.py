@@ -16,6 +16,7 @@ from perseus.solver import (
     SolverError,
     one_forward_one_backward,
     read_profile_csv,
+    refuse_further,
     shrink_profiles,
     solve,
 )
@@ -118,6 +119,8 @@ def build_fleet(scenario: Scenario, on_progress: Callable[[float], None] = lambd
 def _solve(part: JobPart) -> Frontier:
     try:
         profiles = shrink_profiles(read_profile_csv(part.profile, part.gpus_per_stage))
+        settings = (m.setting for measured in profiles.values() for m in measured)
+        refuse_further(settings, f"in {part.profile}, as agents set nothing else")
         stage_count = 1 + max(stage for stage, _, _ in profiles)
         computation_count = 2 * stage_count * part.microbatches
         if computation_count > MAX_COMPUTATION_COUNT:

@@ -13,6 +13,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from perseus.service.api import translate_problems
+from perseus.service.domain.errors import cut
 from perseus.solver import (
     Frontier,
     MeasuredSetting,
@@ -26,6 +27,9 @@ from perseus.solver import (
 from perseus.v1 import frontier_pb2
 
 _MEMBER = "furtherSettings"
+
+_EXACT = 2**53
+"""Every whole number below is a float."""
 
 _Place = tuple[int, int]
 """Of a measurement: its profile's index in the problem, and its own in that."""
@@ -116,7 +120,8 @@ def _with_further(
     profiles: Mapping[ProfileKey, tuple[Measurement, ...]],
     members: Mapping[_Place, Any],
 ) -> dict[ProfileKey, tuple[Measurement, ...]]:
-    names = list(next(iter(members.values())))
+    first = next(iter(members.values()))
+    names = list(first) if isinstance(first, dict) else []
     found: dict[ProfileKey, tuple[Measurement, ...]] = {}
     for i, profile in enumerate(message.profiles):
         key = (profile.stage, profile.chunk, translate_problems.KIND_FROM_PROTO[profile.kind])
@@ -130,15 +135,18 @@ def _with_further(
     return found
 
 
+def _with_point(value: Any) -> Any:
+    """Return a value whose point may have been lost on the way through another program."""
+    return float(value) if type(value) is int and abs(value) < _EXACT else value
+
+
 def _measured_setting(m: Measurement, where: str, member: Any, names: list[str]) -> MeasuredSetting:
     if not isinstance(member, dict) or member.keys() != set(names):
-        found = "none" if member is None else json.dumps(member)
-        raise ProfileError(f"{where}.{_MEMBER}: expected an object of {', '.join(names)}, found {found}")
-    # A whole number may have lost its point on the way through another program.
-    further = tuple(
-        (name, float(member[name]) if type(member[name]) is int else member[name]) for name in names
-    )
+        found = "none" if member is None else cut(json.dumps(member))
+        expected = ", ".join(names) or "names and values"
+        raise ProfileError(f"{where}.{_MEMBER}: expected an object of {expected}, found {found}")
+    further = tuple((name, _with_point(member[name])) for name in names)
     try:
         return MeasuredSetting(m.clock_mhz, m.time_s, m.energy_j, m.time_se_s, m.energy_se_j, further=further)
     except ProfileError as error:
-        raise ProfileError(f"{where}.{_MEMBER}: {error}") from None
+        raise ProfileError(f"{where}.{_MEMBER}: {cut(error)}") from None

@@ -275,9 +275,9 @@ def _settings_found(profiles: "Mapping[ProfileKey, Sequence[Measurement]]") -> s
     first = next(iter(profiles.values()))[0]
     if not isinstance(first, MeasuredSetting):
         return ""
-    names = ", ".join(["frequency", *(name for name, _ in first.further)])
+    names = " and ".join(["frequency", *(name for name, _ in first.further)])
     least, most = (pick(map(len, profiles.values())) for pick in (min, max))
-    return f"A setting is {names}; each computation has {most if least == most else f'{least} to {most}'}."
+    return f"Settings are of {names}, {most if least == most else f'{least} to {most}'} a computation."
 
 
 class _TooLongError(Exception):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,26 @@ def test_a_power_limit_saves_what_a_clock_alone_does_not(frontier: Path, tmp_pat
         1 - each["points"][0]["energyJ"] / each["baseline"]["energyJ"] for each in (with_limit, with_clocks)
     ]
     assert savings == [pytest.approx(0.162, abs=5e-4), pytest.approx(0.141, abs=5e-4)]
+
+
+def blocks_of_the_page(language: str) -> list[str]:
+    page = EXAMPLE.parents[2] / "docs" / "frontiers.md"
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_shows_what_there_is(frontier: Path, tmp_path: Path) -> None:
+    (shown_rows,) = (block for block in blocks_of_the_page("text") if block.startswith("stage,"))
+    assert set(shown_rows.splitlines()) <= set(EXAMPLE.read_text().splitlines())
+    assert run("plan", frontier, "--no-slowdown", "--output", tmp_path / "plan.json").exit_code == 0
+    (shown,) = map(json.loads, blocks_of_the_page("json"))
+    computations = load(tmp_path / "plan.json")["stages"][0]["computations"]
+    assert any(shown.items() <= computation.items() for computation in computations)
+
+
+def test_the_pages_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks_of_the_page("python")
+    exec(code, {})
+    assert "Setting(clock_mhz=1410, further=(('power_limit_w', 300.0),))" in capsys.readouterr().out
 
 
 def test_rows_for_scripts_have_the_values_that_are_used(frontier: Path) -> None:

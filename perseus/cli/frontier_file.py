@@ -39,6 +39,7 @@ def frontier_text(frontier: Frontier) -> str:
     """Return a frontier's file."""
     document = _document(translate_problems.frontier_to_proto(frontier))
     profiles = frontier.pipeline.profiles
+    # FIXED computations, which have no setting, follow the others.
     for written, key in zip(document["problem"]["profiles"], sorted(profiles), strict=False):
         for member, measurement in zip(written["measurements"], profiles[key], strict=True):
             if isinstance(measurement, MeasuredSetting):

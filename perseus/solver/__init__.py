@@ -36,7 +36,7 @@ from perseus.solver.plan import Plan, PlannedComputation, PlanOfSettings, fastes
 from perseus.solver.profile import MeasuredSetting, Measurement
 from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.schedule import Path, Schedule
-from perseus.solver.setting import Setting, refuse_further
+from perseus.solver.setting import Setting
 from perseus.solver.shrinkage import shrink, shrink_profiles
 
 __all__ = [
@@ -86,7 +86,6 @@ __all__ = [
     "predicted_iteration_time_s",
     "read_profile_csv",
     "recheck",
-    "refuse_further",
     "replay",
     "replay_with_latency",
     "shrink",

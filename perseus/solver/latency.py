@@ -14,6 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +24,7 @@ from perseus.solver.errors import SolverError
 from perseus.solver.graph import order_computations
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, replay
-from perseus.solver.profile import PS_PER_S, Measurement, to_ps
-from perseus.solver.setting import refuse_further
+from perseus.solver.profile import PS_PER_S, Measurement, refuse_further, to_ps
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,8 @@ def check_clocks(pipeline: Pipeline) -> None:
     Raises:
         ProfileError: there are some.
     """
-    refuse_further(
-        (m.setting for some in pipeline.profiles.values() for m in some), "where setting them takes a while"
-    )
+    measurements = chain.from_iterable(pipeline.profiles.values())
+    refuse_further(measurements, "where setting them takes a while")
 
 
 class Curve:

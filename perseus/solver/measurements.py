@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from perseus.solver.errors import ProfileError
-from perseus.solver.profile import Measurement
-from perseus.solver.setting import Setting, in_order, refuse_further
+from perseus.solver.profile import Measurement, refuse_further
+from perseus.solver.setting import Setting, in_order
 
 
 def merge_measurements(measurements: Iterable[Measurement]) -> tuple[Measurement, ...]:
@@ -38,7 +38,7 @@ def interpolate_clocks(
         ProfileError: a clock is measured twice, or a wanted one lies outside the measured ones; or there are
             settings of more than a clock, between which nothing can be interpolated.
     """
-    refuse_further((m.setting for m in measurements), "to interpolate between")
+    refuse_further(measurements, "to interpolate between")
     measured = sorted(measurements, key=lambda m: m.clock_mhz)
     for lower, higher in pairwise(measured):
         if lower.clock_mhz == higher.clock_mhz:

@@ -115,6 +115,20 @@ class MeasuredSetting(Measurement):
         return Setting(self.clock_mhz, self.further)
 
 
+def refuse_further(measurements: Iterable[Measurement], where: str) -> None:
+    """Refuse settings of more than a clock, where something is done that only clocks allow.
+
+    Raises:
+        ProfileError: there are some. ``where`` says in words why there may be none.
+    """
+    for m in measurements:
+        if isinstance(m, MeasuredSetting):
+            names = ", ".join(name for name, _ in m.further)
+            raise ProfileError(
+                f"expected clocks alone {where}, found the further settings {names}", found=names
+            )
+
+
 def highest(measurements: Iterable[Measurement]) -> Measurement:
     """Return the measurement at the highest clock: what a computation runs at without Perseus.
 

@@ -8,7 +8,7 @@ another.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from perseus.solver.errors import ProfileError
@@ -141,19 +141,4 @@ def check_further(further: Further) -> None:
                 f"further setting {name}: expected {expected_value(name)}, found {value!r}",
                 field=name,
                 found=value,
-            )
-
-
-def refuse_further(settings: Iterable[int | Setting], where: str) -> None:
-    """Refuse settings of more than a clock, where something is done that only clocks allow.
-
-    Raises:
-        ProfileError: there are some. ``where`` says in words why there may be none.
-    """
-    for setting in settings:
-        if not isinstance(setting, int):
-            raise ProfileError(
-                f"expected clocks alone {where}, found the further settings "
-                f"{', '.join(name for name, _ in setting.further)}",
-                found=setting,
             )

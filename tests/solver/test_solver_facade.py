@@ -54,7 +54,6 @@ def test_public_names() -> None:
         "predicted_iteration_time_s",
         "read_profile_csv",
         "recheck",
-        "refuse_further",
         "replay",
         "replay_with_latency",
         "shrink",

@@ -275,7 +275,8 @@ def _settings_found(profiles: "Mapping[ProfileKey, Sequence[Measurement]]") -> s
     first = next(iter(profiles.values()))[0]
     if not isinstance(first, MeasuredSetting):
         return ""
-    names = " and ".join(["frequency", *(name for name, _ in first.further)])
+    *others, last = (name for name, _ in first.further)
+    names = f"{', '.join(['frequency', *others])} and {last}"
     least, most = (pick(map(len, profiles.values())) for pick in (min, max))
     return f"Settings are of {names}, {most if least == most else f'{least} to {most}'} a computation."
 

@@ -9,7 +9,7 @@ from perseus.solver.errors import ProfileError
 from perseus.solver.graph import Dependency, order_computations
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.profile import PS_PER_S, highest, to_ps
-from perseus.solver.setting import Further, Setting, clock_of, further_of, in_order, name_of
+from perseus.solver.setting import Further, Setting, further_of, in_order, name_of
 
 
 class PlannedComputation(NamedTuple):
@@ -167,25 +167,25 @@ def assemble_plan(
     """Build a plan from each computation's (setting, time in ps, effective energy in J)."""
     finishes_ps = earliest_finishes_ps(dependencies, [time_ps for _, time_ps, _ in chosen])
     stages: list[list[PlannedComputation]] = [[] for _ in pipeline.blocking_power_w]
-    further: list[list[Further]] = [[] for _ in stages]
     for c, finish_ps, (setting, time_ps, _) in zip(computations, finishes_ps, chosen, strict=True):
         if c.kind is not Kind.FIXED:
             start_s, duration_s = (finish_ps - time_ps) / PS_PER_S, time_ps / PS_PER_S
-            stages[c.stage].append(PlannedComputation(c, clock_of(setting), start_s, duration_s))
-            further[c.stage].append(further_of(setting))
-    return with_further(
-        Plan(
-            iteration_time_s=max(finishes_ps) / PS_PER_S,
-            effective_energy_j=sum(effective_energy_j for _, _, effective_energy_j in chosen),
-            blocking_power_w=sum(pipeline.blocking_power_w),
-            stages=tuple(tuple(stage) for stage in stages),
-        ),
-        further,
+            clock_mhz = setting if isinstance(setting, int) else setting.clock_mhz
+            stages[c.stage].append(PlannedComputation(c, clock_mhz, start_s, duration_s))
+    plan = Plan(
+        iteration_time_s=max(finishes_ps) / PS_PER_S,
+        effective_energy_j=sum(effective_energy_j for _, _, effective_energy_j in chosen),
+        blocking_power_w=sum(pipeline.blocking_power_w),
+        stages=tuple(tuple(stage) for stage in stages),
     )
+    if all(isinstance(setting, int) for setting, _, _ in chosen):
+        return plan
+    further_by = {c: further_of(setting) for c, (setting, _, _) in zip(computations, chosen, strict=True)}
+    return with_further(plan, [[further_by[p.computation] for p in stage] for stage in plan.stages])
 
 
 def with_further(plan: Plan, further: Sequence[Sequence[Further]]) -> Plan:
-    """Return a plan of clocks with what its computations have beside them, stage by stage."""
+    """Return a plan of clocks with what its computations have beside them, if anything, stage by stage."""
     if not any(map(any, further)):
         return plan
     return PlanOfSettings(

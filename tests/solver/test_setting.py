@@ -1,8 +1,11 @@
 """Settings of more than a clock: what can be one, and what the solver's parts make of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from perseus.solver import (
     Computation,
@@ -28,7 +31,7 @@ from perseus.solver import (
     shrink_profiles,
     solve,
 )
-from perseus.solver.setting import Further
+from perseus.solver.setting import Further, further_of
 from perseus.solver.study import Replicas, emulate, envpipe, zeus_global, zeus_per_stage
 
 UNLIMITED: Further = (("power_limit_w", 400.0),)
@@ -127,6 +130,31 @@ def test_a_plan_replays_to_itself(look_up: bool) -> None:
     for point in frontier.points:
         plan = (frontier.plan_within if look_up else frontier.plan)(point.iteration_time_s)
         assert replay(pipeline, plan.settings) == plan
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from([(), LIMITED, UNLIMITED]), min_size=12, max_size=12))
+def test_clocks_may_stand_beside_settings(given_further: list[Further]) -> None:
+    """Some measurements have a clock alone; plans have what was chosen, however they are made."""
+    pipeline, left = limited_pipeline(), iter(given_further)
+    profiles: dict[ProfileKey, tuple[Measurement, ...]] = {}
+    for key, some in pipeline.profiles.items():
+        measured: dict[int | Setting, Measurement] = {}
+        for m in some[:3]:
+            further = next(left)
+            again = (
+                MeasuredSetting(m.clock_mhz, m.time_s, m.energy_j, further=further)
+                if further
+                else Measurement(m.clock_mhz, m.time_s, m.energy_j)
+            )
+            measured[again.setting] = again
+        profiles[key] = tuple(measured.values())
+    pipeline = replace(pipeline, profiles=profiles)
+    frontier = solve(pipeline, point_count=4)
+    for point in frontier.points:
+        plan = frontier.plan_within(point.iteration_time_s)
+        assert replay(pipeline, plan.settings) == plan
+        assert isinstance(plan, PlanOfSettings) == any(map(further_of, plan.settings.values()))
 
 
 def test_what_was_not_measured_is_refused_with_what_was() -> None:

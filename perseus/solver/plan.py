@@ -167,10 +167,14 @@ def assemble_plan(
     """Build a plan from each computation's (setting, time in ps, effective energy in J)."""
     finishes_ps = earliest_finishes_ps(dependencies, [time_ps for _, time_ps, _ in chosen])
     stages: list[list[PlannedComputation]] = [[] for _ in pipeline.blocking_power_w]
+    has_further = False
     for c, finish_ps, (setting, time_ps, _) in zip(computations, finishes_ps, chosen, strict=True):
         if c.kind is not Kind.FIXED:
             start_s, duration_s = (finish_ps - time_ps) / PS_PER_S, time_ps / PS_PER_S
-            clock_mhz = setting if isinstance(setting, int) else setting.clock_mhz
+            if isinstance(setting, int):
+                clock_mhz = setting
+            else:
+                clock_mhz, has_further = setting.clock_mhz, True
             stages[c.stage].append(PlannedComputation(c, clock_mhz, start_s, duration_s))
     plan = Plan(
         iteration_time_s=max(finishes_ps) / PS_PER_S,
@@ -178,7 +182,7 @@ def assemble_plan(
         blocking_power_w=sum(pipeline.blocking_power_w),
         stages=tuple(tuple(stage) for stage in stages),
     )
-    if all(isinstance(setting, int) for setting, _, _ in chosen):
+    if not has_further:
         return plan
     further_by = {c: further_of(setting) for c, (setting, _, _) in zip(computations, chosen, strict=True)}
     return with_further(plan, [[further_by[p.computation] for p in stage] for stage in plan.stages])

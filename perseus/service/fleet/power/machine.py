@@ -261,7 +261,7 @@ class FleetMachine:
         is_new = self._is_stale or self._allocation is None
         if not is_new and is_over and now_s < self._cut_s + SETTLE_S:
             # Measurement asks for it, or a falling ceiling; only that one can't wait.
-            is_over = any(self._expected_w(n) > w.ceiling_w for n, w in limited.items())
+            is_over = any(self._expected_w(n) > w.ramped_w for n, w in limited.items())
         if not (is_new or is_over or self._has_room(targets_w, now_s)):
             return []
         others_w = self._others_w()

@@ -135,11 +135,11 @@ def solve(
     if not is_data:
         rows = _frontier_rows(frontier, others)
         show_rows(form, rows, list(rows[0]), lambda: _frontier_table(rows))
-    remarks = console if form is Format.TABLE and not is_data else error_console
+    notes = console if form is Format.TABLE and not is_data else error_console
     if settings := _settings_found(profiles):
-        remarks.print(settings, highlight=False)
+        notes.print(settings, highlight=False)
     if frontier.margin is not None:
-        remarks.print(
+        notes.print(
             f"Measurements are noisy: times have a margin of {100 * frontier.margin.time_share:.2f} %, so "
             f"that plans keep theirs {confidence_percent:g} times in 100. It costs "
             f"{100 * frontier.margin_energy_share:.2f} % of the energy.",

@@ -38,10 +38,11 @@ from perseus.solver.named_schedules import (
     zero_bubble_v,
 )
 from perseus.solver.pipeline import Pipeline, ProfileKey
-from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay
-from perseus.solver.profile import Measurement
+from perseus.solver.plan import Plan, PlannedComputation, PlanOfSettings, fastest_clock_plan, replay
+from perseus.solver.profile import MeasuredSetting, Measurement
 from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.schedule import Path, Schedule
+from perseus.solver.setting import Setting
 from perseus.solver.shrinkage import shrink, shrink_profiles
 from perseus.solver.transfers import Transfers
 
@@ -59,11 +60,13 @@ __all__ = [
     "LatencyReplay",
     "Margin",
     "MeasuredIteration",
+    "MeasuredSetting",
     "Measurement",
     "Path",
     "Pipeline",
     "PipelineError",
     "Plan",
+    "PlanOfSettings",
     "PlannedComputation",
     "ProfileError",
     "ProfileKey",
@@ -71,6 +74,7 @@ __all__ = [
     "Refinement",
     "Schedule",
     "ScheduleError",
+    "Setting",
     "SolverError",
     "Transfers",
     "common_lag_s",

@@ -16,7 +16,13 @@ from perseus.solver.errors import (
     ScheduleError,
     SolverError,
 )
-from perseus.solver.fitting import FittedTimes, MeasuredIteration, emulated_iteration_time_s, fit_times
+from perseus.solver.fitting import (
+    FittedTimes,
+    MeasuredIteration,
+    emulated_iteration_time_s,
+    fit_times,
+    with_fitted_times,
+)
 from perseus.solver.frontier import Frontier, FrontierPoint, Refinement, plan_at, solve
 from perseus.solver.lag import common_lag_s, explaining_lag_s, predicted_iteration_time_s, with_lag
 from perseus.solver.latency import LatencyReplay, replay_with_latency
@@ -38,6 +44,7 @@ from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.schedule import Path, Schedule
 from perseus.solver.setting import Setting
 from perseus.solver.shrinkage import shrink, shrink_profiles
+from perseus.solver.transfers import Transfers
 
 __all__ = [
     "MAX_CLOCK_MHZ",
@@ -69,6 +76,7 @@ __all__ = [
     "ScheduleError",
     "Setting",
     "SolverError",
+    "Transfers",
     "common_lag_s",
     "dual_pipe_v",
     "dwell",
@@ -91,6 +99,7 @@ __all__ = [
     "shrink",
     "shrink_profiles",
     "solve",
+    "with_fitted_times",
     "with_lag",
     "with_margin",
     "zero_bubble_h1",

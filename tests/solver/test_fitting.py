@@ -4,6 +4,8 @@ import csv
 import gzip
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +21,15 @@ from perseus.solver import (
     Pipeline,
     Schedule,
     SolverError,
+    Transfers,
     emulated_iteration_time_s,
     fit_times,
     gpipe,
     one_forward_one_backward,
     replay,
+    with_fitted_times,
 )
-from perseus.solver.fitting import _non_negative_solution
+from perseus.solver.iteration_model import IterationModel, non_negative_solution
 from tests.solver.pipelines import pipelines
 
 _RUNS = Path(__file__).resolve().parents[3] / "shared" / "data" / "runs"
@@ -66,8 +70,21 @@ def test_emulated_time_is_that_of_the_replay(pipeline: Pipeline) -> None:
     clocked = [c for c in pipeline.schedule.computations if c.kind is not Kind.FIXED]
     plan = replay(pipeline, {c: lowest_mhz[c.stage, c.chunk, c.kind] for c in clocked})
     times_s = {p.computation: p.duration_s for stage in plan.stages for p in stage}
-    fitted = FittedTimes(pipeline.activation_lags_s, pipeline.gradient_lags_s, pipeline.fixed_times_s)
+    fitted = FittedTimes(
+        pipeline.activation_lags_s,
+        pipeline.gradient_lags_s,
+        pipeline.fixed_times_s,
+        transfers=pipeline.transfers,
+    )
     assert emulated_iteration_time_s(pipeline.schedule, times_s, fitted) == plan.iteration_time_s
+    bare = replace(
+        pipeline,
+        activation_lags_s={},
+        gradient_lags_s={},
+        fixed_times_s=dict.fromkeys(pipeline.fixed_times_s, 0.0),
+        transfers=Transfers.OVERLAPPING,
+    )
+    assert with_fitted_times(bare, fitted) == pipeline
 
 
 def test_planted_lags_and_fixed_times_are_recovered() -> None:
@@ -85,6 +102,118 @@ def test_planted_lags_and_fixed_times_are_recovered() -> None:
     for iteration in iterations[12:]:
         emulated_s = emulated_iteration_time_s(schedule, iteration.times_s, fitted)
         assert emulated_s == pytest.approx(iteration.iteration_time_s, rel=1e-5)
+
+
+LAGS_S = st.floats(0.0, 0.4)
+
+
+def planted_iterations(
+    planted: FittedTimes, seed: int, count: int
+) -> tuple[Schedule, list[MeasuredIteration]]:
+    """Iterations of three stages without any noise."""
+    schedule, random = with_load(one_forward_one_backward(3, 6)), np.random.default_rng(seed)
+    plans = [random_times_s(schedule, random) for _ in range(count)]
+    return schedule, [MeasuredIteration(t, emulated_iteration_time_s(schedule, t, planted)) for t in plans]
+
+
+def held_out_error(planted: FittedTimes, seed: int) -> float:
+    schedule, iterations = planted_iterations(planted, seed, 24)
+    fitted = fit_times(schedule, iterations[:16])
+    errors = [
+        abs(emulated_iteration_time_s(schedule, one.times_s, fitted) / one.iteration_time_s - 1)
+        for one in iterations[16:]
+    ]
+    return float(np.mean(errors))
+
+
+@given(lags_s=st.tuples(LAGS_S, LAGS_S, LAGS_S, LAGS_S), load_s=st.floats(0.0, 1.0), seed=st.integers(0, 999))
+@settings(max_examples=3)
+def test_overlapping_transfers_are_recovered(
+    lags_s: tuple[float, float, float, float], load_s: float, seed: int
+) -> None:
+    """Up to four fifths of these iterations are transfers."""
+    activations_s = {(0, 1): lags_s[0], (1, 2): lags_s[1]}
+    planted = FittedTimes(activations_s, {(2, 1): lags_s[2], (1, 0): lags_s[3]}, {LOAD: load_s})
+    assert held_out_error(planted, seed) <= 1e-3
+
+
+def test_occupying_transfers_are_recovered_as_a_rule() -> None:
+    """Which transfer of an exchange is the longer one is a choice: here and there the search is stuck."""
+    errors = []
+    for seed in range(5):
+        first_s, second_s, third_s, last_s = np.random.default_rng(seed).uniform(0.0, 0.4, 4).tolist()
+        planted = FittedTimes(
+            {(0, 1): first_s, (1, 2): second_s},
+            {(2, 1): third_s, (1, 0): last_s},
+            {LOAD: 0.3},
+            transfers=Transfers.OCCUPYING,
+        )
+        errors.append(held_out_error(planted, seed))
+    assert np.median(errors) <= 1e-3
+
+
+@pytest.mark.parametrize("transfers", Transfers)
+@given(seed=st.integers(0, 10_000), noise=st.sampled_from([0.0, 0.01, 0.1]))
+@settings(max_examples=3)
+def test_no_match_is_worse_than_one_grown_from_no_lags_alone(
+    transfers: Transfers, seed: int, noise: float
+) -> None:
+    """What is finer matches no worse than what is coarser, nor than what is found without other starts."""
+    random = np.random.default_rng(seed)
+    lags_s = [random.uniform(0.0, 0.4) for _ in range(4)]
+    planted = FittedTimes(
+        {(0, 1): lags_s[0], (1, 2): lags_s[1]}, {(1, 0): lags_s[2], (2, 1): lags_s[3]}, {LOAD: 0.3}
+    )
+    schedule, iterations = planted_iterations(planted, seed, 12)
+    measured_s = [one.iteration_time_s * math.exp(random.normal(0.0, noise)) for one in iterations]
+    model = IterationModel(schedule, [one.times_s for one in iterations], measured_s, transfers)
+    found = [estimate.loss for estimate in model.coarse_to_fine()]
+    assert found == sorted(found, reverse=True)
+    matched = model.match(np.zeros(1 + 2 + 4))
+    for free_count, loss in zip((1, 1 + 2, 1 + 2 + 4), found, strict=True):
+        matched = model.improved(matched, free_count)
+        assert loss <= matched.loss
+
+
+@pytest.mark.parametrize("transfers", Transfers)
+@given(
+    stages=st.permutations(range(3)),
+    lags_s=st.tuples(LAGS_S, LAGS_S, LAGS_S, LAGS_S),
+    seed=st.integers(0, 999),
+)
+def test_it_is_all_the_same_how_stages_are_numbered(
+    transfers: Transfers, stages: list[int], lags_s: tuple[float, float, float, float], seed: int
+) -> None:
+    def numbered(number: Sequence[int]) -> FittedTimes:
+        first, second, third = number
+        return FittedTimes(
+            {(first, second): lags_s[0], (second, third): lags_s[1]},
+            {(second, first): lags_s[2], (third, second): lags_s[3]},
+            {replace(LOAD, stage=first): 0.3},
+            transfers=transfers,
+        )
+
+    planted, renamed = numbered(range(3)), numbered(stages)
+    schedule, (iteration,) = planted_iterations(planted, seed, 1)
+    orders = dict(zip(stages, schedule.orders, strict=True))
+    other = Schedule(
+        tuple(tuple(replace(c, stage=stage) for c in orders[stage]) for stage in range(3)),
+        (tuple((stage, 0) for stage in stages),),
+    )
+    times_s = {replace(c, stage=stages[c.stage]): time_s for c, time_s in iteration.times_s.items()}
+    assert emulated_iteration_time_s(other, times_s, renamed) == iteration.iteration_time_s
+
+
+def test_what_matches_overlapping_transfers_is_not_taken_for_occupying() -> None:
+    """One stage has nobody to wait for: whatever transfers do explains it, so the simplest does."""
+    schedule = with_load(gpipe(1, 4))
+    random = np.random.default_rng(7)
+    plans = [random_times_s(schedule, random) for _ in range(8)]
+    planted = FittedTimes({}, {}, {LOAD: 0.3})
+    iterations = [MeasuredIteration(t, emulated_iteration_time_s(schedule, t, planted)) for t in plans]
+    fitted = fit_times(schedule, iterations)
+    assert fitted.transfers is Transfers.OVERLAPPING
+    assert fitted.fixed_times_s[LOAD] == pytest.approx(0.3, abs=1e-4)
 
 
 def test_a_measured_fixed_time_is_not_sought() -> None:
@@ -109,7 +238,7 @@ def test_non_negative_solutions_are_optimal(seed: int, count: int) -> None:
     random = np.random.default_rng(seed)
     rows = random.normal(size=(count + 2, count))
     gram, projected = rows.T @ rows + 1e-3 * np.eye(count), random.normal(size=count)
-    solution = _non_negative_solution(gram, projected)
+    solution = non_negative_solution(gram, projected)
     gains = projected - gram @ solution
     assert (solution >= 0).all()
     assert (gains <= 1e-8).all()
@@ -125,6 +254,10 @@ def test_impossible_measurements_are_refused() -> None:
     for time_s in (0.0, math.nan, math.inf):
         with pytest.raises(SolverError, match="iteration 1: expected a positive, finite iteration_time_s"):
             fit_times(schedule, [MeasuredIteration(times_s, 3.0), MeasuredIteration(times_s, time_s)])
+    with pytest.raises(SolverError, match=r"at most 1e\+06, found 10000000"):
+        fit_times(schedule, [MeasuredIteration(times_s, 1e7)])
+    with pytest.raises(SolverError, match=r"computations of at most 4e\+06 s together, found 5e\+06 s"):
+        fit_times(schedule, [MeasuredIteration({forward: 2e6, backward: 3e6}, 3.0)])
     with pytest.raises(SolverError, match=r"stage 0 backward of microbatch 0: .* found none"):
         fit_times(schedule, [MeasuredIteration({forward: 1.0}, 3.0)])
     with pytest.raises(SolverError, match=r"stage 0 forward of microbatch 0: .* found -1"):

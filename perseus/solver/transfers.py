@@ -1,0 +1,62 @@
+"""What a transfer between two stages keeps waiting: the computation that needs it, or both of its stages.
+
+A transfer goes from computation A of its sender to computation C of its receiver, and takes a lag.
+
+*Overlapping*: it starts when A ends, and both stages compute meanwhile. C starts no earlier than a lag after
+A.
+
+*Occupying*: between two computations a stage exchanges all that it sends and receives there, and computes
+nothing until that is done (a rendezvous: blocking sends and receives, batched). The transfer starts when its
+sender has ended A and its receiver has ended what comes before C. So both of these are a lag before both C
+and what comes after A: a late receiver holds its sender up. No event is needed for the transfer itself.
+"""
+
+import enum
+
+import numpy as np
+
+from perseus.solver.errors import ScheduleError
+from perseus.solver.order_table import IndexArray, OrderTable
+from perseus.solver.schedule import Schedule
+
+
+class Transfers(enum.Enum):
+    """How activations and gradients travel between stages."""
+
+    OVERLAPPING = "overlapping"
+    """Only who needs them waits."""
+    OCCUPYING = "occupying"
+    """Neither sender nor receiver computes meanwhile, and each waits for the other to be ready."""
+
+
+def lagged_arcs(schedule: Schedule, transfers: Transfers) -> IndexArray:
+    """Return (earlier, later, dependency) for whatever waits for a transfer, shape (n, 3).
+
+    The first two index the schedule's computations, the third its dependencies: ``later`` starts no earlier
+    than that dependency's lag after the end of ``earlier``. The dependencies themselves come first, in order.
+
+    Raises:
+        ScheduleError: transfers that occupy their stages would deadlock; the circle is named.
+    """
+    senders, receivers = schedule.arcs[:, 0], schedule.arcs[:, 1]
+    dependency = np.arange(len(schedule.arcs))
+    direct = np.stack((senders, receivers, dependency), axis=1)
+    if transfers is Transfers.OVERLAPPING:
+        return direct
+    firsts = np.cumsum([0, *(len(order) for order in schedule.orders)])
+    waits_before = ~np.isin(receivers, firsts)
+    goes_on = ~np.isin(senders + 1, firsts)
+    both = waits_before & goes_on
+    arcs = np.concatenate(
+        (
+            direct,
+            np.stack((receivers - 1, receivers, dependency), axis=1)[waits_before],
+            np.stack((senders, senders + 1, dependency), axis=1)[goes_on],
+            np.stack((receivers - 1, senders + 1, dependency), axis=1)[both],
+        )
+    )
+    try:
+        OrderTable(schedule.orders).levels(arcs[:, :2])
+    except ScheduleError as error:
+        raise ScheduleError(f"with transfers that occupy their stages {error}", **error.details) from error
+    return arcs

@@ -1,0 +1,124 @@
+"""Transfers that occupy their stages: by hand, in schedules where they deadlock, and from a fit to a plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from perseus.service.api.translate_problems import problem_to_proto
+from perseus.solver import (
+    Computation,
+    FittedTimes,
+    Kind,
+    PipelineError,
+    Schedule,
+    ScheduleError,
+    Transfers,
+    emulated_iteration_time_s,
+    fastest_clock_plan,
+    fit_times,
+    gpipe,
+    one_forward_one_backward,
+    solve,
+)
+from perseus.solver.fitting import MeasuredIteration
+from perseus.solver.transfers import lagged_arcs
+from tests.solver.pipelines import replayed_iteration_time_s, small_pipeline
+
+LAGS = FittedTimes({(0, 1): 0.5}, {(1, 0): 0.25}, {})
+
+
+def test_an_exchange_keeps_both_stages_waiting() -> None:
+    """Forwards take 1 on stage 0 and 2 on stage 1, backwards 3.
+
+    Stage 0 computes until 1, sends until 1.5, computes until 2.5, waits until stage 1 can receive at 3.5,
+    sends until 4. Stage 1 computes 1.5–3.5, 4–6, 6–9 (the last microbatch), sends until 9.25, computes until
+    12.25 and sends until 12.5. Stage 0 computes 9.25–12.25 and 12.5–15.5.
+    """
+    schedule = gpipe(2, 2)
+    times_s = {c: 3.0 if c.kind is Kind.BACKWARD else 1.0 + c.stage for c in schedule.computations}
+    occupying = replace(LAGS, transfers=Transfers.OCCUPYING)
+    assert emulated_iteration_time_s(schedule, times_s, occupying) == 15.5
+    assert emulated_iteration_time_s(schedule, times_s, LAGS) == 1.5 + 2 + 2 + 3 + 3 + 0.25 + 3
+
+
+def test_a_late_receiver_holds_its_sender_up() -> None:
+    """Stage 0 goes on to its third forward once stage 1 has taken the second, so has done with the first."""
+    schedule = gpipe(2, 3)
+    arcs = lagged_arcs(schedule, Transfers.OCCUPYING)
+    computations = list(schedule.computations)
+    waits = {(computations[a], computations[b]) for a, b, _ in arcs.tolist()}
+    assert (Computation(1, Kind.FORWARD, 0), Computation(0, Kind.FORWARD, 2)) in waits
+    assert (Computation(1, Kind.FORWARD, 0), Computation(0, Kind.FORWARD, 1)) not in waits
+
+
+def crossing() -> Schedule:
+    """Two paths in opposite directions: each stage would send before it receives, and neither is ready."""
+
+    def both(stage: int, first: int) -> tuple[Computation, ...]:
+        other = 1 - first
+        forwards = [Computation(stage, Kind.FORWARD, chunk, chunk) for chunk in (first, other)]
+        return (
+            *forwards,
+            *(Computation(stage, Kind.BACKWARD, c.microbatch, c.chunk) for c in reversed(forwards)),
+        )
+
+    return Schedule((both(0, 0), both(1, 1)), (((0, 0), (1, 0)), ((1, 1), (0, 1))))
+
+
+def deadlocking() -> Schedule:
+    """Stage 0 begins a second forward before it takes what stage 1 has long sent: both wait for the other."""
+    f, b = Kind.FORWARD, Kind.BACKWARD
+    first = [(f, 0, 0), (f, 1, 0), (f, 0, 1), (f, 1, 1), (b, 1, 1), (b, 0, 1), (b, 1, 0), (b, 0, 0)]
+    second = [(f, 0, 1), (f, 0, 0), (f, 1, 1), (f, 1, 0), (b, 1, 0), (b, 0, 0), (b, 1, 1), (b, 0, 1)]
+    orders = tuple(
+        tuple(Computation(stage, kind, 2 * chunk + m, chunk) for kind, m, chunk in order)
+        for stage, order in enumerate((first, second))
+    )
+    return Schedule(orders, (((0, 0), (1, 0)), ((1, 1), (0, 1))))
+
+
+def test_schedules_that_would_deadlock_are_refused_and_fitted_without() -> None:
+    schedule = deadlocking()
+    with pytest.raises(
+        ScheduleError, match="with transfers that occupy their stages the orders deadlock: stage"
+    ):
+        lagged_arcs(schedule, Transfers.OCCUPYING)
+    template = small_pipeline()
+    profiles = {
+        (stage, chunk, kind): template.profiles[0, 0, kind]
+        for stage in (0, 1)
+        for chunk in (0, 1)
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    pipeline = replace(template, schedule=schedule, profiles=profiles)
+    with pytest.raises(ScheduleError, match="with transfers that occupy their stages"):
+        replace(pipeline, transfers=Transfers.OCCUPYING)
+    times_s = dict.fromkeys(schedule.computations, 1.0)
+    fitted = fit_times(schedule, [MeasuredIteration(times_s, 12.0)])
+    assert fitted.transfers is Transfers.OVERLAPPING
+
+
+def test_paths_that_cross_may_exchange() -> None:
+    assert len(lagged_arcs(crossing(), Transfers.OCCUPYING)) > len(crossing().arcs)
+
+
+def test_a_frontier_is_solved_with_transfers_that_occupy_stages() -> None:
+    """What transfers occupy is no slack that could be spent: plans keep their deadlines when replayed."""
+    pipeline = replace(
+        small_pipeline(),
+        schedule=one_forward_one_backward(2, 8),
+        activation_lags_s={(0, 1): 0.02},
+        gradient_lags_s={(1, 0): 0.02},
+    )
+    occupied = replace(pipeline, transfers=Transfers.OCCUPYING)
+    assert fastest_clock_plan(occupied).iteration_time_s > fastest_clock_plan(pipeline).iteration_time_s
+    frontier = solve(occupied, point_count=5)
+    for stretch in (1.0, 1.1, 1.3):
+        plan = frontier.plan(stretch * frontier.t_min_s)
+        assert plan.iteration_time_s <= stretch * frontier.t_min_s
+        assert replayed_iteration_time_s(occupied, plan) == pytest.approx(plan.iteration_time_s, abs=1e-9)
+
+
+def test_the_contract_knows_overlapping_transfers_only() -> None:
+    with pytest.raises(PipelineError, match="transfers: expected overlapping ones, found occupying"):
+        problem_to_proto(replace(small_pipeline(), transfers=Transfers.OCCUPYING))

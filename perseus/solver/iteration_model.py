@@ -142,14 +142,16 @@ class IterationModel:
         return [self.match(lag * common) for lag in lags[is_better] if lag]
 
     def _descend(self) -> list[Match]:
-        """Return matches from which no boundary's lag alone, that of both directions, leads to a better one.
+        """Return matches from which no boundary's lag alone leads to a better one.
 
-        They begin with one lag for all. The boundary whose lag helps most is next.
+        They begin with one lag for all. The lag that helps most is next: a boundary's of both directions, or
+        of one, as of two transfers that occupy their stages together the longer one counts.
         """
         boundaries = [tuple(sorted(link[1:])) for link in self._paths.links]
         is_of = np.array([[own == one for own in boundaries] for one in sorted(set(boundaries))])
         if len(is_of) < 2:
             return []
+        is_of = np.concatenate((is_of, np.eye(len(boundaries), dtype=bool)))
         rungs = self._longest_lag * np.array(_RUNGS)
         ends = []
         for lags in np.repeat(rungs[:, None], len(boundaries), axis=1):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus.solver.coarse_hull import coarse_hull
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.profile import (
@@ -75,7 +76,7 @@ def build_event_graph(pipeline: Pipeline, hull_tolerance: float = 0.0) -> EventG
     """Lay the pipeline's iteration out as events.
 
     ``hull_tolerance`` is a share of each computation's energy at its slowest option (see
-    :func:`perseus.solver.profile.convex_hull`).
+    :mod:`perseus.solver.coarse_hull`).
     """
     computations, dependencies = order_computations(pipeline)
     profile_of, options = _collect_options(pipeline, computations)
@@ -158,13 +159,19 @@ def convex_hulls(
     """Return each profile's hull, its slopes small enough that all flows stay exact in doubles."""
 
     def hulls(steepest_uw: int) -> tuple[Hull, ...]:
-        return tuple(convex_hull(some, steepest_uw, hull_tolerance * some[-1].energy_j) for some in options)
+        return tuple(
+            coarse_hull(convex_hull(some, steepest_uw), hull_tolerance * some[-1].energy_j)
+            for some in options
+        )
 
     free = hulls(_STEEPEST_UW)
     steepest_uw = [max(hull.slopes_uw, default=0) for hull in free]
     # At most this much can leave the first event at once: every arc out of it full (see sweep.py).
     most_flow_uw = stage_count * sum(steepest_uw[p] for p in profile_of)
-    return free if most_flow_uw < EXACT else hulls(EXACT // (stage_count * len(profile_of) + 1))
+    if most_flow_uw < EXACT:
+        return free
+    # Rounder slopes may be twice as steep.
+    return hulls(EXACT // ((2 if hull_tolerance else 1) * (stage_count * len(profile_of) + 1)))
 
 
 def _merge_events(

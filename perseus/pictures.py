@@ -126,11 +126,17 @@ def draw_frontier(picture: FrontierPicture, image_format: str) -> bytes:
         shown = [plan for plan in plans if plan[0] <= slowest_s] or plans[:1]
         style = "^" if len(plans) == 1 else ".:"
         axes.plot(*zip(*shown, strict=True), style, color=colour, lw=1, ms=5, label=name)
-    marked = {"$T_{min}$": 0, "$T^*$": picture.t_star_index, "$T_{slow}$": len(picture.energy_j) - 1}
-    for name, index in marked.items():
+    axes.margins(0.08)
+    # Each on a side of its own: the points may be close to each other, and other plans above the first.
+    marked = [
+        ("$T_{min}$", 0, (-8, -4), "right"),
+        ("$T^*$", picture.t_star_index, (0, -17), "center"),
+        ("$T_{slow}$", len(picture.energy_j) - 1, (0, 8), "center"),
+    ]
+    for name, index, offset, side in marked:
         where = picture.iteration_time_s[index], picture.energy_j[index]
         axes.plot(*where, "o", color="tab:red", ms=6)
-        axes.annotate(name, where, xytext=(0, 8), textcoords="offset points", fontsize=11, ha="center")
+        axes.annotate(name, where, xytext=offset, textcoords="offset points", fontsize=11, ha=side)
     axes.set_xlabel("iteration time (s)")
     axes.set_ylabel("energy of one pipeline's iteration (J)")
     axes.set_title("Iteration time-energy frontier")

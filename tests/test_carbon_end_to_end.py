@@ -8,42 +8,22 @@ import json
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import pytest
 
-from perseus.agent.gpu.physics import A100_SXM, Work
-from perseus.demo.cluster import Cluster
-from perseus.demo.workload import Workload
 from perseus.v1 import event_pb2, job_pb2, job_service_pb2
 from tests.service.grpc_fakes import Client
+from tests.small_jobs import small_job, training, until, until_planned
 
-WORKLOAD = Workload(
-    job_id="steered",
-    pipeline_count=1,
-    stage_weights=(0.7, 1.0),
-    microbatch_count=4,
-    forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
-    backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
-    optimizer_s=0.01,
-    gpu=A100_SXM.with_clocks(6),
-)
+JOB = small_job("steered", 0.7, 1.0)
 HOUR_S, STALE_S = 20.0, 5.0
 DIRTY, CLEAN = 600.0, 60.0
 VALUES = (DIRTY, CLEAN, DIRTY, CLEAN)
 SETTLED_S = 10.0
 """Of each hour: until then it may run as in the one before."""
-TIMEOUT_S, PLANNED_TIMEOUT_S = 40.0, 240.0
-
-
-async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = TIMEOUT_S) -> None:
-    begun_s = time.monotonic()
-    while not await condition():
-        assert time.monotonic() < begun_s + timeout_s, what
-        await asyncio.sleep(0.2)
 
 
 def write_signal(path: Path) -> float:
@@ -68,7 +48,7 @@ async def measured(client: Client, until_s: float) -> Measured:
     """Return what was measured, and planned, until a time of the wall clock."""
     found = []
     while time.time() < until_s:
-        job = await client.job(WORKLOAD.job_id)
+        job = await client.job(JOB.job_id)
         figures = job.figures
         found.append((figures.iteration_time_s, figures.power_w, job.max_planned_iteration_time_s))
         await asyncio.sleep(0.25)
@@ -82,29 +62,14 @@ async def test_a_job_is_slower_in_dirty_hours_and_is_not_once_the_signal_is_stal
     csv = tmp_path / "carbon.csv"
     grid = {"kind": "carbon", "csv": str(csv), "column": "g_per_kwh", "stale_s": STALE_S}
     monkeypatch.setenv("PERSEUS_COORDINATOR_SIGNALS", json.dumps({"grid": grid}))
-    # On a busy machine emulated GPUs are late now and then; that plans keep promises is tested elsewhere.
-    with Cluster(WORKLOAD, tmp_path, tmp_path / "logs", guard_tolerance_percent=1000) as cluster:
-        address = cluster.start_coordinator()
-        cluster.start_agents(address)
-        cluster.start_trainers()
+    with training(tmp_path, JOB) as (cluster, address):
         async with cluster.security.channels(address).open() as channel:
             client = Client(channel)
-
-            async def is_known() -> bool:
-                listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest())
-                return len(listed.jobs) == 1
-
-            async def is_planned() -> bool:
-                job = await client.job(WORKLOAD.job_id)
-                is_measured = job.figures.HasField("mean_iteration_time_s")
-                return job.state == job_pb2.JOB_STATE_PLANNED and is_measured
-
-            await until(is_known, "the job is registered")
-            await until(is_planned, "the job is planned", PLANNED_TIMEOUT_S)
+            await until_planned(client, JOB)
             full = await measured(client, time.time() + 5.0)
             least_carbon = job_pb2.LeastSignal(extra_time=job_pb2.ExtraTime(percent=5, horizon_s=3600))
             request = job_service_pb2.SetPolicyRequest(
-                job_id=WORKLOAD.job_id, policy=job_pb2.OperatingPolicy(least_carbon=least_carbon)
+                job_id=JOB.job_id, policy=job_pb2.OperatingPolicy(least_carbon=least_carbon)
             )
             begin_s = write_signal(csv)
             await client.jobs.SetPolicy(request)
@@ -112,7 +77,7 @@ async def test_a_job_is_slower_in_dirty_hours_and_is_not_once_the_signal_is_stal
             for hour in range(3):
                 await asyncio.sleep(begin_s + HOUR_S * hour + SETTLED_S - time.time())
                 hours.append(await measured(client, begin_s + HOUR_S * (hour + 1) - 1.0))
-                told = (await client.job(WORKLOAD.job_id)).signal_pacing
+                told = (await client.job(JOB.job_id)).signal_pacing
                 assert told.value_per_kwh == VALUES[hour]
             first, clean, second = hours
             for dirty in (first, second):
@@ -122,7 +87,7 @@ async def test_a_job_is_slower_in_dirty_hours_and_is_not_once_the_signal_is_stal
             assert clean.planned_s == pytest.approx(full.planned_s, rel=0.01)
 
             async def is_blind() -> bool:
-                told = (await client.job(WORKLOAD.job_id)).signal_pacing
+                told = (await client.job(JOB.job_id)).signal_pacing
                 return told.state == job_pb2.SIGNAL_PACING_STATE_BLIND
 
             await until(is_blind, "the signal is stale")
@@ -130,11 +95,11 @@ async def test_a_job_is_slower_in_dirty_hours_and_is_not_once_the_signal_is_stal
             await asyncio.sleep(5.0)
             blind = await measured(client, time.time() + 5.0)
             assert blind.planned_s == pytest.approx(full.planned_s, rel=0.01)
-            job = await client.job(WORKLOAD.job_id)
+            job = await client.job(JOB.job_id)
             assert not job.signal_pacing.HasField("iteration_time_s")
             assert job.signal_pacing.done_count > 100
             events = job_service_pb2.ListJobEventsRequest(
-                job_id=WORKLOAD.job_id, types=[event_pb2.JOB_EVENT_TYPE_SIGNAL_PACED]
+                job_id=JOB.job_id, types=[event_pb2.JOB_EVENT_TYPE_SIGNAL_PACED]
             )
             (*_, last) = (await client.jobs.ListJobEvents(events)).events
             assert last.signal_paced.pacing.state == job_pb2.SIGNAL_PACING_STATE_BLIND

@@ -1,26 +1,33 @@
 """What `perseus solve --compare` shows beside the frontier: what can be had without Perseus.
 
-One clock for all computations, one clock for each stage (both as Zeus chooses them), and EnvPipe's plan.
+One clock (or setting, where that is more) for all computations, one for each stage, both as Zeus chooses
+them, and EnvPipe's plan.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from perseus.solver import Frontier, Pipeline, Plan
 
-ONE_CLOCK = "one clock"
-PER_STAGE = "a clock per stage"
 ENVPIPE = "EnvPipe"
 
 
 def baselines(pipeline: "Pipeline") -> "Mapping[str, tuple[Plan, ...]]":
-    """Return each baseline's plans by rising time. All computations are measured at the same clocks."""
-    from perseus.solver import study
+    """Return each baseline's plans by rising time; none where computations have no setting in common."""
+    from perseus.solver import MeasuredSetting, ProfileError, study
 
+    def if_common(zeus: "Callable[[Pipeline], tuple[Plan, ...]]") -> "tuple[Plan, ...]":
+        try:
+            return zeus(pipeline)
+        except ProfileError:
+            return ()
+
+    has_further = any(isinstance(m, MeasuredSetting) for some in pipeline.profiles.values() for m in some)
+    what = "setting" if has_further else "clock"
     return {
-        ONE_CLOCK: study.zeus_global(pipeline),
-        PER_STAGE: study.zeus_per_stage(pipeline),
+        f"one {what}": if_common(study.zeus_global),
+        f"a {what} per stage": if_common(study.zeus_per_stage),
         ENVPIPE: (study.envpipe(pipeline),),
     }
 
@@ -35,7 +42,7 @@ def comparison_rows(
     """
     for name, index in marked.items():
         time_s = frontier.points[index].iteration_time_s
-        for other in (ONE_CLOCK, PER_STAGE):
+        for other in (other for other in others if other != ENVPIPE):
             within = [plan for plan in others[other] if plan.iteration_time_s <= time_s]
             if within:  # the slowest one: along a frontier effective energy falls
                 yield _row(f"{other} within {name}", frontier, within[-1], time_s)

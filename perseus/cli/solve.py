@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -18,15 +18,16 @@ from perseus.cli.rows import Format, FormatOption, show_rows
 from perseus.cli.terminal import FAILURE, console, error_console, fail
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
-    from perseus.solver import Frontier, Plan
+    from perseus.solver import Frontier, Kind, Measurement, Plan, ProfileKey
 
 # As the coordinator's limit_solve_computations and request_limit_s, for whose settings these stand here.
 _LIMIT_COMPUTATIONS = 8_192
 _MOST_COMPUTATIONS = 65_536
 _LIMIT_S = 120.0
 _ALARM_S = 0.2
+
+_PLAIN_PLAN_COLUMNS = 5
+"""Of a plan's rows; those of further settings follow."""
 
 LimitComputations = Annotated[
     int,
@@ -50,7 +51,7 @@ def solve(
         typer.Argument(
             help="CSV with the columns stage,instruction,frequency,time,energy "
             "(forward or backward, MHz, seconds, joules per GPU), and time_se,energy_se where "
-            "standard errors are known.",
+            "standard errors are known. All others are further settings, as power_limit_w or kernel.",
             show_default=False,
         ),
     ],
@@ -110,6 +111,7 @@ def solve(
         with working("Reading"):
             profiles = solver.shrink_profiles(solver.read_profile_csv(profile, gpus_per_stage))
         stage_count = 1 + max(stage for stage, _, _ in profiles)
+        _check_settings(profile, profiles)
         _check_size(2 * stage_count * microbatches, points, limit_computations)
         make = {
             ScheduleChoice.ONE_FORWARD_ONE_BACKWARD: solver.one_forward_one_backward,
@@ -143,6 +145,8 @@ def solve(
             f"{100 * frontier.bound_slack:.3f} % for it.",
             highlight=False,
         )
+    if settings := _settings_found(profiles):
+        notes.print(settings, highlight=False)
     if frontier.margin is not None:
         notes.print(
             f"Measurements are noisy: times have a margin of {100 * frontier.margin.time_share:.2f} %, so "
@@ -151,10 +155,10 @@ def solve(
             highlight=False,
         )
     if destination is not None:
-        from perseus.service.api.translate_problems import frontier_to_proto
+        from perseus.cli.frontier_file import frontier_text
 
         with working("Writing"):
-            _write_json(destination, frontier_to_proto(frontier))
+            _write(destination, frontier_text(frontier))
     if picture is not None:
         with working("Drawing"):
             _draw(picture, frontier, others)
@@ -183,10 +187,9 @@ def plan(
 
     with without_pyplot():
         from perseus import solver
-        from perseus.service.api import translate_problems
+        from perseus.cli.frontier_file import pipeline_from_text, plan_text
         from perseus.service.domain import errors
         from perseus.service.domain.errors import cut
-    from perseus.v1 import frontier_pb2
 
     if (iteration_time is None) != no_slowdown:
         fail("expected one of --iteration-time and --no-slowdown")
@@ -194,9 +197,7 @@ def plan(
     try:
         with working("Reading"):
             text = frontier_file.read_text(encoding="utf-8-sig")
-            message = json_format.Parse(text, frontier_pb2.Frontier())
-            translate_problems.check_problem_size(message.problem, 1, limit_computations)
-            pipeline = translate_problems.problem_from_proto(message.problem)
+            pipeline = pipeline_from_text(text, limit_computations)
         if iteration_time is None:
             iteration_time = solver.fastest_clock_plan(pipeline).iteration_time_s
         with _at_most(limit_s), working("Planning", is_measured=True) as report:
@@ -213,7 +214,7 @@ def plan(
         rows = _plan_rows(made)
         show_rows(form, rows, list(rows[0]), lambda: _plan_table(made, rows))
     if destination is not None:
-        _write_json(destination, translate_problems.plan_to_proto(made))
+        _write(destination, plan_text(made))
 
 
 @contextmanager
@@ -262,6 +263,31 @@ def _check_size(computation_count: int, point_count: int, most: int) -> None:
     if point_count > most_points:
         expected = f"at most {most_points} for {computation_count} computations"
         fail(f"--points: expected {expected}, found {point_count}")
+
+
+def _check_settings(profile: Path, profiles: "Mapping[ProfileKey, Sequence[Measurement]]") -> None:
+    """Exit where a computation has more settings than a frontier's file may have."""
+    from perseus.service.domain.bounds import MAX_CLOCK_COUNT
+
+    for (stage, _, kind), measured in profiles.items():
+        if len(measured) > MAX_CLOCK_COUNT:
+            fail(
+                f"{profile}: expected at most {MAX_CLOCK_COUNT} rows of one computation, "
+                f"found {len(measured)} of stage {stage} {kind.value}"
+            )
+
+
+def _settings_found(profiles: "Mapping[ProfileKey, Sequence[Measurement]]") -> str:
+    """Say what the profile's settings are made of; nothing where they are clocks."""
+    from perseus.solver import MeasuredSetting
+
+    first = next(iter(profiles.values()))[0]
+    if not isinstance(first, MeasuredSetting):
+        return ""
+    *others, last = (name for name, _ in first.further)
+    names = f"{', '.join(['frequency', *others])} and {last}"
+    least, most = (pick(map(len, profiles.values())) for pick in (min, max))
+    return f"Settings are of {names}, {most if least == most else f'{least} to {most}'} a computation."
 
 
 class _TooLongError(Exception):
@@ -359,9 +385,23 @@ def _plan_rows(made: "Plan") -> list[dict[str, Any]]:
                     "computation_count": len(clocks_mhz),
                     "lowest_clock_mhz": min(clocks_mhz),
                     "highest_clock_mhz": max(clocks_mhz),
+                    **_further_used(made, stage, kind),
                 }
             )
     return rows
+
+
+def _further_used(made: "Plan", stage: int, kind: "Kind") -> dict[str, list[Any]]:
+    """Return, by name, which values of further settings the computations of a kind have."""
+    from perseus.solver import PlanOfSettings
+
+    used: dict[str, set[Any]] = {}
+    if isinstance(made, PlanOfSettings):
+        for planned, further in zip(made.stages[stage], made.further[stage], strict=True):
+            if planned.computation.kind is kind:
+                for name, value in further:
+                    used.setdefault(name, set()).add(value)
+    return {name: sorted(values) for name, values in used.items()}
 
 
 def _plan_table(made: "Plan", rows: list[dict[str, Any]]) -> Table:
@@ -370,6 +410,9 @@ def _plan_table(made: "Plan", rows: list[dict[str, Any]]) -> Table:
     table.add_column("kind")
     for column in ("computations", "lowest clock", "highest clock"):
         table.add_column(column, justify="right")
+    further = list(rows[0])[_PLAIN_PLAN_COLUMNS:]
+    for name in further:
+        table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             str(row["stage"]),
@@ -377,15 +420,13 @@ def _plan_table(made: "Plan", rows: list[dict[str, Any]]) -> Table:
             str(row["computation_count"]),
             f"{row['lowest_clock_mhz']} MHz",
             f"{row['highest_clock_mhz']} MHz",
+            *(", ".join(f"{v:g}" if isinstance(v, float) else v for v in row[name]) for name in further),
         )
     return table
 
 
-def _write_json(destination: Destination, message: "Message") -> None:
-    from google.protobuf import json_format
-
-    text = json_format.MessageToJson(message, always_print_fields_with_no_presence=True)
-    destination.write(lambda stream: stream.write(text.encode() + b"\n"))
+def _write(destination: Destination, text: str) -> None:
+    destination.write(lambda stream: stream.write(text.encode()))
 
 
 def _draw(destination: Destination, frontier: "Frontier", others: "Mapping[str, tuple[Plan, ...]]") -> None:

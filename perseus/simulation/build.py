@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from datetime import UTC
+from itertools import chain
 from pathlib import Path
 
 from perseus.service.domain.errors import InvalidFieldError
@@ -12,6 +13,7 @@ from perseus.simulation.replay import Fleet, ReplayedBudget, ReplayedJob, Replay
 from perseus.simulation.scenario import JobPart, Scenario, ScenarioError
 from perseus.solver import (
     Frontier,
+    MeasuredSetting,
     Pipeline,
     SolverError,
     one_forward_one_backward,
@@ -118,6 +120,13 @@ def build_fleet(scenario: Scenario, on_progress: Callable[[float], None] = lambd
 def _solve(part: JobPart) -> Frontier:
     try:
         profiles = shrink_profiles(read_profile_csv(part.profile, part.gpus_per_stage))
+        for m in chain.from_iterable(profiles.values()):
+            if isinstance(m, MeasuredSetting):
+                names = ", ".join(name for name, _ in m.further)
+                raise ScenarioError(
+                    f"job {part.job_id!r}: expected clocks alone in {part.profile}, as agents set nothing "
+                    f"else, found the further settings {names}"
+                )
         stage_count = 1 + max(stage for stage, _, _ in profiles)
         computation_count = 2 * stage_count * part.microbatches
         if computation_count > MAX_COMPUTATION_COUNT:

@@ -32,10 +32,11 @@ from perseus.solver.named_schedules import (
     zero_bubble_v,
 )
 from perseus.solver.pipeline import Pipeline, ProfileKey
-from perseus.solver.plan import Plan, PlannedComputation, fastest_clock_plan, replay
-from perseus.solver.profile import Measurement
+from perseus.solver.plan import Plan, PlannedComputation, PlanOfSettings, fastest_clock_plan, replay
+from perseus.solver.profile import MeasuredSetting, Measurement
 from perseus.solver.profile_csv import read_profile_csv
 from perseus.solver.schedule import Path, Schedule
+from perseus.solver.setting import Setting
 from perseus.solver.shrinkage import shrink, shrink_profiles
 
 __all__ = [
@@ -52,11 +53,13 @@ __all__ = [
     "LatencyReplay",
     "Margin",
     "MeasuredIteration",
+    "MeasuredSetting",
     "Measurement",
     "Path",
     "Pipeline",
     "PipelineError",
     "Plan",
+    "PlanOfSettings",
     "PlannedComputation",
     "ProfileError",
     "ProfileKey",
@@ -64,6 +67,7 @@ __all__ = [
     "Refinement",
     "Schedule",
     "ScheduleError",
+    "Setting",
     "SolverError",
     "common_lag_s",
     "dual_pipe_v",

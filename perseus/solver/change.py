@@ -20,7 +20,7 @@ class Recheck:
     """A plan in force, seen on new profiles.
 
     Attributes:
-        plan: the same clocks, with the times and energies that they have now.
+        plan: the same settings, with the times and energies that they have now.
         deadline_s: the iteration time that the plan in force promises.
     """
 
@@ -42,7 +42,6 @@ def recheck(plan: Plan, pipeline: Pipeline, deadline_s: float) -> Recheck:
     """Replay a plan in force on a pipeline of the same schedule with new profiles.
 
     Raises:
-        ProfileError: the new profiles lack a clock of the plan.
+        ProfileError: the new profiles lack a setting of the plan.
     """
-    clocks_mhz = {planned.computation: planned.clock_mhz for stage in plan.stages for planned in stage}
-    return Recheck(replay(pipeline, clocks_mhz), deadline_s)
+    return Recheck(replay(pipeline, plan.settings), deadline_s)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.graph import order_computations
-from perseus.solver.latency import Curve, check_latency, replay_with_latency
+from perseus.solver.latency import Curve, check_clocks, check_latency, replay_with_latency
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, PlannedComputation, replay
 from perseus.solver.profile import PS_PER_S, to_ps
@@ -51,8 +51,10 @@ def dwell(pipeline: Pipeline, plan: Plan, latency_s: float) -> Plan:
 
     Raises:
         SolverError: the latency is not a finite number of 0 or more.
-        ProfileError: a computation has no clock in the plan, or one at which it was not measured.
+        ProfileError: a computation has no clock in the plan, or one at which it was not measured; or settings
+            of more than a clock were measured (:func:`perseus.solver.latency.check_clocks`).
     """
+    check_clocks(pipeline)
     search = _Search(pipeline, replay(pipeline, plan.clocks_mhz), latency_s)
     cheaper = search.dwelled(0.0)
     if search.is_on_clock(cheaper):

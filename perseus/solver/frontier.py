@@ -12,7 +12,7 @@ from perseus.solver.assignment import Choice
 from perseus.solver.errors import DeadlineError, SolverError
 from perseus.solver.graph import EventGraph, build_event_graph, convex_hulls
 from perseus.solver.kept_clocks import KeptClocks, KeptPoint, dwelled_count, kept_plan
-from perseus.solver.latency import check_latency
+from perseus.solver.latency import check_clocks, check_latency
 from perseus.solver.margin import Margin, with_margin
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
@@ -267,8 +267,11 @@ def solve(
         SolverError: fewer than 3 points (T_min, T*, T_slow) are asked for, the tolerance is no share, or the
             confidence no probability from 0.5 to less than 1, or the latency no finite number of 0 or more.
         PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
+        ProfileError: there is a latency, and settings are more than a clock
+            (:func:`perseus.solver.latency.check_clocks`).
     """
-    check_latency(set_latency_s)
+    if check_latency(set_latency_s):
+        check_clocks(pipeline)
     if point_count < 3:
         raise SolverError(f"point_count: expected at least 3, found {point_count}", found=point_count)
     if hull_tolerance is None:
@@ -458,7 +461,7 @@ def _assemble(pipeline: Pipeline, graph: EventGraph, choice: Choice) -> Plan:
         pipeline,
         graph.computations,
         graph.dependencies,
-        [(option.clock_mhz, option.time_ps, option.effective_energy_j) for option in options],
+        [(option.setting, option.time_ps, option.effective_energy_j) for option in options],
     )
 
 

@@ -14,6 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from perseus.solver.errors import SolverError
 from perseus.solver.graph import order_computations
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, replay
-from perseus.solver.profile import PS_PER_S, Measurement, to_ps
+from perseus.solver.profile import PS_PER_S, Measurement, refuse_further, to_ps
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,11 @@ def replay_with_latency(pipeline: Pipeline, plan: Plan, latency_s: float) -> Lat
 
     Raises:
         SolverError: the latency is not a finite number of 0 or more.
-        ProfileError: a computation has no clock in the plan, or one at which it was not measured.
+        ProfileError: a computation has no clock in the plan, or one at which it was not measured; or settings
+            of more than a clock were measured (`check_clocks`).
     """
     latency_ps = check_latency(latency_s)
+    check_clocks(pipeline)
     clocks_mhz = replay(pipeline, plan.clocks_mhz).clocks_mhz
     curves = {key: Curve(measurements) for key, measurements in pipeline.profiles.items()}
     stage_clocks = [_StageClock(stage[0].clock_mhz, latency_ps) if stage else None for stage in plan.stages]
@@ -103,6 +106,19 @@ def check_latency(latency_s: float) -> int:
     if not (math.isfinite(latency_s) and latency_s >= 0):
         raise SolverError(f"latency_s: expected a finite number of 0 or more, found {latency_s}")
     return to_ps(latency_s)
+
+
+def check_clocks(pipeline: Pipeline) -> None:
+    """Refuse settings of more than a clock.
+
+    A clock comes into force while a computation runs, which then does some of its work at each; a kernel's
+    configuration can't. And which of two other settings is the raise, to be issued early, nobody can tell.
+
+    Raises:
+        ProfileError: there are some.
+    """
+    measurements = chain.from_iterable(pipeline.profiles.values())
+    refuse_further(measurements, "where setting them takes a while")
 
 
 class Curve:

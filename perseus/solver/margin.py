@@ -23,6 +23,7 @@ from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import fastest_clock_plan
 from perseus.solver.profile import PS_PER_S, Measurement
 from perseus.solver.rounding import Rounder
+from perseus.solver.setting import Setting
 from perseus.solver.sweep import sweep_frontier
 
 FloatArray = NDArray[np.float64]
@@ -113,8 +114,8 @@ def _emulator(
     pipeline: Pipeline, graph: EventGraph, error_count: float
 ) -> Callable[[Sequence[int]], tuple[float, float, FloatArray]]:
     """Return what tells the iteration times of chosen options: as expected, with the margin, and drawn."""
-    measured: Mapping[ProfileKey, Mapping[int, Measurement]] = {
-        key: {m.clock_mhz: m for m in some} for key, some in pipeline.profiles.items()
+    measured: Mapping[ProfileKey, Mapping[int | Setting, Measurement]] = {
+        key: {m.setting: m for m in some} for key, some in pipeline.profiles.items()
     }
     row_of = {key: row for row, key in enumerate(measured)}
     drawn = np.random.default_rng(_SEED).standard_normal((len(measured), _DRAW_COUNT))
@@ -126,13 +127,13 @@ def _emulator(
     def emulate(choice: Sequence[int]) -> tuple[float, float, FloatArray]:
         times_s, deviations_s, rows = [], [], []
         for c, profile, option in zip(graph.computations, graph.profile_of, choice, strict=True):
-            by_clock = measured.get((c.stage, c.chunk, c.kind))
-            if by_clock is None:
+            by_setting = measured.get((c.stage, c.chunk, c.kind))
+            if by_setting is None:
                 times_s.append(pipeline.fixed_times_s[c])
                 deviations_s.append(0.0)
                 rows.append(-1)
             else:
-                m = by_clock[graph.options[profile][option].clock_mhz]
+                m = by_setting[graph.options[profile][option].setting]
                 times_s.append(m.time_s)
                 deviations_s.append(m.time_se_s)
                 rows.append(row_of[c.stage, c.chunk, c.kind])

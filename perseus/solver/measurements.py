@@ -6,23 +6,25 @@ measured ones may be interpolated, and is marked so that nobody takes it for mea
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from perseus.solver.errors import ProfileError
-from perseus.solver.profile import Measurement
+from perseus.solver.profile import Measurement, refuse_further
+from perseus.solver.setting import Setting, in_order
 
 
 def merge_measurements(measurements: Iterable[Measurement]) -> tuple[Measurement, ...]:
-    """Return one measurement per clock, by rising clock.
+    """Return one measurement per clock (or setting), by rising clock.
 
     Times and energies are averaged, each weighted by the inverse of its variance where every measurement of
     the clock has a standard error, else plainly. The mean's standard error is that of such a mean; where none
     is known it comes from the scatter of the repetitions. Measured clocks displace interpolated ones.
     """
-    by_clock: dict[int, list[Measurement]] = {}
+    by_setting: dict[int | Setting, list[Measurement]] = {}
     for m in measurements:
-        by_clock.setdefault(m.clock_mhz, []).append(m)
-    return tuple(_merge(by_clock[clock_mhz]) for clock_mhz in sorted(by_clock))
+        by_setting.setdefault(m.setting, []).append(m)
+    return tuple(_merge(by_setting[setting]) for setting in sorted(by_setting, key=in_order))
 
 
 def interpolate_clocks(
@@ -33,8 +35,10 @@ def interpolate_clocks(
     Time and energy are taken linearly in the time of a cycle (1 / clock) between the two nearest clocks.
 
     Raises:
-        ProfileError: a clock is measured twice, or a wanted one lies outside the measured ones.
+        ProfileError: a clock is measured twice, or a wanted one lies outside the measured ones; or there are
+            settings of more than a clock, between which nothing can be interpolated.
     """
+    refuse_further(measurements, "to interpolate between")
     measured = sorted(measurements, key=lambda m: m.clock_mhz)
     for lower, higher in pairwise(measured):
         if lower.clock_mhz == higher.clock_mhz:
@@ -64,8 +68,8 @@ def _merge(repeated: list[Measurement]) -> Measurement:
         return measured[0]
     time_s, time_se_s = _mean([(m.time_s, m.time_se_s) for m in measured])
     energy_j, energy_se_j = _mean([(m.energy_j, m.energy_se_j) for m in measured])
-    return Measurement(
-        measured[0].clock_mhz, time_s, energy_j, time_se_s, energy_se_j, measured[0].interpolated
+    return replace(
+        measured[0], time_s=time_s, energy_j=energy_j, time_se_s=time_se_s, energy_se_j=energy_se_j
     )
 
 

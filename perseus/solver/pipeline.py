@@ -10,6 +10,7 @@ from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import PipelineError, ProfileError
 from perseus.solver.profile import Measurement
 from perseus.solver.schedule import Schedule
+from perseus.solver.setting import clock_of, name_of
 
 MAX_TOTAL_TIME_S = 4e6
 """Of all computations and transfers of an iteration, one after another: its picoseconds fit 63 bits."""
@@ -32,7 +33,7 @@ class Pipeline:
         fixed_times_s: the time of each FIXED computation. It draws blocking power: its effective energy is 0.
 
     Raises:
-        ProfileError: a computation has no measurements, or a clock is measured twice.
+        ProfileError: a computation has no measurements, or a clock (or setting) is measured twice.
         PipelineError: a power, lag or fixed time is out of bounds (`perseus.solver.bounds`), or belongs to
             nothing in the schedule; or all together take longer than MAX_TOTAL_TIME_S.
     """
@@ -99,14 +100,15 @@ class Pipeline:
                     chunk=chunk,
                     kind=kind.value,
                 )
-            for clock_mhz, count in Counter(m.clock_mhz for m in measurements).items():
+            for setting, count in Counter(m.setting for m in measurements).items():
                 if count > 1:
+                    each = "clock" if isinstance(setting, int) else "setting"
                     raise ProfileError(
-                        f"{where}: expected one measurement per clock, found {count} at {clock_mhz} MHz",
+                        f"{where}: expected one measurement per {each}, found {count} at {name_of(setting)}",
                         stage=stage,
                         chunk=chunk,
                         kind=kind.value,
-                        clock_mhz=clock_mhz,
+                        clock_mhz=clock_of(setting),
                     )
 
     def _check_total_time(self) -> None:

@@ -1,6 +1,6 @@
 """Plans, and the replay that says on measured times what a plan takes and costs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ from perseus.solver.computation import Computation, Kind
 from perseus.solver.errors import ProfileError
 from perseus.solver.graph import Dependency, order_computations
 from perseus.solver.pipeline import Pipeline
-from perseus.solver.profile import PS_PER_S, to_ps
+from perseus.solver.profile import PS_PER_S, highest, to_ps
+from perseus.solver.setting import Further, Setting, further_of, in_order, name_of
 
 
 class PlannedComputation(NamedTuple):
@@ -45,6 +46,11 @@ class Plan:
         return {p.computation: p.clock_mhz for stage in self.stages for p in stage}
 
     @property
+    def settings(self) -> Mapping[Computation, int | Setting]:
+        """What each computation that has a clock runs at: here the clock, and nothing else."""
+        return self.clocks_mhz
+
+    @property
     def energy_j(self) -> float:
         """Energy of the pipeline over one iteration, waiting included."""
         return self.energy_until_j(self.iteration_time_s)
@@ -54,44 +60,66 @@ class Plan:
         return self.effective_energy_j + self.blocking_power_w * max(time_s, self.iteration_time_s)
 
 
-def replay(pipeline: Pipeline, clocks_mhz: Mapping[Computation, int]) -> Plan:
-    """Run the iteration at these clocks, every computation as early as it can, on the measured times.
+@dataclass(frozen=True, slots=True)
+class PlanOfSettings(Plan):
+    """A plan that gives computations more than a clock: offline only, agents set clocks.
+
+    Attributes:
+        further: stage by stage, what each computation has beside its clock; () where that is all.
+    """
+
+    further: tuple[tuple[Further, ...], ...]
+
+    @property
+    def settings(self) -> Mapping[Computation, int | Setting]:
+        """What each computation runs at: a clock, or a clock and further settings."""
+        return {
+            p.computation: Setting(p.clock_mhz, further) if further else p.clock_mhz
+            for stage, of_stage in zip(self.stages, self.further, strict=True)
+            for p, further in zip(stage, of_stage, strict=True)
+        }
+
+
+def replay(pipeline: Pipeline, settings: Mapping[Computation, int | Setting]) -> Plan:
+    """Run the iteration at these settings, every computation as early as it can, on the measured times.
+
+    A setting is a clock in MHz, or a `Setting` where further ones were measured (`Measurement.setting`).
 
     Raises:
-        ProfileError: a computation has no clock, or one at which it was not measured.
+        ProfileError: a computation has no setting, or one at which it was not measured.
     """
     computations, dependencies = order_computations(pipeline)
-    measured = {
-        key: {m.clock_mhz: m for m in measurements} for key, measurements in pipeline.profiles.items()
-    }
-    chosen: list[tuple[int, int, float]] = []
+    measured = {key: {m.setting: m for m in measurements} for key, measurements in pipeline.profiles.items()}
+    chosen: list[tuple[int | Setting, int, float]] = []
     for c in computations:
         power_w = pipeline.blocking_power_w[c.stage]
         if c.kind is Kind.FIXED:
             chosen.append((0, to_ps(pipeline.fixed_times_s[c]), 0.0))
             continue
         options = measured[c.stage, c.chunk, c.kind]
-        clock_mhz = clocks_mhz.get(c)
-        if clock_mhz is None or clock_mhz not in options:
-            listed = ", ".join(str(known) for known in sorted(options))
-            found = "none" if clock_mhz is None else f"{clock_mhz} MHz"
+        setting = settings.get(c)
+        if setting is None or setting not in options:
+            found = "none" if setting is None else name_of(setting)
             raise ProfileError(
-                f"{c}: expected one of its measured clocks ({listed} MHz), found {found}",
+                f"{c}: expected one of its measured {_listed(options)}, found {found}",
                 computation=c,
                 found=found,
             )
-        m = options[clock_mhz]
-        chosen.append((clock_mhz, to_ps(m.time_s), m.energy_j - power_w * m.time_s))
+        m = options[setting]
+        chosen.append((setting, to_ps(m.time_s), m.energy_j - power_w * m.time_s))
     return assemble_plan(pipeline, computations, dependencies, chosen)
 
 
 def fastest_clock_plan(pipeline: Pipeline) -> Plan:
-    """Return the all-max plan: every computation at its highest measured clock."""
-    highest_mhz = {key: max(m.clock_mhz for m in some) for key, some in pipeline.profiles.items()}
+    """Return the all-max plan: every computation at its highest measured clock.
+
+    Of several settings with that clock it is the fastest.
+    """
+    highest_of = {key: highest(some).setting for key, some in pipeline.profiles.items()}
     return replay(
         pipeline,
         {
-            c: highest_mhz[c.stage, c.chunk, c.kind]
+            c: highest_of[c.stage, c.chunk, c.kind]
             for c in pipeline.schedule.computations
             if c.kind is not Kind.FIXED
         },
@@ -134,18 +162,48 @@ def assemble_plan(
     pipeline: Pipeline,
     computations: Sequence[Computation],
     dependencies: Sequence[Dependency],
-    chosen: Sequence[tuple[int, int, float]],
+    chosen: Sequence[tuple[int | Setting, int, float]],
 ) -> Plan:
-    """Build a plan from each computation's (clock in MHz, time in ps, effective energy in J)."""
+    """Build a plan from each computation's (setting, time in ps, effective energy in J)."""
     finishes_ps = earliest_finishes_ps(dependencies, [time_ps for _, time_ps, _ in chosen])
     stages: list[list[PlannedComputation]] = [[] for _ in pipeline.blocking_power_w]
-    for c, finish_ps, (clock_mhz, time_ps, _) in zip(computations, finishes_ps, chosen, strict=True):
+    has_further = False
+    for c, finish_ps, (setting, time_ps, _) in zip(computations, finishes_ps, chosen, strict=True):
         if c.kind is not Kind.FIXED:
             start_s, duration_s = (finish_ps - time_ps) / PS_PER_S, time_ps / PS_PER_S
+            if isinstance(setting, int):
+                clock_mhz = setting
+            else:
+                clock_mhz, has_further = setting.clock_mhz, True
             stages[c.stage].append(PlannedComputation(c, clock_mhz, start_s, duration_s))
-    return Plan(
+    plan = Plan(
         iteration_time_s=max(finishes_ps) / PS_PER_S,
         effective_energy_j=sum(effective_energy_j for _, _, effective_energy_j in chosen),
         blocking_power_w=sum(pipeline.blocking_power_w),
         stages=tuple(tuple(stage) for stage in stages),
     )
+    if not has_further:
+        return plan
+    further_by = {c: further_of(setting) for c, (setting, _, _) in zip(computations, chosen, strict=True)}
+    return with_further(plan, [[further_by[p.computation] for p in stage] for stage in plan.stages])
+
+
+def with_further(plan: Plan, further: Sequence[Sequence[Further]]) -> Plan:
+    """Return a plan of clocks with what its computations have beside them, if anything, stage by stage."""
+    if not any(map(any, further)):
+        return plan
+    return PlanOfSettings(
+        iteration_time_s=plan.iteration_time_s,
+        effective_energy_j=plan.effective_energy_j,
+        blocking_power_w=plan.blocking_power_w,
+        stages=plan.stages,
+        further=tuple(map(tuple, further)),
+    )
+
+
+def _listed(settings: Collection[int | Setting]) -> str:
+    """Return a computation's settings in words."""
+    listed = sorted(settings, key=in_order)
+    if any(map(further_of, listed)):
+        return f"settings ({'; '.join(map(name_of, listed))})"
+    return f"clocks ({', '.join(map(str, listed))} MHz)"

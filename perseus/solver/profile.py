@@ -1,4 +1,4 @@
-"""Profiles: what a stage's computation takes and costs at each clock, and the curve that the solver plans on.
+"""Profiles: what a computation takes and costs at each setting, and the curve that the solver plans on.
 
 Everything is measured; nothing is fitted to a family of curves. What is planned on is *effective* energy,
 energy minus blocking power × time: what a computation costs beyond the waiting that it replaces.
@@ -9,11 +9,12 @@ doubles is exact (an iteration must be shorter than 2^53 ps, 2.5 hours).
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_ENERGY_J, MAX_TIME_S, MIN_ENERGY_J
 from perseus.solver.errors import ProfileError
+from perseus.solver.setting import Further, Setting, check_further, clock_of, further_of
 
 PS_PER_S = 10**12
 UW_PER_W = 10**6
@@ -85,28 +86,89 @@ class Measurement:
                 found=self.time_s,
             )
 
+    @property
+    def setting(self) -> int | Setting:
+        """What tells the measurement from others of its computation: the clock in MHz."""
+        return self.clock_mhz
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSetting(Measurement):
+    """Time and energy of one computation at a clock and further settings: offline only.
+
+    Several may share a clock. A type of its own, so that a running job's measurements, which are sent and
+    stored, have nothing of it.
+
+    Raises:
+        ProfileError: as of `Measurement`, or a further setting is none (`perseus.solver.setting`).
+    """
+
+    further: Further = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        Measurement.__post_init__(self)  # a dataclass with slots is not the class that super() looks for
+        check_further(self.further)
+
+    @property
+    def setting(self) -> int | Setting:
+        """The clock and the further settings."""
+        return Setting(self.clock_mhz, self.further)
+
+
+def refuse_further(measurements: Iterable[Measurement], where: str) -> None:
+    """Refuse settings of more than a clock, where something is done that only clocks allow.
+
+    Raises:
+        ProfileError: there are some. ``where`` says in words why there may be none.
+    """
+    for m in measurements:
+        if isinstance(m, MeasuredSetting):
+            names = ", ".join(name for name, _ in m.further)
+            raise ProfileError(
+                f"expected clocks alone {where}, found the further settings {names}", found=names
+            )
+
+
+def highest(measurements: Iterable[Measurement]) -> Measurement:
+    """Return the measurement at the highest clock: what a computation runs at without Perseus.
+
+    Of several settings with that clock it is the fastest, and of equally fast ones the cheapest: whatever is
+    compared with it rather saves too little.
+    """
+    return max(measurements, key=lambda m: (m.clock_mhz, -m.time_s, -m.energy_j))
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A measured clock that is worth choosing: no other is both as fast and as cheap."""
+    """A measured setting that is worth choosing: no other is both as fast and as cheap."""
 
-    clock_mhz: int
+    setting: int | Setting
     time_ps: int
     energy_j: float
     effective_energy_j: float
 
+    @property
+    def clock_mhz(self) -> int:
+        """The setting's clock."""
+        return clock_of(self.setting)
+
 
 def pareto_options(measurements: Iterable[Measurement], blocking_power_w: float) -> tuple[Option, ...]:
-    """Return the clocks not beaten in both time and effective energy, fastest first.
+    """Return the settings not beaten in both time and effective energy, fastest first.
 
     Times rise and effective energies fall strictly along the result. Of equals the higher clock is kept.
     """
     candidates = sorted(
         (
-            Option(m.clock_mhz, to_ps(m.time_s), m.energy_j, m.energy_j - blocking_power_w * m.time_s)
+            Option(m.setting, to_ps(m.time_s), m.energy_j, m.energy_j - blocking_power_w * m.time_s)
             for m in measurements
         ),
-        key=lambda option: (option.time_ps, option.effective_energy_j, -option.clock_mhz),
+        key=lambda option: (
+            option.time_ps,
+            option.effective_energy_j,
+            -option.clock_mhz,
+            further_of(option.setting),
+        ),
     )
     kept: list[Option] = []
     for option in candidates:

@@ -2,11 +2,16 @@
 
 Columns ``stage,instruction,frequency,time,energy``: stage from 0, ``forward`` or ``backward``, MHz, seconds,
 joules per GPU; if there are any, ``time_se`` and ``energy_se`` are their standard errors, empty where
-unknown. Other columns are ignored. Rows are counted as an editor counts lines: the header is row 1.
+unknown. Rows are counted as an editor counts lines: the header is row 1.
+
+Every other column that has a name is a further setting, which makes a row's option together with the clock
+(:mod:`perseus.solver.setting`): ``power_limit_w``, say, or ``kernel``. There may then be several rows per
+clock.
 """
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -15,9 +20,20 @@ from perseus.solver.bounds import MAX_CLOCK_MHZ, MAX_ENERGY_J, MAX_TIME_S, MIN_E
 from perseus.solver.computation import Kind
 from perseus.solver.errors import ProfileError
 from perseus.solver.pipeline import ProfileKey
-from perseus.solver.profile import Measurement
+from perseus.solver.profile import MeasuredSetting, Measurement
+from perseus.solver.setting import (
+    Further,
+    Setting,
+    check_name,
+    clock_of,
+    expected_value,
+    in_order,
+    is_value,
+    unit_of,
+)
 
 _COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
+_ERROR_COLUMNS = ("time_se", "energy_se")
 _MAX_STAGE = 4095
 _PS = 1e-12
 _INSTRUCTIONS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}
@@ -26,28 +42,31 @@ _INSTRUCTIONS = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD}
 def read_profile_csv(path: Path, gpus_per_stage: int) -> dict[ProfileKey, tuple[Measurement, ...]]:
     """Read every stage's measurements, energies multiplied by ``gpus_per_stage``.
 
+    They are of type `MeasuredSetting` where the file has columns of further settings.
+
     Raises:
-        ProfileError: the file can't be read as such a table, a value is impossible, a row stands twice, or a
-            stage, instruction or clock is missing. Names file, row and column, what was expected and found.
+        ProfileError: the file can't be read as such a table, a column or row stands twice, a value is
+            impossible or missing, or a stage, instruction or clock is missing. Names file, row and column,
+            what was expected and found.
     """
     if gpus_per_stage < 1:
         raise ProfileError(
             f"gpus_per_stage: expected at least 1, found {gpus_per_stage}", found=gpus_per_stage
         )
-    rows: dict[tuple[int, Kind, int], tuple[int, Measurement]] = {}
+    rows: dict[_RowKey, tuple[int, Measurement]] = {}
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
-            _check_header(path, reader.fieldnames)
+            further_columns = _check_header(path, reader.fieldnames)
             for row in reader:
                 cells = _Cells(path, reader.line_num, row)
                 if None in row:
                     cells.refuse("after the last", "nothing", repr(",".join(row[None])))
-                key, measurement = cells.measurement(gpus_per_stage)
+                key, measurement = cells.measurement(gpus_per_stage, further_columns)
                 if key in rows:
                     cells.refuse(
-                        "frequency",
-                        "one row per stage, instruction and clock",
+                        ",".join(("frequency", *further_columns)),
+                        f"one row per stage, instruction and {'setting' if further_columns else 'clock'}",
                         f"the same as in row {rows[key][0]}",
                     )
                 rows[key] = (reader.line_num, measurement)
@@ -62,11 +81,15 @@ def read_profile_csv(path: Path, gpus_per_stage: int) -> dict[ProfileKey, tuple[
         ) from None
     except OSError as error:
         raise ProfileError(f"{path}: expected a readable file, found: {error.strerror}", file=path) from None
-    _check_complete(path, rows.keys())
+    _check_complete(path, {(stage, kind, clock_of(setting)) for stage, kind, setting in rows})
     profiles: dict[ProfileKey, list[Measurement]] = {}
-    for (stage, kind, _), (_, measurement) in sorted(rows.items()):
-        profiles.setdefault((stage, 0, kind), []).append(measurement)
+    for stage, kind, setting in sorted(rows, key=lambda key: (*key[:2], in_order(key[2]))):
+        profiles.setdefault((stage, 0, kind), []).append(rows[stage, kind, setting][1])
     return {key: tuple(measurements) for key, measurements in profiles.items()}
+
+
+_RowKey = tuple[int, Kind, int | Setting]
+"""(stage, instruction, clock or setting): what a row is of."""
 
 
 class _Cells:
@@ -85,7 +108,7 @@ class _Cells:
             found=found,
         )
 
-    def measurement(self, gpus_per_stage: int) -> tuple[tuple[int, Kind, int], Measurement]:
+    def measurement(self, gpus_per_stage: int, further_columns: Sequence[str]) -> tuple[_RowKey, Measurement]:
         stage = self._integer("stage", 0, _MAX_STAGE)
         instruction = self._text("instruction")
         if instruction not in _INSTRUCTIONS:
@@ -97,9 +120,29 @@ class _Cells:
         time_se_s = self._error("time_se", "seconds", MAX_TIME_S)
         # All GPUs of a stage are measured alike: what errs in one errs in all.
         energy_se_j = self._error("energy_se", "joules", most_j) * gpus_per_stage
-        return (stage, _INSTRUCTIONS[instruction], clock_mhz), Measurement(
-            clock_mhz, time_s, energy_j, time_se_s, energy_se_j
+        measurement = (
+            MeasuredSetting(
+                clock_mhz,
+                time_s,
+                energy_j,
+                time_se_s,
+                energy_se_j,
+                further=self._further(further_columns),
+            )
+            if further_columns
+            else Measurement(clock_mhz, time_s, energy_j, time_se_s, energy_se_j)
         )
+        return (stage, _INSTRUCTIONS[instruction], measurement.setting), measurement
+
+    def _further(self, columns: Sequence[str]) -> Further:
+        further = []
+        for column in columns:
+            text = self._text(column)
+            value = text if unit_of(column) is None else _number(text)
+            if not is_value(column, value):
+                self.refuse(column, expected_value(column), repr(text))
+            further.append((column, value))
+        return tuple(further)
 
     def _error(self, column: str, unit: str, most: float) -> float:
         """A standard error; 0 where there is no such column, or nothing in it."""
@@ -145,7 +188,8 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def _check_header(path: Path, columns: Sequence[str] | None) -> None:
+def _check_header(path: Path, columns: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the columns of further settings. One without a name is none: some tables begin with an index."""
     expected = ",".join(_COLUMNS)
     if not columns:
         raise ProfileError(f"{path}: expected the columns {expected}, found an empty file", file=path)
@@ -157,6 +201,21 @@ def _check_header(path: Path, columns: Sequence[str] | None) -> None:
                 row=1,
                 column=column,
             )
+    for column, count in Counter(filter(None, columns)).items():
+        if count > 1:
+            raise ProfileError(
+                f"{path}, row 1, column {column}: expected each column once, found it {count} times",
+                file=path,
+                row=1,
+                column=column,
+            )
+    further = tuple(column for column in columns if column and column not in (*_COLUMNS, *_ERROR_COLUMNS))
+    for column in further:
+        try:
+            check_name(column)
+        except ProfileError as error:
+            raise ProfileError(f"{path}, row 1: {error}", file=path, row=1, column=column) from None
+    return further
 
 
 def _check_complete(path: Path, keys: Collection[tuple[int, Kind, int]]) -> None:

@@ -23,9 +23,9 @@ See G. Wahba, Spline models for observational data, ch. 1 and 4, and B. Efron, T
 bias (2011), for why expectations are not cursed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from perseus.solver.computation import Kind
 from perseus.solver.pipeline import ProfileKey
 from perseus.solver.profile import Measurement
+from perseus.solver.setting import Further, further_of, in_order
 
 FloatArray = NDArray[np.float64]
 
@@ -58,9 +59,12 @@ def shrink(measurements: Sequence[Measurement]) -> tuple[Measurement, ...]:
     Their standard errors become those of the expectations. Times and energies are looked at by themselves;
     either stays as it is where a clock's standard error is not known (0), is more than half of the figure, or
     where there are fewer than LEAST_CLOCKS.
+
+    Where settings are more than a clock, those that differ in nothing but the clock are a curve of their own.
     """
-    (found,) = _shrink_alike([measurements])
-    return found
+    return _joined(
+        curve for (curve,) in map(_shrink_alike, ([one] for one in _curves(measurements).values()))
+    )
 
 
 def shrink_profiles(
@@ -72,19 +76,40 @@ def shrink_profiles(
     GPU that no longer gets faster at its highest clocks, say, is found from all of them first, and each is
     shrunk towards that. FIXED computations are each by itself, as clocks are nothing to them.
     """
-    alike: dict[object, list[ProfileKey]] = {}
-    for key, measured in profiles.items():
-        clocks_mhz = tuple(sorted(m.clock_mhz for m in measured))
-        alike.setdefault(key if key[2] is Kind.FIXED else clocks_mhz, []).append(key)
+    curves = {
+        (key, further): curve
+        for key, measured in profiles.items()
+        for further, curve in _curves(measured).items()
+    }
+    alike: dict[object, list[tuple[ProfileKey, Further]]] = {}
+    for (key, further), curve in curves.items():
+        clocks_mhz = tuple(sorted(m.clock_mhz for m in curve))
+        alike.setdefault(key if key[2] is Kind.FIXED else (clocks_mhz, further), []).append((key, further))
+    found = {
+        place: shrunk
+        for places in alike.values()
+        for place, shrunk in zip(places, _shrink_alike([curves[place] for place in places]), strict=True)
+    }
     return {
-        key: found
-        for keys in alike.values()
-        for key, found in zip(keys, _shrink_alike([profiles[key] for key in keys]), strict=True)
+        key: _joined(found[key, further] for further in _curves(measured))
+        for key, measured in profiles.items()
     }
 
 
+def _curves(measurements: Sequence[Measurement]) -> dict[Further, list[Measurement]]:
+    """Return the measurements by what their settings have beside the clock."""
+    curves: dict[Further, list[Measurement]] = {}
+    for m in measurements:
+        curves.setdefault(further_of(m.setting), []).append(m)
+    return curves
+
+
+def _joined(curves: Iterable[Sequence[Measurement]]) -> tuple[Measurement, ...]:
+    return tuple(sorted(chain.from_iterable(curves), key=lambda m: in_order(m.setting)))
+
+
 def _shrink_alike(curves: Sequence[Sequence[Measurement]]) -> list[tuple[Measurement, ...]]:
-    """Return the measurements of computations that were measured at the same clocks, shrunk."""
+    """Return the measurements of curves over the same clocks, shrunk."""
     measured = [sorted(curve, key=lambda m: m.clock_mhz) for curve in curves]
     x = np.log([m.clock_mhz for m in measured[0]])
     times = _shrink(x, [[(m.time_s, m.time_se_s) for m in curve] for curve in measured])

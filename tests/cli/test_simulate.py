@@ -74,3 +74,14 @@ def test_bad_input_is_one_line_and_no_traceback(scenario: Path, name: str, conte
     result = run("simulate", scenario)
     assert result.exit_code == 2
     assert said in text(result)
+
+
+def test_settings_that_agents_do_not_set_are_refused(scenario: Path, tmp_path: Path) -> None:
+    limited = [f"{row},300" for row in rows()]
+    (tmp_path / "profile.csv").write_text(
+        HEADER.replace("\n", ",power_limit_w\n") + "\n".join(limited) + "\n"
+    )
+    result = run("simulate", scenario)
+    assert result.exit_code == 2
+    assert "job 'x': expected clocks alone in" in text(result)
+    assert "as agents set nothing else, found the further settings power_limit_w" in text(result)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from perseus.solver import Kind, Measurement, ProfileError, read_profile_csv
+from perseus.solver import Kind, MeasuredSetting, Measurement, ProfileError, read_profile_csv
 from tests.solver.pipelines import published_profile_path
 
 GOOD = [
@@ -117,6 +117,85 @@ def test_missing_parts(read: Callable[[list[str]], object], lines: list[str], me
         return
     with pytest.raises(ProfileError, match=message):
         read(lines)
+
+
+WITH_LIMIT = [f"{GOOD[0]},power_limit_w,kernel", *(f"{row},300,split" for row in GOOD[1:])]
+
+
+def test_other_columns_are_further_settings(read: Callable[[list[str]], dict[object, object]]) -> None:
+    profiles = read(
+        [*WITH_LIMIT, "0,forward,1410,0.055,17,250.5,split", "0,forward,1410,0.054,18,300, fused "]
+    )
+
+    def measured(clock_mhz: int, time_s: float, energy_j: float, limit_w: float, kernel: str) -> object:
+        further = (("power_limit_w", limit_w), ("kernel", kernel))
+        return MeasuredSetting(clock_mhz, time_s, energy_j, further=further)
+
+    assert profiles[0, 0, Kind.FORWARD] == (
+        measured(1200, 0.06, 144.0, 300.0, "split"),
+        measured(1410, 0.055, 136.0, 250.5, "split"),
+        measured(1410, 0.054, 144.0, 300.0, "fused"),
+        measured(1410, 0.05, 160.0, 300.0, "split"),
+    )
+
+
+def test_standard_errors_and_columns_without_a_name_are_no_settings(
+    read: Callable[[list[str]], object],
+) -> None:
+    """Tables often begin with an index that has no name."""
+    more = [f",{GOOD[0]},time_se,energy_se", *(f"{i},{row},," for i, row in enumerate(GOOD[1:]))]
+    assert read(more) == read(GOOD)
+
+
+def test_not_every_setting_need_be_measured_of_every_computation(
+    read: Callable[[list[str]], dict[object, object]],
+) -> None:
+    only_here = "0,forward,1410,0.055,17,250,split"
+    assert read([*WITH_LIMIT, only_here]).keys() == read(WITH_LIMIT).keys()
+    without = [row for row in WITH_LIMIT if not row.startswith("1,backward,1200")]
+    with pytest.raises(ProfileError, match=r"expected stage 1 backward at each .* found no row at 1200 MHz"):
+        read([*without, only_here])
+
+
+@pytest.mark.parametrize(
+    ("columns", "cells", "message"),
+    [
+        ("power_limit_w", "", r"row 3, column power_limit_w: expected a finite number of watts .*, found ''"),
+        ("power_limit_w", "250 W", "row 3, column power_limit_w: expected .* watts .*, found '250 W'"),
+        ("power_limit_w", "nan", "row 3, column power_limit_w: expected .* watts .*, found 'nan'"),
+        (
+            "memory_clock_mhz",
+            "high",
+            "row 3, column memory_clock_mhz: expected a finite number of MHz .*'high'",
+        ),
+        ("kernel", " ", "row 3, column kernel: expected a printable text of 1 to 200 characters, found ''"),
+        ("kernel", "a\tb", "row 3, column kernel: expected a printable text"),
+        ("kernel,power_limit_w", "250", "row 3, column power_limit_w: expected a value, found nothing"),
+        ("kernel", "250,7", "row 3, column after the last: expected nothing, found '7'"),
+        ("kernel,kernel", "250,250", "row 1, column kernel: expected each column once, found it 2 times"),
+        ("energy", "250", "row 1, column energy: expected each column once, found it 2 times"),
+        ("clock_mhz", "250", "row 1: further setting clock_mhz: expected another name"),
+        ("time_se_s", "250", "row 1: further setting time_se_s: expected another name"),
+        (" kernel", "a", "row 1: further setting: expected a printable name .* without spaces .* ' kernel'"),
+    ],
+)
+def test_bad_further_settings(
+    read: Callable[[list[str]], object], columns: str, cells: str, message: str
+) -> None:
+    good = ",".join("250" for _ in columns.split(","))
+    rows = [f"{GOOD[0]},{columns}", f"{GOOD[1]},{good}", f"{GOOD[2]},{cells}"]
+    with pytest.raises(ProfileError, match=rf"profile\.csv, {message}"):
+        read([*rows, *(f"{row},{good}" for row in GOOD[3:])])
+
+
+@pytest.mark.parametrize("again", ["300,split", "300.0,split", "3e2, split "])
+def test_a_setting_stands_once(read: Callable[[list[str]], object], again: str) -> None:
+    with pytest.raises(
+        ProfileError,
+        match=r"row 10, column frequency,power_limit_w,kernel: expected one row per stage, instruction and "
+        r"setting, found the same as in row 3",
+    ):
+        read([*WITH_LIMIT, f"{GOOD[2]},{again}"])
 
 
 def test_wrong_encoding(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Jobs and agents need them, and so does a solve without a job.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from perseus.service.domain.bounds import (
     MAX_CLOCK_COUNT,
@@ -31,6 +31,7 @@ from perseus.solver import (
     Pipeline,
     Plan,
     PlannedComputation,
+    ProfileKey,
     common_lag_s,
     with_lag,
 )
@@ -225,11 +226,20 @@ def problem_from_proto(message: frontier_pb2.PipelineProblem) -> Pipeline:
         InvalidFieldError: a part is missing, there twice or out of range.
         SolverError: the solver refuses it.
     """
-    check_range("stage_count", message.stage_count, 1, MAX_STAGE_COUNT)
-    check_range("transfer_lag_s", message.transfer_lag_s, 0, MAX_DURATION_S)
+    return pipeline_from_proto(message, *profiles_from_proto(message))
+
+
+def profiles_from_proto(
+    message: frontier_pb2.PipelineProblem,
+) -> tuple[dict[ProfileKey, tuple[Measurement, ...]], dict[tuple[int, int], float]]:
+    """Return a problem's profiles, and the time of FIXED computations in s by (stage, chunk).
+
+    Raises:
+        InvalidFieldError: a part is there twice or out of range.
+        ProfileError: the solver refuses a measurement.
+    """
     check_size("profiles", len(message.profiles), MAX_PROFILE_COUNT)
-    schedule = build_schedule(schedule_spec_from_proto(message.schedule), message.stage_count)
-    profiles: dict[tuple[int, int, Kind], tuple[Measurement, ...]] = {}
+    profiles: dict[ProfileKey, tuple[Measurement, ...]] = {}
     fixed_s: dict[tuple[int, int], float] = {}
     for position, profile in enumerate(message.profiles):
         kind = kind_from_proto(profile.kind, f"profiles[{position}].kind")
@@ -255,6 +265,23 @@ def problem_from_proto(message: frontier_pb2.PipelineProblem) -> Pipeline:
                 Measurement(m.clock_mhz, m.time_s, m.energy_j, m.time_se_s, m.energy_se_j)
                 for m in profile.measurements
             )
+    return profiles, fixed_s
+
+
+def pipeline_from_proto(
+    message: frontier_pb2.PipelineProblem,
+    profiles: Mapping[ProfileKey, tuple[Measurement, ...]],
+    fixed_s: Mapping[tuple[int, int], float],
+) -> Pipeline:
+    """Return a problem, checked, with profiles that were read from it.
+
+    Raises:
+        InvalidFieldError: a part is missing or out of range.
+        SolverError: the solver refuses it.
+    """
+    check_range("stage_count", message.stage_count, 1, MAX_STAGE_COUNT)
+    check_range("transfer_lag_s", message.transfer_lag_s, 0, MAX_DURATION_S)
+    schedule = build_schedule(schedule_spec_from_proto(message.schedule), message.stage_count)
     pipeline = Pipeline(
         schedule=schedule,
         profiles=profiles,

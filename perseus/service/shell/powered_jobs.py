@@ -44,7 +44,7 @@ class _Known:
         power_w = self.power.power_w or 0.0
         return {feed: share * power_w for feed, share in self.shares.items()}
 
-    def changed(self, job_id: str) -> JobChanged:
+    def changed(self, job_id: str, ceiling_mhz: int | None) -> JobChanged:
         terms = self.power.terms
         demand = JobDemand(
             job_id,
@@ -54,7 +54,7 @@ class _Known:
             terms.weight,
             highest_clock_mhz=self.highest_clock_mhz,
         )
-        return JobChanged(demand, self.power.iteration_time_s)
+        return JobChanged(demand, self.power.iteration_time_s, ceiling_mhz)
 
 
 class PoweredJobs:
@@ -178,7 +178,8 @@ class PoweredJobs:
                 known_now.points = await self._points(power.basis, known.placement)
         self._jobs[job_id] = known_now
         if known is None or known_now.points is not known.points or power.terms != known.power.terms:
-            return known_now.changed(job_id)
+            ceiling = run.machine.ceiling
+            return known_now.changed(job_id, None if ceiling is None else ceiling.clock_mhz)
         return None
 
     def _placed(self, run: LiveRun) -> Sequence[Sequence[StageFeeds]]:

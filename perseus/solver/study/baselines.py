@@ -11,7 +11,8 @@ from perseus.solver.errors import ProfileError
 from perseus.solver.graph import order_computations
 from perseus.solver.pipeline import Pipeline, ProfileKey
 from perseus.solver.plan import Plan, critical_path, replay
-from perseus.solver.profile import Option, pareto_options, to_ps
+from perseus.solver.profile import Option, highest, pareto_options, to_ps
+from perseus.solver.setting import Setting, clock_of, in_order
 
 _BACKWARD_KINDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
@@ -23,7 +24,8 @@ def envpipe(pipeline: Pipeline) -> Plan:
     the envelope. Every other computation starts at its slowest Pareto clock. Then, along one critical path
     after the other, the computations at the path's lowest clock are raised by one step, until a critical path
     lies inside the envelope, or nothing on it can be raised. Every round raises something, so there are at
-    most as many rounds as there are clocks to raise by.
+    most as many rounds as there are clocks to raise by. Where settings are more than a clock, a step leads to
+    the next faster one of those not beaten.
 
     EnvPipe assumes stages of equal weight: where the last stage is not the heaviest, its plan is slower.
     """
@@ -36,7 +38,7 @@ def envpipe(pipeline: Pipeline) -> Plan:
             continue
         measurements = pipeline.profiles[c.stage, c.chunk, c.kind]
         if c in envelope:
-            measurements = (max(measurements, key=lambda m: m.clock_mhz),)
+            measurements = (highest(measurements),)
         options.append(pareto_options(measurements, pipeline.blocking_power_w[c.stage]))
     chosen = [len(some) - 1 for some in options]
     while True:
@@ -52,7 +54,7 @@ def envpipe(pipeline: Pipeline) -> Plan:
     return replay(
         pipeline,
         {
-            c: some[k].clock_mhz
+            c: some[k].setting
             for c, some, k in zip(computations, options, chosen, strict=True)
             if c.kind is not Kind.FIXED
         },
@@ -60,43 +62,43 @@ def envpipe(pipeline: Pipeline) -> Plan:
 
 
 def zeus_global(pipeline: Pipeline) -> tuple[Plan, ...]:
-    """Return the frontier of one clock for all computations, fastest first.
+    """Return the frontier of one clock, or setting, for all computations, fastest first.
 
     Raises:
-        ProfileError: no clock was measured for all computations.
+        ProfileError: no setting was measured for all computations.
     """
     stage_count = pipeline.schedule.stage_count
-    common_mhz = _common_clocks_mhz(pipeline, range(stage_count))
-    return _frontier(pipeline, ((clock_mhz,) * stage_count for clock_mhz in common_mhz))
+    common = _common_settings(pipeline, range(stage_count))
+    return _frontier(pipeline, ((setting,) * stage_count for setting in common))
 
 
 def zeus_per_stage(pipeline: Pipeline) -> tuple[Plan, ...]:
-    """Return the frontier of one clock for each stage, fastest first.
+    """Return the frontier of one clock, or setting, for each stage, fastest first.
 
-    Under a limit on the forward's time, each stage takes its slowest clock whose forward, all chunks
+    Under a limit on the forward's time, each stage takes its slowest setting whose forward, all chunks
     together, is within the limit; every time that a stage's forward can take is tried as the limit. The limit
-    balances the forwards; the backwards run at the same clocks.
+    balances the forwards; the backwards run at the same settings.
 
     Raises:
-        ProfileError: a stage has no clock that was measured for all its computations.
+        ProfileError: a stage has no setting that was measured for all its computations.
     """
-    forward_times_s: list[dict[int, float]] = []
+    forward_times_s: list[dict[int | Setting, float]] = []
     for stage in range(pipeline.schedule.stage_count):
-        totals_s = dict.fromkeys(_common_clocks_mhz(pipeline, [stage]), 0.0)
+        totals_s = dict.fromkeys(_common_settings(pipeline, [stage]), 0.0)
         for key in _used_profiles(pipeline, [stage]):
             for m in pipeline.profiles[key]:
-                if key[2] is Kind.FORWARD and m.clock_mhz in totals_s:
-                    totals_s[m.clock_mhz] += m.time_s
+                if key[2] is Kind.FORWARD and m.setting in totals_s:
+                    totals_s[m.setting] += m.time_s
         forward_times_s.append(totals_s)
 
-    def clocks_under(limit_s: float) -> Iterator[int]:
+    def settings_under(limit_s: float) -> Iterator[int | Setting]:
         for times_s in forward_times_s:
-            within = [clock_mhz for clock_mhz, time_s in times_s.items() if time_s <= limit_s]
-            yield max(within, key=lambda clock_mhz: (times_s[clock_mhz], -clock_mhz))
+            within = [setting for setting, time_s in times_s.items() if time_s <= limit_s]
+            yield max(within, key=lambda setting: (times_s[setting], -clock_of(setting)))
 
     shortest_s = max(min(times_s.values()) for times_s in forward_times_s)
     limits_s = {time_s for times_s in forward_times_s for time_s in times_s.values() if time_s >= shortest_s}
-    return _frontier(pipeline, {tuple(clocks_under(limit_s)) for limit_s in limits_s})
+    return _frontier(pipeline, {tuple(settings_under(limit_s)) for limit_s in limits_s})
 
 
 def _envelope(pipeline: Pipeline) -> set[Computation]:
@@ -117,27 +119,27 @@ def _used_profiles(pipeline: Pipeline, stages: Iterable[int]) -> set[ProfileKey]
     }
 
 
-def _common_clocks_mhz(pipeline: Pipeline, stages: Sequence[int]) -> list[int]:
-    """Return the clocks at which everything of these stages was measured."""
-    measured = [{m.clock_mhz for m in pipeline.profiles[key]} for key in _used_profiles(pipeline, stages)]
-    common_mhz = set.intersection(*measured)
-    if not common_mhz:
+def _common_settings(pipeline: Pipeline, stages: Sequence[int]) -> list[int | Setting]:
+    """Return the settings at which everything of these stages was measured."""
+    measured = [{m.setting for m in pipeline.profiles[key]} for key in _used_profiles(pipeline, stages)]
+    common = set.intersection(*measured)
+    if not common:
         listed = ", ".join(str(stage) for stage in stages)
         raise ProfileError(
-            f"stage {listed}: expected a clock at which all computations were measured, found none",
+            f"stage {listed}: expected a setting at which all computations were measured, found none",
             stage=listed,
         )
-    return sorted(common_mhz)
+    return sorted(common, key=in_order)
 
 
-def _frontier(pipeline: Pipeline, stage_clocks_mhz: Iterable[tuple[int, ...]]) -> tuple[Plan, ...]:
-    """Return the plans of one clock a stage that are not beaten in both time and effective energy.
+def _frontier(pipeline: Pipeline, stage_settings: Iterable[tuple[int | Setting, ...]]) -> tuple[Plan, ...]:
+    """Return the plans of one setting a stage that are not beaten in both time and effective energy.
 
     On effective energy, because a frontier is also asked what waiting for a straggler costs.
     """
     plans = [
-        replay(pipeline, {c: clocks_mhz[c.stage] for c in pipeline.schedule.computations})
-        for clocks_mhz in stage_clocks_mhz
+        replay(pipeline, {c: settings[c.stage] for c in pipeline.schedule.computations})
+        for settings in stage_settings
     ]
     kept: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.iteration_time_s, plan.effective_energy_j)):

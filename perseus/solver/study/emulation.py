@@ -109,7 +109,7 @@ def emulate(
             field="waiting_power_w",
             found=len(waiting_power_w),
         )
-    plans = [replay(pipeline, replicas.plan.clocks_mhz) for replicas in cluster]
+    plans = [replay(pipeline, replicas.plan.settings) for replicas in cluster]
     until_s = max(
         plan.iteration_time_s * replicas.slowdown for plan, replicas in zip(plans, cluster, strict=True)
     )
@@ -129,14 +129,16 @@ def _emulate_pipeline(
     waiting_power_w: Sequence[Mapping[int, float]] | None,
 ) -> EmulatedPipeline:
     power_w = {
-        (*key, m.clock_mhz): m.energy_j / m.time_s
+        (*key, m.setting): m.energy_j / m.time_s
         for key, measurements in pipeline.profiles.items()
         for m in measurements
     }
 
+    settings = plan.settings
+
     def run(p: PlannedComputation) -> EmulatedComputation:
         c = p.computation
-        drawn_w = power_w[c.stage, c.chunk, c.kind, p.clock_mhz]
+        drawn_w = power_w[c.stage, c.chunk, c.kind, settings[c]]
         return EmulatedComputation(c, p.clock_mhz, p.start_s * slowdown, p.duration_s * slowdown, drawn_w)
 
     stages = tuple(tuple(run(p) for p in stage) for stage in plan.stages)

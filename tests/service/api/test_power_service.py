@@ -283,6 +283,45 @@ async def test_what_gpus_draw_is_known_from_their_agents_before_any_iteration_is
         await agent.end()
 
 
+def ceilings_mhz(agent: FakeAgent) -> list[int]:
+    """All that the agent was told since it joined; 0 for none."""
+    told = [(m.rank_accepted, m.rank_ceiling, m.WhichOneof("message")) for m in agent.received]
+    return [
+        (accepted if kind == "rank_accepted" else limited).ceiling.clock_mhz
+        for accepted, limited, kind in told
+        if kind in ("rank_accepted", "rank_ceiling")
+    ]
+
+
+async def test_a_restart_lifts_no_ceiling_of_a_job_without_plans(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    async with connected(settings) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await Power(client).set(limit_w=600.0)
+
+        async def is_held_down() -> bool:
+            await agent.say(**reading(agent, 250.0))
+            return 0 < ceilings_mhz(agent)[-1] <= 0.6 * service_fakes.CLOCKS_MHZ[0]
+
+        await until(is_held_down)
+        held_mhz = ceilings_mhz(agent)[-1]
+
+    agent.received.clear()
+    async with connected(settings) as client:
+        agent.use(client)
+        await agent.join()
+
+        async def is_known() -> bool:
+            await agent.say(**reading(agent, 100.0))  # under the ceiling there is room
+            return (await Power(client).feed()).unmanaged_w > 390.0
+
+        await until(is_known)
+        assert set(ceilings_mhz(agent)) == {held_mhz}
+        await agent.end()
+
+
 async def test_what_is_told_of_this_second_counts_and_not_the_latest_iteration(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, power), planned(client) as agent:
         iteration_w = (await client.job()).figures.power_w

@@ -73,7 +73,7 @@ def test_zeus_needs_a_clock_that_all_share() -> None:
         (0, 0, Kind.BACKWARD): measurements((900, 1.0, 1.0)),
     }
     for baseline in (zeus_global, zeus_per_stage):
-        with pytest.raises(ProfileError, match="stage 0: expected a clock at which all computations"):
+        with pytest.raises(ProfileError, match="stage 0: expected a setting at which all computations"):
             baseline(Pipeline(gpipe(1, 1), profiles, (0.0,)))
 
 

@@ -21,6 +21,10 @@ SHORT_ITERATION_S = 2.0
 MARGIN = 0.006
 """Of the limit, not planned with: what noise there is in a minute's mean must not break it."""
 
+UNTRIED_MARGIN = 0.025
+"""The same until plans that keep the limit have been measured for a while: under plans that are new to them
+jobs draw up to 2 % more than their others let expect."""
+
 SETTLE_S = 5.0
 """Until a change of pace has come to all GPUs, at most."""
 
@@ -42,6 +46,7 @@ class FeedWatch:
         self.ceiling_w = math.inf
         self.rose_s = -math.inf
         self._moved_s: float | None = None
+        self._down_w_per_s = math.inf
         self._limit_w = math.inf
         self._judged_from_s = math.inf
         self._drawn = TrailingMean(LEAST_WINDOW_S)
@@ -55,10 +60,10 @@ class FeedWatch:
         """
         elapsed_s = 0.0 if self._moved_s is None else now_s - self._moved_s
         self._moved_s = now_s
-        goal_w, down_w_per_s = budgets.goal_w(some, self.feed, now_s)
+        goal_w, self._down_w_per_s = budgets.goal_w(some, self.feed, now_s)
         before_w = self.ceiling_w
         self.ceiling_w = budgets.moved_ceiling_w(
-            before_w, min(drawn_w, most_w), goal_w, (down_w_per_s, self.feed.ramp_up_w_per_s), elapsed_s
+            before_w, min(drawn_w, most_w), goal_w, (self._down_w_per_s, self.feed.ramp_up_w_per_s), elapsed_s
         )
         if before_w < self.ceiling_w < math.inf:
             self.rose_s = now_s
@@ -90,7 +95,23 @@ class FeedWatch:
         debt_j = 0.0
         if self._judged.covered_s:
             debt_j = max(0.0, self._judged.covered_s * (self._judged.mean_w() - self.ceiling_w))
-        return max(0.0, self.ceiling_w * (1 - MARGIN) - debt_j / _PAY_BACK_S)
+        return max(0.0, self.ramped_w - self.ceiling_w * MARGIN - debt_j / _PAY_BACK_S)
+
+    @property
+    def ramped_w(self) -> float:
+        """What jobs may be expected to draw: the ceiling; less while plans that keep it are new."""
+        return self.ceiling_w - self._untried_w()
+
+    def _untried_w(self) -> float:
+        """What more is left free while plans that keep the limit are new; the way there keeps the ramp."""
+        if self._judged_from_s == math.inf or self._judged.covered_s >= SHORT_WINDOW_S:
+            return 0.0
+        most_w = self.ceiling_w * (UNTRIED_MARGIN - MARGIN)
+        if self._down_w_per_s == math.inf:
+            return most_w
+        assert self._moved_s is not None
+        reached_s = self._judged_from_s - SETTLE_S
+        return min(most_w, self._down_w_per_s * (self._moved_s - reached_s))
 
     @property
     def measured_w(self) -> float:

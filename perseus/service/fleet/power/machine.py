@@ -57,6 +57,9 @@ class _Job:
         self.pace: PowerPoint | None = None
         self.free_w: Mapping[str, float] = {}
         """Without plans: what it drew when nothing held it down."""
+        self.held_share = 1.0
+        """Of its highest clock: what it was held down to since before the fleet knew of it, 1 if it was not.
+        What it would draw at all its clocks is not known then, only that no less than in this proportion."""
 
     @property
     def point(self) -> PowerPoint | None:
@@ -83,6 +86,17 @@ class _Job:
             return recent_w or self.demand.measured_w
         return {feed: self.meter.ratio * power_w for feed, power_w in self.point.power_w.items()}
 
+    def look(self, *, is_held: bool) -> None:
+        """Take note of what it draws without plans, and would draw if it were not held down."""
+        drawn_w = self.drawn_w()
+        if not is_held:
+            self.free_w, self.held_share = drawn_w, 1.0
+        elif self.meter.is_recent_known or not self.free_w:
+            # It may have come under its ceiling, or draw more than it did.
+            self.free_w = {
+                feed: max(w / self.held_share, self.free_w.get(feed, 0.0)) for feed, w in drawn_w.items()
+            }
+
     def least_w(self, feed: str) -> float:
         """Return the least that its owner lets it draw on a feed, under a plan."""
         return self.meter.ratio * min(point.power_w.get(feed, 0.0) for point in self.demand.allowed)
@@ -92,7 +106,7 @@ class _Job:
         before, self.demand = self.demand, changed.demand
         self.iteration_time_s = changed.iteration_time_s
         if changed.demand.points:
-            self.free_w = {}
+            self.free_w, self.held_share = {}, 1.0
         elif before.points:
             # No pace holds it back any more, so it draws what its fastest plan did until more is known.
             fastest = before.points[0]
@@ -186,7 +200,10 @@ class FleetMachine:
     def _on_job_changed(self, event: JobChanged, now_s: float) -> None:
         job = self._jobs.get(event.demand.job_id)
         if job is None:
-            self._jobs[event.demand.job_id] = _Job(event.demand, event.iteration_time_s)
+            job = self._jobs[event.demand.job_id] = _Job(event.demand, event.iteration_time_s)
+            if event.ceiling_mhz is not None and event.demand.highest_clock_mhz and not event.demand.points:
+                job.held_share = min(1.0, event.ceiling_mhz / event.demand.highest_clock_mhz)
+                self._clock_shares.resume(event.demand.measured_w, job.held_share)
         else:
             job.take(event)
             job.meter.changed(now_s, SETTLE_S + event.iteration_time_s)
@@ -223,15 +240,14 @@ class FleetMachine:
         self._clock_shares.release(limited)
         unplanned = [job for job in self._jobs.values() if not job.demand.points]
         for job in unplanned:
-            drawn_w, share = job.drawn_w(), self._clock_shares.share(job.demand.measured_w)
-            if share < 1:  # it may have come under its ceiling, or draw more than it did
-                drawn_w = {feed: max(w, job.free_w.get(feed, 0.0)) for feed, w in drawn_w.items()}
-            job.free_w = drawn_w
+            job.look(is_held=self._clock_shares.share(job.demand.measured_w) < 1)
         others_w = self._others_w()
         for name, ceiling_w in limited.items():
             least_w = sum(job.least_w(name) for job in self._jobs.values() if job.demand.points)
             left_w = ceiling_w - others_w.get(name, 0.0) - least_w
-            self._clock_shares.look(name, sum(job.free_w.get(name, 0.0) for job in unplanned), left_w)
+            free_w = sum(job.free_w.get(name, 0.0) for job in unplanned)
+            is_known = all(job.held_share == 1 for job in unplanned if name in job.demand.measured_w)
+            self._clock_shares.look(name, free_w, left_w, may_rise=is_known)
 
     # --- Decisions ------------------------------------------------------------------------------------------
 
@@ -245,7 +261,7 @@ class FleetMachine:
         is_new = self._is_stale or self._allocation is None
         if not is_new and is_over and now_s < self._cut_s + SETTLE_S:
             # Measurement asks for it, or a falling ceiling; only that one can't wait.
-            is_over = any(self._expected_w(n) > w.ceiling_w for n, w in limited.items())
+            is_over = any(self._expected_w(n) > w.ramped_w for n, w in limited.items())
         if not (is_new or is_over or self._has_room(targets_w, now_s)):
             return []
         others_w = self._others_w()

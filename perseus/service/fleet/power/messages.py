@@ -26,10 +26,12 @@ class JobChanged:
     """A job is there, or what it can offer has changed: a frontier, a straggler, a policy.
 
     `iteration_time_s`: how long one takes at present; three of them are the least that is averaged over.
+    `ceiling_mhz`: that it is under, from before the fleet knew of it; None without one.
     """
 
     demand: JobDemand
     iteration_time_s: float
+    ceiling_mhz: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

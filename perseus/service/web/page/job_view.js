@@ -195,6 +195,7 @@ export class JobView {
       job.finish_time ? `finished ${n.clock(job.finish_time)}` : "",
       job.set_latency_s ? `a clock takes ${n.milliseconds(job.set_latency_s)} to set` : "",
       Number(job.profiling_cost.iteration_count) ? `profiling took ${profilingCost(job.profiling_cost)}` : "",
+      ...(job.labels ?? []).map(({ key, value }) => `${key}=${value}`),
     ];
     say(this._facts, facts.filter(Boolean).join("  ·  "));
     const progress = job.profiling_progress;

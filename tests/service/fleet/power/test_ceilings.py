@@ -76,6 +76,47 @@ def test_a_ceiling_stays_though_little_is_drawn_under_it_and_ends_with_the_limit
     assert fleet.look(new_w=200.0)[1] is None
 
 
+class Restarted(Fleet):
+    """The same, which knows nothing yet of the unplanned job but what it draws under a ceiling of 700 MHz."""
+
+    def __init__(self, limit_w: float) -> None:
+        super().__init__(PLANNED)
+        self.machine.handle(budget(limit_w), self.now_s)
+        unknown = JobDemand("new", measured_w={"a": 0.0}, highest_clock_mhz=HIGHEST_MHZ)
+        self.machine.handle(JobChanged(unknown, 1.0, ceiling_mhz=700), self.now_s)
+
+
+def test_a_restart_lifts_no_ceiling_before_the_limit_ends() -> None:
+    fleet = Restarted(600.0)
+    for _ in range(100):
+        assert fleet.look(new_w=80.0) == (1000, 700)
+    fleet.machine.handle(BudgetCancelled("b"), fleet.now_s)
+    assert fleet.look(new_w=80.0)[1] is None
+    fleet.machine.handle(budget(700.0), fleet.now_s)
+    for _ in range(20):
+        ceilings = fleet.look(new_w=400.0)
+    assert ceilings == (1000, 1050), "what it draws unheld is known now: 300 W are left of 400"
+
+
+def test_after_a_restart_a_ceiling_falls_as_any_does() -> None:
+    fleet = Restarted(500.0)
+    for _ in range(20):
+        ceilings = fleet.look(new_w=200.0)
+    assert ceilings == (1000, 350)
+
+
+def test_a_plan_ends_what_was_not_known_since_a_restart() -> None:
+    fleet = Restarted(600.0)
+    fleet.look(new_w=80.0)
+    point = PowerPoint(1.0, 1.0, {"a": 90.0}, HIGHEST_MHZ)
+    for points in ((point,), ()):
+        demand = JobDemand("new", points, {"a": 90.0}, highest_clock_mhz=HIGHEST_MHZ)
+        fleet.machine.handle(JobChanged(demand, 1.0), fleet.now_s)
+        for _ in range(20):
+            ceilings = fleet.look(new_w=90.0)
+    assert ceilings == (1000, None)
+
+
 def test_nothing_left_is_the_lowest_clock() -> None:
     fleet = Fleet(UNPLANNED)
     fleet.machine.handle(budget(0.0), fleet.now_s)

@@ -42,11 +42,15 @@ def demand(
 
 @dataclass
 class Site:
-    """Made-up GPUs: each job draws what its point says, but for an error and noise, a second later."""
+    """Made-up GPUs: each job draws what its point says, but for an error and noise, a second later.
+
+    `held_error`: one more of whoever is held back.
+    """
 
     machine: FleetMachine
     errors: Mapping[str, float] = field(default_factory=dict)
     noise: float = 0.0
+    held_error: float = 0.0
     now_s: float = 0.0
     said: list[tuple[float, Command]] = field(default_factory=list)
     drawn_w: list[float] = field(default_factory=list)
@@ -88,6 +92,8 @@ class Site:
                 factor = (1 + self.errors.get(job_id, 0.0)) * (
                     1 + self.noise * self._random.standard_normal()
                 )
+                if job.points and self._paces[job_id] is not job.points[0]:
+                    factor *= 1 + self.held_error
                 drawn_w[job_id] = {feed: factor * watts for feed, watts in power_w.items()}
             self.drawn_w.append(sum(own["a"] for own in drawn_w.values()))
             for _, job_id, point in due:
@@ -160,6 +166,20 @@ def test_measured_power_corrects_plans_that_promise_too_little() -> None:
     assert max(run.means_w(10, 42)) <= 1.02 * 1500
     assert np.mean(run.drawn_w[130:]) >= 0.98 * 1500
     assert all(status.is_compliant for status in run.statuses())
+
+
+@pytest.mark.parametrize("feed", [FEED, Feed("a")], ids=["with ramps", "at once"])
+def test_a_limit_is_kept_from_the_first_second_though_new_plans_draw_more_than_is_expected(
+    feed: Feed,
+) -> None:
+    run = site(demand("x"), demand("y"), feed=feed)
+    run.held_error = 0.02
+    run.pass_time(30)
+    run.tell(BudgetSet(Budget("b", "a", 1500.0, 30.0)))
+    run.pass_time(300)
+    ramp_s = 0 if feed.ramp_down_w_per_s == math.inf else (2000 - 1500) / feed.ramp_down_w_per_s
+    assert max(run.drawn_w[math.ceil(30 + ramp_s) + 4 :]) <= 1500
+    assert np.mean(run.drawn_w[150:]) >= 0.97 * 1500, "the margin is that of plans that are new"
 
 
 def test_who_falls_out_of_its_plans_counts_with_what_it_draws_when_nothing_holds_it_back() -> None:

@@ -1,0 +1,153 @@
+"""The files of `perseus solve` and `perseus plan`: the contract's messages as JSON, and further settings.
+
+The contract knows clocks alone, as agents set nothing else. Where a profile has further settings, the files
+have one more member beside each `clockMhz`, `furtherSettings`: an object of their names and values. Files
+without are messages of the contract and nothing else.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.message import Message
+
+from perseus.service.api import translate_problems
+from perseus.service.domain.errors import cut
+from perseus.solver import (
+    Frontier,
+    MeasuredSetting,
+    Measurement,
+    Pipeline,
+    Plan,
+    PlanOfSettings,
+    ProfileError,
+    ProfileKey,
+)
+from perseus.v1 import frontier_pb2
+
+_MEMBER = "furtherSettings"
+
+_EXACT = 2**53
+"""Every whole number below is a float."""
+
+_Place = tuple[int, int]
+"""Of a measurement: its profile's index in the problem, and its own in that."""
+
+
+def frontier_text(frontier: Frontier) -> str:
+    """Return a frontier's file."""
+    document = _document(translate_problems.frontier_to_proto(frontier))
+    profiles = frontier.pipeline.profiles
+    # FIXED computations, which have no setting, follow the others.
+    for written, key in zip(document["problem"]["profiles"], sorted(profiles), strict=False):
+        for member, measurement in zip(written["measurements"], profiles[key], strict=True):
+            if isinstance(measurement, MeasuredSetting):
+                member[_MEMBER] = dict(measurement.further)
+    return _text(document)
+
+
+def plan_text(plan: Plan) -> str:
+    """Return a plan's file."""
+    document = _document(translate_problems.plan_to_proto(plan))
+    if isinstance(plan, PlanOfSettings):
+        for stage, further_of_stage in zip(document["stages"], plan.further, strict=True):
+            for member, further in zip(stage["computations"], further_of_stage, strict=True):
+                if further:
+                    member[_MEMBER] = dict(further)
+    return _text(document)
+
+
+def pipeline_from_text(text: str, most_computations: int) -> Pipeline:
+    """Return what a frontier's file is the frontier of.
+
+    Raises:
+        ParseError: it is no JSON of a frontier.
+        ServiceError: a part is missing, there twice or out of range, or there are too many computations.
+        SolverError: the solver refuses it, or a further setting is none.
+    """
+    document = _parsed(text)
+    members = dict(_taken(document))
+    message = json_format.ParseDict(document, frontier_pb2.Frontier()).problem
+    translate_problems.check_problem_size(message, 1, most_computations)
+    profiles, fixed_s = translate_problems.profiles_from_proto(message)
+    if members:
+        profiles = _with_further(message, profiles, members)
+    return translate_problems.pipeline_from_proto(message, profiles, fixed_s)
+
+
+def _document(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = json_format.MessageToDict(message, always_print_fields_with_no_presence=True)
+    return found
+
+
+def _text(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _parsed(text: str) -> Any:
+    def refuse_twice(members: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(members)
+        if len(found) < len(members):
+            names = [name for name, _ in members]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise json_format.ParseError(f"member {twice!r} twice in an object")
+        return found
+
+    try:
+        document = json.loads(text, object_pairs_hook=refuse_twice)
+    except ValueError as error:
+        raise json_format.ParseError(f"no JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise json_format.ParseError("something else than an object")
+    return document
+
+
+def _taken(document: Mapping[str, Any]) -> Iterator[tuple[_Place, Any]]:
+    """Take the further settings out, so that a message of the contract is left. What is none stays."""
+    for i, profile in enumerate(_items(document.get("problem"), "profiles")):
+        for j, measurement in enumerate(_items(profile, "measurements")):
+            if isinstance(measurement, dict) and _MEMBER in measurement:
+                yield (i, j), measurement.pop(_MEMBER)
+
+
+def _items(value: object, name: str) -> list[Any]:
+    found = value.get(name) if isinstance(value, dict) else None
+    return found if isinstance(found, list) else []
+
+
+def _with_further(
+    message: frontier_pb2.PipelineProblem,
+    profiles: Mapping[ProfileKey, tuple[Measurement, ...]],
+    members: Mapping[_Place, Any],
+) -> dict[ProfileKey, tuple[Measurement, ...]]:
+    first = next(iter(members.values()))
+    names = list(first) if isinstance(first, dict) else []
+    found: dict[ProfileKey, tuple[Measurement, ...]] = {}
+    for i, profile in enumerate(message.profiles):
+        key = (profile.stage, profile.chunk, translate_problems.KIND_FROM_PROTO[profile.kind])
+        if key in profiles:
+            found[key] = tuple(
+                _measured_setting(
+                    measurement, f"problem.profiles[{i}].measurements[{j}]", members.get((i, j)), names
+                )
+                for j, measurement in enumerate(profiles[key])
+            )
+    return found
+
+
+def _with_point(value: Any) -> Any:
+    """Return a value whose point may have been lost on the way through another program."""
+    return float(value) if type(value) is int and abs(value) < _EXACT else value
+
+
+def _measured_setting(m: Measurement, where: str, member: Any, names: list[str]) -> MeasuredSetting:
+    if not isinstance(member, dict) or member.keys() != set(names):
+        found = "none" if member is None else cut(json.dumps(member))
+        expected = ", ".join(names) or "names and values"
+        raise ProfileError(f"{where}.{_MEMBER}: expected an object of {expected}, found {found}")
+    further = tuple((name, _with_point(member[name])) for name in names)
+    try:
+        return MeasuredSetting(m.clock_mhz, m.time_s, m.energy_j, m.time_se_s, m.energy_se_j, further=further)
+    except ProfileError as error:
+        raise ProfileError(f"{where}.{_MEMBER}: {cut(error)}") from None

@@ -1,0 +1,316 @@
+"""`perseus solve` and `perseus plan` where settings are more than a clock, from profile to plan."""
+
+import csv
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus.cli.frontier_file import frontier_text, pipeline_from_text, plan_text
+from perseus.service.api.translate_problems import problem_from_proto
+from perseus.solver import Pipeline, ProfileError, gpipe, plan_at, read_profile_csv, solve
+from perseus.v1 import frontier_pb2
+from tests.cli.test_solve import HEADER, load, rows, run, text
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "settings" / "profile.csv"
+FLAGS = ("--microbatches", 8, "--gpus-per-stage", 8, "--blocking-power-w", 85)
+# Of `perseus solve` on the example's rows without a power limit: the same profile, of clocks alone.
+UNLIMITED = "400"
+
+Change = Callable[[Any], None]
+
+
+@pytest.fixture(scope="module")
+def frontier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("settings") / "frontier.json"
+    result = run("solve", EXAMPLE, *FLAGS, "--output", path)
+    assert result.exit_code == 0, result.output
+    assert "Settings are of frequency and power_limit_w, 12 a computation." in text(result)
+    return path
+
+
+def example_rows() -> list[dict[str, str]]:
+    with EXAMPLE.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_setting_of_the_plans_file_is_a_row_of_the_profile(frontier: Path, tmp_path: Path) -> None:
+    result = run("plan", frontier, "--no-slowdown", "--output", tmp_path / "plan.json")
+    assert result.exit_code == 0, result.output
+    measured = {
+        (int(row["stage"]), row["instruction"], int(row["frequency"]), float(row["power_limit_w"])): row
+        for row in example_rows()
+    }
+    plan = load(tmp_path / "plan.json")
+    limits_w = set()
+    for stage, of_stage in enumerate(plan["stages"]):
+        assert len(of_stage["computations"]) == 16
+        for computation in of_stage["computations"]:
+            (limit_w,) = computation["furtherSettings"].values()
+            instruction = computation["kind"].removeprefix("COMPUTATION_KIND_").lower()
+            row = measured[stage, instruction, computation["clockMhz"], limit_w]
+            assert computation["durationS"] == pytest.approx(float(row["time"]))
+            limits_w.add(limit_w)
+    assert {200.0, 400.0} <= limits_w
+
+
+def test_a_power_limit_saves_what_a_clock_alone_does_not(frontier: Path, tmp_path: Path) -> None:
+    """Also what docs/frontiers.md says of the example."""
+    clocks = tmp_path / "clocks.csv"
+    lines = [
+        ",".join(row[column] for column in ("stage", "instruction", "frequency", "time", "energy"))
+        for row in example_rows()
+        if row["power_limit_w"] == UNLIMITED
+    ]
+    clocks.write_text(HEADER + "\n".join(lines) + "\n")
+    assert run("solve", clocks, *FLAGS, "--output", tmp_path / "clocks.json").exit_code == 0
+    with_limit, with_clocks = load(frontier), load(tmp_path / "clocks.json")
+    assert with_limit["baseline"] == with_clocks["baseline"]
+    assert with_limit["tMinS"] == with_clocks["tMinS"]
+    savings = [
+        1 - each["points"][0]["energyJ"] / each["baseline"]["energyJ"] for each in (with_limit, with_clocks)
+    ]
+    assert savings == [pytest.approx(0.162, abs=5e-4), pytest.approx(0.141, abs=5e-4)]
+
+
+def blocks_of_the_page(language: str) -> list[str]:
+    page = EXAMPLE.parents[2] / "docs" / "frontiers.md"
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_shows_what_there_is(frontier: Path, tmp_path: Path) -> None:
+    (shown_rows,) = (block for block in blocks_of_the_page("text") if block.startswith("stage,"))
+    assert set(shown_rows.splitlines()) <= set(EXAMPLE.read_text().splitlines())
+    assert run("plan", frontier, "--no-slowdown", "--output", tmp_path / "plan.json").exit_code == 0
+    (shown,) = map(json.loads, blocks_of_the_page("json"))
+    computations = load(tmp_path / "plan.json")["stages"][0]["computations"]
+    assert any(shown.items() <= computation.items() for computation in computations)
+
+
+def test_the_pages_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks_of_the_page("python")
+    exec(code, {})
+    assert "Setting(clock_mhz=1410, further=(('power_limit_w', 300.0),))" in capsys.readouterr().out
+
+
+def test_rows_for_scripts_have_the_values_that_are_used(frontier: Path) -> None:
+    result = run("plan", frontier, "--no-slowdown", "--format", "json")
+    first, *_, last = json.loads(result.stdout)
+    assert (first["stage"], first["kind"], first["power_limit_w"]) == (0, "backward", [200.0, 400.0])
+    assert (last["stage"], last["power_limit_w"]) == (3, [400.0])
+    header, line, *_ = run("plan", frontier, "--no-slowdown", "--format", "csv").stdout.splitlines()
+    assert header.endswith(",highest_clock_mhz,power_limit_w")
+    assert line.endswith(",200.0 400.0")
+
+
+def test_a_table_has_a_column_for_each_further_setting(frontier: Path) -> None:
+    result = run("plan", frontier, "--no-slowdown")
+    assert "power_limit_w" in text(result)
+    assert "200, 400" in text(result)
+
+
+def test_what_settings_are_of_is_no_part_of_the_data(tmp_path: Path) -> None:
+    result = run("solve", EXAMPLE, *FLAGS, "--format", "json")
+    assert json.loads(result.stdout)[0]["point"] == "all-max"
+    assert "Settings are of frequency and power_limit_w" in " ".join(result.stderr.split())
+
+
+def test_one_setting_for_all_is_compared_with(tmp_path: Path) -> None:
+    result = run("solve", EXAMPLE, *FLAGS, "--compare", "--plot", tmp_path / "f.svg", "--format", "json")
+    assert result.exit_code == 0, result.output
+    names = {row["point"] for row in json.loads(result.stdout)}
+    assert {"one setting within T*", "a setting per stage within T*", "EnvPipe"} <= names
+
+
+def with_column(name: str, value: Callable[[int], str]) -> str:
+    header, *lines = (HEADER + "\n".join(rows())).splitlines()
+    return "\n".join([f"{header},{name}", *(f"{line},{value(i)}" for i, line in enumerate(lines))]) + "\n"
+
+
+def test_computations_may_have_no_setting_in_common(tmp_path: Path) -> None:
+    path = tmp_path / "profile.csv"
+    path.write_text(with_column("kernel", lambda i: f"kernel-{i}"))
+    result = run("solve", path, "--microbatches", 4, "--compare", "--format", "json")
+    assert result.exit_code == 0, result.output
+    names = {row["point"] for row in json.loads(result.stdout)}
+    assert "EnvPipe" in names
+    assert not any("setting" in name for name in names)
+
+
+def test_a_profile_of_clocks_has_no_further_settings_in_its_files(tmp_path: Path) -> None:
+    path = tmp_path / "profile.csv"
+    path.write_text(HEADER + "\n".join(rows()) + "\n")
+    assert run("solve", path, "--microbatches", 4, "--output", tmp_path / "frontier.json").exit_code == 0
+    flags = ("--no-slowdown", "--output", tmp_path / "plan.json")
+    result = run("plan", tmp_path / "frontier.json", *flags)
+    assert result.exit_code == 0
+    for name in ("frontier.json", "plan.json"):
+        assert "furtherSettings" not in (tmp_path / name).read_text()
+    json_format.Parse((tmp_path / "frontier.json").read_text(), frontier_pb2.Frontier())
+    json_format.Parse((tmp_path / "plan.json").read_text(), frontier_pb2.Plan())
+
+
+def test_more_settings_than_a_frontier_can_hold_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.csv"
+    lines = [f"0,forward,1000,0.1,30,k{i}" for i in range(1025)]
+    path.write_text("\n".join([f"{HEADER.strip()},kernel", *lines, "0,backward,1000,0.1,30,k"]) + "\n")
+    result = run("solve", path, "--microbatches", 4)
+    assert result.exit_code == 2
+    assert "expected at most 1024 rows of one computation, found 1025 of stage 0 forward" in text(result)
+
+
+def test_a_wrong_cell_of_a_further_setting_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "profile.csv"
+    path.write_text(with_column("power_limit_w", lambda i: "250 W" if i == 3 else "250"))
+    result = run("solve", path, "--microbatches", 4)
+    assert result.exit_code == 2
+    assert (
+        "profile.csv, row 5, column power_limit_w: expected a finite number of watts (the name ends in _w), "
+        "found '250 W'" in text(result)
+    )
+
+
+def set_member(value: object) -> Change:
+    def change(measurement: Any) -> None:
+        measurement["furtherSettings"] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (set_member(5), "expected an object of names and values, found 5"),
+        (set_member({}), "expected a setting beside the clock, found none"),
+        (set_member({"power_limit_w": "400 W"}), "expected a finite number of watts"),
+        (set_member({"power_limit_w": True}), "expected a finite number of watts"),
+        (set_member({"power_limit_w": 10**400}), "expected a finite number of watts"),
+        (set_member({"power_limit_w": [400]}), "expected a finite number of watts"),
+        (set_member({"clock_mhz": 1.0}), "expected another name"),
+        (
+            lambda measurement: measurement.pop("furtherSettings"),
+            "expected an object of power_limit_w, found none",
+        ),
+    ],
+)
+def test_a_frontier_with_wrong_settings_is_named(
+    frontier: Path, tmp_path: Path, change: Change, expected: str
+) -> None:
+    document = load(frontier)
+    change(document["problem"]["profiles"][0]["measurements"][0])
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps(document))
+    result = run("plan", broken, "--no-slowdown")
+    assert result.exit_code == 2
+    assert "broken.json: problem.profiles[0].measurements[0].furtherSettings: " in text(result)
+    assert expected in text(result)
+
+
+def test_other_names_than_those_before_are_refused(frontier: Path, tmp_path: Path) -> None:
+    document = load(frontier)
+    document["problem"]["profiles"][1]["measurements"][2]["furtherSettings"] = {"kernel": "a"}
+    broken = tmp_path / "broken.json"
+    broken.write_text(json.dumps(document))
+    result = run("plan", broken, "--no-slowdown")
+    assert result.exit_code == 2
+    where = "problem.profiles[1].measurements[2].furtherSettings"
+    assert f'{where}: expected an object of power_limit_w, found {{"kernel":' in text(result)
+
+
+def test_a_member_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text('{"problem": {"stageCount": 1, "stageCount": 2}}')
+    result = run("plan", path, "--no-slowdown")
+    assert result.exit_code == 2
+    assert "expected a frontier as JSON, found: member 'stageCount' twice in an object" in text(result)
+
+
+def test_numbers_may_lose_their_point_on_the_way(frontier: Path, tmp_path: Path) -> None:
+    path = tmp_path / "frontier.json"
+    path.write_text(frontier.read_text().replace('"power_limit_w": 400.0', '"power_limit_w": 400'))
+    assert pipeline_from_text(path.read_text(), 10_000) == pipeline_from_text(frontier.read_text(), 10_000)
+
+
+def test_the_contract_takes_no_further_settings(frontier: Path) -> None:
+    """Whoever sends such a problem to a coordinator is told, however unknown members are treated."""
+    with pytest.raises(json_format.ParseError, match="furtherSettings"):
+        json_format.Parse(frontier.read_text(), frontier_pb2.Frontier())
+    message = json_format.Parse(frontier.read_text(), frontier_pb2.Frontier(), ignore_unknown_fields=True)
+    with pytest.raises(ProfileError, match="expected one measurement per clock, found 3 at 1110 MHz"):
+        problem_from_proto(message.problem)
+
+
+NAMES = st.sampled_from(["power_limit_w", "memory_clock_mhz", "kernel", "kernel, fused", "Größe", "_w", "w"])
+TEXTS = st.text(
+    st.characters(exclude_categories=["C", "Z"]) | st.sampled_from(' ,";='), min_size=1, max_size=12
+).filter(lambda value: value == value.strip() and value.isprintable())
+
+
+@st.composite
+def profile_texts(draw: st.DrawFn) -> str:
+    """CSV of one or two stages, a few rows a computation; settings differ from row to row."""
+    names = draw(st.lists(NAMES, min_size=1, max_size=3, unique=True))
+    columns = ["stage", "instruction", "frequency", "time", "energy", *names]
+    order = draw(st.permutations(columns))
+    lines = []
+    for stage in range(draw(st.integers(1, 2))):
+        for instruction in ("forward", "backward"):
+            clocks_mhz = [1000, 1200, *draw(st.lists(st.sampled_from([1000, 1200]), max_size=3))]
+            found = set()
+            for clock_mhz in clocks_mhz:
+                values = [
+                    repr(draw(st.floats(0, 1e6)))
+                    if name in ("power_limit_w", "memory_clock_mhz", "_w")
+                    else draw(TEXTS)
+                    for name in names
+                ]
+                if (clock_mhz, *values) in found:
+                    continue
+                found.add((clock_mhz, *values))
+                time_s, energy_j = draw(st.integers(10, 1000)) / 10_000, draw(st.floats(0.5, 60.0))
+                row = dict(
+                    zip(columns, [stage, instruction, clock_mhz, time_s, energy_j, *values], strict=True)
+                )
+                lines.append([row[column] for column in order])
+    with tempfile.TemporaryFile("w+", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([order, *draw(st.permutations(lines))])
+        file.seek(0)
+        return file.read()
+
+
+@settings(max_examples=30)
+@given(profile_texts(), st.floats(0.0, 1.0))
+def test_settings_survive_the_way_from_the_profile_to_the_plans_file(content: str, share: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.csv"
+        path.write_text(content, encoding="utf-8", newline="")
+        profiles = read_profile_csv(path, 2)
+    stage_count = 1 + max(stage for stage, _, _ in profiles)
+    frontier = solve(Pipeline(gpipe(stage_count, 2), profiles, (30.0,) * stage_count), point_count=3)
+    pipeline = pipeline_from_text(frontier_text(frontier), 100)
+    assert pipeline.profiles == profiles
+    plan = plan_at(pipeline, (1 - share) * frontier.t_min_s + share * frontier.t_slow_s)
+    measured = list(csv.DictReader(content.splitlines(keepends=True)))
+    for stage, of_stage in enumerate(json.loads(plan_text(plan))["stages"]):
+        for computation in of_stage["computations"]:
+            alike = [
+                row
+                for row in measured
+                if int(row["stage"]) == stage
+                and row["instruction"].upper() in computation["kind"]
+                and int(row["frequency"]) == computation["clockMhz"]
+                and all(
+                    (float(row[name]) if isinstance(value, float) else row[name]) == value
+                    for name, value in computation["furtherSettings"].items()
+                )
+            ]
+            assert len(alike) == 1
+            assert computation["durationS"] == pytest.approx(float(alike[0]["time"]))
+            assert len(computation["furtherSettings"]) == len(alike[0]) - 5

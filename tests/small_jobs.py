@@ -1,0 +1,101 @@
+"""Small jobs in real processes, of two stages each, and what tests ask while they train.
+
+On a busy machine emulated GPUs are late now and then; that plans keep their promises is tested elsewhere.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from perseus.agent.gpu.physics import A100_SXM, Work
+from perseus.demo.cluster import Cluster
+from perseus.demo.workload import Workload
+from perseus.v1 import job_pb2, job_service_pb2
+from tests.service.grpc_fakes import Client
+
+PLANNED_TIMEOUT_S = 240.0
+TIMEOUT_S = 40.0
+
+_TOLERANCE_PERCENT = 1000.0
+"""Of a plan's promise."""
+
+
+def small_job(job_id: str, *stage_weights: float) -> Workload:
+    """Return what a job trains: iterations of some 0.3 s on the emulated GPUs of one pipeline."""
+    return Workload(
+        job_id=job_id,
+        pipeline_count=1,
+        stage_weights=stage_weights,
+        microbatch_count=4,
+        forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
+        backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
+        optimizer_s=0.01,
+        gpu=A100_SXM.with_clocks(6),
+    )
+
+
+JOBS = (small_job("first", 0.7, 1.0), small_job("second", 1.0, 0.8))
+
+
+@contextmanager
+def training(folder: Path, *workloads: Workload) -> Iterator[tuple[Cluster, str]]:
+    """Train jobs under one coordinator; give the cluster that it is in, and its address."""
+    with ExitStack() as stack:
+        clusters = []
+        for each in workloads:
+            (folder / each.job_id).mkdir()
+            made = Cluster(
+                each,
+                folder / each.job_id,
+                folder / "logs" / each.job_id,
+                guard_tolerance_percent=_TOLERANCE_PERCENT,
+            )
+            clusters.append(stack.enter_context(made))
+        address = clusters[0].start_coordinator()
+        for cluster in clusters:
+            cluster.security = clusters[0].security
+            cluster.start_agents(address)
+            cluster.start_trainers()
+        yield clusters[0], address
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = TIMEOUT_S) -> float:
+    """Wait for something; return how many seconds it took."""
+    begun_s = time.monotonic()
+    while not await condition():
+        assert time.monotonic() < begun_s + timeout_s, what
+        await asyncio.sleep(0.1)
+    return time.monotonic() - begun_s
+
+
+async def until_planned(client: Client, *workloads: Workload) -> None:
+    """Wait until jobs are registered, planned, and measured under their plans."""
+
+    async def are_planned() -> bool:
+        listed = await client.jobs.ListJobs(job_service_pb2.ListJobsRequest())
+        if {job.job_id for job in listed.jobs} != {each.job_id for each in workloads}:
+            return False
+        jobs = [await client.job(each.job_id) for each in workloads]
+        return all(
+            job.state == job_pb2.JOB_STATE_PLANNED and job.figures.HasField("mean_iteration_time_s")
+            for job in jobs
+        )
+
+    await until(are_planned, "all jobs are planned", PLANNED_TIMEOUT_S)
+
+
+async def power_w(client: Client, *workloads: Workload) -> float:
+    """What jobs drew together in their latest iterations."""
+    return sum([(await client.job(each.job_id)).figures.power_w for each in workloads])
+
+
+async def mean_power_w(client: Client, duration_s: float, *workloads: Workload) -> float:
+    """The mean of that over a time from now on."""
+    found = []
+    ends_s = time.monotonic() + duration_s
+    while time.monotonic() < ends_s:
+        found.append(await power_w(client, *workloads))
+        await asyncio.sleep(0.25)
+    return sum(found) / len(found)

@@ -1,0 +1,283 @@
+"""Settings of more than a clock: what can be one, and what the solver's parts make of them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perseus.solver import (
+    Computation,
+    Kind,
+    MeasuredSetting,
+    Measurement,
+    Pipeline,
+    Plan,
+    PlanOfSettings,
+    ProfileError,
+    ProfileKey,
+    Setting,
+    dwell,
+    fastest_clock_plan,
+    interpolate_clocks,
+    merge_measurements,
+    one_forward_one_backward,
+    plan_at,
+    recheck,
+    replay,
+    replay_with_latency,
+    shrink,
+    shrink_profiles,
+    solve,
+)
+from perseus.solver.setting import Further, further_of
+from perseus.solver.study import Replicas, emulate, envpipe, zeus_global, zeus_per_stage
+
+UNLIMITED: Further = (("power_limit_w", 400.0),)
+LIMITED: Further = (("power_limit_w", 300.0),)
+
+
+def limited_pipeline() -> Pipeline:
+    """Two stages, two microbatches, the second stage heavier; two clocks without and with a power limit."""
+    profiles: dict[ProfileKey, tuple[Measurement, ...]] = {}
+    for stage, weight in ((0, 1.0), (1, 1.5)):
+        for kind, work in ((Kind.FORWARD, 1.0), (Kind.BACKWARD, 2.0)):
+            scale = weight * work
+            profiles[stage, 0, kind] = (
+                MeasuredSetting(1400, 0.010 * scale, 4.0 * scale, further=UNLIMITED),
+                MeasuredSetting(1400, 0.011 * scale, 3.3 * scale, further=LIMITED),
+                MeasuredSetting(1000, 0.012 * scale, 3.1 * scale, further=UNLIMITED),
+                MeasuredSetting(1000, 0.014 * scale, 2.9 * scale, further=LIMITED),
+            )
+    return Pipeline(one_forward_one_backward(2, 2), profiles, (50.0, 50.0))
+
+
+def duration_s(plan: Plan, c: Computation) -> float:
+    return next(p.duration_s for stage in plan.stages for p in stage if p.computation == c)
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        ((), "expected a setting beside the clock, found none"),
+        ((("power_limit_w", "300"),), r"power_limit_w: expected a finite number of watts .*, found '300'"),
+        (
+            (("power_limit_w", float("nan")),),
+            "power_limit_w: expected a finite number of watts .*, found nan",
+        ),
+        ((("memory_clock_mhz", float("inf")),), "expected a finite number of MHz .*, found inf"),
+        ((("kernel", ""),), "kernel: expected a printable text of 1 to 200 characters, found ''"),
+        ((("kernel", "a\x1b[2J"),), "kernel: expected a printable text"),
+        ((("kernel", " a"),), "kernel: expected a printable text"),
+        ((("kernel", "a" * 201),), "kernel: expected a printable text"),
+        ((("kernel", 3.0),), "kernel: expected a printable text"),
+        ((("", "a"),), "expected a printable name of at most 100 characters without spaces .*, found ''"),
+        ((("k" * 101, "a"),), "expected a printable name of at most 100 characters"),
+        ((("ker\nnel", "a"),), "expected a printable name"),
+        ((("clock_mhz", 1400.0),), "clock_mhz: expected another name, as computations have a clock_mhz"),
+        ((("kernel", "a"), ("kernel", "b")), "expected each name once, found kernel again"),
+    ],
+)
+def test_what_is_no_further_setting_is_refused(further: Any, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        MeasuredSetting(1400, 0.01, 4.0, further=further)
+
+
+def test_a_measured_setting_is_checked_as_every_measurement() -> None:
+    with pytest.raises(ProfileError, match="time_s: expected a positive, finite number, found -1"):
+        MeasuredSetting(1400, -1.0, 4.0, further=LIMITED)
+
+
+def test_a_setting_is_called_by_its_clock_and_all_else() -> None:
+    assert str(Setting(1400, (("power_limit_w", 300.0), ("kernel", "split")))) == (
+        "1400 MHz, power_limit_w 300, kernel split"
+    )
+
+
+def test_all_max_is_the_fastest_setting_at_the_highest_clock() -> None:
+    plan = fastest_clock_plan(limited_pipeline())
+    assert isinstance(plan, PlanOfSettings)
+    assert set(plan.settings.values()) == {Setting(1400, UNLIMITED)}
+    assert set(plan.clocks_mhz.values()) == {1400}
+
+
+def test_a_plan_of_clocks_is_no_plan_of_settings() -> None:
+    pipeline = limited_pipeline()
+    clocks = {
+        key: tuple(Measurement(m.clock_mhz, m.time_s, m.energy_j) for m in some[::2])
+        for key, some in pipeline.profiles.items()
+    }
+    plan = plan_at(Pipeline(pipeline.schedule, clocks, pipeline.blocking_power_w), 0.13)
+    assert type(plan) is Plan
+    assert plan.settings == plan.clocks_mhz
+
+
+def test_plans_choose_among_settings_of_a_clock() -> None:
+    pipeline = limited_pipeline()
+    frontier = solve(pipeline, point_count=10)
+    plan = frontier.plan(frontier.t_min_s)
+    assert {Setting(1400, UNLIMITED), Setting(1000, LIMITED)} <= set(plan.settings.values())
+    for computation, setting in plan.settings.items():
+        (m,) = [m for m in pipeline.profiles[computation.stage, 0, computation.kind] if m.setting == setting]
+        assert duration_s(plan, computation) == pytest.approx(m.time_s)
+
+
+@pytest.mark.parametrize("look_up", [True, False])
+def test_a_plan_replays_to_itself(look_up: bool) -> None:
+    pipeline = limited_pipeline()
+    frontier = solve(pipeline, point_count=10)
+    for point in frontier.points:
+        plan = (frontier.plan_within if look_up else frontier.plan)(point.iteration_time_s)
+        assert replay(pipeline, plan.settings) == plan
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from([(), LIMITED, UNLIMITED]), min_size=12, max_size=12))
+def test_clocks_may_stand_beside_settings(given_further: list[Further]) -> None:
+    """Some measurements have a clock alone; plans have what was chosen, however they are made."""
+    pipeline, left = limited_pipeline(), iter(given_further)
+    profiles: dict[ProfileKey, tuple[Measurement, ...]] = {}
+    for key, some in pipeline.profiles.items():
+        measured: dict[int | Setting, Measurement] = {}
+        for m in some[:3]:
+            further = next(left)
+            again = (
+                MeasuredSetting(m.clock_mhz, m.time_s, m.energy_j, further=further)
+                if further
+                else Measurement(m.clock_mhz, m.time_s, m.energy_j)
+            )
+            measured[again.setting] = again
+        profiles[key] = tuple(measured.values())
+    pipeline = replace(pipeline, profiles=profiles)
+    frontier = solve(pipeline, point_count=4)
+    for point in frontier.points:
+        plan = frontier.plan_within(point.iteration_time_s)
+        assert replay(pipeline, plan.settings) == plan
+        assert isinstance(plan, PlanOfSettings) == any(map(further_of, plan.settings.values()))
+
+
+def test_what_was_not_measured_is_refused_with_what_was() -> None:
+    pipeline = limited_pipeline()
+    settings = dict(fastest_clock_plan(pipeline).settings)
+    first = next(iter(settings))
+    for wrong, found in ((1400, "1400 MHz"), (Setting(1400, (("power_limit_w", 1.0),)), "1400 MHz, power")):
+        with pytest.raises(
+            ProfileError, match=rf"measured settings \(1000 MHz, power_limit_w 300; .*\), found {found}"
+        ):
+            replay(pipeline, {**settings, first: wrong})
+
+
+def test_a_setting_that_is_measured_twice_is_refused() -> None:
+    pipeline = limited_pipeline()
+    profiles = {key: (*some, some[0]) for key, some in pipeline.profiles.items()}
+    with pytest.raises(
+        ProfileError, match="expected one measurement per setting, found 2 at 1400 MHz, power_limit_w 400"
+    ):
+        Pipeline(pipeline.schedule, profiles, pipeline.blocking_power_w)
+
+
+def test_a_plan_in_force_is_rechecked_at_its_settings() -> None:
+    pipeline = limited_pipeline()
+    plan = solve(pipeline, point_count=5).plan_within(0.13)
+    assert recheck(plan, pipeline, plan.iteration_time_s).plan == plan
+
+
+def test_repeated_measurements_are_merged_setting_by_setting() -> None:
+    merged = merge_measurements(
+        [
+            MeasuredSetting(1400, 0.03, 4.0, further=UNLIMITED),
+            MeasuredSetting(1400, 0.02, 3.0, further=LIMITED),
+            MeasuredSetting(1400, 0.01, 2.0, further=UNLIMITED),
+        ]
+    )
+    assert [(m.setting, m.time_s) for m in merged] == [
+        (Setting(1400, LIMITED), 0.02),
+        (Setting(1400, UNLIMITED), pytest.approx(0.02)),
+    ]
+
+
+def noisy_curve(further: Further, factor: float) -> list[MeasuredSetting]:
+    clocks_mhz = range(900, 1500, 75)
+    noise = [1.02, 0.97, 1.03, 0.99, 1.01, 0.98, 1.02, 0.98]
+    return [
+        MeasuredSetting(mhz, factor * n * 10 / mhz, 4.0 * n, factor * 0.2 / mhz, 0.1, further=further)
+        for mhz, n in zip(clocks_mhz, noise, strict=True)
+    ]
+
+
+def test_noise_is_shrunk_along_the_clock_alone() -> None:
+    """Ten times longer with the limit: a curve through both would have nothing of either."""
+    limited, unlimited = noisy_curve(LIMITED, 10.0), noisy_curve(UNLIMITED, 1.0)
+    found = shrink([*limited, *unlimited])
+    assert {m.time_s for m in found}.isdisjoint(m.time_s for m in [*limited, *unlimited])
+    assert {m for m in found if m.setting in {one.setting for one in limited}} == set(shrink(limited))
+    assert {m for m in found if m.setting in {one.setting for one in unlimited}} == set(shrink(unlimited))
+
+
+def test_computations_tell_of_each_other_with_the_same_further_settings() -> None:
+    forward, backward = (0, 0, Kind.FORWARD), (0, 0, Kind.BACKWARD)
+    limited = {forward: noisy_curve(LIMITED, 1.0), backward: noisy_curve(LIMITED, 2.0)}
+    unlimited = {forward: noisy_curve(UNLIMITED, 3.0), backward: noisy_curve(UNLIMITED, 5.0)}
+    both = {key: (*limited[key], *unlimited[key]) for key in limited}
+    found = shrink_profiles(both)
+    for alone in (limited, unlimited):
+        expected = shrink_profiles({key: tuple(some) for key, some in alone.items()})
+        for key in both:
+            settings = {m.setting for m in alone[key]}
+            assert tuple(m for m in found[key] if m.setting in settings) == expected[key]
+
+
+def test_a_margin_is_for_settings_as_for_clocks() -> None:
+    pipeline = limited_pipeline()
+    noisy = {
+        key: tuple(
+            MeasuredSetting(m.clock_mhz, m.time_s, m.energy_j, 0.02 * m.time_s, further=m.further)
+            for m in some
+            if isinstance(m, MeasuredSetting)
+        )
+        for key, some in pipeline.profiles.items()
+    }
+    frontier = solve(Pipeline(pipeline.schedule, noisy, pipeline.blocking_power_w), confidence=0.95)
+    assert frontier.margin is not None
+    assert frontier.margin.time_share > 0
+    assert set(frontier.plan(frontier.t_slow_s).settings.values()) <= {
+        m.setting for some in pipeline.profiles.values() for m in some
+    }
+
+
+def test_what_needs_clocks_alone_says_so() -> None:
+    pipeline = limited_pipeline()
+    plan = fastest_clock_plan(pipeline)
+    for refused in (
+        lambda: replay_with_latency(pipeline, plan, 0.0),
+        lambda: dwell(pipeline, plan, 0.01),
+        lambda: solve(pipeline, set_latency_s=0.01),
+        lambda: interpolate_clocks(pipeline.profiles[0, 0, Kind.FORWARD], [1200]),
+    ):
+        with pytest.raises(ProfileError, match=r"expected clocks alone .*, found .* power_limit_w"):
+            refused()
+
+
+def test_baselines_choose_among_settings() -> None:
+    pipeline = limited_pipeline()
+    for plans in (zeus_global(pipeline), zeus_per_stage(pipeline)):
+        used = [
+            {setting for c, setting in plan.settings.items() if c.stage == stage}
+            for plan in plans
+            for stage in (0, 1)
+        ]
+        assert all(len(of_stage) == 1 for of_stage in used)
+        assert {Setting(1400, LIMITED)} in used
+        assert {Setting(1000, LIMITED)} in used
+    plan = envpipe(pipeline)
+    assert plan.iteration_time_s == fastest_clock_plan(pipeline).iteration_time_s
+    assert Setting(1000, LIMITED) in plan.settings.values()
+
+
+def test_a_cluster_is_emulated_at_its_plans_settings() -> None:
+    pipeline = limited_pipeline()
+    plan = plan_at(pipeline, fastest_clock_plan(pipeline).iteration_time_s)
+    emulated = emulate(pipeline, [Replicas(plan)])
+    assert emulated.iteration_time_s == plan.iteration_time_s
+    assert emulated.energy_j == pytest.approx(plan.energy_j)

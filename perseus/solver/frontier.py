@@ -334,7 +334,7 @@ def solve(
         margin=margin,
         set_latency_s=set_latency_s,
         hull_tolerance=hull_tolerance,
-        bound_slack=_bound_slack(hull_tolerance, pipeline, graph, sweep, points) if hull_tolerance else 0.0,
+        bound_slack=_bound_slack(hull_tolerance, graph, sweep, points) if hull_tolerance else 0.0,
         _graph=graph,
         _sweep=sweep,
         _choices=choices,
@@ -402,7 +402,6 @@ def _target(pipeline: Pipeline, sweep: Sweep, deadline_ps: int) -> Target:
 
 def _bound_slack(
     hull_tolerance: float,
-    pipeline: Pipeline,
     graph: EventGraph,
     sweep: Sweep,
     points: Iterable[FrontierPoint],
@@ -412,7 +411,7 @@ def _bound_slack(
     No more than all computations' tolerances together; and on the exact hulls a relaxed plan costs no less
     than the best one, so that the exact bound is not above that.
     """
-    exact = convex_hulls(graph.options, graph.profile_of, pipeline.schedule.stage_count)
+    exact = convex_hulls(graph.options, graph.profile_of)
     cost = RelaxedCost(exact, graph.profile_of)
     tolerated_j = hull_tolerance * sum(graph.options[p][-1].energy_j for p in graph.profile_of.tolist())
     most = 0.0

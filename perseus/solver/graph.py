@@ -86,7 +86,7 @@ def build_event_graph(pipeline: Pipeline, hull_tolerance: float = 0.0) -> EventG
         computations=computations,
         profile_of=profile_of,
         options=options,
-        hulls=convex_hulls(options, profile_of, pipeline.schedule.stage_count, hull_tolerance),
+        hulls=convex_hulls(options, profile_of, hull_tolerance),
         dependencies=dependencies,
         start_event=event_of[0:-2:2],
         finish_event=event_of[1:-2:2],
@@ -153,7 +153,6 @@ def _collect_options(
 def convex_hulls(
     options: Sequence[tuple[Option, ...]],
     profile_of: Int64Array,
-    stage_count: int,
     hull_tolerance: float = 0.0,
 ) -> tuple[Hull, ...]:
     """Return each profile's hull, its slopes small enough that all flows stay exact in doubles."""
@@ -166,12 +165,12 @@ def convex_hulls(
 
     free = hulls(_STEEPEST_UW)
     steepest_uw = [max(hull.slopes_uw, default=0) for hull in free]
-    # At most this much can leave the first event at once: every arc out of it full (see sweep.py).
-    most_flow_uw = stage_count * sum(steepest_uw[p] for p in profile_of)
+    # No more than this is ever on its way, nor on one arc (see sweep.py); an arc's two ends add up.
+    most_flow_uw = 4 * sum(steepest_uw[p] for p in profile_of.tolist())
     if most_flow_uw < EXACT:
         return free
     # Rounder slopes may be twice as steep.
-    return hulls(EXACT // ((2 if hull_tolerance else 1) * (stage_count * len(profile_of) + 1)))
+    return hulls(EXACT // ((8 if hull_tolerance else 4) * (len(profile_of) + 1)))
 
 
 def _merge_events(

@@ -178,5 +178,5 @@ def with_local_hulls(
         graph,
         profile_of=profile_of,
         options=tuple(options),
-        hulls=convex_hulls(options, profile_of, 1 + max(c.stage for c in graph.computations), hull_tolerance),
+        hulls=convex_hulls(options, profile_of, hull_tolerance),
     )

@@ -217,13 +217,18 @@ class _Residual:
             (graph.head_event, graph.tail_event),
         ]
         edges = np.concatenate([np.column_stack(pair) for pair in ends])
-        self._igraph = igraph.Graph(graph.event_count, edges.tolist(), directed=True)
+        # Flow comes from a vertex of its own through one last arc, so that no more than that arc carries is
+        # ever on its way (see `perseus.solver.graph.convex_hulls`).
+        self._source = graph.event_count
+        self._igraph = igraph.Graph(
+            graph.event_count + 1, [*edges.tolist(), (self._source, 0)], directed=True
+        )
         computation_count, dependency_count = len(graph.start_event), len(graph.tail_event)
         bounds = np.cumsum([0, computation_count, computation_count, dependency_count, dependency_count])
         self._forward, self._backward, self._dependency_forward, self._dependency_backward = (
             slice(*ends) for ends in pairwise(bounds.tolist())
         )
-        self._arcs = np.empty(bounds[-1])
+        self._arcs = np.empty(bounds[-1] + 1)
         self._flow_uw = np.zeros(computation_count)
         self._dependency_flow_uw = np.zeros(dependency_count)
         self.flow_value_uw = 0.0
@@ -245,7 +250,10 @@ class _Residual:
         capacities[self._backward] = self._flow_uw - position.slower_slope_uw
         capacities[self._dependency_forward] = np.where(slack_ps == 0, self._unbounded_uw, 0.0)
         capacities[self._dependency_backward] = self._dependency_flow_uw
-        value_uw, flow, _, _ = igraph.GraphBase.maxflow(self._igraph, 0, self._end, capacities.tolist())
+        capacities[-1] = self._unbounded_uw
+        value_uw, flow, _, _ = igraph.GraphBase.maxflow(
+            self._igraph, self._source, self._end, capacities.tolist()
+        )
         self.flow_value_uw += value_uw
         added = np.fromiter(flow, np.float64, len(flow))  # a third quicker than np.array
         self._flow_uw += added[self._forward] - added[self._backward]
@@ -260,7 +268,8 @@ class _Residual:
         margins[self._backward] = np.where(at_slower_slope, to_slower_ps, 0.0)
         margins[self._dependency_forward] = slack_ps
         margins[self._dependency_backward] = np.where(self._dependency_flow_uw > 0, 0.0, np.inf)
-        distances = self._igraph.distances(0, weights=margins.tolist())[0]
+        margins[-1] = 0.0
+        distances = self._igraph.distances(0, weights=margins.tolist())[0][: self._source]
         most = min(distances[self._end], limit_ps)
         moves_ps: Int64Array = np.minimum(np.fromiter(distances, np.float64, len(distances)), most).astype(
             np.int64

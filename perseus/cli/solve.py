@@ -73,14 +73,16 @@ def solve(
     ] = 95.0,
     points: Annotated[int, typer.Option(min=3, max=10_000, help="Plans to realise on the frontier.")] = 100,
     hull_tolerance_percent: Annotated[
-        float,
+        float | None,
         typer.Option(
             min=0.0,
             max=99.0,
-            help="Solve large problems sooner: leave out of each computation's curve what matters less than "
-            "this share of its energy. The lower bound is lower by at most that.",
+            help="Solve large problems sooner: plan on curves that are lower by at most this share of each "
+            "computation's energy. The lower bound is lower by at most that. By default 0 up to 4,096 "
+            "computations, 0.2 beyond.",
+            show_default=False,
         ),
-    ] = 0.0,
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option(
@@ -124,7 +126,7 @@ def solve(
             frontier = solver.solve(
                 pipeline,
                 point_count=points,
-                hull_tolerance=hull_tolerance_percent / 100,
+                hull_tolerance=None if hull_tolerance_percent is None else hull_tolerance_percent / 100,
                 confidence=confidence_percent / 100,
                 on_progress=report,
             )
@@ -136,6 +138,13 @@ def solve(
         rows = _frontier_rows(frontier, others)
         show_rows(form, rows, list(rows[0]), lambda: _frontier_table(rows))
     notes = console if form is Format.TABLE and not is_data else error_console
+    if frontier.hull_tolerance:
+        notes.print(
+            f"Planned on curves that are lower by at most {100 * frontier.hull_tolerance:g} % of each "
+            f"computation's energy (--hull-tolerance-percent): the bounds are lower by at most "
+            f"{100 * frontier.bound_slack:.3f} % for it.",
+            highlight=False,
+        )
     if settings := _settings_found(profiles):
         notes.print(settings, highlight=False)
     if frontier.margin is not None:

@@ -196,7 +196,8 @@ async def running(
     async with contextlib.AsyncExitStack() as stack:
         store = await SqlStore.open(settings.database)
         stack.push_async_callback(store.close)
-        tolerance = settings.solver_hull_tolerance_percent / 100
+        percent = settings.solver_hull_tolerance_percent
+        tolerance = None if percent is None else percent / 100
         job_solver = JobLane(settings.solver_processes, settings.solver_limit_s, hull_tolerance=tolerance)
         stack.callback(job_solver.close)
         request_solver = RequestLane(

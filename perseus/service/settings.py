@@ -161,12 +161,12 @@ class CoordinatorSettings(BaseSettings):
     solver_limit_s: float = Field(
         default=3600.0, gt=0, description="Seconds after which a job's problem counts as not to be solved."
     )
-    solver_hull_tolerance_percent: float = Field(
-        default=0.0,
+    solver_hull_tolerance_percent: float | None = Field(
+        default=None,
         ge=0,
         le=99,
-        description="Solve large problems sooner: leave out of each computation's curve what matters less "
-        "than this share of its energy.",
+        description="Solve large problems sooner: plan on curves that are lower by at most this share of "
+        "each computation's energy. By default 0 up to 4,096 computations, 0.2 beyond.",
     )
     request_processes: int = Field(
         default=1, ge=1, le=64, description="Solves and plans asked for by clients that are made at a time."

@@ -1,12 +1,16 @@
-"""Every event's time at every corner of the frontier, in little room.
+"""Every event's time at the corners of the frontier, in little room.
 
 From one corner to the next most events move along with the last one or not at all, and few by less. So each
 step is a bit per event and a list of the exceptions, with all times written out at every few corners to start
-from.
+from. Where even that gets too much, the times at some corners alone are kept, evenly spaced: between two of
+them every event's time is read off a straight line. That is a relaxed plan, too, which costs a little more
+than the best.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +19,27 @@ Int64Array = NDArray[np.int64]
 
 _SPACING = 32
 """Steps between the corners that are written out."""
+
+_FIRST_THINNED_SPACING = 4
+"""Steps between the corners that are kept once there is too much of them; doubled as often as needed."""
+
+_LINE_BITS = 9
+"""A straight line is divided into so many halves of halves: moves of 2^53 ps are then multiplied exactly."""
+
+
+class EventTimes(Protocol):
+    """The events' times from the slowest corner to the fastest."""
+
+    def until(self, iteration_time_ps: int) -> Int64Array:
+        """Return every event's time in ps in a relaxed plan of at most that iteration time.
+
+        It is no longer than that of the slowest corner, and no shorter than that of the fastest. The array is
+        the caller's own.
+        """
+
+    @property
+    def byte_count(self) -> int:
+        """What it all takes in memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,16 +73,18 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EventTimes:
-    """The events' times, corner by corner.
+class AllCorners:
+    """The events' times at every corner.
 
     Attributes:
         written_out_ps: the times at corners 0, 32, 64 …
         steps: from each corner to the next.
+        iteration_times_ps: of each corner.
     """
 
     written_out_ps: Sequence[Int64Array]
     steps: Sequence[Step]
+    iteration_times_ps: Sequence[int]
 
     def at(self, corner: int) -> Int64Array:
         """Return every event's time in ps, in an array of the caller's own."""
@@ -66,28 +93,102 @@ class EventTimes:
             times_ps -= step.moves_ps
         return times_ps
 
+    def until(self, iteration_time_ps: int) -> Int64Array:
+        """See :class:`EventTimes`; the plan is the best one, and takes exactly that time."""
+        after = _first_within(self.iteration_times_ps, iteration_time_ps)
+        if after == 0:
+            return self.at(0)
+        left_ps = self.iteration_times_ps[after - 1] - iteration_time_ps
+        times_ps = self.at(after - 1)
+        times_ps -= np.minimum(self.steps[after - 1].moves_ps, left_ps)
+        return times_ps
+
     @property
     def byte_count(self) -> int:
-        """What it all takes in memory."""
+        """See :class:`EventTimes`."""
         return sum(some.nbytes for some in self.written_out_ps) + sum(step.byte_count for step in self.steps)
 
 
-class EventTimesRecorder:
-    """Takes the steps down as they are made."""
+@dataclass(frozen=True, slots=True, eq=False)
+class SomeCorners:
+    """The events' times at some corners, the slowest and the fastest among them.
 
-    def __init__(self, first_ps: Int64Array) -> None:
+    Attributes:
+        times_ps: at each of them.
+    """
+
+    times_ps: Sequence[Int64Array]
+
+    def until(self, iteration_time_ps: int) -> Int64Array:
+        """See :class:`EventTimes`; it may take a little less than that time."""
+        after = _first_within([int(times_ps[-1]) for times_ps in self.times_ps], iteration_time_ps)
+        if after == 0:
+            return self.times_ps[0].copy()
+        slower, faster = self.times_ps[after - 1], self.times_ps[after]
+        part = int(slower[-1]) - iteration_time_ps << _LINE_BITS
+        part = -(-part // int(slower[-1] - faster[-1]))
+        # All are rounded down: what is at least so many whole picoseconds after another stays that.
+        return slower + ((faster - slower) * part >> _LINE_BITS)
+
+    @property
+    def byte_count(self) -> int:
+        """See :class:`EventTimes`."""
+        return sum(some.nbytes for some in self.times_ps)
+
+
+def _first_within(falling_ps: Sequence[int], iteration_time_ps: int) -> int:
+    """Return the first of the corners that are no slower than that."""
+    return bisect_left(falling_ps, -iteration_time_ps, key=lambda time_ps: -time_ps)
+
+
+class EventTimesRecorder:
+    """Takes the steps down as they are made, in about ``most_bytes`` or two corners, if these are more."""
+
+    def __init__(self, first_ps: Int64Array, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._byte_count = first_ps.nbytes
+        self._iteration_times_ps = [int(first_ps[-1])]
         self._written_out_ps = [first_ps]
+        self._last_ps = first_ps
         self._steps: list[Step] = []
+        self._thinned_spacing = 0
+        """Of the corners that are written out, while there are no steps; 0 while there are."""
 
     def record(self, moves_ps: Int64Array, times_ps: Int64Array) -> None:
         """Add a step: how far each event moved down, and where that brought it. The last moves farthest."""
-        whole = moves_ps == moves_ps[-1]
-        others = np.flatnonzero((moves_ps > 0) & ~whole).astype(np.int32)
-        step = Step(int(moves_ps[-1]), np.packbits(whole), others, moves_ps[others], len(moves_ps))
-        self._steps.append(step)
-        if len(self._steps) % _SPACING == 0:
+        self._iteration_times_ps.append(int(times_ps[-1]))
+        self._last_ps = times_ps
+        if not self._thinned_spacing:
+            whole = moves_ps == moves_ps[-1]
+            others = np.flatnonzero((moves_ps > 0) & ~whole).astype(np.int32)
+            step = Step(int(moves_ps[-1]), np.packbits(whole), others, moves_ps[others], len(moves_ps))
+            self._steps.append(step)
+            self._byte_count += step.byte_count
+        if (len(self._iteration_times_ps) - 1) % (self._thinned_spacing or _SPACING) == 0:
             self._written_out_ps.append(times_ps)
+            self._byte_count += times_ps.nbytes
+        while self._byte_count > self._most_bytes and (self._steps or len(self._written_out_ps) > 1):
+            self._thin_out()
 
     def finish(self) -> EventTimes:
-        """Return all that was recorded."""
-        return EventTimes(tuple(self._written_out_ps), tuple(self._steps))
+        """Return all that was recorded, or what was kept of it."""
+        if not self._thinned_spacing:
+            return AllCorners(
+                tuple(self._written_out_ps), tuple(self._steps), tuple(self._iteration_times_ps)
+            )
+        kept = self._written_out_ps
+        if kept[-1][-1] > self._last_ps[-1]:
+            kept.append(self._last_ps)
+        return SomeCorners(tuple(kept))
+
+    def _thin_out(self) -> None:
+        if self._thinned_spacing:
+            self._thinned_spacing *= 2
+            self._written_out_ps = self._written_out_ps[::2]
+        else:
+            self._thinned_spacing = _FIRST_THINNED_SPACING
+            all_corners = AllCorners(self._written_out_ps, self._steps, self._iteration_times_ps)
+            corners = range(0, len(self._iteration_times_ps), _FIRST_THINNED_SPACING)
+            self._written_out_ps = [all_corners.at(corner) for corner in corners]
+            self._steps = []
+        self._byte_count = sum(some.nbytes for some in self._written_out_ps)

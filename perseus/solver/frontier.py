@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from perseus.solver.assignment import Choice
 from perseus.solver.errors import DeadlineError, SolverError
-from perseus.solver.graph import EventGraph, build_event_graph
+from perseus.solver.graph import EventGraph, build_event_graph, convex_hulls
 from perseus.solver.kept_clocks import KeptClocks, KeptPoint, dwelled_count, kept_plan
 from perseus.solver.latency import check_clocks, check_latency
 from perseus.solver.margin import Margin, with_margin
@@ -18,7 +18,8 @@ from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
 from perseus.solver.plan_table import PlanTable, tabulate
 from perseus.solver.profile import PS_PER_S, to_ps
-from perseus.solver.realisation import Realiser, Target
+from perseus.solver.realisation import Realiser, Relaxing, Target
+from perseus.solver.relaxed_cost import RelaxedCost
 from perseus.solver.sweep import Sweep, sweep_frontier
 
 _GRACE_PS = 1000
@@ -26,6 +27,15 @@ _GRACE_PS = 1000
 
 _PRICED_AT = 1.05
 """Where a margin's price is told, as a factor of T_min."""
+
+_MOST_EXACT_COMPUTATIONS = 4096
+_AUTOMATIC_TOLERANCE = 0.002
+"""Frontiers of more computations are solved with this hull tolerance unless another is asked for: the number
+of the exact frontier's pieces grows faster than that of the stages, and each takes longer the more
+computations there are."""
+
+_LARGE_EFFORT = 2e7
+"""What a sweep of some seconds is (see :attr:`Sweep.effort`)."""
 
 _SWEEP_SHARE = 0.6
 _REFINING_SHARE = 0.2
@@ -101,6 +111,9 @@ class Frontier:
         t_star_index: the point whose deadline is T*.
         margin: what was added to measured times, so that plans keep theirs; None if nothing was.
         set_latency_s: how long the GPUs take to set a clock; 0 for plans whose clocks change at once.
+        hull_tolerance: what was left out of the computations' curves, as a share of their energy.
+        bound_slack: by how much at most, as a share of its energy, a point's bound is below that of the exact
+            curves for it; 0 if nothing was left out.
     """
 
     pipeline: Pipeline
@@ -109,6 +122,8 @@ class Frontier:
     t_star_index: int
     margin: Margin | None
     set_latency_s: float
+    hull_tolerance: float
+    bound_slack: float
     _graph: EventGraph = field(repr=False)
     _sweep: Sweep = field(repr=False)
     _choices: NDArray[np.int16] = field(repr=False)
@@ -224,7 +239,7 @@ def solve(
     pipeline: Pipeline,
     *,
     point_count: int = 100,
-    hull_tolerance: float = 0.0,
+    hull_tolerance: float | None = None,
     confidence: float | None = None,
     set_latency_s: float = 0.0,
     on_progress: Callable[[float], None] | None = None,
@@ -237,9 +252,10 @@ def solve(
     Where the GPUs take ``set_latency_s`` to set a clock, plans keep their clocks long enough for that; there
     may be fewer points then (:mod:`perseus.solver.kept_clocks`).
 
-    ``hull_tolerance`` makes large problems quicker: it leaves out what matters less to a computation's curve
-    than this share of its energy. Bounds stay bounds, lower by at most that share of all computations'
-    energy; plans are of measured clocks as ever.
+    ``hull_tolerance`` makes large problems quicker: computations are planned on curves that are lower by at
+    most this share of their energy (:mod:`perseus.solver.coarse_hull`). Bounds stay bounds, lower by at most
+    that share of all computations' energy, and the result tells by how much at most they are; plans are of
+    measured clocks as ever. Unless it is given, it is 0 up to 4096 computations, and 0.002 beyond.
 
     With a ``confidence``, a probability, plans are made so that they keep their iteration times with it, as
     far as the standard errors of the measured times tell: with a margin (:mod:`perseus.solver.margin`).
@@ -258,6 +274,8 @@ def solve(
         check_clocks(pipeline)
     if point_count < 3:
         raise SolverError(f"point_count: expected at least 3, found {point_count}", found=point_count)
+    if hull_tolerance is None:
+        hull_tolerance = automatic_tolerance(pipeline)
     if not 0 <= hull_tolerance < 1:
         raise SolverError(
             f"hull_tolerance: expected a share from 0 to less than 1, found {hull_tolerance}",
@@ -305,14 +323,18 @@ def solve(
         for row, deadline_ps in enumerate(deadlines_ps):
             is_needed = deadline_ps in marks_ps or row % step == 0
             kept.take(deadline_ps / PS_PER_S, plans.plan(row), is_needed=is_needed)
+            report(1.0)
         found, plans = kept.finish()
+    points = tuple(_measure_point(pipeline, sweep, plans, point) for point in found)
     return Frontier(
         pipeline=pipeline,
         baseline=baseline,
-        points=tuple(_measure_point(pipeline, sweep, plans, point) for point in found),
+        points=points,
         t_star_index=[point.deadline_s for point in found].index(t_star_ps / PS_PER_S),
         margin=margin,
         set_latency_s=set_latency_s,
+        hull_tolerance=hull_tolerance,
+        bound_slack=_bound_slack(hull_tolerance, graph, sweep, points) if hull_tolerance else 0.0,
         _graph=graph,
         _sweep=sweep,
         _choices=choices,
@@ -321,6 +343,15 @@ def solve(
         _rows=tuple(point.row for point in found),
         _exact_ps=frozenset(exact_ps),
     )
+
+
+def automatic_tolerance(pipeline: Pipeline) -> float:
+    """Return the hull tolerance that :func:`solve` uses unless another is given."""
+    return _AUTOMATIC_TOLERANCE if _has_many_computations(pipeline) else 0.0
+
+
+def _has_many_computations(pipeline: Pipeline) -> bool:
+    return sum(map(len, pipeline.schedule.orders)) > _MOST_EXACT_COMPUTATIONS
 
 
 def plan_at(
@@ -334,7 +365,7 @@ def plan_at(
         DeadlineError: the iteration time is shorter than T_min.
         PipelineError: T_slow is 2.5 hours or more, too long for exact arithmetic.
     """
-    graph = build_event_graph(pipeline)
+    graph = build_event_graph(pipeline, automatic_tolerance(pipeline))
     sweep = sweep_frontier(graph, lambda share: on_progress(share / 2), stop_s=iteration_time_s)
     target = _target(pipeline, sweep, _check_deadline(iteration_time_s, sweep))
     refined = Realiser(graph).refine(
@@ -365,7 +396,37 @@ def _target(pipeline: Pipeline, sweep: Sweep, deadline_ps: int) -> Target:
         relaxed_ps=sweep.event_times_at(deadline_ps),
         bound_j=sweep.effective_energy_j_at(deadline_s),
         energy_j=_bound_energy_j(pipeline, sweep, deadline_s),
+        relaxing=_relaxing(pipeline, sweep),
     )
+
+
+def _bound_slack(
+    hull_tolerance: float,
+    graph: EventGraph,
+    sweep: Sweep,
+    points: Iterable[FrontierPoint],
+) -> float:
+    """Return how much of a point's bound the hull tolerance may have cost, where it is most.
+
+    No more than all computations' tolerances together; and on the exact hulls a relaxed plan costs no less
+    than the best one, so that the exact bound is not above that.
+    """
+    exact = convex_hulls(graph.options, graph.profile_of)
+    cost = RelaxedCost(exact, graph.profile_of)
+    tolerated_j = hull_tolerance * sum(graph.options[p][-1].energy_j for p in graph.profile_of.tolist())
+    most = 0.0
+    for point in points:
+        times_ps = sweep.event_times_at(max(to_ps(point.iteration_time_s), sweep.t_min_ps))
+        relaxed_j = cost.effective_energy_j(times_ps[graph.finish_event] - times_ps[graph.start_event])
+        slack_j = min(relaxed_j - sweep.effective_energy_j_at(point.iteration_time_s), tolerated_j)
+        most = max(most, slack_j / point.bound_energy_j)
+    return most
+
+
+def _relaxing(pipeline: Pipeline, sweep: Sweep) -> Relaxing:
+    if _has_many_computations(pipeline):
+        return Relaxing.NEVER
+    return Relaxing.COARSELY if sweep.effort > _LARGE_EFFORT else Relaxing.FINELY
 
 
 def _t_star_ps(pipeline: Pipeline, sweep: Sweep) -> int:

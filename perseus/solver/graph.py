@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from perseus.solver.coarse_hull import coarse_hull
 from perseus.solver.computation import Computation, Kind
 from perseus.solver.pipeline import Pipeline
 from perseus.solver.profile import (
@@ -76,7 +77,7 @@ def build_event_graph(pipeline: Pipeline, hull_tolerance: float = 0.0) -> EventG
     """Lay the pipeline's iteration out as events.
 
     ``hull_tolerance`` is a share of each computation's energy at its slowest option (see
-    :func:`perseus.solver.profile.convex_hull`).
+    :mod:`perseus.solver.coarse_hull`).
     """
     computations, dependencies = order_computations(pipeline)
     profile_of, options = _collect_options(pipeline, computations)
@@ -86,7 +87,7 @@ def build_event_graph(pipeline: Pipeline, hull_tolerance: float = 0.0) -> EventG
         computations=computations,
         profile_of=profile_of,
         options=options,
-        hulls=convex_hulls(options, profile_of, pipeline.schedule.stage_count, hull_tolerance),
+        hulls=convex_hulls(options, profile_of, hull_tolerance),
         dependencies=dependencies,
         start_event=event_of[0:-2:2],
         finish_event=event_of[1:-2:2],
@@ -173,19 +174,24 @@ def _collect_options(
 def convex_hulls(
     options: Sequence[tuple[Option, ...]],
     profile_of: Int64Array,
-    stage_count: int,
     hull_tolerance: float = 0.0,
 ) -> tuple[Hull, ...]:
     """Return each profile's hull, its slopes small enough that all flows stay exact in doubles."""
 
     def hulls(steepest_uw: int) -> tuple[Hull, ...]:
-        return tuple(convex_hull(some, steepest_uw, hull_tolerance * some[-1].energy_j) for some in options)
+        return tuple(
+            coarse_hull(convex_hull(some, steepest_uw), hull_tolerance * some[-1].energy_j)
+            for some in options
+        )
 
     free = hulls(_STEEPEST_UW)
     steepest_uw = [max(hull.slopes_uw, default=0) for hull in free]
-    # At most this much can leave the first event at once: every arc out of it full (see sweep.py).
-    most_flow_uw = stage_count * sum(steepest_uw[p] for p in profile_of)
-    return free if most_flow_uw < EXACT else hulls(EXACT // (stage_count * len(profile_of) + 1))
+    # No more than this is ever on its way, nor on one arc (see sweep.py); an arc's two ends add up.
+    most_flow_uw = 4 * sum(steepest_uw[p] for p in profile_of.tolist())
+    if most_flow_uw < EXACT:
+        return free
+    # Rounder slopes may be twice as steep.
+    return hulls(EXACT // ((8 if hull_tolerance else 4) * (len(profile_of) + 1)))
 
 
 def _merge_events(

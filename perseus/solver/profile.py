@@ -190,22 +190,17 @@ class Hull:
     slowest_effective_energy_j: float
 
 
-def convex_hull(options: Sequence[Option], steepest_uw: int, tolerance_j: float = 0.0) -> Hull:
+def convex_hull(options: Sequence[Option], steepest_uw: int) -> Hull:
     """Return the lower convex hull of Pareto options.
 
     Slopes are rounded down to whole microwatts, and steps steeper than ``steepest_uw`` are planned as if they
     cost only that much, which keeps the hull convex and below every option.
-
-    With a tolerance, vertices are left out where the hull without them lies at most so much above them, and
-    the whole hull is then lowered by as much as it does: it stays below every option, by at most
-    ``tolerance_j`` more than the exact one.
     """
     vertices: list[Option] = []
     for option in options:
         while len(vertices) >= 2 and _saving_w(vertices[-1], option) >= _saving_w(vertices[-2], vertices[-1]):
             vertices.pop()
         vertices.append(option)
-    vertices, lowered_j = _leave_out(vertices, tolerance_j)
     times_ps = [vertices[0].time_ps]
     slopes_uw: list[int] = []
     for fast, slow in pairwise(vertices):
@@ -217,30 +212,7 @@ def convex_hull(options: Sequence[Option], steepest_uw: int, tolerance_j: float 
         else:
             slopes_uw.append(slope_uw)
         times_ps.append(slow.time_ps)
-    return Hull(tuple(times_ps), tuple(slopes_uw), vertices[-1].effective_energy_j - lowered_j)
-
-
-def _leave_out(vertices: list[Option], tolerance_j: float) -> tuple[list[Option], float]:
-    """Return as few of a hull's vertices as the tolerance allows, and how far above the others they lead."""
-    kept, lowered_j = [vertices[0]], 0.0
-    first = 0
-    while first < len(vertices) - 1:
-        last, above_j = first + 1, 0.0
-        for further in range(first + 2, len(vertices)):
-            saving_w = _saving_w(vertices[first], vertices[further])
-            most_j = max(
-                vertices[first].effective_energy_j
-                - saving_w * (skipped.time_ps - vertices[first].time_ps) / PS_PER_S
-                - skipped.effective_energy_j
-                for skipped in vertices[first + 1 : further]
-            )
-            if most_j > tolerance_j:
-                break
-            last, above_j = further, most_j
-        kept.append(vertices[last])
-        lowered_j = max(lowered_j, above_j)
-        first = last
-    return kept, lowered_j
+    return Hull(tuple(times_ps), tuple(slopes_uw), vertices[-1].effective_energy_j)
 
 
 def _saving_w(fast: Option, slow: Option) -> float:

@@ -11,6 +11,7 @@ too.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,15 @@ from perseus.solver.graph import EventGraph, Int64Array
 from perseus.solver.rounding import Rounder, relax_locally
 from perseus.solver.splicing import splice
 
+
+class Relaxing(Enum):
+    """How a plan may be relaxed again, on local hulls: as far as that does not take too long."""
+
+    FINELY = "finely"
+    COARSELY = "coarsely"
+    NEVER = "never"
+
+
 _SEED = 0
 
 _GOOD_ENOUGH = 0.001
@@ -31,7 +41,7 @@ _GOOD_ENOUGH = 0.001
 _CLOSE = 0.0018
 """One that is not as close after some rounds, as a share of the energy, is searched further."""
 
-_FAR = 0.003
+_FAR = {Relaxing.FINELY: 0.003, Relaxing.COARSELY: 0.005, Relaxing.NEVER: float("inf")}
 """One that is as far after the search, as a share of the energy, is worth all other means."""
 
 _ROUNDING_SHARE = 1e-9
@@ -41,7 +51,8 @@ _ROUND_COUNT = 3
 _TRIES_A_ROUND = 6
 
 _REFINED_COUNT = 4
-_REFINING_ROUND_COUNT = 5
+_REFINING_ROUND_COUNT = {Relaxing.FINELY: 5, Relaxing.COARSELY: 20, Relaxing.NEVER: 20}
+"""Where relaxing takes long, a longer search takes little beside it."""
 _TRIES_A_REFINING_ROUND = 20
 _FEWEST_ROUNDS = 2
 """So many rounds even where the bound is close; after them this close is enough, as a share of the energy:"""
@@ -73,12 +84,14 @@ class Target:
         relaxed_ps: the events' times in the relaxed plan.
         bound_j: the effective energy that no choice can go below.
         energy_j: the same and what the GPUs draw while they wait.
+        relaxing: how it may be relaxed again.
     """
 
     deadline_ps: int
     relaxed_ps: Int64Array
     bound_j: float
     energy_j: float
+    relaxing: Relaxing
 
 
 class Refined(NamedTuple):
@@ -120,7 +133,7 @@ class Realiser:
         Args:
             target: the deadline.
             others: choices, of this deadline or a shorter one, that may be better.
-            is_thorough: use all means even if the search comes close to the bound.
+            is_thorough: use all means that the target allows even if the search comes close to the bound.
             report: called with the share of the work that is done, from 0 to 1.
         """
         columns = self.columns
@@ -130,10 +143,12 @@ class Realiser:
         if others:
             starts = np.concatenate((starts, columns.to_columns(others)), axis=1)
         found = self._refined(starts, target, prices, lambda share: report(share / 2))
-        if is_thorough := is_thorough or self._excess(found, target) > _FAR:
+        relaxing = target.relaxing
+        is_far = self._excess(found, target) > _FAR[relaxing]
+        if has_all := relaxing is not Relaxing.NEVER and (is_thorough or is_far):
             found = self._with_all_means(found, others, target, prices, lambda share: report((1 + share) / 2))
         report(1.0)
-        is_final = is_thorough or self._excess(found, target) <= _ROUNDING_SHARE
+        is_final = has_all or self._excess(found, target) <= _ROUNDING_SHARE
         return Refined(columns.to_choices(found)[0].tolist(), is_final)
 
     def realise(
@@ -174,10 +189,13 @@ class Realiser:
             return np.flatnonzero(is_above)
 
         def search(open_columns: Int64Array, try_count: int) -> None:
+            done = 0
             for some in self._portions(open_columns):
                 choices[:, some] = self._search.search(
                     choices[:, some], deadlines_ps[some], prices[:, some], try_count
                 )
+                done += len(some)
+                report((turn + done / len(open_columns)) / (_ROUND_COUNT + _CLIFF_ROUND_COUNT))
 
         turn = 0
         rounds = [(_GOOD_ENOUGH, _TRIES_A_ROUND)] * _ROUND_COUNT
@@ -189,9 +207,7 @@ class Realiser:
                 has_cliffs = len(above(_CLOSE)) > _CLIFF_SHARE * count
                 rounds += [(_CLOSE, _STUBBORN_TRIES)] * (_CLIFF_ROUND_COUNT if has_cliffs else 1)
             if turn < len(rounds):  # the last round closes the seams
-                better, which = splice(columns, choices, deadlines_ps, energies_j, self._random)
-                choices[:, which] = better
-            report(turn / (_ROUND_COUNT + _CLIFF_ROUND_COUNT))
+                splice(columns, choices, deadlines_ps, energies_j, self._random, _MOST_CELLS)
         report(1.0)
         effective_j = columns.effective_energies_j(choices).tolist()
         for index in range(1, count):
@@ -212,12 +228,22 @@ class Realiser:
         to."""
         rounder = Rounder(self._graph)
         deadline_ps = target.deadline_ps
-        rounded = [rounder.round(target.relaxed_ps, deadline_ps, others)]
-        for share, relaxed_ps in relax_locally(self._graph, target.relaxed_ps, deadline_ps):
-            rounded.append(rounder.round(relaxed_ps, deadline_ps))
-            report(_RELAXING_SHARE * share)
+        relaxations = relax_locally(
+            self._graph,
+            target.relaxed_ps,
+            deadline_ps,
+            is_coarse=target.relaxing is Relaxing.COARSELY,
+            report=lambda share: report(_RELAXING_SHARE * share),
+        )
+        rounded = [
+            rounder.round(target.relaxed_ps, deadline_ps, others),
+            *(rounder.round(relaxed_ps, deadline_ps) for relaxed_ps in relaxations),
+        ]
         finalists = sorted(rounded, key=rounder.effective_energy_j)[:_FINALISTS]
-        traded = [rounder.improve(choice, deadline_ps, float("inf")) for choice in finalists]
+        traded = []
+        for choice in finalists:
+            traded.append(rounder.improve(choice, deadline_ps, float("inf")))
+            report(_RELAXING_SHARE)
         searched = self._refined(
             np.concatenate((found, self.columns.to_columns(traded)), axis=1),
             target,
@@ -232,14 +258,15 @@ class Realiser:
         self, choices: Int64Array, target: Target, prices: Rungs, report: Callable[[float], None]
     ) -> Int64Array:
         """Search from several starts for one deadline; return the best, as a column."""
-        for turn in range(_REFINING_ROUND_COUNT):
+        round_count = _REFINING_ROUND_COUNT[target.relaxing]
+        for turn in range(round_count):
             choices = self._search.search(
                 choices,
                 np.full(choices.shape[1], target.deadline_ps),
                 np.broadcast_to(prices, choices.shape),
                 _TRIES_A_REFINING_ROUND,
             )
-            report((turn + 1) / _REFINING_ROUND_COUNT)
+            report((turn + 1) / round_count)
             if self._excess(choices, target) <= (_GOOD_ENOUGH if turn < _FEWEST_ROUNDS else _CLOSE_TO_T_MIN):
                 break
         return choices[:, [int(self.columns.effective_energies_j(choices).argmin())]]

@@ -15,7 +15,7 @@ measured clocks around the last relaxed duration, fewer each time.
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +27,10 @@ from perseus.solver.sweep import sweep_frontier
 
 _REACHES = (8, 6, 5, 4, 3, 2, 1)
 """How many options to either side the local hulls reach, relaxation by relaxation."""
+
+_COARSE_REACHES = (8, 4, 2)
+_COARSE_TOLERANCE = 0.01
+"""The same where relaxing takes long, and what hull tolerance it has."""
 
 _STEPS = 3
 """By how many options a trade may make a computation faster."""
@@ -118,21 +122,41 @@ class Rounder:
 
 
 def relax_locally(
-    graph: EventGraph, event_times_ps: Int64Array, deadline_ps: int
-) -> Iterator[tuple[float, Int64Array]]:
+    graph: EventGraph,
+    event_times_ps: Int64Array,
+    deadline_ps: int,
+    *,
+    is_coarse: bool,
+    report: Callable[[float], None],
+) -> Iterator[Int64Array]:
     """Relax for one deadline again and again, on local hulls around the relaxed plan before.
 
+    Args:
+        graph: the iteration.
+        event_times_ps: of the first relaxed plan.
+        deadline_ps: the iteration time.
+        is_coarse: relax less often, and with a hull tolerance, where it takes long.
+        report: called with the share of the relaxations that is done, from 0 to 1.
+
     Yields:
-        The share of the relaxations that are done, and the events' times.
+        The events' times.
     """
-    for number, reach in enumerate(_REACHES):
+    reaches, tolerance = (_COARSE_REACHES, _COARSE_TOLERANCE) if is_coarse else (_REACHES, 0.0)
+    for number, reach in enumerate(reaches):
         durations_ps = event_times_ps[graph.finish_event] - event_times_ps[graph.start_event]
-        local = with_local_hulls(graph, durations_ps, reach)
-        event_times_ps = sweep_frontier(local, stop_s=deadline_ps / PS_PER_S).event_times_at(deadline_ps)
-        yield (number + 1) / len(_REACHES), event_times_ps
+        local = with_local_hulls(graph, durations_ps, reach, tolerance)
+        sweep = sweep_frontier(
+            local,
+            lambda share, done=number: report((done + share) / len(reaches)),  # type: ignore[misc]
+            stop_s=deadline_ps / PS_PER_S,
+        )
+        event_times_ps = sweep.event_times_at(deadline_ps)
+        yield event_times_ps
 
 
-def with_local_hulls(graph: EventGraph, durations_ps: Int64Array, reach: int) -> EventGraph:
+def with_local_hulls(
+    graph: EventGraph, durations_ps: Int64Array, reach: int, hull_tolerance: float = 0.0
+) -> EventGraph:
     """Return the graph with each computation planned on the hull of the options around its duration.
 
     ``reach`` options on either side; the option that fits the duration is always among them, so that what was
@@ -154,5 +178,5 @@ def with_local_hulls(graph: EventGraph, durations_ps: Int64Array, reach: int) ->
         graph,
         profile_of=profile_of,
         options=tuple(options),
-        hulls=convex_hulls(options, profile_of, 1 + max(c.stage for c in graph.computations)),
+        hulls=convex_hulls(options, profile_of, hull_tolerance),
     )

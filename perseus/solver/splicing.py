@@ -24,30 +24,41 @@ def splice(
     deadlines_ps: Int64Array,
     energies_j: FloatArray,
     random: np.random.Generator,
-) -> tuple[Int64Array, Int64Array]:
-    """Return cheaper choices for some columns, put together from others, and which columns they are for.
+    most_cells: int,
+) -> None:
+    """Put cheaper choices, put together from others, in the place of columns for which there are any.
 
     Args:
         columns: what the choices are over.
-        choices: a column each, within their deadlines.
+        choices: a column each, within their deadlines; changed.
         deadlines_ps: one a column.
         energies_j: about what an iteration of each column costs in all: what a saving is measured by.
         random: where stretches begin.
+        most_cells: about how many cells are spliced at a time.
     """
     times_ps, effective_j = columns.iteration_times_ps(choices), columns.effective_energies_j(choices)
     corners = _hull(times_ps, effective_j)
     line_j = np.interp(deadlines_ps, times_ps[corners], effective_j[corners])
     targets = np.flatnonzero(effective_j - line_j > _WORTH_SHARE * energies_j)
-    if len(corners) < 2 or not len(targets):
-        return choices[:, :0], targets[:0]
-    piece = np.clip(times_ps[corners].searchsorted(deadlines_ps[targets], "right") - 1, 0, len(corners) - 2)
-    faster, slower = np.repeat(corners[piece], _SEAM_COUNT), np.repeat(corners[piece + 1], _SEAM_COUNT)
-    wanted = np.repeat(targets, _SEAM_COUNT)
-    spliced = _spliced(columns, choices[:, faster], choices[:, slower], deadlines_ps[wanted], random)
-    spliced_j = columns.effective_energies_j(spliced).reshape(-1, _SEAM_COUNT)
-    best = spliced_j.argmin(axis=1)
-    better = np.flatnonzero(spliced_j[np.arange(len(best)), best] < effective_j[targets])
-    return spliced[:, better * _SEAM_COUNT + best[better]], targets[better]
+    if len(corners) < 2:
+        return
+    piece = np.clip(times_ps[corners].searchsorted(deadlines_ps, "right") - 1, 0, len(corners) - 2)
+    corner_choices = choices[:, corners]  # as they are now: some of them may be targets, too
+    size = max(1, most_cells // (columns.row_count * _SEAM_COUNT))
+    for begin in range(0, len(targets), size):
+        some = targets[begin : begin + size]
+        faster = np.repeat(piece[some], _SEAM_COUNT)
+        spliced = _spliced(
+            columns,
+            corner_choices[:, faster],
+            corner_choices[:, faster + 1],
+            np.repeat(deadlines_ps[some], _SEAM_COUNT),
+            random,
+        )
+        spliced_j = columns.effective_energies_j(spliced).reshape(-1, _SEAM_COUNT)
+        best = spliced_j.argmin(axis=1)
+        better = np.flatnonzero(spliced_j[np.arange(len(best)), best] < effective_j[some])
+        choices[:, some[better]] = spliced[:, better * _SEAM_COUNT + best[better]]
 
 
 def _spliced(

@@ -34,6 +34,9 @@ from perseus.solver.profile import PS_PER_S, UW_PER_W, to_ps
 
 FloatArray = NDArray[np.float64]
 
+_MOST_BYTES = 2**27
+"""About what the events' times may take."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
@@ -44,7 +47,8 @@ class Sweep:
         iteration_times_ps: falling; the first is T_slow, the last T_min or where the sweep was told to stop.
         effective_energies_j: rising, convex in the iteration time.
         slopes_w: between one corner and the next, what a second less costs in effective energy.
-        corners: per corner, every event's time.
+        event_times: in the relaxed plans.
+        event_count: number of events.
     """
 
     t_min_ps: int
@@ -52,17 +56,20 @@ class Sweep:
     iteration_times_ps: Int64Array
     effective_energies_j: FloatArray
     slopes_w: FloatArray
-    corners: EventTimes
+    event_times: EventTimes
+    event_count: int
+
+    @property
+    def effort(self) -> float:
+        """A measure of how long the sweep took that no machine changes: pieces times events."""
+        return len(self.slopes_w) * self.event_count
 
     def event_times_at(self, iteration_time_ps: int) -> Int64Array:
-        """Return the events' times of the relaxed plan at an iteration time that the sweep covers."""
-        after = int(np.searchsorted(-self.iteration_times_ps, -iteration_time_ps))
-        if after == 0:
-            return self.corners.at(0)
-        left_ps = self.iteration_times_ps[after - 1] - iteration_time_ps
-        times_ps = self.corners.at(after - 1)
-        times_ps -= np.minimum(self.corners.steps[after - 1].moves_ps, left_ps)
-        return times_ps
+        """Return the events' times of the relaxed plan at an iteration time that the sweep covers.
+
+        It is the best one, except where that would take too much memory (:class:`EventTimes`).
+        """
+        return self.event_times.until(iteration_time_ps)
 
     def effective_energy_j_at(self, iteration_time_s: float) -> float:
         """Return the least effective energy of any relaxed plan; beyond T_slow it stays what it is there."""
@@ -95,7 +102,7 @@ def sweep_frontier(
         )
     stop_ps = max(to_ps(max(stop_s, 0.0)), t_min_ps) if stop_s < t_slow_ps / PS_PER_S else t_slow_ps
     residual = _Residual(graph, hulls)
-    recorder = EventTimesRecorder(times_ps)
+    recorder = EventTimesRecorder(times_ps, _MOST_BYTES)
     iteration_times_ps = [t_slow_ps]
     slopes_uw: list[float] = []
     while times_ps[end] > stop_ps:
@@ -114,7 +121,8 @@ def sweep_frontier(
         iteration_times_ps=np.array(iteration_times_ps, dtype=np.int64),
         effective_energies_j=slowest_j + np.concatenate(([0.0], np.cumsum(steps_j))),
         slopes_w=slopes_w,
-        corners=recorder.finish(),
+        event_times=recorder.finish(),
+        event_count=graph.event_count,
     )
 
 
@@ -209,13 +217,18 @@ class _Residual:
             (graph.head_event, graph.tail_event),
         ]
         edges = np.concatenate([np.column_stack(pair) for pair in ends])
-        self._igraph = igraph.Graph(graph.event_count, edges.tolist(), directed=True)
+        # Flow comes from a vertex of its own through one last arc, so that no more than that arc carries is
+        # ever on its way (see `perseus.solver.graph.convex_hulls`).
+        self._source = graph.event_count
+        self._igraph = igraph.Graph(
+            graph.event_count + 1, [*edges.tolist(), (self._source, 0)], directed=True
+        )
         computation_count, dependency_count = len(graph.start_event), len(graph.tail_event)
         bounds = np.cumsum([0, computation_count, computation_count, dependency_count, dependency_count])
         self._forward, self._backward, self._dependency_forward, self._dependency_backward = (
             slice(*ends) for ends in pairwise(bounds.tolist())
         )
-        self._arcs = np.empty(bounds[-1])
+        self._arcs = np.empty(bounds[-1] + 1)
         self._flow_uw = np.zeros(computation_count)
         self._dependency_flow_uw = np.zeros(dependency_count)
         self.flow_value_uw = 0.0
@@ -237,7 +250,10 @@ class _Residual:
         capacities[self._backward] = self._flow_uw - position.slower_slope_uw
         capacities[self._dependency_forward] = np.where(slack_ps == 0, self._unbounded_uw, 0.0)
         capacities[self._dependency_backward] = self._dependency_flow_uw
-        value_uw, flow, _, _ = igraph.GraphBase.maxflow(self._igraph, 0, self._end, capacities.tolist())
+        capacities[-1] = self._unbounded_uw
+        value_uw, flow, _, _ = igraph.GraphBase.maxflow(
+            self._igraph, self._source, self._end, capacities.tolist()
+        )
         self.flow_value_uw += value_uw
         added = np.fromiter(flow, np.float64, len(flow))  # a third quicker than np.array
         self._flow_uw += added[self._forward] - added[self._backward]
@@ -252,7 +268,8 @@ class _Residual:
         margins[self._backward] = np.where(at_slower_slope, to_slower_ps, 0.0)
         margins[self._dependency_forward] = slack_ps
         margins[self._dependency_backward] = np.where(self._dependency_flow_uw > 0, 0.0, np.inf)
-        distances = self._igraph.distances(0, weights=margins.tolist())[0]
+        margins[-1] = 0.0
+        distances = self._igraph.distances(0, weights=margins.tolist())[0][: self._source]
         most = min(distances[self._end], limit_ps)
         moves_ps: Int64Array = np.minimum(np.fromiter(distances, np.float64, len(distances)), most).astype(
             np.int64

@@ -112,7 +112,12 @@ def test_a_hull_tolerance_lowers_the_bound_alone(profile: Path, tmp_path: Path) 
     for percent in (0, 40):
         path = tmp_path / f"{percent}.json"
         flags = ("--microbatches", 4, "--hull-tolerance-percent", percent, "--output", path)
-        assert run("solve", profile, *flags).exit_code == 0
+        result = run("solve", profile, *flags)
+        assert result.exit_code == 0
+        # It is told how much that may cost, and what it did.
+        said = " ".join(result.output.split())
+        assert ("lower by at most 40 % of each computation's energy" in said) == bool(percent)
+        assert ("the bounds are lower by at most" in said) == bool(percent)
         found.append(load(path))
     exact, coarse = found
     assert (coarse["tMinS"], coarse["tSlowS"]) == (exact["tMinS"], exact["tSlowS"])

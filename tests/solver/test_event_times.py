@@ -1,11 +1,13 @@
-"""What is stored in little room comes back as it was."""
+"""What is stored in little room comes back as it was, or as a plan between those that were kept."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perseus.solver.event_times import EventTimesRecorder
+from perseus.solver.event_times import AllCorners, EventTimesRecorder, SomeCorners
 from perseus.solver.graph import build_event_graph
+from perseus.solver.relaxed_cost import RelaxedCost
 from perseus.solver.sweep import sweep_frontier
 from tests.solver.pipelines import published_pipeline
 
@@ -18,13 +20,14 @@ from tests.solver.pipelines import published_pipeline
 )
 def test_every_corner_comes_back(steps: list[list[int]]) -> None:
     times_ps = np.full(10, 2**60)
-    recorder = EventTimesRecorder(times_ps)
+    recorder = EventTimesRecorder(times_ps, most_bytes=2**20)
     corners = [times_ps]
     for moves in steps:
         times_ps = times_ps - np.array(moves)
         recorder.record(np.array(moves), times_ps)
         corners.append(times_ps)
     recorded = recorder.finish()
+    assert isinstance(recorded, AllCorners)
     for corner, expected_ps in enumerate(corners):
         assert np.array_equal(recorded.at(corner), expected_ps)
     for step, moves in zip(recorded.steps, steps, strict=True):
@@ -34,4 +37,54 @@ def test_every_corner_comes_back(steps: list[list[int]]) -> None:
 def test_the_whole_frontier_takes_little_room() -> None:
     graph = build_event_graph(published_pipeline("a100-sxm", 12))
     sweep = sweep_frontier(graph)
-    assert sweep.corners.byte_count < len(sweep.slopes_w) * graph.event_count  # One byte per event and piece.
+    assert (
+        sweep.event_times.byte_count < len(sweep.slopes_w) * graph.event_count
+    )  # One byte per event and piece.
+
+
+@given(
+    moves=st.lists(st.lists(st.integers(0, 2**45), min_size=6, max_size=6), min_size=1, max_size=60),
+    most_bytes=st.integers(0, 4000),
+    shares=st.lists(st.floats(0, 1), max_size=10),
+)
+def test_what_is_kept_in_less_room_is_a_plan_in_time(
+    moves: list[list[int]], most_bytes: int, shares: list[float]
+) -> None:
+    """Events that are so far apart at all corners are so between them, and the iteration is in time."""
+    times_ps = np.full(7, 2**52)
+    recorder = EventTimesRecorder(times_ps, most_bytes)
+    corners = [times_ps]
+    for some in moves:
+        step_ps = np.array([*some, max(1, *some)])
+        times_ps = times_ps - step_ps
+        recorder.record(step_ps, times_ps)
+        corners.append(times_ps)
+    recorded = recorder.finish()
+    assert isinstance(recorded, AllCorners) or recorded.byte_count <= max(most_bytes, 56) + 56
+    slowest_ps, fastest_ps = int(corners[0][-1]), int(corners[-1][-1])
+    assert np.array_equal(recorded.until(slowest_ps), corners[0])
+    assert np.array_equal(recorded.until(fastest_ps), corners[-1])
+    least_gaps_ps = np.min([np.subtract.outer(c, c) for c in corners], axis=0)
+    for share in shares:
+        deadline_ps = fastest_ps + int(share * (slowest_ps - fastest_ps))
+        found_ps = recorded.until(deadline_ps)
+        assert found_ps[-1] <= deadline_ps
+        assert (np.subtract.outer(found_ps, found_ps) >= least_gaps_ps).all()
+
+
+def test_a_plan_between_kept_corners_costs_little_more_than_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = build_event_graph(published_pipeline("a100-sxm", 12))
+    sweep = sweep_frontier(graph)
+    monkeypatch.setattr("perseus.solver.sweep._MOST_BYTES", 40_000)
+    thinned = sweep_frontier(graph)
+    cost = RelaxedCost(graph.hulls, graph.profile_of)
+    assert isinstance(thinned.event_times, SomeCorners)
+    assert thinned.event_times.byte_count <= 40_000
+    for deadline_ps in np.linspace(sweep.t_min_ps, sweep.t_slow_ps, 30).astype(int).tolist():
+        times_ps = thinned.event_times_at(deadline_ps)
+        assert times_ps[-1] <= deadline_ps
+        relaxed_j = cost.effective_energy_j(times_ps[graph.finish_event] - times_ps[graph.start_event])
+        bound_j = sweep.effective_energy_j_at(deadline_ps / 1e12)
+        assert bound_j - 1e-6 <= relaxed_j <= 1.01 * bound_j  # with 14 corners of 537

@@ -6,6 +6,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from perseus.solver import (
     DeadlineError,
@@ -19,7 +21,7 @@ from perseus.solver import (
     plan_at,
     solve,
 )
-from tests.solver.pipelines import measurements, published_pipeline, small_pipeline
+from tests.solver.pipelines import measurements, pipelines, published_pipeline, small_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +230,48 @@ def test_a_hull_tolerance_loosens_the_bound_by_no_more_than_it_says(a100: Fronti
     for share in (0.0, 0.01, 0.2, 0.7, 1.0):
         time_s = a100.t_min_s + share * (a100.t_slow_s - a100.t_min_s)
         assert 0.997 <= coarse.bound_energy_j(time_s) / a100.bound_energy_j(time_s) <= 1 + 1e-9
+
+
+@given(pipeline=pipelines(), tolerance=st.floats(0.0, 0.3))
+@settings(max_examples=25, deadline=None)
+def test_the_slack_that_is_told_covers_what_a_tolerance_costs_the_bounds(
+    pipeline: Pipeline, tolerance: float
+) -> None:
+    exact = solve(pipeline, point_count=5)
+    coarse = solve(pipeline, point_count=5, hull_tolerance=tolerance)
+    assert exact.bound_slack == 0.0
+    for point in coarse.points:
+        assert point.iteration_time_s <= point.deadline_s
+        exact_j = exact.bound_energy_j(point.iteration_time_s)
+        assert point.bound_energy_j <= exact_j + 1e-6
+        assert exact_j <= point.bound_energy_j + coarse.bound_slack * abs(point.bound_energy_j) + 1e-6
+        assert point.energy_j >= exact_j - 1e-6
+    for before, after in pairwise(coarse.points):
+        assert after.effective_energy_j <= before.effective_energy_j
+
+
+def test_large_problems_are_given_a_tolerance_and_plans_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large is what has more computations than here; the paths are the same."""
+    monkeypatch.setattr("perseus.solver.frontier._MOST_EXACT_COMPUTATIONS", 100)
+    monkeypatch.setattr("perseus.solver.sweep._MOST_BYTES", 20_000)
+    monkeypatch.setattr("perseus.solver.realisation._MOST_CELLS", 1000)
+    pipeline = published_pipeline("a40", 12)
+    seen: list[float] = []
+    frontier = solve(pipeline, point_count=20, on_progress=seen.append)
+    assert frontier.hull_tolerance == 0.002
+    assert 0 < frontier.bound_slack < 0.002
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+    assert all(point.iteration_time_s <= point.deadline_s for point in frontier.points)
+    for before, after in pairwise(frontier.points):
+        assert after.effective_energy_j <= before.effective_energy_j
+    asked_s = 1.03 * frontier.t_min_s
+    plan = frontier.plan(asked_s)
+    assert plan.iteration_time_s <= asked_s
+    assert frontier.bound_energy_j(asked_s) <= plan.energy_until_j(asked_s)
+    assert plan.effective_energy_j <= frontier.plan_within(asked_s).effective_energy_j
+    assert plan_at(pipeline, asked_s).iteration_time_s <= asked_s
+    assert solve(pipeline, point_count=3, hull_tolerance=0.0).hull_tolerance == 0.0
 
 
 @pytest.mark.parametrize("tolerance", [-0.1, 1.0, math.nan])

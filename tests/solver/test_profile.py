@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import Measurement, ProfileError
+from perseus.solver.coarse_hull import coarse_hull
 from perseus.solver.profile import Hull, convex_hull, pareto_options
 
 STEEPEST_UW = 10**13
@@ -110,13 +111,27 @@ def test_absurdly_steep_steps_are_capped() -> None:
 def test_tolerance_lowers_the_hull_by_no_more_than_it_says(
     profile: list[Measurement], tolerance_j: float
 ) -> None:
-    options = pareto_options(profile, 50.0)
-    exact, coarse = convex_hull(options, STEEPEST_UW), convex_hull(options, STEEPEST_UW, tolerance_j)
-    assert set(coarse.times_ps) <= set(exact.times_ps)
-    assert coarse.times_ps[0] == exact.times_ps[0]
-    for option in options:
-        lower_j, value_j = (value_at(hull, option.time_ps) for hull in (coarse, exact))
+    exact = convex_hull(pareto_options(profile, 50.0), STEEPEST_UW)
+    coarse = coarse_hull(exact, tolerance_j)
+    assert (coarse.times_ps[0], coarse.times_ps[-1]) == (exact.times_ps[0], exact.times_ps[-1])
+    assert coarse.slowest_effective_energy_j == exact.slowest_effective_energy_j
+    assert list(coarse.times_ps) == sorted(set(coarse.times_ps))
+    assert list(coarse.slopes_uw) == sorted(set(coarse.slopes_uw), reverse=True)
+    assert all(slope_uw > 0 for slope_uw in coarse.slopes_uw)
+    for time_ps in {*exact.times_ps, *coarse.times_ps}:
+        lower_j, value_j = (value_at(hull, time_ps) for hull in (coarse, exact))
         assert value_j - tolerance_j - 1e-6 <= lower_j <= value_j + 1e-6
+
+
+def test_no_tolerance_is_the_hull_itself() -> None:
+    hull = Hull((10**12, 2 * 10**12, 3 * 10**12), (50_000_001, 7_000_003), 50.0)
+    assert coarse_hull(hull, 0.0) == hull
+
+
+def test_coarse_hulls_have_slopes_in_common() -> None:
+    hulls = [Hull((10**12, 2 * 10**12), (slope_uw,), 50.0) for slope_uw in range(50_000_001, 54_000_000, 77)]
+    slopes_uw = {slope_uw for hull in hulls for slope_uw in coarse_hull(hull, 1.0).slopes_uw}
+    assert len(slopes_uw) < 6
 
 
 def value_at(hull: Hull, time_ps: int) -> float:

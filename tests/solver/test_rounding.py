@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from perseus.solver import Frontier, Pipeline, Plan, solve
 from perseus.solver.assignment import Assignment, Neighbourhood
 from perseus.solver.graph import build_event_graph
-from perseus.solver.realisation import Realiser, Target
+from perseus.solver.realisation import Realiser, Relaxing, Target
 from perseus.solver.rounding import Rounder, relax_locally, with_local_hulls
 from perseus.solver.sweep import sweep_frontier
 from tests.solver.pipelines import pipelines, published_pipeline
@@ -69,9 +69,10 @@ def test_every_means_helps_and_none_is_late(pipeline: Pipeline, share: float) ->
     improved = rounder.improve(rounded, deadline_ps, float("inf"))
     assert rounder.effective_energy_j(improved) <= rounder.effective_energy_j(rounded)
     bound_j = sweep.effective_energy_j_at(deadline_ps / 1e12)
-    target = Target(deadline_ps, relaxed_ps, bound_j, bound_j + 100.0)
+    target = Target(deadline_ps, relaxed_ps, bound_j, bound_j + 100.0, Relaxing.FINELY)
     local = [
-        rounder.round(local_ps, deadline_ps) for _, local_ps in relax_locally(graph, relaxed_ps, deadline_ps)
+        rounder.round(local_ps, deadline_ps)
+        for local_ps in relax_locally(graph, relaxed_ps, deadline_ps, is_coarse=False, report=lambda _: None)
     ]
     traded = rounder.improve(min(local, key=rounder.effective_energy_j), deadline_ps, float("inf"))
     refined = Realiser(graph).refine(target, [improved], is_thorough=True)

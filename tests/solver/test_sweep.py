@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from perseus.solver import Pipeline, gpipe
 from perseus.solver.graph import build_event_graph
+from perseus.solver.relaxed_cost import RelaxedCost
 from perseus.solver.sweep import sweep_frontier
 from tests.solver.pipelines import ReferenceProgram, pipelines, published_pipeline
 
@@ -57,6 +58,8 @@ def test_relaxed_plan_between_corners_is_feasible_and_costs_the_bound(
         for k, slope_uw in enumerate(hull.slopes_uw):
             missing_ps = hull.times_ps[k + 1] - max(hull.times_ps[k], duration_ps)
             cost_j += max(0, int(missing_ps)) * slope_uw * 1e-18
+    counted_j = RelaxedCost(graph.hulls, graph.profile_of).effective_energy_j(durations_ps)
+    assert counted_j == pytest.approx(cost_j, rel=1e-9, abs=1e-9)
     assert cost_j == pytest.approx(sweep.effective_energy_j_at(time_ps / 1e12), rel=1e-9, abs=1e-9)
 
 

@@ -39,8 +39,8 @@ from perseus.solver import (
 )
 from perseus.v1 import computation_pb2, frontier_pb2
 
-MAX_SOLVED_CHOICE_COUNT = 2**22
-"""Computations times points: each is a number in the answer of the worker."""
+MAX_SOLVED_CHOICE_COUNT = 2**23
+"""Computations times points: some 100 bytes each while they are made, and 25 in the answer of the worker."""
 
 _KIND_TO_PROTO = {
     kind: computation_pb2.ComputationKind.Value(f"COMPUTATION_KIND_{kind.name}") for kind in Kind

@@ -72,7 +72,7 @@ class JobLane:
         process_count: int,
         limit_s: float,
         *,
-        hull_tolerance: float = 0.0,
+        hull_tolerance: float | None = None,
         turn_s: float = _FIRST_TURN_S,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,

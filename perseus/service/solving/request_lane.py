@@ -64,7 +64,7 @@ class RequestLane:
         tally: what became of it.
     """
 
-    def __init__(self, process_count: int, limit_s: float, *, hull_tolerance: float = 0.0) -> None:
+    def __init__(self, process_count: int, limit_s: float, *, hull_tolerance: float | None = None) -> None:
         """Let callers come: the first ones start the workers.
 
         What takes longer than `limit_s`, waiting aside, is ended. Problems are solved with `hull_tolerance`.

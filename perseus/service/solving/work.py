@@ -34,13 +34,13 @@ def solve_explaining(
     point_count: int = POINT_COUNT,
     slow: SlowPlan | None = None,
     set_latency_s: float = 0.0,
-    hull_tolerance: float = 0.0,
+    hull_tolerance: float | None = None,
 ) -> Frontier:
     """Solve a problem, with the lag between stages that explains a slow plan, if there is one.
 
     Measured times are planned with so that plans keep theirs with the probability CONFIDENCE.
     `set_latency_s`: how long the GPUs take to set a clock; 0 for plans whose clocks change at once.
-    `hull_tolerance`: the share of energies that `solve` may leave out to be quicker.
+    `hull_tolerance`: the share of energies that `solve` may leave out to be quicker; None for its own choice.
 
     Raises:
         LagError: no lag explains the slow plan.

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perseus.solver import Pipeline, gpipe
-from perseus.solver.graph import build_event_graph
+from perseus.solver.graph import build_event_graph, convex_hulls
+from perseus.solver.profile import Option
 from perseus.solver.relaxed_cost import RelaxedCost
 from perseus.solver.sweep import sweep_frontier
 from tests.solver.pipelines import ReferenceProgram, pipelines, published_pipeline
@@ -93,3 +94,10 @@ def test_equals_linear_program_on_published_profiles(gpu: str, microbatch_count:
         time_s = (sweep.t_min_ps + share * (sweep.t_slow_ps - sweep.t_min_ps)) / 1e12 + 1e-11
         expected_j = program.least_effective_energy_j(time_s)
         assert sweep.effective_energy_j_at(time_s) == pytest.approx(expected_j, rel=1e-7)
+
+
+def test_the_largest_schedule_keeps_the_slopes_of_real_profiles() -> None:
+    """20 kW, as of eight GPUs at their steepest; flows of all of them stay whole numbers."""
+    options = (Option(1400, 10 * 10**9, 300.0, 300.0), Option(1200, 20 * 10**9, 100.0, 100.0))
+    (hull,) = convex_hulls([options], np.zeros(65_536, dtype=np.int64))
+    assert hull.slopes_uw == (20_000 * 10**6,)

@@ -25,7 +25,7 @@ from benchmarks.realised import gaps_percent
 from perseus.solver import Kind, Pipeline, one_forward_one_backward, solve
 
 _SEED = 0
-_CASES = ((16, 32), (16, 64), (16, 128), (16, 256), (32, 256))
+_CASES = ((16, 32), (16, 64), (16, 128), (16, 256), (32, 256), (64, 512))
 _SWEPT = 0.6
 """The progress at which the sweep is done."""
 

@@ -55,6 +55,6 @@ async def test_a_solve_has_a_limit_of_size(tmp_path: Path) -> None:
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert values == {
             "field": "point_count",
-            "expected": "at most 1024 for 4096 computations",
+            "expected": "at most 2048 for 4096 computations",
             "found": "10000",
         }

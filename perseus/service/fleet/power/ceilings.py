@@ -19,20 +19,14 @@ class ClockShares:
     def __init__(self) -> None:
         self._shares: dict[str, float] = {}
 
-    def resume(self, feeds: Iterable[str], share: float) -> None:
-        """Take the share that was told before: a restart lifts no ceiling."""
-        steps = round(share / STEP)
-        for feed in feeds:
-            self._shares[feed] = min(self._shares.get(feed, 1.0), steps * STEP)
-
-    def look(self, feed: str, free_w: float, left_w: float, *, may_rise: bool = True) -> None:
+    def look(self, feed: str, free_w: float, left_w: float) -> None:
         """Take what they draw if nothing holds them down, and what is left to them.
 
-        Shares fall at once, and rise, if they may, when there is room for more than a step.
+        Shares fall at once, and rise when there is room for more than a step.
         """
         share = math.inf if free_w <= 0 else max(0.0, left_w) / free_w
         before = self._shares.get(feed, 1.0)
-        if before <= share and (not may_rise or (share < before + 2 * STEP and before < 1)):
+        if before <= share < before + 2 * STEP and before < 1:
             return
         self._shares[feed] = 1.0 if share >= 1 else math.floor(share / STEP) * STEP
 

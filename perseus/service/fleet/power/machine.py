@@ -57,9 +57,9 @@ class _Job:
         self.pace: PowerPoint | None = None
         self.free_w: Mapping[str, float] = {}
         """Without plans: what it drew when nothing held it down."""
-        self.held_share = 1.0
-        """Of its highest clock: what it was held down to since before the fleet knew of it, 1 if it was not.
-        What it would draw at all its clocks is not known then, only that no less than in this proportion."""
+        self.held_mhz: int | None = None
+        """The ceiling that it has been under since before the fleet knew of it. What it would draw without is
+        not known: at least in proportion to the clock."""
 
     @property
     def point(self) -> PowerPoint | None:
@@ -89,13 +89,12 @@ class _Job:
     def look(self, *, is_held: bool) -> None:
         """Take note of what it draws without plans, and would draw if it were not held down."""
         drawn_w = self.drawn_w()
-        if not is_held:
-            self.free_w, self.held_share = drawn_w, 1.0
+        if self.held_mhz is None and not is_held:
+            self.free_w = drawn_w
         elif self.meter.is_recent_known or not self.free_w:
             # It may have come under its ceiling, or draw more than it did.
-            self.free_w = {
-                feed: max(w / self.held_share, self.free_w.get(feed, 0.0)) for feed, w in drawn_w.items()
-            }
+            share = min(1.0, self.held_mhz / self.demand.highest_clock_mhz) if self.held_mhz else 1.0
+            self.free_w = {feed: max(w / share, self.free_w.get(feed, 0.0)) for feed, w in drawn_w.items()}
 
     def least_w(self, feed: str) -> float:
         """Return the least that its owner lets it draw on a feed, under a plan."""
@@ -106,7 +105,7 @@ class _Job:
         before, self.demand = self.demand, changed.demand
         self.iteration_time_s = changed.iteration_time_s
         if changed.demand.points:
-            self.free_w, self.held_share = {}, 1.0
+            self.free_w, self.held_mhz = {}, None
         elif before.points:
             # No pace holds it back any more, so it draws what its fastest plan did until more is known.
             fastest = before.points[0]
@@ -201,9 +200,8 @@ class FleetMachine:
         job = self._jobs.get(event.demand.job_id)
         if job is None:
             job = self._jobs[event.demand.job_id] = _Job(event.demand, event.iteration_time_s)
-            if event.ceiling_mhz is not None and event.demand.highest_clock_mhz and not event.demand.points:
-                job.held_share = min(1.0, event.ceiling_mhz / event.demand.highest_clock_mhz)
-                self._clock_shares.resume(event.demand.measured_w, job.held_share)
+            if event.demand.highest_clock_mhz and not event.demand.points:
+                job.held_mhz = event.ceiling_mhz
         else:
             job.take(event)
             job.meter.changed(now_s, SETTLE_S + event.iteration_time_s)
@@ -240,14 +238,14 @@ class FleetMachine:
         self._clock_shares.release(limited)
         unplanned = [job for job in self._jobs.values() if not job.demand.points]
         for job in unplanned:
+            if limited.keys().isdisjoint(job.demand.measured_w):
+                job.held_mhz = None
             job.look(is_held=self._clock_shares.share(job.demand.measured_w) < 1)
         others_w = self._others_w()
         for name, ceiling_w in limited.items():
             least_w = sum(job.least_w(name) for job in self._jobs.values() if job.demand.points)
             left_w = ceiling_w - others_w.get(name, 0.0) - least_w
-            free_w = sum(job.free_w.get(name, 0.0) for job in unplanned)
-            is_known = all(job.held_share == 1 for job in unplanned if name in job.demand.measured_w)
-            self._clock_shares.look(name, free_w, left_w, may_rise=is_known)
+            self._clock_shares.look(name, sum(job.free_w.get(name, 0.0) for job in unplanned), left_w)
 
     # --- Decisions ------------------------------------------------------------------------------------------
 
@@ -381,8 +379,9 @@ class FleetMachine:
             return job.pace.highest_clock_mhz or None
         share = self._clock_shares.share(job.demand.measured_w)
         if job.demand.points or share == 1 or not job.demand.highest_clock_mhz:
-            return None
-        return max(1, int(share * job.demand.highest_clock_mhz))
+            return job.held_mhz
+        own_mhz = max(1, int(share * job.demand.highest_clock_mhz))
+        return own_mhz if job.held_mhz is None else min(own_mhz, job.held_mhz)
 
     def is_limited(self, name: str) -> bool:
         """Return whether anything limits a feed now."""

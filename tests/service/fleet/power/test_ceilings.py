@@ -98,6 +98,14 @@ def test_a_restart_lifts_no_ceiling_before_the_limit_ends() -> None:
     assert ceilings == (1000, 1050), "what it draws unheld is known now: 300 W are left of 400"
 
 
+def test_a_ceiling_from_before_a_restart_is_its_jobs_own() -> None:
+    fleet = Restarted(700.0)
+    late = JobDemand("late", measured_w={"a": 0.0}, highest_clock_mhz=HIGHEST_MHZ)
+    fleet.machine.handle(JobChanged(late, 1.0), fleet.now_s)
+    assert fleet.look(new_w=80.0) == (1000, 700)
+    assert fleet.machine.ceiling_mhz("late") is None
+
+
 def test_after_a_restart_a_ceiling_falls_as_any_does() -> None:
     fleet = Restarted(500.0)
     for _ in range(20):

@@ -12,6 +12,7 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 
+from perseus.agent.stream.call import Call
 from perseus.demo.security import Security
 from perseus.service.domain.inputs import PlanInForce
 from perseus.service.domain.model import STOCK, Clocks, HoldClocks, Offer, PlannedClocks
@@ -199,14 +200,13 @@ class FakeAgent:
 
     def use(self, client: Client) -> None:
         """Open a new stream."""
-        self.call = client.agents.Connect()
+        self.call = Call(client.agents.Connect())
         self.reader = asyncio.create_task(self._read())
         self.news = asyncio.Condition()
         self.writing = asyncio.Lock()
 
     async def _read(self) -> None:
-        while (message := await self.call.read()) is not grpc.aio.EOF:
-            assert isinstance(message, ConnectResponse)
+        while (message := await self.call.read()) is not None:
             self.received.append(message)
             match message.WhichOneof("message"):
                 case "welcome":

@@ -24,6 +24,7 @@ import structlog
 
 from perseus.agent.rank.messages import AgentIdentity, Incoming, MessageRefused, Welcome
 from perseus.agent.stream import statuses, translate
+from perseus.agent.stream.call import Call
 from perseus.agent.stream.once import Once
 from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
@@ -38,8 +39,6 @@ _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.Statu
 
 # Attempts follow our own backoff, so a new attempt must not wait for gRPC's own on a shared connection.
 CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
-
-_Call = grpc.aio.StreamStreamCall[wire.ConnectRequest, wire.ConnectResponse]
 
 
 class _NoWelcomeError(Exception):
@@ -159,7 +158,7 @@ class Connection:
         self._was_welcome, self._asked_delay_s = False, 0.0
         try:
             async with channel or self._channels.open(CHANNEL_OPTIONS) as opened:
-                renewed = await self._stream(AgentServiceStub(opened).Connect(), generation)
+                renewed = await self._stream(Call(AgentServiceStub(opened).Connect()), generation)
             reason = "the coordinator ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
@@ -173,7 +172,7 @@ class Connection:
             reason = str(error)
         return renewed, reason
 
-    async def _stream(self, call: _Call, generation: int) -> grpc.aio.Channel | None:
+    async def _stream(self, call: Call, generation: int) -> grpc.aio.Channel | None:
         """Talk until the stream ends; a channel with newer certificates, if that is why it does."""
         tasks: list[asyncio.Task[None]] = []
         is_renewed = False
@@ -221,14 +220,14 @@ class Connection:
                 self._outbox = None
                 self._handler.disconnected()
 
-    async def _handshake(self, call: _Call) -> Welcome:
+    async def _handshake(self, call: Call) -> Welcome:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
                     await call.write(translate.hello(self._agent, self._check_word, self._instance_key))
                 while True:
                     answer = await call.read()
-                    if not isinstance(answer, wire.ConnectResponse):
+                    if answer is None:
                         raise _NoWelcomeError("expected a welcome, found the end of the stream")
                     try:
                         welcome = translate.response(answer)
@@ -247,17 +246,14 @@ class Connection:
         except TimeoutError:
             raise TimeoutError(f"expected a welcome within {_HANDSHAKE_S} s, found silence") from None
 
-    async def _write(self, call: _Call, outbox: asyncio.Queue[wire.ConnectRequest | None]) -> None:
+    async def _write(self, call: Call, outbox: asyncio.Queue[wire.ConnectRequest | None]) -> None:
         with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading says why
             while (request := await outbox.get()) is not None:
                 await call.write(request)
             await call.done_writing()
 
-    async def _read(self, call: _Call) -> None:
-        while True:
-            answer = await call.read()
-            if not isinstance(answer, wire.ConnectResponse):  # grpc.aio.EOF
-                return
+    async def _read(self, call: Call) -> None:
+        while (answer := await call.read()) is not None:
             self._heard_at_s = time.monotonic()
             self._note_check_word(answer)
             try:

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
+from perseus.agent.stream.call import Call
 from perseus.service.api import outbox
 from perseus.service.server import running
 from perseus.service.shell import writer as writers
@@ -50,11 +51,11 @@ def reason_of(call: Any) -> str:
 
 async def test_of_thirty_hellos_of_one_instance_at_once_one_stream_stays(tmp_path: Path) -> None:
     async with connected(make_settings(tmp_path)) as client:
-        calls = [client.agents.Connect() for _ in range(30)]
+        calls = [Call(client.agents.Connect()) for _ in range(30)]
         await asyncio.gather(*(call.write(hello("agent")) for call in calls))
         reasons: list[str] = []
 
-        async def follow(call: Any) -> None:
+        async def follow(call: Call) -> None:
             try:
                 await read_to_the_end(call)
             except grpc.aio.AioRpcError as error:
@@ -68,7 +69,7 @@ async def test_of_thirty_hellos_of_one_instance_at_once_one_stream_stays(tmp_pat
         await until(is_settled)
         await asyncio.sleep(0.2)
         assert reasons == ["STREAM_REPLACED"] * (len(calls) - 1)
-        (left,) = [call for call in calls if not call.done()]
+        (left,) = [call for call, task in zip(calls, following, strict=True) if not task.done()]
         await left.write(ConnectRequest(goodbye=agent_service_pb2.Goodbye()))
         await asyncio.wait_for(asyncio.gather(*following), TIMEOUT_S)
         assert len(reasons) == len(calls) - 1
@@ -78,8 +79,8 @@ async def test_of_thirty_hellos_of_one_instance_at_once_one_stream_stays(tmp_pat
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))
 
 
-async def read_to_the_end(call: Any) -> None:
-    while await call.read() is not grpc.aio.EOF:
+async def read_to_the_end(call: Call) -> None:
+    while await call.read() is not None:
         pass
 
 
@@ -91,7 +92,7 @@ async def test_an_agent_that_never_reads_is_ended_with_a_reason(
         running(make_settings(tmp_path)) as (address, _),
         grpc.aio.insecure_channel(address, options=SMALL_WINDOW) as channel,
     ):
-        call = Client(channel).agents.Connect()
+        call = Call(Client(channel).agents.Connect())
         await call.write(hello("agent"))
         unknown = agent_service_pb2.RankJoined(job_id="X" * 256, rank=rank_pb2.RankCoordinates())
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
@@ -286,7 +287,7 @@ class Flood:
     AHEAD = 400
 
     def __init__(self, client: Client, instance_id: str) -> None:
-        self.call = client.agents.Connect()
+        self.call = Call(client.agents.Connect())
         self.instance_id = instance_id
         self.sent_s: deque[float] = deque()
         self.latencies_s: list[float] = []
@@ -307,7 +308,7 @@ class Flood:
             self.call.cancel()
 
     async def read(self) -> None:
-        while await self.call.read() is not grpc.aio.EOF:
+        while await self.call.read() is not None:
             self.latencies_s.append(time.perf_counter() - self.sent_s.popleft())
             self.room.release()
 

@@ -1,0 +1,102 @@
+"""A stream to the coordinator that ends with the status that the coordinator gave it.
+
+Where a write fails because the stream has just ended, grpc.aio (1.60 to 1.85 at least) puts an INTERNAL of
+its own in the place of the peer's status: https://github.com/grpc/grpc/issues/36066. Why a coordinator turned
+an agent away, and when it may come again, would be lost as often as not. So the status is kept as it comes,
+before a failed write can replace it; where the write fails first, the peer's is on its way.
+"""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from perseus.v1 import agent_service_pb2 as wire
+
+_OWN_DETAILS = "Internal error from Core"
+_STATUS_WITHIN_S = 1.0
+_LOOKS = 100
+
+_StreamStreamCall = grpc.aio.StreamStreamCall[wire.ConnectRequest, wire.ConnectResponse]
+
+
+class Call:
+    """The writes and reads of one stream. One of each at a time."""
+
+    def __init__(self, call: _StreamStreamCall) -> None:
+        self._call = call
+        self._first: grpc.aio.AioRpcError | None = None
+        call.add_done_callback(self._keep)
+
+    async def write(self, request: wire.ConnectRequest) -> None:
+        """Send a message.
+
+        Raises:
+            grpc.aio.AioRpcError: the stream has just ended, with this status of the coordinator's.
+            asyncio.InvalidStateError: it had ended before, or has just ended well; `read` says how.
+        """
+        try:
+            await self._call.write(request)
+        except grpc.aio.AioRpcError as error:
+            said = await self._said(error)
+            if said.code() is grpc.StatusCode.OK:
+                raise asyncio.InvalidStateError("the coordinator has ended the stream") from None
+            raise said from None
+
+    async def read(self) -> wire.ConnectResponse | None:
+        """Return the next message; None where the stream ends well.
+
+        Raises:
+            grpc.aio.AioRpcError: the stream has ended, with this status of the coordinator's.
+        """
+        try:
+            answer = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            said = await self._said(error)
+            if said.code() is grpc.StatusCode.OK:
+                return None
+            raise said from None
+        return answer if isinstance(answer, wire.ConnectResponse) else None  # None: grpc.aio.EOF
+
+    async def done_writing(self) -> None:
+        """Say that nothing more will be sent."""
+        await self._call.done_writing()
+
+    def cancel(self) -> None:
+        """End the stream."""
+        self._call.cancel()
+
+    async def _said(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """Return the status that the coordinator gave the stream, where gRPC may have put its own."""
+        if not _is_own(error):
+            return error
+        said = self._first or error
+        for _ in range(_LOOKS):
+            if not _is_own(said):
+                break
+            await asyncio.sleep(_STATUS_WITHIN_S / _LOOKS)
+            said = await _status(self._call)
+        return said
+
+    def _keep(self, call: Any) -> None:
+        if self._first is None:
+            asking = _status(call)
+            try:
+                asking.send(None)  # which waits for nothing, as the status is there
+            except StopIteration as answered:
+                self._first = answered.value
+            asking.close()
+
+
+async def _status(call: Any) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(
+        await call.code(),
+        await call.initial_metadata(),
+        await call.trailing_metadata(),
+        await call.details(),
+        await call.debug_error_string(),
+    )
+
+
+def _is_own(error: grpc.aio.AioRpcError) -> bool:
+    return error.code() is grpc.StatusCode.INTERNAL and error.details() == _OWN_DETAILS

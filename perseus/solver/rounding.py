@@ -25,10 +25,13 @@ from perseus.solver.graph import EventGraph, Int64Array, convex_hulls
 from perseus.solver.profile import PS_PER_S, Option
 from perseus.solver.sweep import sweep_frontier
 
-_REACHES = (8, 6, 5, 4, 3, 2, 1)
-"""How many options to either side the local hulls reach, relaxation by relaxation."""
+_REACHES = (8, 5, 3, 2, 1)
+_REACHES_AROUND = (6, 4, 3, 2, 1)
+"""How many options to either side the local hulls reach, relaxation by relaxation: around relaxed plans, and
+around real ones."""
 
 _COARSE_REACHES = (8, 4, 2)
+_COARSE_REACHES_AROUND = (4, 2)
 _COARSE_TOLERANCE = 0.01
 """The same where relaxing takes long, and what hull tolerance it has."""
 
@@ -152,6 +155,25 @@ def relax_locally(
         )
         event_times_ps = sweep.event_times_at(deadline_ps)
         yield event_times_ps
+
+
+def around_reaches(is_coarse: bool) -> tuple[Sequence[int], float]:
+    """Return how far to relax around real plans, one time after the other, and with what hull tolerance."""
+    return (_COARSE_REACHES_AROUND, _COARSE_TOLERANCE) if is_coarse else (_REACHES_AROUND, 0.0)
+
+
+def relax_around(
+    graph: EventGraph,
+    durations_ps: Int64Array,
+    deadline_ps: int,
+    reach: int,
+    hull_tolerance: float,
+    report: Callable[[float], None],
+) -> Int64Array:
+    """Return the events' times in a relaxed plan on local hulls around a real one that keeps the deadline."""
+    local = with_local_hulls(graph, durations_ps, reach, hull_tolerance)
+    sweep = sweep_frontier(local, report, stop_s=deadline_ps / PS_PER_S)
+    return sweep.event_times_at(deadline_ps)
 
 
 def with_local_hulls(

@@ -47,8 +47,9 @@ def test_no_deadline_is_missed_and_more_time_costs_no_more(pipeline: Pipeline, s
     sweep = sweep_frontier(graph)
     targets = targets_of(pipeline, sweep, shares)
     realiser = Realiser(graph)
-    first, _ = realiser.refine(targets[0], is_thorough=False)
-    choices = realiser.realise([lambda one=one: one for one in targets], {0: first})  # type: ignore[misc]
+    made = [lambda one=one: one for one in targets]
+    choices, final = realiser.realise(made, {0, len(targets) - 1})
+    assert final <= {0, len(targets) - 1}
     energies_j = realiser.columns.effective_energies_j(realiser.columns.to_columns(choices))
     assert all(later_j <= earlier_j for earlier_j, later_j in pairwise(energies_j))
     scale_j = float(np.abs(sweep.effective_energies_j).max())
@@ -57,9 +58,9 @@ def test_no_deadline_is_missed_and_more_time_costs_no_more(pipeline: Pipeline, s
         assert energy_j >= target.bound_j - 1e-9 * scale_j
 
 
-@given(pipeline=pipelines(), shares=SHARES)
+@given(pipeline=pipelines(), shares=SHARES, rungs_below=st.integers(0, 8))
 @settings(max_examples=40)
-def test_searching_only_ever_helps(pipeline: Pipeline, shares: list[float]) -> None:
+def test_searching_only_ever_helps(pipeline: Pipeline, shares: list[float], rungs_below: int) -> None:
     graph = build_event_graph(pipeline)
     targets = targets_of(pipeline, sweep_frontier(graph), shares)
     columns = Columns(graph)
@@ -69,8 +70,9 @@ def test_searching_only_ever_helps(pipeline: Pipeline, shares: list[float]) -> N
         for events in (graph.finish_event, graph.start_event)
     )
     deadlines_ps = np.array([target.deadline_ps for target in targets])
-    rounded = columns.within_finishes(finishes_ps)
     prices = columns.price_of(finishes_ps - starts_ps)
+    rounded = columns.within_finishes(finishes_ps, columns.with_prices(prices - rungs_below))
+    assert (columns.iteration_times_ps(rounded) <= deadlines_ps).all()
 
     def searched(seed: int) -> Int64Array:
         search = BlockSearch(columns, np.random.default_rng(seed))
@@ -111,5 +113,5 @@ def test_between_two_plans_is_put_together_what_no_rounding_finds() -> None:
     """The A40's backward has a cliff: without splicing there are points 2.4 % above the bound."""
     frontier = solve(published_pipeline("a40", 24))
     excess = [point.energy_j / point.bound_energy_j - 1 for point in frontier.points]
-    assert max(excess) < 0.014
+    assert max(excess) < 0.009
     assert fastest_clock_plan(frontier.pipeline).iteration_time_s >= frontier.t_min_s

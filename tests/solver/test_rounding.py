@@ -1,5 +1,6 @@
 """Rounded plans come close to their bound, trades only ever help, and what is undone is as it was."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +9,8 @@ from perseus.solver import Frontier, Pipeline, Plan, solve
 from perseus.solver.assignment import Assignment, Neighbourhood
 from perseus.solver.graph import build_event_graph
 from perseus.solver.realisation import Realiser, Relaxing, Target
-from perseus.solver.rounding import Rounder, relax_locally, with_local_hulls
+from perseus.solver.relaxed_cost import RelaxedCost
+from perseus.solver.rounding import Rounder, relax_around, relax_locally, with_local_hulls
 from perseus.solver.sweep import sweep_frontier
 from tests.solver.pipelines import pipelines, published_pipeline
 
@@ -75,12 +77,11 @@ def test_every_means_helps_and_none_is_late(pipeline: Pipeline, share: float) ->
         for local_ps in relax_locally(graph, relaxed_ps, deadline_ps, is_coarse=False, report=lambda _: None)
     ]
     traded = rounder.improve(min(local, key=rounder.effective_energy_j), deadline_ps, float("inf"))
-    refined = Realiser(graph).refine(target, [improved], is_thorough=True)
-    assert refined.is_final
+    refined = Realiser(graph).refine(target, [improved])
     for choice in (improved, traded):
-        assert rounder.effective_energy_j(refined.choice) <= rounder.effective_energy_j(choice) + 1e-9
-    assert Realiser(graph).refine(target, [improved], is_thorough=True) == refined
-    for choice in (improved, refined.choice):
+        assert rounder.effective_energy_j(refined) <= rounder.effective_energy_j(choice) + 1e-9
+    assert Realiser(graph).refine(target, [improved]) == refined
+    for choice in (improved, refined):
         checked = Assignment(Neighbourhood(graph), choice, deadline_ps)
         assert all(checked.slack_ps(i) >= 0 for i in range(len(choice)))
     # The same effort finds the same plan.
@@ -98,3 +99,23 @@ def test_local_hulls_keep_the_deadline_within_reach(pipeline: Pipeline, share: f
     local = with_local_hulls(graph, durations_ps, reach)
     assert all(len(options) <= 2 * reach + 1 for options in local.options)
     assert sweep_frontier(local, stop_s=deadline_ps / 1e12).t_min_ps <= deadline_ps
+
+
+@given(pipeline=pipelines(), share=st.floats(0, 1), reach=st.integers(1, 3))
+@settings(max_examples=40)
+def test_what_is_relaxed_around_a_plan_costs_no_more_than_it(
+    pipeline: Pipeline, share: float, reach: int
+) -> None:
+    graph = build_event_graph(pipeline)
+    sweep = sweep_frontier(graph)
+    rounder = Rounder(graph)
+    deadline_ps = sweep.t_min_ps + int(share * (sweep.t_slow_ps - sweep.t_min_ps))
+    choice = rounder.round(sweep.event_times_at(deadline_ps), deadline_ps)
+    chosen = [graph.options[p][k] for p, k in zip(graph.profile_of.tolist(), choice, strict=True)]
+    durations_ps = np.array([option.time_ps for option in chosen])
+    times_ps = relax_around(graph, durations_ps, deadline_ps, reach, 0.0, lambda _: None)
+    assert times_ps[-1] <= deadline_ps
+    relaxed_ps = times_ps[graph.finish_event] - times_ps[graph.start_event]
+    local = with_local_hulls(graph, durations_ps, reach)
+    cost = RelaxedCost(local.hulls, local.profile_of)
+    assert cost.effective_energy_j(relaxed_ps) <= rounder.effective_energy_j(choice) + 1e-6

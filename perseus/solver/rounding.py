@@ -26,7 +26,7 @@ from perseus.solver.profile import PS_PER_S, Option
 from perseus.solver.sweep import sweep_frontier
 
 _REACHES = (8, 5, 3, 2, 1)
-_REACHES_AROUND = (6, 4, 3, 2, 1)
+_REACHES_AROUND = (6, 3, 1)
 """How many options to either side the local hulls reach, relaxation by relaxation: around relaxed plans, and
 around real ones."""
 

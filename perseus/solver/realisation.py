@@ -259,19 +259,23 @@ class Realiser:
         report: Callable[[float], None],
     ) -> set[int]:
         """Use all means for what is wanted and far above its bound; return the indices of these."""
-        found = set()
+        final = set()
         for number, index in enumerate(sorted(wanted)):
             target, lane = targets[index](), [lanes.best(index)]
-            is_far = self._excess(lanes.choices[:, lane], target) > _FAR[target.relaxing]
-            if is_far and target.relaxing is not Relaxing.NEVER:
-                lanes.choices[:, lane] = self._with_all_means(
-                    lanes.choices[:, lane],
+            far, prices = _FAR[target.relaxing], lanes.prices[:, lane]
+            found = lanes.choices[:, lane]
+            if self._excess(found, target) > far:  # after few tries; perhaps no longer after more
+                found = self._refined(lanes.choices[:, lanes.of(index)], target, prices, lambda _: None)
+            if target.relaxing is not Relaxing.NEVER and self._excess(found, target) > far:
+                found = self._with_all_means(
+                    found,
                     target,
-                    lanes.prices[:, lane],
+                    prices,
                     lambda share, done=number: report((done + share) / len(wanted)),  # type: ignore[misc]
                 )
-                found.add(index)
-        return found
+                final.add(index)
+            lanes.choices[:, lane] = found
+        return final
 
     def _with_all_means(
         self,

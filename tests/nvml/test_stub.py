@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from perseus.agent.gpu.dynamics import GpuState
@@ -42,6 +42,7 @@ events = st.one_of(
 
 @given(model=st.sampled_from([A40, A100_SXM]), steps=st.lists(st.tuples(durations_s, events), max_size=20))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@example(model=A40, steps=[(0.3, ("set", 0)), (0.05, ("set", 0))])  # looks at the very moment of a tick
 def test_its_physics_are_those_of_the_emulated_gpu(
     stub_library: Path, model: GpuModel, steps: list[tuple[float, tuple[str, object]]]
 ) -> None:

@@ -13,7 +13,6 @@ from perseus.metrics import names
 from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.server import running
-from perseus.service.web import listening as web_listening
 from perseus.v1 import job_pb2, job_service_pb2
 from tests.service.grpc_fakes import (
     ALL_PLACES,
@@ -222,7 +221,6 @@ def client_context(security: Security) -> ssl.SSLContext:
 async def test_tls_is_grpcs_and_a_renewed_certificate_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web_listening, "_LOOK_S", 0.02)
     monkeypatch.setattr("perseus.service.listening._POLL_S", 0.02)
     security = Security(tmp_path / "security")
     http = f"127.0.0.1:{free_port()}"

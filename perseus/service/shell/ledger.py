@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import structlog
+
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.ledger import HOUR_S, HourFilter, RatesAt
 from perseus.service.domain.statement import LedgerTotals, Statement
@@ -11,6 +13,8 @@ from perseus.service.fleet.ledger import statement
 from perseus.service.fleet.ledger_totals import RunningTotals
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.store import JobStore
+
+_log = structlog.get_logger(__name__)
 
 TOTALS_S = 60.0
 """How often the totals are added up."""
@@ -36,24 +40,34 @@ class Ledger:
         self._rates_at = rates_at
         self._clock = clock
         self._totals = RunningTotals(max(0, int((clock() - age_s) // HOUR_S)))
+        self._has_failed = False
 
     @property
     def totals(self) -> LedgerTotals | None:
         """What all runs have used and saved, as of the last minute; None before it is known."""
-        return self._totals.known
+        return None if self._has_failed else self._totals.known
 
     async def run(self) -> None:
-        """Add up the totals time and again, until cancelled."""
-        while True:
+        """Add up the totals time and again, until cancelled. Where that fails they are not known any more."""
+        while not self._has_failed:
             await self._writer.flush()
-            while True:
-                window = self._totals.next_window(int(self._clock() // HOUR_S))
-                groups = await self._store.ledger(window)
-                self._totals.add(window, groups, self._rates_at(self._clock()))
-                if window.end_hour is None:
-                    break
-                await asyncio.sleep(_PAUSE_S if groups else 0)
+            await self._add_up()
             await asyncio.sleep(TOTALS_S)
+        await asyncio.Event().wait()
+
+    async def _add_up(self) -> None:
+        while True:
+            window = self._totals.next_window(int(self._clock() // HOUR_S))
+            groups = await self._store.ledger(window)
+            try:
+                self._totals.add(window, groups, self._rates_at(self._clock()))
+            except Exception:  # a mistake of ours over figures that nothing else depends on
+                _log.exception("totals of the ledger not added up: they are told no more")
+                self._has_failed = True
+                return
+            if window.end_hour is None:
+                return
+            await asyncio.sleep(_PAUSE_S if groups else 0)
 
     async def statement(
         self, start_time_s: float | None = None, end_time_s: float | None = None, job_id: str = ""

@@ -23,14 +23,14 @@ _TOLERANCE_PERCENT = 1000.0
 
 
 def small_job(job_id: str, *stage_weights: float) -> Workload:
-    """Return what a job trains: iterations of some 0.3 s on the emulated GPUs of one pipeline."""
+    """Return what a job trains: iterations of some 0.6 s on the emulated GPUs of one pipeline."""
     return Workload(
         job_id=job_id,
         pipeline_count=1,
         stage_weights=stage_weights,
         microbatch_count=4,
-        forward=Work(compute_s=0.018, memory_s=0.004, activity=0.85),
-        backward=Work(compute_s=0.038, memory_s=0.008, activity=0.95),
+        forward=Work(compute_s=0.036, memory_s=0.008, activity=0.85),
+        backward=Work(compute_s=0.076, memory_s=0.016, activity=0.95),
         optimizer_s=0.01,
         gpu=A100_SXM.with_clocks(6),
     )

@@ -17,7 +17,7 @@ from perseus.printable import printable
 from perseus.tls.address import check_address, is_local
 from perseus.tls.files import TlsError, TlsFiles
 from perseus.tls.rules import check_insecure, check_needs, check_plaintext, check_together
-from perseus.tls.tokens import TokenFileError, find_token
+from perseus.tls.tokens import TokenFileError, TokenSource, find_token
 
 if TYPE_CHECKING:
     import grpc
@@ -68,6 +68,17 @@ class Connection:
 
     def channels(self) -> "Channels":
         """The way to the coordinator. Exits where the flags don't go together, or a file can't be used."""
+        try:
+            return self.checked_channels()
+        except (TlsError, TokenFileError) as error:
+            fail(str(error))
+
+    def checked_channels(self, *, has_token: bool = True) -> "Channels":
+        """The way to the coordinator, with a token or without. Exits where the flags don't go together.
+
+        Raises:
+            TlsError, TokenFileError: a file can't be used.
+        """
         from perseus import logs
         from perseus.tls.channels import Channels
 
@@ -79,18 +90,17 @@ class Connection:
             except ValueError as error:
                 flag = f"--{name.replace('_', '-')}"
                 fail(f"{flag}: {error}, found {getattr(self, name)}")
-        try:
-            token = find_token(
-                path=self.token_file,
-                token=os.environ.get("PERSEUS_TOKEN"),
-                is_local=is_local(self.coordinator),
-            )
-            channels = Channels(self.coordinator, files, token)
-        except (TlsError, TokenFileError) as error:
-            fail(str(error))
+        channels = Channels(self.coordinator, files, self._token() if has_token else None)
         if channels.is_exposed:
             warn(f"--insecure: plaintext to {self.coordinator}, on another machine")
         return channels
+
+    def _token(self) -> TokenSource | None:
+        return find_token(
+            path=self.token_file,
+            token=os.environ.get("PERSEUS_TOKEN"),
+            is_local=is_local(self.coordinator),
+        )
 
     def _checks(self) -> dict[str, Callable[[], object]]:
         return {

@@ -40,12 +40,11 @@ def doctor(
     Changes nothing. Exit code 0 if all is well, 1 if anything is bad.
     """
     from perseus.doctor.checks import Verdict
-    from perseus.doctor.coordinator import coordinator_checks
 
     if config is not None and not node:
         fail("--config: expected --node beside it, found none")
     with working("Looking"):
-        checks = _node_checks(config) if node else [*coordinator_checks(connection.channels())]
+        checks = _node_checks(config) if node else _way_checks(connection)
     rows = [
         {
             "subject": printable(check.subject),
@@ -58,6 +57,23 @@ def doctor(
     show_rows(form, rows, ("subject", "verdict", "found", "advice"), lambda: _table(checks))
     if any(check.verdict is Verdict.BAD for check in checks):
         raise typer.Exit(FAILURE)
+
+
+def _way_checks(connection: Connection) -> "list[Check]":
+    """Look as whoever calls; without a credential that can be used, as far as one comes without."""
+    from perseus.doctor.coordinator import coordinator_checks, unusable_certificate, unusable_credential
+    from perseus.tls.files import TlsError
+    from perseus.tls.tokens import TokenFileError
+
+    try:
+        try:
+            return [*coordinator_checks(connection.checked_channels())]
+        except TokenFileError as error:
+            credential = unusable_credential(error)
+            found = coordinator_checks(connection.checked_channels(has_token=False))
+            return [*(check for check in found if check.subject != credential.subject), credential]
+    except TlsError as error:
+        return [unusable_certificate(error)]
 
 
 def _node_checks(config: Path | None) -> "list[Check]":

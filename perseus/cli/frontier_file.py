@@ -96,6 +96,8 @@ def _parsed(text: str) -> Any:
 
     try:
         document = json.loads(text, object_pairs_hook=refuse_twice)
+        # Half a surrogate pair is no text, and raises SystemErrors in protobuf.
+        json.dumps(document, ensure_ascii=False).encode()
     except ValueError as error:
         raise json_format.ParseError(f"no JSON: {error}") from None
     if not isinstance(document, dict):

@@ -8,9 +8,12 @@ import grpc
 
 from perseus.doctor.checks import Check, Verdict, clock_check, expiry_checks, version_check
 from perseus.tls.channels import Channels
+from perseus.tls.files import TlsError
+from perseus.tls.tokens import TokenFileError
 from perseus.v1 import info_service_pb2, info_service_pb2_grpc, token_service_pb2
 
 _TIMEOUT_S = 5.0
+_CREDENTIAL = "credential"
 _TOKEN = (
     "name a token of this coordinator's (token_file): whoever has an operator's makes more with "
     "perseus tokens create, and the file of the first is in the coordinator's log"
@@ -49,6 +52,16 @@ def coordinator_checks(
     yield clock_check(asked_s, info.current_time.ToNanoseconds() / 1e9, answered_s)
 
 
+def unusable_credential(error: TokenFileError) -> Check:
+    """Tell of a token that was named and can't be used."""
+    return Check(_CREDENTIAL, Verdict.BAD, str(error), _TOKEN)
+
+
+def unusable_certificate(error: TlsError) -> Check:
+    """Tell of a certificate, key or CA that was named and can't be used."""
+    return Check("certificate", Verdict.BAD, str(error), _TLS)
+
+
 def _reached(subject: str, channels: Channels) -> Check:
     if channels.is_exposed:
         found = "it answers, in plaintext over the network"
@@ -65,15 +78,15 @@ def _credential(info: info_service_pb2.GetInfoResponse, scopes: Collection[str])
     found = f"{info.principal}, scope {scope}"
     if scopes and scope not in scopes:
         advice = f"make one of scope {' or '.join(scopes)}: perseus tokens create"
-        return Check("credential", Verdict.BAD, found, advice)
-    return Check("credential", Verdict.GOOD, found)
+        return Check(_CREDENTIAL, Verdict.BAD, found, advice)
+    return Check(_CREDENTIAL, Verdict.GOOD, found)
 
 
 def _failures(error: grpc.RpcError, subject: str, channels: Channels) -> Iterator[Check]:
     details = error.details() or error.code().name
     if error.code() in _DENIED:
         yield _reached(subject, channels)
-        yield Check("credential", Verdict.BAD, details, _TOKEN)
+        yield Check(_CREDENTIAL, Verdict.BAD, details, _TOKEN)
     elif error.code() is grpc.StatusCode.UNIMPLEMENTED:
         yield Check(subject, Verdict.WARNING, "it is of an earlier release", "bring it to this release")
     else:

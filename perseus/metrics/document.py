@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from perseus.metrics.names import AGENT, BOTH, FEED, JOB, RANK, SERVER, SIGNAL, Metric
+from perseus.metrics.names import AGENT, BOTH, FEED, JOB, LEDGER, RANK, SERVER, SIGNAL, Metric
 
 _INTRODUCTION = """\
 # Metrics
@@ -23,6 +23,13 @@ _SECTIONS: Sequence[tuple[str, str, Sequence[Metric]]] = (
         "The coordinator",
         "A fixed number of series, and one for each reason of refusals that came about.",
         SERVER,
+    ),
+    (
+        "The ledger",
+        "All jobs together, at most a minute old; what one run has used is a question for "
+        "[the ledger](ledger.md) itself. Cost and carbon are told where their rates are known. Hours that "
+        "were forgotten (`keep_ledger_days`) leave with the coordinator's next start.",
+        LEDGER,
     ),
     ("Each feed", "Of the feeds in the coordinator's settings, and `default`.", FEED),
     ("Each signal", "Of the signals of carbon and price in the coordinator's settings.", SIGNAL),

@@ -114,6 +114,28 @@ SERVER = (
     SOLVER_CRASHES,
 )
 
+# ---------------------------------------------------------------------- the ledger
+
+LEDGER_ENERGY = _gauge(
+    "ledger_energy_joules", "Energy in the ledger: of all jobs, also those that ended or were deleted."
+)
+LEDGER_SAVED_ENERGY = _gauge(
+    "ledger_saved_energy_joules", "Saved of it against stock baselines; below 0 where more was used."
+)
+LEDGER_COST = _gauge("ledger_cost", "What that energy cost, in the currency of the prices.")
+LEDGER_SAVED_COST = _gauge("ledger_saved_cost", "What the energy saved would have cost.")
+LEDGER_CARBON = _gauge("ledger_carbon_grams", "Carbon dioxide that the energy stands for.")
+LEDGER_SAVED_CARBON = _gauge("ledger_saved_carbon_grams", "Carbon dioxide that the energy saved stands for.")
+
+LEDGER = (
+    LEDGER_ENERGY,
+    LEDGER_SAVED_ENERGY,
+    LEDGER_COST,
+    LEDGER_SAVED_COST,
+    LEDGER_CARBON,
+    LEDGER_SAVED_CARBON,
+)
+
 # ---------------------------------------------------------------------- each feed
 
 FEED_LIMIT = _gauge("feed_limit_watts", "The lowest limit in force, while there is one.", "feed")
@@ -364,4 +386,4 @@ AGENT = (
 
 BOTH = (BUILD_INFO, CERTIFICATE_EXPIRY)
 
-ALL = (*BOTH, *SERVER, *FEED, *SIGNAL, *JOB, *RANK, *AGENT)
+ALL = (*BOTH, *SERVER, *LEDGER, *FEED, *SIGNAL, *JOB, *RANK, *AGENT)

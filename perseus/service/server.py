@@ -265,7 +265,9 @@ async def _listening(coordinator: Coordinator, settings: CoordinatorSettings) ->
     frontier_service_pb2_grpc.add_FrontierServiceServicer_to_server(
         FrontierService(coordinator.jobs, coordinator.quotas), server
     )
-    ledger_service_pb2_grpc.add_LedgerServiceServicer_to_server(LedgerService(coordinator.ledger), server)
+    ledger_service_pb2_grpc.add_LedgerServiceServicer_to_server(
+        LedgerService(coordinator.ledger, coordinator.quotas), server
+    )
     power_service_pb2_grpc.add_PowerServiceServicer_to_server(
         PowerService(coordinator.power, coordinator.quotas), server
     )
@@ -317,7 +319,7 @@ async def _serving_http(
     calls = [
         *unary_calls(_JOB_SERVICE, JobService(jobs, quotas)),
         *unary_calls(_FRONTIER_SERVICE, FrontierService(jobs, quotas), but_for=("Solve",)),
-        *unary_calls(_LEDGER_SERVICE, LedgerService(coordinator.ledger)),
+        *unary_calls(_LEDGER_SERVICE, LedgerService(coordinator.ledger, coordinator.quotas)),
         *unary_calls(_POWER_SERVICE, PowerService(coordinator.power, quotas), but_for=_NOT_ON_THE_PAGE),
     ]
     is_on_loopback = is_local(settings.http)

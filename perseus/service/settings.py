@@ -194,7 +194,11 @@ class CoordinatorSettings(BaseSettings):
         default=1_048_576, ge=1, le=_MOST, description="Computations of the schedules of these jobs, at most."
     )
     limit_solves: int = Field(
-        default=8, ge=1, le=_MOST, description="Solves and plans that one principal may wait for at once."
+        default=8,
+        ge=1,
+        le=_MOST,
+        description="Solves and plans that one principal may wait for at once, and listings of the "
+        "ledger likewise.",
     )
     limit_solve_computations: int = Field(
         default=8_192, ge=1, le=65_536, description="Computations of a problem that a client has solved."

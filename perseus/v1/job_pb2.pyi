@@ -533,17 +533,21 @@ class Baseline(google.protobuf.message.Message):
 
     ITERATION_TIME_S_FIELD_NUMBER: builtins.int
     ENERGY_J_FIELD_NUMBER: builtins.int
+    HAS_TIMELINE_FIELD_NUMBER: builtins.int
     iteration_time_s: builtins.float
     """Iteration time, seconds, of the slowest pipeline."""
     energy_j: builtins.float
     """Energy of an iteration, joules, over all GPUs of the job; 0 while it is not known."""
+    has_timeline: builtins.bool
+    """Whether GetTimeline has an iteration of it. One is kept until the coordinator restarts."""
     def __init__(
         self,
         *,
         iteration_time_s: builtins.float = ...,
         energy_j: builtins.float = ...,
+        has_timeline: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "iteration_time_s", b"iteration_time_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["energy_j", b"energy_j", "has_timeline", b"has_timeline", "iteration_time_s", b"iteration_time_s"]) -> None: ...
 
 Global___Baseline: typing_extensions.TypeAlias = Baseline
 

@@ -64,6 +64,37 @@ def test_a_credential_s_file_that_holds_none_is_a_finding(agent: dict[str, str],
     assert "expected a token, found none" in rows[-1]["found"]
 
 
+def test_a_token_file_that_is_missing_is_a_row_of_the_table_beside_what_is_seen_without_it(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing.token"
+    without = {**environment, "PERSEUS_TOKEN_FILE": str(missing)}
+    told = doctor(without, "--format", "json")
+    assert told.exit_code == 1
+    rows = {row["subject"].partition(" ")[0]: row for row in json.loads(told.stdout)}
+    assert {subject: row["verdict"] for subject, row in rows.items()} == {
+        "certificate": "good",
+        "coordinator": "good",
+        "credential": "bad",
+    }
+    assert rows["credential"]["found"] == f"{missing}: can't be read: No such file or directory"
+    assert "perseus tokens create" in rows["credential"]["advice"]
+    table = doctor(without)
+    assert table.exit_code == 1
+    assert "✘  credential" in table.stdout
+    assert "missing.token" in table.stdout
+    assert table.stderr == ""
+
+
+def test_a_certificate_that_can_not_be_used_is_a_row_of_the_table(tmp_path: Path) -> None:
+    told = doctor({"PERSEUS_TLS_CA": str(tmp_path / "missing.pem")}, "--format", "json")
+    assert told.exit_code == 1
+    (row,) = json.loads(told.stdout)
+    assert (row["subject"], row["verdict"]) == ("certificate", "bad")
+    assert "missing.pem" in row["found"]
+    assert "docs/security.md" in row["advice"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

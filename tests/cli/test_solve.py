@@ -196,6 +196,8 @@ def test_plan_faster_than_t_min_is_refused(frontier: Path, tmp_path: Path, asked
     [
         ("{", "expected a frontier as JSON"),
         ('{"pointz": []}', "pointz"),
+        (r'{"\ud800": []}', "surrogates not allowed"),
+        (r'{"problem": "\ud800"}', "surrogates not allowed"),
         ("{}", "stage_count"),
         ('{"problem": {"stageCount": 1, "schedule": {"named": {"name": 7}}}}', "schedule"),
     ],

@@ -183,7 +183,8 @@ async def check_plan(run: RealRun, plan: Figures, *, unpredicted: float = 0.03) 
         f"\n{run.workload.job_id}: iteration predicted {point.iteration_time_s:.4f} s, measured "
         f"{plan.time_s:.4f} s ({100 * (plan.time_s / point.iteration_time_s - 1):+.2f} %), at stock "
         f"{run.stock.time_s:.4f} s ({100 * (plan.time_s / run.stock.time_s - 1):+.2f} %); energy promised "
-        f"-{promised_percent:.2f} %, measured -{saved_percent:.2f} %"
+        f"-{promised_percent:.2f} % ({stock.energy_j:.1f} to {point.energy_j:.1f} J), measured "
+        f"-{saved_percent:.2f} % ({run.stock.energy_j:.1f} to {plan.energy_j:.1f} J)"
     )
     assert plan.time_s == pytest.approx(point.iteration_time_s, rel=unpredicted)
     assert plan.time_s <= 1.02 * run.stock.time_s

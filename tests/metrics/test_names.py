@@ -12,7 +12,7 @@ from perseus.metrics.document import page
 from perseus.metrics.names import Kind, Metric
 
 ROOT = Path(__file__).parents[2]
-UNITS = ("_seconds", "_joules", "_watts", "_hertz", "_bytes", "_ratio")
+UNITS = ("_seconds", "_joules", "_watts", "_hertz", "_bytes", "_ratio", "_grams")
 # What has no unit: states, and counts of things, which are named.
 SUFFIXES = {Kind.COUNTER: ("_total",), Kind.HISTOGRAM: ("_seconds",)}
 # Labels, and what bounds their values.

@@ -1,6 +1,7 @@
 """The page in a real browser, on a real coordinator with scripted agents: what it shows, and what it does."""
 
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -40,6 +41,14 @@ IN_ITS_HEADER = """(element) => {
   return [element.getBoundingClientRect().y - header.y, header.height];
 }"""
 """How far below its header's top something is, and how high that is; both at once, as the page moves."""
+
+
+STICKING_OUT = """(controls) => {
+  const { right } = controls.getBoundingClientRect();
+  const shown = [...controls.querySelectorAll("form *")].filter((each) => each.getClientRects().length);
+  return shown.filter((each) => each.getBoundingClientRect().right > right + 1).map((each) => each.outerHTML);
+}"""
+"""What is wider than the controls' panel, which hides it."""
 
 
 class Site:
@@ -274,6 +283,64 @@ async def test_policy_and_baseline(site: Site) -> None:
         await expect(page.locator("#content .state")).to_have_text("baseline")
         assert (await site.client.job()).state == job_pb2.JOB_STATE_BASELINE
         await expect(controls.get_by_role("button", name="Measure baseline again")).to_be_disabled()
+
+
+@pytest.mark.parametrize("least", ["carbon", "cost"])
+async def test_a_policy_by_a_signal_is_set_as_on_the_command_line(site: Site, least: str) -> None:
+    await site.plan()
+    rule = f"least_{least}"
+    async with browsing() as page:
+        await page.goto(site.of())
+        controls = panel(page, "Controls")
+        chosen = controls.get_by_label("Policy", exact=True)
+        submit = controls.get_by_role("button", name="Set policy")
+        await chosen.select_option(label=f"Least {least}, within extra time")
+        await controls.get_by_label("extra time, % more time").fill("7.5")
+        await controls.get_by_label("horizon, h").fill("0.5")  # an hour is the least, 366 days the most
+        await submit.click()
+        assert await controls.locator("input:invalid").count() == 1
+        await controls.get_by_label("horizon, h").fill("8785")
+        await submit.click()
+        assert await controls.locator("input:invalid").count() == 1
+        await controls.get_by_label("extra time, % more time").fill("1001")
+        assert await controls.locator("input:invalid").count() == 2
+        assert (await site.client.job()).policy.WhichOneof("rule") == "no_slowdown"
+
+        await controls.get_by_label("extra time, % more time").fill("7.5")
+        await controls.get_by_label("horizon, h").fill("36")
+        await submit.click()
+        await expect(controls.locator(".outcome.well")).to_have_text("The policy is set.")
+        extra = getattr((await site.client.job()).policy, rule).extra_time
+        assert (extra.percent, extra.horizon_s) == (7.5, 36 * 3600)
+        await expect(figure(page, "policy")).to_contain_text(f"Least {least} within 7.5 % more time")
+        assert await inaccessible(page) == []
+
+        await chosen.select_option(label=f"Least {least}, until a time")
+        await controls.get_by_label("iterations, iterations").fill("4000")
+        await controls.get_by_label("time, UTC").fill("2096-02-29T12:30")
+        await submit.click()
+        await expect(figure(page, "policy")).to_contain_text(f"Least {least} for 4")
+        work = getattr((await site.client.job()).policy, rule).work_until
+        assert work.iteration_count == 4000
+        assert work.end_time.ToJsonString() == "2096-02-29T12:30:00Z"
+        assert await inaccessible(page) == []
+
+
+async def test_a_policy_by_a_signal_fits_a_telephone_and_begins_with_a_day(site: Site) -> None:
+    await site.plan()
+    async with browsing(width=360, height=740) as page:
+        await page.goto(site.of())
+        controls = panel(page, "Controls")
+        for label in ("Least carbon, within extra time", "Least cost, until a time"):
+            await controls.get_by_label("Policy", exact=True).select_option(label=label)
+            assert not await is_scrolled_sideways(page)
+            assert await controls.locator(".controls").evaluate(STICKING_OUT) == []
+        began_s = time.time()
+        await controls.get_by_role("button", name="Set policy").click()
+        await expect(controls.locator(".outcome.well")).to_have_text("The policy is set.")
+        work = (await site.client.job()).policy.least_cost.work_until
+        assert work.iteration_count == 1000
+        assert abs(work.end_time.ToSeconds() - began_s - 86_400) < 120
 
 
 async def test_what_ends_a_job_is_asked_twice(site: Site) -> None:

@@ -8,7 +8,17 @@ from pathlib import Path
 
 from playwright.async_api import expect
 
-from tests.service.grpc_fakes import Client, connected_to, until
+from perseus.v1 import job_pb2, job_service_pb2
+from tests.service.grpc_fakes import (
+    ALL_PLACES,
+    TIMEOUT_S,
+    Client,
+    FakeAgent,
+    connected,
+    connected_to,
+    make_settings,
+    until,
+)
 from tests.service.web.scraping import free_port
 from tests.web.browser import browsing, figure, needs_chromium, panel
 
@@ -64,3 +74,37 @@ async def test_the_page_is_stale_and_live_again(tmp_path: Path) -> None:
             texts = await events.all_inner_texts()
             assert len(texts) == len(set(texts)), texts  # nothing is told twice
             assert await page.evaluate("window.isTheSamePage")
+
+
+async def test_the_baselines_timeline_is_not_asked_for_after_a_restart_and_the_page_says_why(
+    tmp_path: Path,
+) -> None:
+    http = f"127.0.0.1:{free_port()}"
+    settings = make_settings(tmp_path, http=http)
+    async with connected(settings) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+        assert (await client.job()).baseline.has_timeline
+        await agent.end()
+    async with connected(settings) as client, browsing() as page:  # no request is answered with an error
+        before = (await client.job()).baseline
+        assert before.iteration_time_s > 0
+        assert not before.has_timeline
+        await page.goto(f"http://{http}/#/jobs/job")
+        timeline = panel(page, "Timeline")
+        await expect(timeline).to_contain_text("No iteration is complete yet.")
+        agent.use(client)
+        await agent.join()
+        await agent.iterate(3)
+        lost = "An iteration of the stock baseline is kept until the coordinator restarts"
+        await expect(timeline.locator(".note")).to_contain_text(lost)
+        request = job_service_pb2.MeasureBaselineRequest(job_id="job", request_id="again")
+        await client.jobs.MeasureBaseline(request, timeout=TIMEOUT_S)
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+        assert (await client.job()).baseline.has_timeline
+        await expect(timeline.locator(".note")).not_to_contain_text(lost)
+        await timeline.get_by_text("As a table").click()
+        at_stock = timeline.locator("tbody tr").filter(has_text="at stock")
+        await expect(at_stock).to_have_count(12)

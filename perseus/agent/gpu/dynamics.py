@@ -91,13 +91,21 @@ class GpuState:
 
     def advance(self, model: GpuModel, now_s: float) -> None:
         """Move on to `now_s`; an earlier time changes nothing."""
-        period_s = model.counter_period_s
-        ticks = math.floor((now_s - self.counter_origin_s) / period_s)
-        tick_s = self.counter_origin_s + ticks * period_s
-        if self.at_s < tick_s <= now_s:
+        tick_s = self._last_tick_s(model, now_s)
+        if self.at_s < tick_s:
             self._accrue(model, tick_s)
             self.counter_j = self.energy_j
         self._accrue(model, now_s)
+
+    def _last_tick_s(self, model: GpuModel, now_s: float) -> float:
+        """When the counter moved last, as of `now_s`: the same moment whenever it is asked for.
+
+        The quotient alone may be rounded below the tick that `now_s` is, which nobody would then see.
+        """
+        ticks = math.floor((now_s - self.counter_origin_s) / model.counter_period_s) + 1
+        while (tick_s := self.counter_origin_s + ticks * model.counter_period_s) > now_s:
+            ticks -= 1
+        return tick_s
 
     def _accrue(self, model: GpuModel, until_s: float) -> None:
         while self.at_s < until_s:

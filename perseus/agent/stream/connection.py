@@ -3,8 +3,8 @@
 The agent owns reconnection, with full jitter: a coordinator that restarts is not to be met by all agents at
 once. Every end of a stream is followed by another attempt; CANCELLED and INTERNAL during set-up are how a
 busy server turns calls away, so they are as ordinary as UNAVAILABLE. Where a status says when to come again,
-no attempt is made before that. The coordinator answers heartbeats:
-a lease's silence means that the stream is dead, whatever TCP says.
+no attempt is made before that. Attempts that fail alike are told of once, and again once in a while. The
+coordinator answers heartbeats: a lease's silence means that the stream is dead, whatever TCP says.
 
 What the coordinator says and this agent does not understand (it may be newer) is refused by itself, and the
 stream goes on. Whatever else goes wrong, here or in gRPC, ends the stream at most, and never the agent.
@@ -26,6 +26,7 @@ from perseus.agent.rank.messages import AgentIdentity, Incoming, MessageRefused,
 from perseus.agent.stream import statuses, translate
 from perseus.agent.stream.call import Call
 from perseus.agent.stream.once import Once
+from perseus.agent.stream.outage import Outage
 from perseus.tls.channels import Channels
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1.agent_service_pb2_grpc import AgentServiceStub
@@ -104,6 +105,7 @@ class Connection:
         # Likewise: by it the coordinator knows this agent again, with whatever token it comes.
         self._instance_key = ""
         self._once = Once(_log)
+        self._outage = Outage(_log)
 
     @property
     def is_connected(self) -> bool:
@@ -140,12 +142,12 @@ class Connection:
                     raise
                 reason = "the call was cancelled"  # by gRPC: nobody wants us to end
             except Exception as error:
-                _log.exception("stream failed", coordinator=self._address)
                 reason = repr(error)
+                self._outage.error("stream failed", reason, exc_info=True, coordinator=self._address)
             if not self._is_closing and renewed is None:
                 delay_s = self._asked_delay_s + self._backoff.next_s()
-                _log.warning(
-                    "no coordinator", coordinator=self._address, reason=reason, retry_in_s=round(delay_s, 3)
+                self._outage.warn(
+                    "no coordinator", reason, coordinator=self._address, retry_in_s=round(delay_s, 3)
                 )
                 await asyncio.sleep(delay_s)
         if renewed is not None:
@@ -167,7 +169,7 @@ class Connection:
             if error.code() is grpc.StatusCode.UNAVAILABLE and not self._was_welcome:
                 reason = await self._channels.diagnosis() or reason
             elif error.code() not in _TRANSIENT and retry_s is None:
-                _log.error("coordinator refuses the stream", coordinator=self._address, reason=reason)
+                self._outage.error("coordinator refuses the stream", reason, coordinator=self._address)
         except (TimeoutError, _NoWelcomeError, translate.MalformedMessageError) as error:
             reason = str(error)
         return renewed, reason
@@ -181,6 +183,7 @@ class Connection:
             welcome = await self._handshake(call)
             self._was_welcome = True
             self._backoff.reset()
+            self._outage.end()
             self._heard_at_s = time.monotonic()
             self._outbox = asyncio.Queue()
             _log.info("connected", coordinator=self._address, epoch=welcome.epoch, lease_s=welcome.lease_s)

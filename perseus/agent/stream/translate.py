@@ -223,6 +223,10 @@ def register_job_request(
         spec = json_format.ParseDict(registration.spec, job_pb2.JobSpec())
     except json_format.ParseError as error:
         raise ValueError(_sentence(f"registration: expected a JobSpec as JSON: {error}")) from error
+    except SystemError as error:  # what protobuf makes of a name that is half a surrogate pair
+        raise ValueError(
+            _sentence(f"registration: expected a JobSpec as JSON: {error.__cause__ or error}")
+        ) from error
     return job_service_pb2.RegisterJobRequest(
         spec=spec,
         request_id=registration.request_id,

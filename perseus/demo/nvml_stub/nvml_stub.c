@@ -151,11 +151,19 @@ static void accrue(const model_t *model, state_t *state, double until_s)
     }
 }
 
+/* The quotient alone may be rounded below the tick that now_s is. */
+static double last_tick_s(const model_t *model, const state_t *state, double now_s)
+{
+    double ticks = floor((now_s - state->counter_origin_s) / model->counter_period_s) + 1;
+    while (state->counter_origin_s + ticks * model->counter_period_s > now_s)
+        ticks -= 1;
+    return state->counter_origin_s + ticks * model->counter_period_s;
+}
+
 static void advance(const model_t *model, state_t *state, double now_s)
 {
-    double ticks = floor((now_s - state->counter_origin_s) / model->counter_period_s);
-    double tick_s = state->counter_origin_s + ticks * model->counter_period_s;
-    if (state->at_s < tick_s && tick_s <= now_s) {
+    double tick_s = last_tick_s(model, state, now_s);
+    if (state->at_s < tick_s) {
         accrue(model, state, tick_s);
         state->counter_j = state->energy_j;
     }

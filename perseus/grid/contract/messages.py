@@ -85,8 +85,9 @@ class Envelope(_Part):
 
 
 class _Interval(_Part):
-    start_time: Time | None = None
-    end_time: Time | None = None
+    # What is left out is open; the contract has no null for it.
+    start_time: Time = -math.inf
+    end_time: Time = math.inf
 
 
 class _Constraint(_Part):
@@ -168,8 +169,9 @@ def read_enforcement(signed: bytes) -> Enforcement:
 
 
 def _target(number: int, target: _Target, sent_s: float) -> Target:
-    start_s = sent_s if target.interval.start_time is None else target.interval.start_time
-    end_s = math.inf if target.interval.end_time is None else target.interval.end_time
+    start_s, end_s = target.interval.start_time, target.interval.end_time
+    if start_s == -math.inf:
+        start_s = sent_s
     if end_s <= start_s:
         where = f"targets.{number}.interval.end_time"
         raise MalformedError(f"{where}: expected a time after {moment(start_s)}, found {moment(end_s)}")

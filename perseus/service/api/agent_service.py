@@ -18,7 +18,8 @@ from typing import TypeVar
 import grpc
 import structlog
 
-from perseus.service.api.authentication import Complaints, caller
+from perseus.service.api.authentication import caller
+from perseus.service.api.complaints import Complaints
 from perseus.service.api.kept import Kept
 from perseus.service.api.outbox import Outbox
 from perseus.service.api.statuses import (

@@ -4,7 +4,6 @@ A token goes before a certificate: who shows a wrong one is refused, whatever el
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +13,7 @@ from typing import Any
 import grpc
 import structlog
 
+from perseus.service.api.complaints import Complaints
 from perseus.service.api.interception import Behaviour, Context, Handler, serve_stream, wrapped
 from perseus.service.api.rpc_scopes import NOBODY, RPC_SCOPES, check_scope
 from perseus.service.api.statuses import STATUSES, to_status
@@ -24,9 +24,6 @@ from perseus.service.shell.tokens import Tokens
 log = structlog.get_logger(__name__)
 
 _caller: ContextVar[Principal] = ContextVar("caller", default=ANYBODY)
-
-_QUIET_S = 10.0
-_MOST_COMPLAINTS = 256
 
 
 def caller() -> Principal:
@@ -125,26 +122,3 @@ class Authentication(grpc.aio.ServerInterceptor):
                 if (grant := self._certificates.get(name)) is not None:
                     return Principal(f"certificate {name}", grant)
         raise CredentialMissingError
-
-
-class Complaints:
-    """Logs a refusal of each kind and peer at most once in a while, with how many were left out."""
-
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
-        self._told: dict[tuple[str, str], tuple[float, int]] = {}
-
-    def complain(self, peer: str, event: str, reason: str, **details: object) -> None:
-        """Warn about a peer, as gRPC names it; `reason` is a stable one."""
-        now_s = self._monotonic()
-        host = peer.rpartition(":")[0] or peer  # each connection has another port
-        told_at_s, left_out = self._told.get((host, reason), (-_QUIET_S, 0))
-        if now_s - told_at_s < _QUIET_S:
-            self._told[host, reason] = (told_at_s, left_out + 1)
-            return
-        self._told.pop((host, reason), None)
-        while len(self._told) >= _MOST_COMPLAINTS:
-            self._told.pop(next(iter(self._told)))
-        self._told[host, reason] = (now_s, 0)
-        more = {"left_out": left_out} if left_out else {}
-        log.warning(event, peer=peer, reason=reason, **details, **more)

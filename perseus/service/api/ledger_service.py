@@ -8,12 +8,14 @@ from typing import Any
 
 import grpc
 
+from perseus.service.api.authentication import caller
 from perseus.service.api.paging import Page, no_token
 from perseus.service.api.statuses import mapped
 from perseus.service.api.translate_time import time_from_proto, time_to_proto
 from perseus.service.domain.specification import check_job_id
 from perseus.service.domain.statement import J_PER_KWH, Account, LedgerEntry
 from perseus.service.shell.ledger import Ledger
+from perseus.service.shell.quotas import Quotas
 from perseus.v1 import ledger_service_pb2 as pb
 from perseus.v1 import ledger_service_pb2_grpc
 
@@ -25,8 +27,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class LedgerService(ledger_service_pb2_grpc.LedgerServiceServicer):
     """Tells what runs have used and saved."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, quotas: Quotas) -> None:
         self._ledger = ledger
+        self._quotas = quotas
 
     @mapped
     async def ListLedgerEntries(
@@ -41,7 +44,8 @@ class LedgerService(ledger_service_pb2_grpc.LedgerServiceServicer):
             for field in ("start_time", "end_time")
         )
         after = _key_at(page.after)
-        found = await self._ledger.statement(start_time_s, end_time_s, request.job_id)
+        with self._quotas.listing(caller().name):
+            found = await self._ledger.statement(start_time_s, end_time_s, request.job_id)
         entries, token = page.fill(
             (_place(entry), entry_to_proto(entry))
             for entry in found.entries

@@ -270,6 +270,7 @@ def job_to_proto(view: JobView) -> job_pb2.Job:
     if (baseline := view.baseline) is not None:
         job.baseline.iteration_time_s = baseline.time_s
         job.baseline.energy_j = baseline.energy_j
+        job.baseline.has_timeline = view.has_baseline_timeline
     if (progress := view.profiling_progress) is not None:
         job.profiling_progress.tried_clock_count = progress.tried_clock_count
         job.profiling_progress.max_clock_count = progress.max_clock_count

@@ -26,7 +26,8 @@ class Limits:
         jobs: that it has registered and that have not ended.
         ranks, computations: of all these jobs, as they state them: a rank takes some 1.4 KB of memory, a
             computation some 0.4 KB.
-        solves: problems and plans asked for by a client at once, waiting or being made.
+        solves: problems and plans asked for by a client at once, waiting or being made; and as many listings
+            of the ledger.
         solve_computations: of one such problem.
         batch_rows: computations in one batch of telemetry.
         message_bytes: of one message, unpacked.

@@ -52,3 +52,17 @@ class Statement:
 
     entries: tuple[LedgerEntry, ...]
     total: Account
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerTotals:
+    """What all runs in the ledger have used and saved, without standard errors.
+
+    `saved_energy_j` is None where nothing was held against a baseline; `cost` and `carbon_g` are None where
+    not all rates are known.
+    """
+
+    energy_j: float = 0.0
+    saved_energy_j: float | None = None
+    cost: Quantity | None = Quantity(0.0)
+    carbon_g: Quantity | None = Quantity(0.0)

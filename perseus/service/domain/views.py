@@ -74,6 +74,8 @@ class JobView:
     """What a power budget makes its iterations take, on the frontier's scale; None if none holds it back."""
     signal_pacing: SignalPacing | None = None
     """How it runs by a signal; None where it does not, or was not told yet."""
+    has_baseline_timeline: bool = False
+    """Whether an iteration of the stock baseline can be looked at."""
     labels: tuple[tuple[str, str], ...] = ()
     """What it is to whoever runs it, by key."""
     details: JobDetails | None = None

@@ -112,6 +112,7 @@ class VisibleRun:
             figures=self.figures(),
             budget_time_s=self._planner.pace_s,
             signal_pacing=self._planner.pacing,
+            has_baseline_timeline=self.timelines.baseline is not None,
             labels=self.registrations.labels,
         )
 

@@ -91,7 +91,7 @@ class Coordinator:
         self.jobs = Jobs(store, self.writer, request_solver, self.live, self.quotas)
         self.agents = Agents(store, self.writer, self.live, feeds)
         self.tokens = Tokens(store, self.writer)
-        self.ledger = Ledger(store, self.writer, constant(rates))
+        self.ledger = Ledger(store, self.writer, constant(rates), retention.ledger_age_s)
         self.power = Power(store, self.writer, self.live, self.agents, self.quotas, feeds, retention)
         self.pacing = Pacing(self.live, self.signals, self.power.shares)
 
@@ -118,6 +118,7 @@ class Coordinator:
             self.power.run(),
             self.signals.run(),
             self.pacing.run(),
+            self.ledger.run(),
             self._prune(),
             self._store.watch(),
         )

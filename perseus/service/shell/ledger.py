@@ -1,27 +1,73 @@
-"""What clients ask of the ledger."""
+"""What clients ask of the ledger, and its totals, which are added up as time goes on."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
+import structlog
+
 from perseus.service.domain.errors import InvalidFieldError
 from perseus.service.domain.ledger import HOUR_S, HourFilter, RatesAt
-from perseus.service.domain.statement import Statement
+from perseus.service.domain.statement import LedgerTotals, Statement
 from perseus.service.fleet.ledger import statement
+from perseus.service.fleet.ledger_totals import RunningTotals
 from perseus.service.shell.writer import Writer
 from perseus.service.storage.store import JobStore
+
+_log = structlog.get_logger(__name__)
+
+TOTALS_S = 60.0
+"""How often the totals are added up."""
+
+_PAUSE_S = 0.2
+"""Between two windows of what was there before: commits go first."""
 
 
 class Ledger:
     """The ledger of all jobs, as clients see it."""
 
     def __init__(
-        self, store: JobStore, writer: Writer, rates_at: RatesAt, clock: Callable[[], float] = time.time
+        self,
+        store: JobStore,
+        writer: Writer,
+        rates_at: RatesAt,
+        age_s: float,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` is the wall clock."""
+        """`age_s` is how long hours are kept, `clock` the wall clock."""
         self._store = store
         self._writer = writer
         self._rates_at = rates_at
         self._clock = clock
+        self._totals = RunningTotals(max(0, int((clock() - age_s) // HOUR_S)))
+        self._has_failed = False
+
+    @property
+    def totals(self) -> LedgerTotals | None:
+        """What all runs have used and saved, as of the last minute; None before it is known."""
+        return None if self._has_failed else self._totals.known
+
+    async def run(self) -> None:
+        """Add up the totals time and again, until cancelled. Where that fails they are not known any more."""
+        while not self._has_failed:
+            await self._writer.flush()
+            await self._add_up()
+            await asyncio.sleep(TOTALS_S)
+        await asyncio.Event().wait()
+
+    async def _add_up(self) -> None:
+        while True:
+            window = self._totals.next_window(int(self._clock() // HOUR_S))
+            groups = await self._store.ledger(window)
+            try:
+                self._totals.add(window, groups, self._rates_at(self._clock()))
+            except Exception:  # a mistake of ours over figures that nothing else depends on
+                _log.exception("totals of the ledger not added up: they are told no more")
+                self._has_failed = True
+                return
+            if window.end_hour is None:
+                return
+            await asyncio.sleep(_PAUSE_S if groups else 0)
 
     async def statement(
         self, start_time_s: float | None = None, end_time_s: float | None = None, job_id: str = ""

@@ -244,6 +244,7 @@ class Power:
         """Look once a second, and at once where a budget is set or cancelled, until cancelled."""
         with self._live.changes() as changed:
             changed.update(self._live.job_ids)
+            self._jobs.begin(self.now_s() + self._live.rules.lease_s)
             while True:
                 self._has_news.clear()
                 try:
@@ -270,7 +271,7 @@ class Power:
         of_jobs = (event for event in found if event is not None)
         drawn = self._agents.drawn(self._jobs.job_ids)
         self._tell([*of_jobs, self._jobs.measured(self._since_look_s(), drawn), Tick()])
-        self._jobs.order(self._fleet, self._is_urgent)
+        self._jobs.order(self._fleet, self._is_urgent, self.now_s())
         self._is_urgent.clear()
         self._forget()
         self._wake_readers()

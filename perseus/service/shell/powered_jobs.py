@@ -5,6 +5,7 @@ has, so whatever got lost on the way, in a restart or a quarantine, is put right
 """
 
 import asyncio
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -68,6 +69,16 @@ class PoweredJobs:
         self._aside: dict[str, set[str]] = {}
         # Jobs that can't be reckoned with, which the log has told of.
         self._left_out: set[str] = set()
+        # Since the start: those of which no power is known, and until when that counts.
+        self._unknown: set[str] = set()
+        self._unknown_until_s = -math.inf
+
+    def begin(self, until_s: float) -> None:
+        """After a start, until then: jobs train on, whose agents may not be there yet nor plans solved again.
+
+        While it is not known what each of them draws, no pace or ceiling from before is lifted.
+        """
+        self._unknown, self._unknown_until_s = set(self._live.job_ids), until_s
 
     async def follow(self, job_id: str) -> JobChanged | JobLeft | None:
         """Look at a job that something happened to; return what the fleet is to be told of it, if anything.
@@ -117,6 +128,8 @@ class PoweredJobs:
                 changing.add(job_id)
                 if known.power.is_in_force:
                     outdated.add(job_id)
+        planned = {job_id for job_id, known in self._jobs.items() if known.points}
+        self._unknown = (self._unknown & self._jobs.keys()) - jobs_w.keys() - planned
         others_w = {**dict.fromkeys(self._feeds.all(), 0.0), **drawn.others_w}
         return PowerMeasured(duration_s, jobs_w, others_w, changing, outdated)
 
@@ -125,16 +138,22 @@ class PoweredJobs:
         known = self._jobs.get(job_id)
         return {} if known is None else known.shares
 
-    def order(self, fleet: FleetMachine, urgent: Mapping[str, bool]) -> None:
+    def order(self, fleet: FleetMachine, urgent: Mapping[str, bool], now_s: float) -> None:
         """Order the paces and ceilings that the fleet wants. `urgent`: of the paces that it just changed."""
+        may_lift = not self._unknown or now_s >= self._unknown_until_s
         for job_id, known in list(self._jobs.items()):
             run = self._live.get(job_id)
             if run is None:
                 continue
             # First what counts wherever a plan does not: the plan may take a moment.
-            self._order_ceiling(run, fleet.ceiling_mhz(job_id), known.shares)
-            pace_s = fleet.pace_s(job_id)
-            if known.power.basis is not None and pace_s != known.power.pace_s:
+            ceiling_mhz, pace_s = fleet.ceiling_mhz(job_id), fleet.pace_s(job_id)
+            if may_lift or not _is_lifted(run, ceiling_mhz):
+                self._order_ceiling(run, ceiling_mhz, known.shares)
+            if (
+                known.power.basis is not None
+                and pace_s != known.power.pace_s
+                and (may_lift or (pace_s or 0.0) >= (known.power.pace_s or 0.0))
+            ):
                 self._tell(run, PaceOrdered(pace_s, urgent.get(job_id, pace_s is not None)))
         for job_id, feeds in list(self._aside.items()):
             if not any(fleet.is_limited(feed) for feed in feeds):
@@ -201,6 +220,14 @@ class PoweredJobs:
             slowdowns=basis.slowdowns,
             overhead_s=basis.overhead_s,
         )
+
+
+def _is_lifted(run: LiveRun, ceiling_mhz: int | None) -> bool:
+    """Whether a ceiling would be higher than the one that a run has."""
+    before = run.machine.ceiling
+    if before is None or before.clock_mhz is None:
+        return False
+    return ceiling_mhz is None or ceiling_mhz > before.clock_mhz
 
 
 def _is_new(basis: CurveBasis | None, before: CurveBasis | None) -> bool:

@@ -18,6 +18,7 @@ class _Account:
     bucket: Bucket
     stream_count: int = 0
     solve_count: int = 0
+    listing_count: int = 0
 
 
 class Pace:
@@ -76,6 +77,21 @@ class Quotas:
             yield
         finally:
             account.solve_count -= 1
+
+    @contextmanager
+    def listing(self, principal: str) -> Iterator[None]:
+        """For the length of a block: one listing of the ledger more. Nothing is stored while one is added up.
+
+        Raises:
+            LimitReachedError: it would be too many.
+        """
+        account = self._account(principal)
+        _check(principal, "ledger listings at once", account.listing_count + 1, self.limits.solves)
+        account.listing_count += 1
+        try:
+            yield
+        finally:
+            account.listing_count -= 1
 
     def check_job(self, principal: str, spec: JobSpec, others: Iterable[JobSpec]) -> None:
         """Refuse a job beside the others that a principal has.

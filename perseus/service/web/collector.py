@@ -16,6 +16,7 @@ from perseus.service.domain.figures import JobFigures
 from perseus.service.domain.model import EventType, FaultyPart, JobState, RankFilter, RankState
 from perseus.service.domain.power import FeedStatus
 from perseus.service.domain.profiling import ProfilingLimit
+from perseus.service.domain.statement import LedgerTotals
 from perseus.service.domain.views import JobView
 from perseus.service.shell.coordinator import Coordinator
 from perseus.service.shell.live_run import LiveRun
@@ -95,6 +96,8 @@ class CoordinatorCollector:
         for reason, count in sorted(self._refusal_counts.items()):
             readings.put(names.REFUSALS, count, reason)
         self._read_store(readings)
+        if (totals := coordinator.ledger.totals) is not None:
+            _put_ledger(readings, totals)
         for feed, status in coordinator.power.feeds():
             _put_feed(readings, feed.name, status)
         for name, is_known, failure_count in coordinator.signals.states():
@@ -145,6 +148,17 @@ class CoordinatorCollector:
             share = clocks.on_clock_time_s / clocks.computation_time_s if clocks.computation_time_s else None
             readings.put(names.RANK_ON_CLOCK, share, *labels)
             readings.put(names.RANK_SET_LATENCY, clocks.set_latency_s, *labels)
+
+
+def _put_ledger(readings: Readings, totals: LedgerTotals) -> None:
+    readings.put(names.LEDGER_ENERGY, totals.energy_j)
+    readings.put(names.LEDGER_SAVED_ENERGY, totals.saved_energy_j)
+    if (cost := totals.cost) is not None:
+        readings.put(names.LEDGER_COST, cost.used)
+        readings.put(names.LEDGER_SAVED_COST, cost.saved)
+    if (carbon_g := totals.carbon_g) is not None:
+        readings.put(names.LEDGER_CARBON, carbon_g.used)
+        readings.put(names.LEDGER_SAVED_CARBON, carbon_g.saved)
 
 
 def _put_feed(readings: Readings, name: str, status: FeedStatus) -> None:

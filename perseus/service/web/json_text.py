@@ -53,6 +53,7 @@ def from_json(text: bytes, kind: type[Asked]) -> Asked:
         found = json.loads(text)
         if not isinstance(found, dict):
             raise json_format.ParseError(f"expected an object, found {type(found).__name__}")
+        _encode(found).encode()  # Half a surrogate pair is no text, and raises SystemErrors in protobuf.
         return json_format.ParseDict(found, kind(), max_recursion_depth=_MOST_DEPTH)
     except (json_format.ParseError, ValueError, RecursionError) as error:
         raise MalformedMessageError(cause=error) from None

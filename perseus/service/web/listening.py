@@ -1,8 +1,4 @@
-"""Where the HTTP server listens: plaintext, or TLS with the certificates that gRPC has.
-
-A renewed certificate is taken by listening anew on the same socket: connections that are open keep theirs,
-and at no moment does nobody listen.
-"""
+"""Where the HTTP server listens: plaintext, or TLS with the certificates that gRPC has."""
 
 import asyncio
 import contextlib
@@ -15,15 +11,13 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from perseus.service.domain.errors import AddressUnavailableError
+from perseus.service.web.tls_port import TlsPort
 from perseus.tls.address import host_and_port
 from perseus.tls.files import TlsSource
-from perseus.tls.server import server_context
 
 _log = structlog.get_logger(__name__)
 
 _BACKLOG = 128
-_LOOK_S = 5.0
-"""How often it is looked for renewed certificates; gRPC's port reads their files."""
 
 
 class _Log(logging.Handler):
@@ -57,15 +51,9 @@ async def listening(
         with _bound(address) as bound:
             host, port = bound.getsockname()[:2]
             url = f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
-            site = await _listen(runner, bound, tls)
-            renewing = asyncio.create_task(_renew(runner, bound, tls, site)) if tls is not None else None
             _log.info("listening for HTTP", url=url)
-            try:
+            async with _taking_connections(runner, bound, tls):
                 yield url
-            finally:
-                if renewing is not None:
-                    renewing.cancel()
-                    await asyncio.gather(renewing, return_exceptions=True)
     finally:
         await runner.cleanup()
 
@@ -82,18 +70,18 @@ def _bound(address: str) -> socket.socket:
         raise AddressUnavailableError(address=address, cause=error.strerror or error) from None
 
 
-async def _listen(runner: web.AppRunner, bound: socket.socket, tls: TlsSource | None) -> web.SockSite:
-    context = server_context(tls.material) if tls is not None else None
-    site = web.SockSite(runner, bound.dup(), ssl_context=context, backlog=_BACKLOG)
-    await site.start()
-    return site
-
-
-async def _renew(runner: web.AppRunner, bound: socket.socket, tls: TlsSource, site: web.SockSite) -> None:
-    generation = tls.generation
-    while True:
-        await asyncio.sleep(_LOOK_S)
-        if generation != tls.generation:
-            generation, before = tls.generation, site
-            site = await _listen(runner, bound, tls)
-            await before.stop()
+@contextlib.asynccontextmanager
+async def _taking_connections(
+    runner: web.AppRunner, bound: socket.socket, tls: TlsSource | None
+) -> AsyncIterator[None]:
+    if tls is None:
+        await web.SockSite(runner, bound.dup(), backlog=_BACKLOG).start()  # ends with the runner
+        yield
+        return
+    assert runner.server is not None
+    taking = asyncio.create_task(TlsPort(runner.server, bound, tls).run())
+    try:
+        yield
+    finally:
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)

@@ -93,6 +93,14 @@ def test_the_counter_shows_the_energy_of_its_last_tick() -> None:
     assert seen_j == pytest.approx([blocking_w * shown_s for shown_s in (0, 0, 0.1, 0.1, 0.2, 3.4)])
 
 
+def test_a_tick_is_seen_by_who_looks_at_its_very_moment() -> None:
+    """In floating point (50.3 − 50) / 0.1 is less than 3, and 50 + 3 · 0.1 is 50.3."""
+    state = stock()
+    for now_s in (50.3, 50.35):
+        state.advance(A40, now_s)
+        assert state.counter_j == pytest.approx(0.3 * A40.blocking_power_w(HIGH_MHZ))
+
+
 def test_a_second_computation_at_once_is_refused() -> None:
     state = stock()
     state.begin(WORK)

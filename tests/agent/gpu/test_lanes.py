@@ -19,6 +19,10 @@ def hang() -> Iterator[threading.Event]:
     event.set()
 
 
+def threads_of(gpu_uuid: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == f"driver: {gpu_uuid}"]
+
+
 async def test_answers_and_errors_come_back() -> None:
     lanes = Lanes()
     assert await lanes.run("GPU-a", lambda: 7) == 7
@@ -48,15 +52,15 @@ async def test_calls_for_one_gpu_go_one_after_the_other_and_those_for_others_bes
 async def test_a_call_that_hangs_is_waited_for_once_and_its_late_answer_is_not_lost(
     hang: threading.Event,
 ) -> None:
-    lanes = Lanes(patience_s=0.1)
+    lanes = Lanes(patience_s=1.0)
     late: list[bool] = []
-    with pytest.raises(GpuHungError, match=r"GPU GPU-a: expected the driver to answer within 0\.1 s"):
+    with pytest.raises(GpuHungError, match="GPU GPU-a: expected the driver to answer within 1 s"):
         await lanes.run("GPU-a", hang.wait, late.append)
     begun_s = asyncio.get_running_loop().time()
     for _ in range(10):
         with pytest.raises(GpuHungError):
             await lanes.run("GPU-a", lambda: 1)
-    assert asyncio.get_running_loop().time() - begun_s < 0.5, "none waited, which takes 0.1 s"
+    assert asyncio.get_running_loop().time() - begun_s < 5.0, "none waited, which takes 1 s"
     assert await lanes.run("GPU-b", lambda: 1) == 1
     hang.set()
     await until(lambda: late == [True], "the late answer")
@@ -78,15 +82,16 @@ async def test_who_is_cancelled_leaves_the_lane_in_order(hang: threading.Event) 
 
 
 async def test_a_late_error_is_nobody_s(hang: threading.Event) -> None:
-    lanes = Lanes(patience_s=0.05)
+    lanes = Lanes(patience_s=1.0)
+    handed_over: list[None] = []
 
     def fail() -> None:
         hang.wait()
         raise GpuLostError("gone")
 
     with pytest.raises(GpuHungError):
-        await lanes.run("GPU-a", fail, lambda _: pytest.fail("there is no answer"))
+        await lanes.run("GPU-a", fail, handed_over.append)
     hang.set()
-
-    await asyncio.sleep(0.05)
+    await until(lambda: not threads_of("GPU-a"), "the end of the call")
     assert await lanes.run("GPU-a", lambda: True)
+    assert handed_over == [], "there is no answer"

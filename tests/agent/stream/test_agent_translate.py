@@ -317,3 +317,6 @@ def test_a_registration_that_is_no_job_spec_is_refused() -> None:
     assert tuple((label.key, label.value) for label in request.labels) == labels
     with pytest.raises(ValueError, match=r"registration: expected a JobSpec as JSON: .*stages"):
         translate.register_job_request(Registration({"stages": 3}, "r", "f"))
+    for spec in ({"\ud800": 1}, {"schedule": "\ud800"}, {"jobId": "\ud800"}):
+        with pytest.raises(ValueError, match=r"registration: expected a JobSpec as JSON: .*surrogate"):
+            translate.register_job_request(Registration(spec, "r", "f"))

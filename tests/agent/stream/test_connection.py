@@ -280,6 +280,44 @@ async def test_no_attempt_is_made_before_the_coordinator_wants_it(monkeypatch: p
     assert {line["log_level"] for line in logs} <= {"warning", "info"}, "no error: it was told to come again"
 
 
+async def test_a_refusal_that_goes_on_is_logged_once_until_a_stream_was_open() -> None:
+    attempts = 0
+
+    class Refusing(agent_service_pb2_grpc.AgentServiceServicer):
+        async def Connect(  # noqa: N802 - gRPC's name
+            self,
+            request_iterator: AsyncIterator[wire.ConnectRequest],
+            context: grpc.aio.ServicerContext[wire.ConnectRequest, wire.ConnectResponse],
+        ) -> AsyncIterator[wire.ConnectResponse]:
+            nonlocal attempts
+            attempts += 1
+            await anext(request_iterator)  # a call that ends while it is written to ends as INTERNAL
+            if attempts == 5:
+                yield welcome(30.0)
+            text = "token 'a' is revoked" if attempts <= 8 else "token 'a' has expired"
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+
+    server = grpc.aio.server()
+    agent_service_pb2_grpc.add_AgentServiceServicer_to_server(Refusing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    connection = Connection(Channels(f"127.0.0.1:{port}"), AGENT, Witness(), lambda: 0.01)
+    with capture_logs() as logs:
+        running = asyncio.create_task(connection.run())
+        await until(lambda: attempts >= 12, "some attempts")
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await server.stop(None)
+    revoked, expired = "UNAUTHENTICATED: token 'a' is revoked", "UNAUTHENTICATED: token 'a' has expired"
+    of_both = ("coordinator refuses the stream", "no coordinator")
+    assert [(line["event"], line.get("reason")) for line in logs] == [
+        *((event, revoked) for event in of_both),
+        ("connected", None),
+        *((event, revoked) for event in of_both),
+        *((event, expired) for event in of_both),
+    ]
+
+
 class ClumsyWitness(Witness):
     """Who makes mistakes."""
 

@@ -106,6 +106,13 @@ def test_an_envelope_that_is_none_says_where(sender: Sender, changed: dict[str, 
             {"targets": [target_of(1, interval={"end_time": "2020-01-01T00:00:00Z"})]},
             "targets.0.interval.end_time: expected a time after 2027-01-15T08:00:00.250000Z",
         ),
+        *(
+            (
+                {"targets": [target_of(1, interval={edge: None})]},
+                f"targets.0.interval.{edge}: expected a time as in RFC 3339",
+            )
+            for edge in ("start_time", "end_time")
+        ),
         (
             {"targets": [target_of(1, strategy={"best_effort": 1})]},
             "targets.0.strategy.best_effort: Input should be a valid boolean",

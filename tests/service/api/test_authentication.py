@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from perseus.agent.stream.call import Call
 from perseus.demo.security import Security
-from perseus.service.api.authentication import Complaints
+from perseus.service.api.complaints import Complaints
 from perseus.service.api.rpc_scopes import RPC_SCOPES
 from perseus.service.domain.errors import TokenFileUnusableError
 from perseus.service.domain.principals import Grant, Principal, Scope

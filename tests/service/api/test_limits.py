@@ -5,6 +5,7 @@ import time
 import tracemalloc
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -14,8 +15,10 @@ from structlog.testing import capture_logs
 
 from perseus.service.api.translate_problems import problem_to_proto
 from perseus.service.domain.limits import Limits
+from perseus.service.domain.statement import Statement
 from perseus.service.server import running
 from perseus.service.settings import CoordinatorSettings
+from perseus.service.shell.ledger import Ledger
 from perseus.tls.channels import Channels
 from perseus.tls.tokens import TokenSource
 from perseus.v1 import (
@@ -23,8 +26,10 @@ from perseus.v1 import (
     computation_pb2,
     frontier_service_pb2,
     job_service_pb2,
+    ledger_service_pb2,
     token_service_pb2,
 )
+from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
 from perseus.v1.token_service_pb2_grpc import TokenServiceStub
 from tests.service.grpc_fakes import (
     ALL_PLACES,
@@ -201,6 +206,30 @@ async def test_solves_at_once_and_their_size_are_limited(tmp_path: Path) -> None
         larger.problem.schedule.named.microbatch_count = 1025
         code, reason, values = await refusal(client.frontiers.Solve(larger, timeout=TIMEOUT_S))
         assert (code, values["expected"]) == (INVALID, "at most 4096 computations")
+
+
+async def test_listings_of_the_ledger_at_once_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statement, may_go_on, asked = Ledger.statement, asyncio.Event(), asyncio.Semaphore(0)
+
+    async def held_up(ledger: Ledger, *wanted: Any) -> Statement:
+        asked.release()
+        await may_go_on.wait()
+        return await statement(ledger, *wanted)
+
+    monkeypatch.setattr(Ledger, "statement", held_up)
+    async with connected(make_settings(tmp_path, limit_solves=2)) as client:
+        stub, request = LedgerServiceStub(client.channel), ledger_service_pb2.ListLedgerEntriesRequest()
+        waiting = [stub.ListLedgerEntries(request, timeout=TIMEOUT_S) for _ in range(2)]
+        async with asyncio.timeout(TIMEOUT_S):
+            for _ in waiting:
+                await asked.acquire()
+        code, reason, values = await refusal(stub.ListLedgerEntries(request, timeout=TIMEOUT_S))
+        assert (code, reason, values["what"]) == (EXHAUSTED, "LIMIT_REACHED", "ledger listings at once")
+        may_go_on.set()
+        await asyncio.gather(*waiting)
+        await stub.ListLedgerEntries(request, timeout=TIMEOUT_S)
 
 
 async def test_who_sends_too_fast_is_slowed_down_and_loses_nothing(tmp_path: Path) -> None:

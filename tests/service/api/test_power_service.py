@@ -322,6 +322,49 @@ async def test_a_restart_lifts_no_ceiling_of_a_job_without_plans(tmp_path: Path)
         await agent.end()
 
 
+class AgentOfAnother(FakeAgent):
+    """Its GPUs are no others' of the same places."""
+
+    def joined(self, rank: service_fakes.FakeRank) -> pb_agents.RankJoined:
+        message = super().joined(rank)
+        message.gpu.uuid = f"{self.job_id}-{message.gpu.uuid}"
+        return message
+
+
+async def test_a_restart_lifts_no_pace_while_nothing_is_known_of_another_job(tmp_path: Path) -> None:
+    """That one may train on before its agent is back, and draw what would otherwise be given away."""
+    async with connected(make_settings(tmp_path)) as client:
+        async with planned(client) as agent:
+            power_w = (await client.job()).figures.power_w
+            await client.register(job_id="other")
+            other = AgentOfAnother(client, "agent-other", ALL_PLACES, "other")
+            await other.join()
+            await other.iterate()
+            await Power(client).set(limit_w=1.4 * power_w)
+            await until(lambda: is_held(client))
+            held_s = (await client.job()).budget_iteration_time_s
+            await agent.iterate(4)
+        await other.end()
+
+    async with connected(make_settings(tmp_path, lease_s=6.0)) as client:
+        agent.use(client)
+        await agent.join()
+
+        async def is_reckoned_with() -> bool:
+            await agent.iterate()
+            return (await Power(client).feed()).managed_w > 0
+
+        await until(is_reckoned_with)
+        assert (await client.job()).budget_iteration_time_s == held_s
+
+        async def is_faster() -> bool:
+            await agent.iterate()
+            return (await client.job()).budget_iteration_time_s < held_s
+
+        await until(is_faster)  # the other one's lease is over
+        await agent.end()
+
+
 async def test_what_is_told_of_this_second_counts_and_not_the_latest_iteration(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, power), planned(client) as agent:
         iteration_w = (await client.job()).figures.power_w

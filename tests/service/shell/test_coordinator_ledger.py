@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from structlog.testing import capture_logs
 
 from perseus.service.domain.ledger import HOUR_S
+from perseus.service.fleet.ledger_totals import RunningTotals
 from perseus.v1 import job_pb2
 from perseus.v1 import job_service_pb2 as jobs_pb
 from perseus.v1 import ledger_service_pb2 as pb
@@ -19,6 +22,7 @@ from tests.service.grpc_fakes import (
     make_settings,
     refusal,
 )
+from tests.service.web.scraping import free_port, scrape
 
 
 async def listed(client: Client, **wanted: object) -> pb.ListLedgerEntriesResponse:
@@ -83,6 +87,25 @@ async def test_a_job_that_ended_or_was_deleted_keeps_what_it_has_used(tmp_path: 
         assert deleted.account == running.account
     async with connected(settings) as client:
         assert (await listed(client)).entries == [deleted]
+
+
+async def test_a_mistake_over_the_totals_ends_nothing_but_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OverflowError
+
+    monkeypatch.setattr("perseus.service.shell.ledger.TOTALS_S", 0.01)
+    monkeypatch.setattr(RunningTotals, "add", fail)
+    http = f"127.0.0.1:{free_port()}"
+    with capture_logs() as logs:
+        async with connected(make_settings(tmp_path, http=http)) as client:
+            await planned(client)
+            samples = await scrape(f"http://{http}/metrics")
+            assert (await listed(client)).total.energy_kwh > 0
+    assert not any(name.startswith("perseus_ledger_") for name, _ in samples)
+    (told,) = [line for line in logs if line["log_level"] == "error"]
+    assert told["event"].startswith("totals of the ledger not added up")
 
 
 async def test_a_restart_counts_nothing_twice_and_leaves_nothing_out(tmp_path: Path) -> None:

@@ -222,7 +222,8 @@ async def test_a_store_that_is_behind_keeps_all_agents_together_waiting(
         for sequence in range(1, batch_count + 1):
             batch = agent_service_pb2.TelemetryBatch(job_id="nobody", sequence=sequence)
             await asyncio.gather(*(call.write(ConnectRequest(telemetry=batch)) for call in calls))
-        await asyncio.sleep(0.5)
+        await until(held.is_crowded)
+        await asyncio.sleep(0.5)  # nothing follows what waits by now
         assert writers.CROWD < held.later_count <= writers.CROWD + stream_count
         held.go.set()
         for call in calls:

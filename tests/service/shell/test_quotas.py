@@ -1,6 +1,7 @@
 """What each principal has at once: counted both ways, whatever order things end in, and apart from others."""
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ LIMITS = Limits(streams=3, solves=2, jobs=3, ranks=10, computations=60)
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.sampled_from(["stream", "solve"]), st.sampled_from("ab")),
+            st.tuples(st.sampled_from(["stream", "solve", "ledger listing"]), st.sampled_from("ab")),
             st.tuples(st.just("end"), st.integers(0, 20)),
         ),
         max_size=60,
@@ -25,6 +26,11 @@ LIMITS = Limits(streams=3, solves=2, jobs=3, ranks=10, computations=60)
 )
 def test_counts_are_what_is_open(steps: list[tuple[str, str | int]]) -> None:
     quotas = Quotas(LIMITS, lambda: 0.0)
+    of_kind: dict[str, Callable[[str], AbstractContextManager[object]]] = {
+        "stream": quotas.stream,
+        "solve": quotas.solve,
+        "ledger listing": quotas.listing,
+    }
     open_: list[tuple[str, str, ExitStack]] = []
     for kind, what in steps:
         if isinstance(what, int):
@@ -35,11 +41,11 @@ def test_counts_are_what_is_open(steps: list[tuple[str, str | int]]) -> None:
         stack = ExitStack()
         most = LIMITS.streams if kind == "stream" else LIMITS.solves
         if count < most:
-            stack.enter_context(quotas.stream(what) if kind == "stream" else quotas.solve(what))
+            stack.enter_context(of_kind[kind](what))
             open_.append((kind, what, stack))
             continue
         with pytest.raises(LimitReachedError) as caught:
-            stack.enter_context(quotas.stream(what) if kind == "stream" else quotas.solve(what))
+            stack.enter_context(of_kind[kind](what))
         assert caught.value.metadata == {
             "principal": what, "what": f"{kind}s at once", "limit": str(most), "found": str(most + 1)
         }  # fmt: skip

@@ -83,7 +83,7 @@ async def serving(
         calls = [
             *unary_calls(services["JobService"], JobService(jobs, quotas)),
             *unary_calls(services["FrontierService"], FrontierService(jobs, quotas), but_for=("Solve",)),
-            *unary_calls(services["LedgerService"], LedgerService(coordinator.ledger)),
+            *unary_calls(services["LedgerService"], LedgerService(coordinator.ledger, coordinator.quotas)),
             *unary_calls(services["PowerService"], PowerService(coordinator.power, quotas), _OPERATED),
         ]
         access = None if is_open else Access(coordinator.tokens, {})

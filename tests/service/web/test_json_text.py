@@ -59,6 +59,42 @@ def test_whatever_comes_is_a_message_or_refused(body: bytes) -> None:
             assert from_json(to_json(message).encode(), kind) == message
 
 
+# Names that the contract knows lead further into a message than others; half a surrogate pair is no text.
+texts = st.text(max_size=3) | st.sampled_from(["\ud800", "\udfff", "1", "1.5", "SCHEDULE_NAME_1F1B"])
+near = st.dictionaries(
+    st.sampled_from(["spec", "job_id", "request_id", "page_size"]) | texts,
+    st.recursive(
+        plain | texts,
+        lambda inner: (
+            st.lists(inner, max_size=2)
+            | st.dictionaries(
+                st.sampled_from(["job_id", "parallelism", "pipeline_count", "schedule", "named", "name"])
+                | texts,
+                inner,
+                max_size=3,
+            )
+        ),
+        max_leaves=6,
+    ),
+    max_size=2,
+)
+
+
+@given(near.map(lambda value: json.dumps(value).encode()))
+def test_what_is_nearly_a_message_is_one_or_refused(body: bytes) -> None:
+    with suppress(MalformedMessageError):
+        message = from_json(body, job_service_pb2.RegisterJobRequest)
+        assert from_json(to_json(message).encode(), job_service_pb2.RegisterJobRequest) == message
+
+
+@pytest.mark.parametrize(
+    "body", [rb'{"\ud800": 1}', rb'{"spec": "\ud800"}', rb'{"spec": {"\udfff": 1}}', b'{"\xed\xa0\x80": 1}']
+)
+def test_half_a_surrogate_pair_is_refused(body: bytes) -> None:
+    with pytest.raises(MalformedMessageError, match="surrogates not allowed"):
+        from_json(body, job_service_pb2.RegisterJobRequest)
+
+
 @pytest.mark.parametrize("depth", [1_000, 100_000])
 def test_depth_is_limited(depth: int) -> None:
     for opening in (b"[", b'{"spec":', b'{"spec":{"schedule":[', b'{"x":'):

@@ -1,7 +1,12 @@
 """What the HTTP server says of those who speak something else to its port."""
 
 import asyncio
+import contextlib
+import gc
 import logging
+import socket
+import ssl
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -9,6 +14,8 @@ from structlog.testing import capture_logs
 
 from perseus.service.web.listening import listening
 from perseus.tls.address import host_and_port
+from perseus.tls.files import Role, TlsFiles, TlsSource
+from tests.tls.pairs import authority, issue
 
 # As a gRPC client speaks that was told the page's port.
 HTTP_2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
@@ -47,3 +54,121 @@ async def test_a_fault_of_ours_is_told_as_all_others_are() -> None:
     assert answer.startswith(b"HTTP/1.1 500")
     (error,) = [line for line in told if line["log_level"] == "error"]
     assert str(error["exc_info"]) == "a fault"
+
+
+async def spoken_plainly(host: str, port: int, words: bytes) -> None:
+    """Connect, say something, and wait until the other side hangs up."""
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(words)
+    if not words:
+        writer.close()
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
+    writer.close()
+
+
+async def shaken(host: str, port: int, context: ssl.SSLContext) -> bool:
+    """Whether an answer comes; with TLS 1.3 a client's certificate is judged after its own handshake."""
+    try:
+        reader, writer = await asyncio.open_connection(host, port, ssl=context)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+    except (ConnectionError, ssl.SSLError):
+        return False
+    return answer.startswith(b"HTTP/1.1 404")
+
+
+def distrust(host: str, port: int, context: ssl.SSLContext) -> None:
+    """Refuse the server's certificate, and say so, which asyncio's clients don't."""
+    with (
+        pytest.raises(ssl.SSLCertVerificationError),
+        socket.create_connection((host, port)) as plain,
+        context.wrap_socket(plain, server_hostname=host),
+    ):
+        pass
+
+
+def of_client(trusted: Path | None, own: TlsFiles | None, version: ssl.TLSVersion) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=trusted)
+    context.maximum_version = version
+    if own is not None and own.certificate is not None:
+        context.load_cert_chain(own.certificate, own.key)
+    return context
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_handshake_that_is_refused_is_told_once_for_each_kind_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: ssl.TLSVersion
+) -> None:
+    ours, theirs = authority(tmp_path, "ours"), authority(tmp_path, "theirs")
+    files, ca = issue(ours), ours.folder / "ca.pem"
+    good = issue(ours, "good", ["client"], is_server=False)
+    foreign = issue(theirs, "foreign", ["client"], is_server=False)
+    late = issue(ours, "late", ["client"], is_server=False, begins_days=-9, ends_days=-1)
+    tls = TlsSource(TlsFiles(files.certificate, files.key, ca), Role.SERVER)
+    with capture_logs() as told:
+        async with listening(web.Application(), "127.0.0.1:0", tls, 1.0) as url:
+            place = host_and_port(url.removeprefix("https://"))
+            assert place is not None
+            assert await shaken(*place, of_client(ca, good, version))
+            for _ in range(3):
+                assert not await shaken(*place, of_client(ca, None, version))
+                assert not await shaken(*place, of_client(ca, foreign, version))
+            assert not await shaken(*place, of_client(ca, late, version))
+            await asyncio.to_thread(distrust, *place, of_client(None, good, version))
+            for _ in range(2):
+                await spoken_plainly(*place, b"GET / HTTP/1.1\r\n\r\n")
+            await spoken_plainly(*place, HTTP_2)
+            await spoken_plainly(*place, b"")  # as what looks whether the port is open
+            assert await shaken(*place, of_client(ca, good, version))
+    gc.collect()  # an exception that nobody has looked at is told when its task goes
+    refused = [line for line in told if line["log_level"] not in ("debug", "info")]
+    assert {line["log_level"] for line in refused} == {"warning"}
+    assert {line["event"] for line in refused} == {"TLS handshake refused"}
+    assert all(line["peer"].startswith("127.0.0.1:") for line in refused)
+    assert [line["reason"] for line in refused] == [
+        "expected a certificate of the client, found none",
+        "the client's certificate is not accepted: unable to get local issuer certificate",
+        "the client's certificate is not accepted: certificate has expired",
+        "the client ends the handshake: unknown ca",
+        "expected TLS, found plain HTTP: its URL begins with https",
+        "expected TLS, found something else",
+    ]
+    assert [record for record in caplog.records if record.levelno >= logging.INFO] == []
+
+
+async def test_a_connection_is_shown_the_certificate_that_there_is_when_it_comes(tmp_path: Path) -> None:
+    first, second = authority(tmp_path, "first"), authority(tmp_path, "second")
+    files = issue(first)
+    assert files.certificate is not None
+    assert files.key is not None
+    tls = TlsSource(TlsFiles(files.certificate, files.key), Role.SERVER)
+    before = of_client(first.folder / "ca.pem", None, ssl.TLSVersion.TLSv1_3)
+    after = of_client(second.folder / "ca.pem", None, ssl.TLSVersion.TLSv1_3)
+    async with listening(web.Application(), "127.0.0.1:0", tls, 1.0) as url:
+        place = host_and_port(url.removeprefix("https://"))
+        assert place is not None
+        assert await shaken(*place, before)
+        renewed = issue(second)
+        assert renewed.certificate is not None
+        assert renewed.key is not None
+        files.key.write_bytes(renewed.key.read_bytes())
+        files.certificate.write_bytes(renewed.certificate.read_bytes())
+        assert tls.poll()
+        assert await shaken(*place, after)
+        assert not await shaken(*place, before)
+
+
+async def test_a_handshake_that_never_ends_holds_up_neither_others_nor_the_end(tmp_path: Path) -> None:
+    files = issue(authority(tmp_path))
+    tls = TlsSource(TlsFiles(files.certificate, files.key), Role.SERVER)
+    context = of_client(files.ca, None, ssl.TLSVersion.TLSv1_3)
+    async with asyncio.timeout(20), listening(web.Application(), "127.0.0.1:0", tls, 1.0) as url:
+        place = host_and_port(url.removeprefix("https://"))
+        assert place is not None
+        reader, writer = await asyncio.open_connection(*place)
+        assert await shaken(*place, context)
+    with contextlib.suppress(ConnectionError):
+        assert await reader.read() == b""
+    writer.close()

@@ -13,8 +13,8 @@ from perseus.metrics import names
 from perseus.service.domain.errors import AddressUnavailableError
 from perseus.service.job.ranks.rank_table import RankTable
 from perseus.service.server import running
-from perseus.service.web import listening as web_listening
-from perseus.v1 import job_pb2, job_service_pb2
+from perseus.v1 import job_pb2, job_service_pb2, ledger_service_pb2
+from perseus.v1.ledger_service_pb2_grpc import LedgerServiceStub
 from tests.service.grpc_fakes import (
     ALL_PLACES,
     TIMEOUT_S,
@@ -121,6 +121,45 @@ async def test_a_job_is_told_as_over_grpc(tmp_path: Path) -> None:
         assert not any(("job_id", "job") in labels for _, labels in samples), "an ended job has no series"
 
 
+async def test_the_ledgers_totals_are_told_and_outlast_jobs_and_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perseus.service.shell.ledger.TOTALS_S", 0.05)
+    http = f"127.0.0.1:{free_port()}"
+    settings = make_settings(tmp_path, http=http, price_per_kwh=0.25)
+    samples: Samples = {}
+    energy_j = 0.0
+
+    async def are_told() -> bool:
+        nonlocal samples
+        samples = await scrape(f"http://{http}/metrics")
+        told_j = samples.get(("perseus_ledger_energy_joules", frozenset()))
+        return told_j == pytest.approx(energy_j)
+
+    async with connected(settings) as client:
+        await client.register()
+        agent = FakeAgent(client, "agent", ALL_PLACES)
+        await agent.join()
+        await agent.iterate_until(client, job_pb2.JOB_STATE_PLANNED)
+        await agent.iterate(4)
+        await client.finish()
+        request = ledger_service_pb2.ListLedgerEntriesRequest()
+        stub = LedgerServiceStub(client.channel)
+        total = (await stub.ListLedgerEntries(request, timeout=TIMEOUT_S)).total
+        energy_j = 3.6e6 * total.energy_kwh
+        assert energy_j > 0
+        await until(are_told)
+        await agent.end()
+    async with connected(settings):
+        await until(are_told)
+    saved_j = value(samples, "perseus_ledger_saved_energy_joules")
+    assert saved_j == pytest.approx(3.6e6 * total.saved_energy_kwh)
+    assert value(samples, "perseus_ledger_cost") == pytest.approx(total.cost)
+    assert value(samples, "perseus_ledger_saved_cost") == pytest.approx(total.saved_cost)
+    told = {name for name, _ in samples if name.startswith("perseus_ledger_")}
+    assert told == {metric.name for metric in names.LEDGER if "carbon" not in metric.name}, "no rate is known"
+
+
 async def test_series_do_not_grow_with_ranks_unless_asked_for(tmp_path: Path) -> None:
     http = f"127.0.0.1:{free_port()}"
     counts: dict[str, int] = {}
@@ -222,7 +261,6 @@ def client_context(security: Security) -> ssl.SSLContext:
 async def test_tls_is_grpcs_and_a_renewed_certificate_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web_listening, "_LOOK_S", 0.02)
     monkeypatch.setattr("perseus.service.listening._POLL_S", 0.02)
     security = Security(tmp_path / "security")
     http = f"127.0.0.1:{free_port()}"

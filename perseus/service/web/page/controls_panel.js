@@ -6,6 +6,26 @@ import * as n from "./numbers.js";
 import { panel } from "./panel.js";
 import { policy } from "./words.js";
 
+const DAY_MS = 24 * 3600 * 1000;
+
+const ITERATIONS = { name: "iterations", unit: "iterations", value: 1000, min: 1, step: 1 };
+
+/** The time that there is for least carbon, or cost: some more over a horizon, or until a time. */
+const EXTRA_TIME = {
+  fields: [
+    { name: "extra time", unit: "% more time", value: 5, min: 0, max: 1000 },
+    { name: "horizon", before: "over", unit: "h", value: 24, min: 1, max: 366 * 24 },
+  ],
+  time: ([percent, horizon_h]) => ({ extra_time: { percent, horizon_s: horizon_h * 3600 } }),
+};
+const WORK_UNTIL = {
+  fields: [
+    ITERATIONS,
+    { name: "time", before: "until (UTC)", unit: "UTC", after: "", type: "datetime-local", value: () => minute(Date.now() + DAY_MS) },
+  ],
+  time: ([iteration_count, until]) => ({ work_until: { iteration_count, end_time: new Date(`${until}Z`).toISOString() } }),
+};
+
 const POLICIES = {
   no_slowdown: { words: "No slowdown", fields: [], rule: () => ({ no_slowdown: {} }) },
   max_slowdown_percent: {
@@ -16,7 +36,7 @@ const POLICIES = {
   deadline: {
     words: "Iterations by a deadline",
     fields: [
-      { name: "iterations", unit: "iterations", value: 1000, min: 1, step: 1 },
+      ITERATIONS,
       { name: "within", unit: "s", value: 3600, min: 0.001 },
     ],
     rule: ([iteration_count, time_s]) => ({ deadline: { iteration_count, time_s } }),
@@ -26,6 +46,10 @@ const POLICIES = {
     fields: [{ name: "power", unit: "W", value: 2000, min: 0.001 }],
     rule: ([max_average_power_w]) => ({ max_average_power_w }),
   },
+  carbon_within: { words: "Least carbon, within extra time", ...leastSignal("least_carbon", EXTRA_TIME) },
+  carbon_until: { words: "Least carbon, until a time", ...leastSignal("least_carbon", WORK_UNTIL) },
+  cost_within: { words: "Least cost, within extra time", ...leastSignal("least_cost", EXTRA_TIME) },
+  cost_until: { words: "Least cost, until a time", ...leastSignal("least_cost", WORK_UNTIL) },
 };
 
 export class ControlsPanel {
@@ -99,12 +123,19 @@ export class ControlsPanel {
     const showFields = () =>
       put(
         fields,
-        POLICIES[select.value].fields.map(({ name, unit, value, min, max, step }) =>
+        POLICIES[select.value].fields.map(({ name, before, unit, after = ` ${unit}`, type = "number", value, min, max, step = "any" }) =>
           el(
             "label",
             { class: "field inline" },
-            el("input", { type: "number", "aria-label": `${name}, ${unit}`, value, min, max, step: step ?? "any", required: true }),
-            ` ${unit}`,
+            before ? `${before} ` : "",
+            el("input", {
+              type,
+              "aria-label": `${name}, ${unit}`,
+              value: typeof value === "function" ? value() : value,
+              ...(type === "number" ? { min, max, step } : {}),
+              required: true,
+            }),
+            after,
           ),
         ),
       );
@@ -112,7 +143,7 @@ export class ControlsPanel {
     const submit = (event) => {
       event.preventDefault();
       const { rule } = POLICIES[select.value];
-      const values = [...fields.querySelectorAll("input")].map((input) => Number(input.value));
+      const values = [...fields.querySelectorAll("input")].map((input) => (input.type === "number" ? Number(input.value) : input.value));
       this._send("SetPolicy", { policy: rule(values) }, "The policy is set.");
     };
     return el(
@@ -212,6 +243,16 @@ export class ControlsPanel {
       this._outcome.classList.add("wrong");
     }
   }
+}
+
+/** A policy that follows a signal, in a time that there is. */
+function leastSignal(rule, { fields, time }) {
+  return { fields, rule: (values) => ({ [rule]: time(values) }) };
+}
+
+/** A time in UTC as fields of forms have it, without its seconds. */
+function minute(time_ms) {
+  return new Date(time_ms).toISOString().slice(0, 16);
 }
 
 function button(text, onclick, kind = "") {

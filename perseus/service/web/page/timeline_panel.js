@@ -10,6 +10,8 @@ import { TimelineLayout } from "./timeline.js";
 import { kind } from "./words.js";
 
 const REFRESH_MS = 4_000;
+const NO_STOCK =
+  "An iteration of the stock baseline is kept until the coordinator restarts; measuring the baseline again brings one.";
 const COLOURS = {
   power: { words: "power", ramp: "heat", value: (entry) => entry.power_w ?? 0, format: n.watts },
   clock: { words: "clock", ramp: "cool", value: (entry) => entry.clock_mhz, format: (mhz) => `${n.fixed(mhz)} MHz` },
@@ -112,10 +114,10 @@ export class TimelinePanel {
     this._show();
   }
 
-  /** The baseline's: asked for once, and again when there is another one or its power has become known. */
+  /** The baseline's: asked for once, if there is one, and again when there is another or its power has become known. */
   async _stockTimeline() {
     const { run_number, baseline, t_min_s } = this._job;
-    const key = baseline ? `${run_number}/${baseline.iteration_time_s}/${t_min_s}` : "";
+    const key = baseline?.has_timeline ? `${run_number}/${baseline.iteration_time_s}/${t_min_s}` : "";
     if (key !== this._stockKey) {
       this._stockKey = key;
       this._stock = key ? await this._timeline({ from_baseline: true }) : null;
@@ -144,7 +146,9 @@ export class TimelinePanel {
     if (values.length) put(this._legend, legend(this._colourOf, low, high, format));
     else put(this._legend, el("span", { class: "legend" }, `${COLOURS[this._colour].words} not known yet`));
     const isWaitingColoured = blocking.length > 0 ? " Between its computations a stage draws its blocking power." : "";
-    say(this._note, `Every stage counts from its own start of the iteration.${isWaitingColoured}`);
+    const { baseline } = this._job;
+    const isStockLost = baseline && !baseline.has_timeline ? ` ${NO_STOCK}` : "";
+    say(this._note, `Every stage counts from its own start of the iteration.${isWaitingColoured}${isStockLost}`);
     if (!this._content.isConnected) put(this._body, this._content);
     this._picture.draw();
     this._fillTable();

@@ -50,6 +50,7 @@ HOUSE: Mapping[str, Room] = {
     "perseus": pure(),
     "v1": room(needs=["google", "grpc"]),
     "printable": pure(),
+    "seldom": pure(),
     "logs": room("printable", needs=["structlog"]),
     # Both ends of the wire.
     "metrics": pure("metrics.distribution", needs=["prometheus_client"]),
@@ -198,6 +199,7 @@ HOUSE: Mapping[str, Room] = {
         needs=["structlog"],
     ),
     "service.api": room(
+        "seldom",
         "service.domain",
         "service.shell",
         "service.shell.quotas",
@@ -266,6 +268,7 @@ HOUSE: Mapping[str, Room] = {
         "agent.link",
         "agent.rank",
         "printable",
+        "seldom",
         "tls",
         "v1",
         needs=["google", "grpc", "grpc_status", "structlog"],
@@ -283,6 +286,7 @@ HOUSE: Mapping[str, Room] = {
         "logs",
         "metrics",
         "metrics.distribution",
+        "seldom",
         "tls",
         needs=["pydantic", "pydantic_settings", "pynvml", "structlog"],
     ),

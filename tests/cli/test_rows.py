@@ -22,7 +22,7 @@ JOB = job_pb2.Job(
     state=job_pb2.JOB_STATE_PLANNED,
     state_reason='as, "quoted"\\x0a',
     rank_counts=job_pb2.RankCounts(connected_count=2),
-    baseline=job_pb2.Baseline(iteration_time_s=1.25, energy_j=math.inf),
+    baseline=job_pb2.Baseline(iteration_time_s=1.25, energy_j=math.inf, has_timeline=True),
     policy=job_pb2.OperatingPolicy(max_slowdown_percent=2.5),
     planned_iteration_time_s=[1.5, 1.25],
     stragglers=[job_pb2.Straggler(pipeline=1)],
@@ -40,7 +40,7 @@ def test_json_has_the_contracts_names_and_plain_values() -> None:
     assert (row["state"], row["run_number"], row["last_event_sequence"]) == ("planned", 3, 0)
     assert row["create_time"] == "2026-01-31T12:00:00.500000Z"
     assert row["finish_time"] is None
-    assert row["baseline"] == {"iteration_time_s": 1.25, "energy_j": None}
+    assert row["baseline"] == {"iteration_time_s": 1.25, "energy_j": None, "has_timeline": True}
     assert row["planned_iteration_time_s"] == [1.5, 1.25]
     assert row["stragglers"] == [{"pipeline": 1, "iteration_time_s": 0.0, "is_detected": False}]
     assert row["policy"] == {"max_slowdown_percent": 2.5, "budget_terms": None}

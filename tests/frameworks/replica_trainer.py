@@ -86,6 +86,8 @@ def train(task: TrainerTask, rank: int) -> None:
     if attachment is not None:
         attachment.detach()
     task.leave_losses(rank, losses)
+    # Before the group: whose last owner is a model that goes, waits for a thread of gloo's that waits for it.
+    del model, reducing, optimizer, loss, attachment
     distributed.destroy_process_group()
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import structlog
 
+from perseus.seldom import Seldom
+
 _PERIOD_S = 10.0
 _MOST = 256
 
@@ -16,20 +18,9 @@ class Complaints:
         self, log: structlog.stdlib.BoundLogger, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._log = log
-        self._monotonic = monotonic
-        self._told: dict[tuple[int, str], tuple[float, int]] = {}
+        self._seldom = Seldom(_PERIOD_S, _MOST, monotonic)
 
     def complain(self, uid: int, event: str, reason: str, **details: object) -> None:
         """Warn about a user; `reason` is a stable one."""
-        now_s = self._monotonic()
-        key = (uid, reason)
-        told_at_s, left_out = self._told.get(key, (-_PERIOD_S, 0))
-        if now_s - told_at_s < _PERIOD_S:
-            self._told[key] = (told_at_s, left_out + 1)
-            return
-        self._told.pop(key, None)
-        while len(self._told) >= _MOST:
-            self._told.pop(next(iter(self._told)))
-        self._told[key] = (now_s, 0)
-        more = {"left_out": left_out} if left_out else {}
-        self._log.warning(event, uid=uid, reason=reason, **details, **more)
+        if (more := self._seldom.due(uid, reason)) is not None:
+            self._log.warning(event, uid=uid, reason=reason, **details, **more)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import structlog
 
+from perseus.seldom import Seldom
+
 AGAIN_S = 300.0
 """An outage that lasts is told of again after so long: a log that is silent would mean that it is over."""
 _MOST = 16
@@ -17,8 +19,7 @@ class Outage:
         self, log: structlog.stdlib.BoundLogger, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._log = log
-        self._monotonic = monotonic
-        self._told: dict[tuple[str, str], tuple[float, int]] = {}
+        self._seldom = Seldom(AGAIN_S, _MOST, monotonic)
 
     def warn(self, event: str, reason: str, **details: object) -> None:
         """Warn of an attempt that has failed and is followed by another."""
@@ -30,17 +31,8 @@ class Outage:
 
     def end(self) -> None:
         """The coordinator is there: what comes after it is news."""
-        self._told.clear()
+        self._seldom.forget()
 
     def _tell(self, say: Callable[..., object], event: str, reason: str, details: dict[str, object]) -> None:
-        now_s = self._monotonic()
-        told_at_s, left_out = self._told.get((event, reason), (-AGAIN_S, 0))
-        if now_s - told_at_s < AGAIN_S:
-            self._told[event, reason] = (told_at_s, left_out + 1)
-            return
-        self._told.pop((event, reason), None)
-        while len(self._told) >= _MOST:
-            self._told.pop(next(iter(self._told)))
-        self._told[event, reason] = (now_s, 0)
-        more = {"left_out": left_out} if left_out else {}
-        say(event, reason=reason, **details, **more)
+        if (more := self._seldom.due(event, reason)) is not None:
+            say(event, reason=reason, **details, **more)

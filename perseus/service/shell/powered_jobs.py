@@ -76,7 +76,8 @@ class PoweredJobs:
     def begin(self, until_s: float) -> None:
         """After a start, until then: jobs train on, whose agents may not be there yet nor plans solved again.
 
-        While it is not known what each of them draws, no pace or ceiling from before is lifted.
+        While it is not known what one of them draws on a feed that is limited, no pace or ceiling from before
+        is lifted on that feed.
         """
         self._unknown, self._unknown_until_s = set(self._live.job_ids), until_s
 
@@ -128,8 +129,8 @@ class PoweredJobs:
                 changing.add(job_id)
                 if known.power.is_in_force:
                     outdated.add(job_id)
-        planned = {job_id for job_id, known in self._jobs.items() if known.points}
-        self._unknown = (self._unknown & self._jobs.keys()) - jobs_w.keys() - planned
+        here = self._unknown & self._jobs.keys() - jobs_w.keys()
+        self._unknown = {job_id for job_id in here if not self._jobs[job_id].points}
         others_w = {**dict.fromkeys(self._feeds.all(), 0.0), **drawn.others_w}
         return PowerMeasured(duration_s, jobs_w, others_w, changing, outdated)
 
@@ -140,13 +141,15 @@ class PoweredJobs:
 
     def order(self, fleet: FleetMachine, urgent: Mapping[str, bool], now_s: float) -> None:
         """Order the paces and ceilings that the fleet wants. `urgent`: of the paces that it just changed."""
-        may_lift = not self._unknown or now_s >= self._unknown_until_s
+        unknown = self._unknown if now_s < self._unknown_until_s else ()
+        held = {feed for job_id in unknown for feed in self._jobs[job_id].shares if fleet.is_limited(feed)}
         for job_id, known in list(self._jobs.items()):
             run = self._live.get(job_id)
             if run is None:
                 continue
             # First what counts wherever a plan does not: the plan may take a moment.
             ceiling_mhz, pace_s = fleet.ceiling_mhz(job_id), fleet.pace_s(job_id)
+            may_lift = held.isdisjoint(known.shares)
             if may_lift or not _is_lifted(run, ceiling_mhz):
                 self._order_ceiling(run, ceiling_mhz, known.shares)
             if (

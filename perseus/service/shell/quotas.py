@@ -4,9 +4,10 @@ One account for each principal that was ever seen since the start: there are no 
 certificates. Under `--insecure` everybody is one principal.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 
 from perseus.service.domain.errors import LimitReachedError
 from perseus.service.domain.limits import Bucket, Limits
@@ -16,9 +17,8 @@ from perseus.service.domain.specification import JobSpec
 @dataclass(slots=True)
 class _Account:
     bucket: Bucket
-    stream_count: int = 0
-    solve_count: int = 0
-    listing_count: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Of what goes on now, by what it is."""
 
 
 class Pace:
@@ -54,44 +54,24 @@ class Quotas:
         Raises:
             LimitReachedError: it would be too many.
         """
-        account = self._account(principal)
-        _check(principal, "streams at once", account.stream_count + 1, self.limits.streams)
-        account.stream_count += 1
-        own = Bucket(self.limits.stream_messages_per_s)
-        try:
-            yield Pace(own, account.bucket, self._monotonic)
-        finally:
-            account.stream_count -= 1
+        with self._one_more(principal, "streams at once", self.limits.streams) as account:
+            yield Pace(Bucket(self.limits.stream_messages_per_s), account.bucket, self._monotonic)
 
-    @contextmanager
-    def solve(self, principal: str) -> Iterator[None]:
+    def solve(self, principal: str) -> AbstractContextManager[object]:
         """For the length of a block: one problem, or plan, more.
 
         Raises:
             LimitReachedError: it would be too many.
         """
-        account = self._account(principal)
-        _check(principal, "solves at once", account.solve_count + 1, self.limits.solves)
-        account.solve_count += 1
-        try:
-            yield
-        finally:
-            account.solve_count -= 1
+        return self._one_more(principal, "solves at once", self.limits.solves)
 
-    @contextmanager
-    def listing(self, principal: str) -> Iterator[None]:
+    def listing(self, principal: str) -> AbstractContextManager[object]:
         """For the length of a block: one listing of the ledger more. Nothing is stored while one is added up.
 
         Raises:
             LimitReachedError: it would be too many.
         """
-        account = self._account(principal)
-        _check(principal, "ledger listings at once", account.listing_count + 1, self.limits.solves)
-        account.listing_count += 1
-        try:
-            yield
-        finally:
-            account.listing_count -= 1
+        return self._one_more(principal, "ledger listings at once", self.limits.solves)
 
     def check_job(self, principal: str, spec: JobSpec, others: Iterable[JobSpec]) -> None:
         """Refuse a job beside the others that a principal has.
@@ -118,6 +98,16 @@ class Quotas:
             LimitReachedError: it has.
         """
         _check(principal, "power budgets that have not ended", count + 1, self.limits.budgets)
+
+    @contextmanager
+    def _one_more(self, principal: str, what: str, limit: int) -> Iterator[_Account]:
+        account = self._account(principal)
+        _check(principal, what, account.counts[what] + 1, limit)
+        account.counts[what] += 1
+        try:
+            yield account
+        finally:
+            account.counts[what] -= 1
 
     def _account(self, principal: str) -> _Account:
         account = self._accounts.get(principal)

@@ -46,12 +46,3 @@ def test_events_are_told_apart_and_errors_have_their_level() -> None:
         ("error", "coordinator refuses the stream"),
         ("warning", "no coordinator"),
     ]
-
-
-def test_reasons_that_are_always_new_fill_no_memory() -> None:
-    outage = Outage(structlog.get_logger(), Clock())
-    with capture_logs() as logs:
-        for number in range(1000):
-            outage.warn("no coordinator", f"reason {number}")
-    assert len(logs) == 1000
-    assert len(outage._told) <= 16

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from hypothesis import HealthCheck, example, given, settings
@@ -315,6 +316,7 @@ def hostile() -> list[wire.ConnectRequest]:
     return [long, dear, slow, late, far]
 
 
+@pytest.mark.timeout(300)
 @example(said=hostile())
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(said=st.lists(requests(), min_size=1, max_size=6))

@@ -331,8 +331,9 @@ class AgentOfAnother(FakeAgent):
         return message
 
 
-async def test_a_restart_lifts_no_pace_while_nothing_is_known_of_another_job(tmp_path: Path) -> None:
-    """That one may train on before its agent is back, and draw what would otherwise be given away."""
+@asynccontextmanager
+async def held_beside_another(tmp_path: Path) -> AsyncIterator[tuple[FakeAgent, float]]:
+    """What stays of a coordinator: a job that a budget holds to its slowest pace, beside an unplanned one."""
     async with connected(make_settings(tmp_path)) as client:
         async with planned(client) as agent:
             power_w = (await client.job()).figures.power_w
@@ -341,27 +342,57 @@ async def test_a_restart_lifts_no_pace_while_nothing_is_known_of_another_job(tmp
             await other.join()
             await other.iterate()
             await Power(client).set(limit_w=1.4 * power_w)
-            await until(lambda: is_held(client))
-            held_s = (await client.job()).budget_iteration_time_s
+
+            async def is_slowest() -> bool:
+                job = await client.job()
+                return is_held_at(job, job.t_slow_s)
+
+            await until(is_slowest)  # what the other one draws may be known a moment later
+            slowest_s = (await client.job()).t_slow_s
             await agent.iterate(4)
         await other.end()
+    yield agent, slowest_s
 
-    async with connected(make_settings(tmp_path, lease_s=6.0)) as client:
+
+def is_held_at(job: job_pb2.Job, iteration_time_s: float) -> bool:
+    return job.budget_iteration_time_s == pytest.approx(iteration_time_s)
+
+
+async def is_reckoned_with(client: Client, agent: FakeAgent) -> bool:
+    await agent.iterate()
+    return (await Power(client).feed()).managed_w > 0
+
+
+async def test_a_restart_lifts_no_pace_while_nothing_is_known_of_another_job(tmp_path: Path) -> None:
+    """That one may train on before its agent is back, and draw what would otherwise be given away."""
+    async with (
+        held_beside_another(tmp_path) as (agent, slowest_s),
+        connected(make_settings(tmp_path, lease_s=6.0)) as client,
+    ):
         agent.use(client)
         await agent.join()
-
-        async def is_reckoned_with() -> bool:
-            await agent.iterate()
-            return (await Power(client).feed()).managed_w > 0
-
-        await until(is_reckoned_with)
-        assert (await client.job()).budget_iteration_time_s == held_s
+        await until(lambda: is_reckoned_with(client, agent))
+        assert is_held_at(await client.job(), slowest_s)
 
         async def is_faster() -> bool:
             await agent.iterate()
-            return (await client.job()).budget_iteration_time_s < held_s
+            return (await client.job()).budget_iteration_time_s < 0.99 * slowest_s
 
         await until(is_faster)  # the other one's lease is over
+        await agent.end()
+
+
+async def test_a_budget_that_ends_after_a_restart_lets_go_whatever_is_not_known(tmp_path: Path) -> None:
+    async with (
+        held_beside_another(tmp_path) as (agent, _),
+        connected(make_settings(tmp_path, lease_s=10 * TIMEOUT_S)) as client,
+    ):
+        agent.use(client)
+        await agent.join()
+        await until(lambda: is_reckoned_with(client, agent))
+        assert await is_held(client)
+        await Power(client).cancel()
+        await until(lambda: is_free(client))
         await agent.end()
 
 

@@ -248,6 +248,7 @@ def alone() -> list[object]:
     return []
 
 
+@pytest.mark.timeout(300)
 @settings(max_examples=8, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), share=st.sampled_from([0.002, 0.02, 0.2]))
 def test_whatever_fails_of_one_job_another_goes_on_as_if_it_were_alone(

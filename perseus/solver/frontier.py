@@ -18,9 +18,10 @@ from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
 from perseus.solver.plan_table import PlanTable, tabulate
 from perseus.solver.profile import PS_PER_S, to_ps
-from perseus.solver.realisation import Realiser, Relaxing, Target
+from perseus.solver.realisation import Realiser
 from perseus.solver.relaxed_cost import RelaxedCost
 from perseus.solver.sweep import Sweep, sweep_frontier
+from perseus.solver.target import Relaxing, Target
 
 _GRACE_PS = 1000
 """A deadline this little below T_min means T_min: sums of the same seconds differ in their last digits."""

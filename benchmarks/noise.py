@@ -14,11 +14,13 @@ from matplotlib.figure import Figure
 
 from benchmarks.harness import GPUS, Cell, Column, Table, main, published_pipeline
 from perseus.solver import Measurement, Pipeline, fastest_clock_plan, replay, shrink_profiles, with_margin
+from perseus.solver.columns import Columns
 from perseus.solver.computation import Computation
 from perseus.solver.graph import build_event_graph
 from perseus.solver.profile import PS_PER_S
-from perseus.solver.rounding import Rounder
+from perseus.solver.rounding import Roundings
 from perseus.solver.sweep import sweep_frontier
+from perseus.solver.trades import Trades
 
 MICROBATCHES = 12
 NOISES = (0.005, 0.01, 0.02)
@@ -28,8 +30,6 @@ SEED_COUNT = 40
 CONFIDENCE = 0.95
 WAYS = ("raw", "shrunk", "with margin")
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "noise.png"
-
-_UPDATES_PER_COMPUTATION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +102,12 @@ def _measured(truth: Pipeline, noise: float, random: np.random.Generator) -> Pip
 def _plan(truth: Pipeline, known: Pipeline) -> list[Promise]:
     """Plan on what is known, and see on the truth what comes of it."""
     graph = build_event_graph(known)
-    sweep, rounder = sweep_frontier(graph), Rounder(graph)
+    sweep, roundings, trades = sweep_frontier(graph), Roundings(graph, Columns(graph)), Trades(graph)
     all_max_s, true_all_max_s = (fastest_clock_plan(each).iteration_time_s for each in (known, truth))
     promises = []
     for factor in FACTORS:
         deadline_ps = max(sweep.t_min_ps, round(factor * all_max_s * PS_PER_S))
-        choice = rounder.round(sweep.event_times_at(deadline_ps), deadline_ps)
-        choice = rounder.improve(choice, deadline_ps, _UPDATES_PER_COMPUTATION * len(choice))
+        choice = trades.improve(roundings.cheapest(sweep.event_times_at(deadline_ps)), deadline_ps)
         clocks_mhz: dict[Computation, int] = {
             c: graph.options[p][k].clock_mhz
             for c, p, k in zip(graph.computations, graph.profile_of, choice, strict=True)

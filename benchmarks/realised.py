@@ -29,6 +29,7 @@ from perseus.solver.graph import build_event_graph
 from perseus.solver.sweep import sweep_frontier
 
 _DEADLINE_COUNT = 200
+_ROUNDS = 3
 
 
 def run() -> Sequence[Table]:
@@ -37,8 +38,8 @@ def run() -> Sequence[Table]:
     for gpu, label in GPUS.items():
         for microbatch_count in (12, 48, 96):
             pipeline = published_pipeline(gpu, microbatch_count)
-            whole_s = _command_s(gpu, microbatch_count)
-            sweep_s, program_s = _relaxed_s(pipeline)
+            whole_s = min(_command_s(gpu, microbatch_count) for _ in range(_ROUNDS))
+            sweep_s, program_s = map(min, zip(*(_relaxed_s(pipeline) for _ in range(_ROUNDS)), strict=True))
             gaps = gaps_percent(solve(pipeline))
             rows.append(
                 (
@@ -71,7 +72,8 @@ def run() -> Sequence[Table]:
             Column("above 0.5 %", "d"),
         ),
         tuple(rows),
-        "Whole: the command without start-up. Per point against the relaxed optimum at the plan's own time.",
+        "Whole: the command without start-up. Times: best of three. Per point against the relaxed optimum "
+        "at the plan's own time.",
     )
     return [table]
 

@@ -22,6 +22,10 @@ class Report(Protocol):
         """It is that far."""
 
 
+_LEAST_SHARE = 0.005
+"""By how much a share must have changed, so that it is shown."""
+
+
 def has_terminal() -> bool:
     """Whether standard error is a terminal; not merely said to be one, so that it is coloured."""
     return sys.stderr.isatty()
@@ -44,8 +48,14 @@ def working(description: str, *, is_measured: bool = False) -> Iterator[Report]:
     ) as progress:
         task = progress.add_task(description, total=1.0 if is_measured else None)
 
+        shown = 0.0
+
         def report(share: float, description: str | None = None) -> None:
-            progress.update(task, completed=share, description=description)
+            nonlocal shown
+            # To show it takes about as long as a small maximum flow: not for what nobody would see.
+            if description is not None or abs(share - shown) >= _LEAST_SHARE or share >= 1:
+                shown = share
+                progress.update(task, completed=share, description=description)
 
         yield report
 

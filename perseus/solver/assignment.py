@@ -39,13 +39,11 @@ class Assignment:
 
     Attributes:
         choice: per computation, the index of its option.
-        update_count: how many finishes have been looked at, a measure of effort that no machine changes.
     """
 
     def __init__(self, neighbourhood: Neighbourhood, choice: Sequence[int], deadline_ps: int) -> None:
         self._neighbourhood, self._deadline_ps = neighbourhood, deadline_ps
         self.choice = list(choice)
-        self.update_count = 0
         self._durations_ps = [times_ps[k] for times_ps, k in zip(neighbourhood.times_ps, choice, strict=True)]
         self._earliest_ps = [0] * len(choice)
         self._latest_ps = [0] * len(choice)
@@ -151,7 +149,6 @@ class Assignment:
         )
 
     def _earliest_finish_ps(self, i: int) -> int:
-        self.update_count += 1
         start_ps = 0
         for before, lag_ps in self._neighbourhood.before[i]:
             ready_ps = self._earliest_ps[before] + lag_ps
@@ -160,7 +157,6 @@ class Assignment:
         return start_ps + self._durations_ps[i]
 
     def _latest_finish_ps(self, i: int) -> int:
-        self.update_count += 1
         finish_ps = self._deadline_ps
         for after, lag_ps in self._neighbourhood.after[i]:
             needed_ps = self._latest_ps[after] - self._durations_ps[after] - lag_ps

@@ -98,8 +98,12 @@ class Columns:
             found = self._cheapest[prices[rows] + found]
         return found
 
-    def within_finishes(self, finishes_ps: Int64Array) -> Int64Array:
-        """Return choices that end every computation by a time, what one leaves over being the next one's."""
+    def within_finishes(self, finishes_ps: Int64Array, prices: Int64Array | None) -> Int64Array:
+        """Return choices that end every computation by a time, what one leaves over being the next one's.
+
+        Each is the slowest option that does; with prices, the one of these that costs the least if time has
+        that price.
+        """
         choices = np.empty_like(finishes_ps)
         ends_ps = np.zeros((self.row_count + 1, finishes_ps.shape[1]), dtype=np.int64)
         for level in self.levels:
@@ -107,7 +111,7 @@ class Columns:
             rows = level.rows
             if starts_ps is None:
                 starts_ps = np.zeros_like(finishes_ps[rows])
-            choices[rows] = self.slowest_within(rows, finishes_ps[rows] - starts_ps, None)
+            choices[rows] = self.slowest_within(rows, finishes_ps[rows] - starts_ps, prices)
             ends_ps[rows] = starts_ps + self.times_ps[choices[rows]]
         return choices
 

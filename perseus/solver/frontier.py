@@ -18,9 +18,10 @@ from perseus.solver.pipeline import Pipeline
 from perseus.solver.plan import Plan, assemble_plan, fastest_clock_plan
 from perseus.solver.plan_table import PlanTable, tabulate
 from perseus.solver.profile import PS_PER_S, to_ps
-from perseus.solver.realisation import Realiser, Relaxing, Target
+from perseus.solver.realisation import Realiser
 from perseus.solver.relaxed_cost import RelaxedCost
 from perseus.solver.sweep import Sweep, sweep_frontier
+from perseus.solver.target import Relaxing, Target
 
 _GRACE_PS = 1000
 """A deadline this little below T_min means T_min: sums of the same seconds differ in their last digits."""
@@ -38,9 +39,7 @@ _LARGE_EFFORT = 2e7
 """What a sweep of some seconds is (see :attr:`Sweep.effort`)."""
 
 _SWEEP_SHARE = 0.6
-_REFINING_SHARE = 0.2
-"""About the shares of solving that the sweep and the most wanted plans take; the other points take the
-rest."""
+"""About the share of solving that the sweep takes; realising plans takes the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +90,8 @@ class Refinement:
 
     def plan(self) -> Plan:
         """Return the plan: never slower than the deadline, at the least effective energy found."""
-        refined = Realiser(self._graph).refine(self._target, [[*self._within]], is_thorough=True)
-        plan = _assemble(self.pipeline, self._graph, refined.choice)
+        choice = Realiser(self._graph).refine(self._target, [[*self._within]])
+        plan = _assemble(self.pipeline, self._graph, choice)
         if self._set_latency_s:
             plan = kept_plan(self.pipeline, plan, self._set_latency_s) or self._realised
         # Not even by a rounding error of the sums is it dearer than what is realised already.
@@ -292,32 +291,20 @@ def solve(
     all_max_ps = min(to_ps(baseline.iteration_time_s), sweep.t_slow_ps)
     deadlines_ps = _space_deadlines_ps(sweep, (t_star_ps, all_max_ps), point_count)
     # Most iterations run at one of these; they are the hardest to round.
-    refined_ps = sorted({sweep.t_min_ps, all_max_ps}.intersection(deadlines_ps))
+    wanted_ps = {sweep.t_min_ps, all_max_ps}.intersection(deadlines_ps)
     realiser = Realiser(graph)
-    refined: dict[int, Choice] = {}
-    exact_ps = {sweep.t_slow_ps}  # there nothing is left to choose
-    for number, deadline_ps in enumerate(refined_ps):
-        choice, is_final = realiser.refine(
-            _target(pipeline, sweep, deadline_ps),
-            list(refined.values()),
-            is_thorough=False,
-            report=lambda share, done=number: report(  # type: ignore[misc]
-                _SWEEP_SHARE + _REFINING_SHARE * (done + share) / len(refined_ps)
-            ),
-        )
-        refined[deadlines_ps.index(deadline_ps)] = choice
-        if is_final:
-            exact_ps.add(deadline_ps)
-    choices = realiser.realise(
+    choices, final = realiser.realise(
         [partial(_target, pipeline, sweep, deadline_ps) for deadline_ps in deadlines_ps],
-        refined,
-        lambda share: report(_SWEEP_SHARE + _REFINING_SHARE + (1 - _SWEEP_SHARE - _REFINING_SHARE) * share),
+        {deadlines_ps.index(deadline_ps) for deadline_ps in wanted_ps},
+        lambda share: report(_SWEEP_SHARE + (1 - _SWEEP_SHARE) * share),
     )
+    # At T_slow nothing is left to choose.
+    exact_ps = {sweep.t_slow_ps, *(deadlines_ps[index] for index in final)}
     plans = tabulate(pipeline, graph, realiser.columns, choices)
     choice_times_ps = tuple(map(to_ps, plans.iteration_times_s))
     found = [KeptPoint(deadline_ps / PS_PER_S, row, 0.0) for row, deadline_ps in enumerate(deadlines_ps)]
     if set_latency_s:
-        marks_ps = {*refined_ps, t_star_ps, deadlines_ps[-1]}
+        marks_ps = {*wanted_ps, t_star_ps, deadlines_ps[-1]}
         step = max(1, len(deadlines_ps) // dwelled_count(len(graph.computations)))
         kept = KeptClocks(pipeline, baseline, set_latency_s)
         for row, deadline_ps in enumerate(deadlines_ps):
@@ -368,10 +355,8 @@ def plan_at(
     graph = build_event_graph(pipeline, automatic_tolerance(pipeline))
     sweep = sweep_frontier(graph, lambda share: on_progress(share / 2), stop_s=iteration_time_s)
     target = _target(pipeline, sweep, _check_deadline(iteration_time_s, sweep))
-    refined = Realiser(graph).refine(
-        target, is_thorough=True, report=lambda share: on_progress((1 + share) / 2)
-    )
-    return _assemble(pipeline, graph, refined.choice)
+    choice = Realiser(graph).refine(target, report=lambda share: on_progress((1 + share) / 2))
+    return _assemble(pipeline, graph, choice)
 
 
 def _check_deadline(iteration_time_s: float, sweep: Sweep) -> int:

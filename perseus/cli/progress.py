@@ -14,16 +14,15 @@ from perseus.cli.terminal import error_console
 _PATIENCE_S = 0.5
 """Nothing is shown of what takes less."""
 
+_LEAST_SHARE = 0.005
+"""By how much a share must have changed, so that it is shown."""
+
 
 class Report(Protocol):
     """Tells how far it is: a share from 0 to 1, and the words beside it if they change."""
 
     def __call__(self, share: float, description: str | None = None) -> None:
         """It is that far."""
-
-
-_LEAST_SHARE = 0.005
-"""By how much a share must have changed, so that it is shown."""
 
 
 def has_terminal() -> bool:
@@ -47,7 +46,6 @@ def working(description: str, *, is_measured: bool = False) -> Iterator[Report]:
         disable=not has_terminal(),
     ) as progress:
         task = progress.add_task(description, total=1.0 if is_measured else None)
-
         shown = 0.0
 
         def report(share: float, description: str | None = None) -> None:

@@ -1,9 +1,11 @@
 """Signs of life: on a terminal, of what takes a while, and nowhere else."""
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from perseus.cli import progress
 
@@ -40,3 +42,22 @@ def test_how_far_it_is_is_shown_on_a_terminal(
     assert "Solving [/x]" in terminal.file.getvalue()
     assert "25 %" in terminal.file.getvalue()
     assert capsys.readouterr() == ("", "")
+
+
+def test_steps_that_nobody_would_see_are_not_drawn_and_the_last_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[float] = []
+    update = Progress.update
+
+    def noting(self: Progress, *args: Any, **changes: Any) -> None:
+        drawn.append(changes["completed"])
+        update(self, *args, **changes)
+
+    monkeypatch.setattr(Progress, "update", noting)
+    with progress.working("Solving", is_measured=True) as report:
+        for step in range(10_001):
+            report(step / 10_000)
+    assert 100 <= len(drawn) <= 201
+    assert drawn == sorted(drawn)
+    assert drawn[-1] == 1.0

@@ -131,17 +131,17 @@ class Realiser:
         """
         pains = _PAINS[targets[0]().relaxing]
         lanes = self._begin(targets, wanted, lambda share: report(_BEGUN_SHARE * share))
-        self._search_all(lanes, pains)
-        steps = _Steps(report, _BEGUN_SHARE, len(wanted) + 3)
+        steps = _Steps(report, _BEGUN_SHARE, len(wanted) + 6)
+        self._search_all(lanes, pains, steps.next())
         final = {
             index for index in sorted(wanted) if self._refine(lanes, index, targets[index](), steps.next())
         }
-        self._exchange_and_search(lanes, pains, steps.next())
+        self._exchange_and_search(lanes, pains, steps)
         # What is found for the farthest makes others better, too. To refine more of them gains little.
         farthest = lanes.farthest(final)
         if self._refine(lanes, farthest, targets[farthest](), steps.next()):
             final.add(farthest)
-            self._exchange_and_search(lanes, pains, steps.next())
+            self._exchange_and_search(lanes, pains, steps)
         for index in sorted(wanted - final):
             if lanes.excess_shares()[lanes.of(index)].min() > pains.close_share:
                 self._search_once_more(lanes, index, targets[index]())
@@ -206,15 +206,18 @@ class Realiser:
             lanes.choices[:, own], target, lanes.prices[:, own[:1]]
         )
 
-    def _exchange_and_search(self, lanes: Lanes, pains: _Pains, report: Callable[[float], None]) -> None:
-        self._exchange.improve(lanes, pains.close_share, report)
-        self._search_all(lanes, pains)
+    def _exchange_and_search(self, lanes: Lanes, pains: _Pains, steps: "_Steps") -> None:
+        self._exchange.improve(lanes, pains.close_share, steps.next())
+        self._search_all(lanes, pains, steps.next())
 
-    def _search_all(self, lanes: Lanes, pains: _Pains) -> None:
-        for some in self._portions(lanes.above(_GOOD_ENOUGH)):
+    def _search_all(self, lanes: Lanes, pains: _Pains, report: Callable[[float], None]) -> None:
+        which, done = lanes.above(_GOOD_ENOUGH), 0
+        for some in self._portions(which):
             lanes.choices[:, some] = self._search.search(
                 lanes.choices[:, some], lanes.deadlines_ps[some], lanes.prices[:, some], pains.try_count
             )
+            done += len(some)
+            report(done / len(which))
 
     def _portions(self, which: Int64Array, width: int = 1) -> Iterator[Int64Array]:
         size = max(1, _MOST_CELLS // (self.columns.row_count * width))

@@ -27,7 +27,7 @@ class Exchange:
     def improve(self, lanes: Lanes, enough_share: float, report: Callable[[float], None]) -> None:
         """Mix every deadline's best choice with others, until it is that near its bound.
 
-        With its own other lanes, with the best ones of the deadlines beside it, and with a mixture of the two
+        With its own other lanes, with the best ones of the deadlines beside it, and with mixtures of the two
         corners that it lies between on the hull of all of them.
 
         Args:
@@ -73,13 +73,17 @@ class Exchange:
         faster = max((corner for corner in corners if corner < index), default=index)
         slower = min((corner for corner in corners if corner > index), default=index)
         if faster < index < slower and slower - faster > 2:  # else they are the neighbours
-            mixed_ps = times_ps[:, faster]
-            for other_ps in _at_both_ends(times_ps[:, slower], deadline_ps):
-                mixed_ps = self._fusion.fuse(mixed_ps, other_ps, deadline_ps)
-            yield mixed_ps
+            yield from self._mixed(times_ps[:, faster], times_ps[:, slower], deadline_ps)
         for neighbour in (index - 1, index + 1):
             if 0 <= neighbour < lanes.deadline_count:
                 yield from _at_both_ends(times_ps[:, neighbour], deadline_ps)
+
+    def _mixed(self, faster_ps: Int64Array, slower_ps: Int64Array, deadline_ps: int) -> Iterator[Int64Array]:
+        """Yield the cheapest mixtures of two plans: the faster one first, and the slower one first."""
+        yield self._fusion.fuse(faster_ps, slower_ps + (deadline_ps - slower_ps[-1]), deadline_ps)
+        later_ps = faster_ps + (deadline_ps - faster_ps[-1])
+        later_ps[0] = 0  # what begins the iteration has longer for it
+        yield self._fusion.fuse(later_ps, slower_ps, deadline_ps)
 
 
 def _at_both_ends(times_ps: Int64Array, deadline_ps: int) -> Iterator[Int64Array]:

@@ -22,7 +22,13 @@ from benchmarks.harness import (
     published_pipeline,
 )
 from benchmarks.realised import gaps_percent
-from perseus.solver import Kind, Pipeline, one_forward_one_backward, solve
+from perseus.solver import (
+    Kind,
+    Pipeline,
+    interleaved_one_forward_one_backward,
+    one_forward_one_backward,
+    solve,
+)
 
 _SEED = 0
 _CASES = ((16, 32), (16, 64), (16, 128), (16, 256), (32, 256), (64, 512))
@@ -31,12 +37,17 @@ _SWEPT = 0.6
 
 
 def run() -> Sequence[Table]:
+    return [solved_table("100 realised plans of distinct stages against the sweep alone", _CASES)]
+
+
+def solved_table(title: str, cases: Sequence[tuple[int, int]], chunk_count: int = 1) -> Table:
+    """Solve cases of (stages, microbatches), a process each."""
     rows: list[tuple[Cell, ...]] = []
-    for case in _CASES:
+    for case in cases:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            rows.append(pool.submit(_row, *case).result())
-    table = Table(
-        "100 realised plans of distinct stages against the sweep alone",
+            rows.append(pool.submit(_row, *case, chunk_count).result())
+    return Table(
+        title,
         (
             Column("stages", "d"),
             Column("microbatches", "d"),
@@ -54,11 +65,10 @@ def run() -> Sequence[Table]:
         "Made up of the A100's profile: each stage's times and energies are those of one of its stages, each "
         "kind's scaled by its own factor between 0.94 and 1.06.",
     )
-    return [table]
 
 
-def _row(stage_count: int, microbatch_count: int) -> tuple[Cell, ...]:
-    pipeline = distinct_stages(stage_count, microbatch_count)
+def _row(stage_count: int, microbatch_count: int, chunk_count: int) -> tuple[Cell, ...]:
+    pipeline = distinct_stages(stage_count, microbatch_count, chunk_count)
     began_s = swept_s = time.process_time()
 
     def report(share: float) -> None:
@@ -84,22 +94,29 @@ def _row(stage_count: int, microbatch_count: int) -> tuple[Cell, ...]:
     )
 
 
-def distinct_stages(stage_count: int, microbatch_count: int) -> Pipeline:
-    """Stages that all have profiles of their own, from the A100's and seeded dice."""
+def distinct_stages(stage_count: int, microbatch_count: int, chunk_count: int) -> Pipeline:
+    """Stages that all have profiles of their own, from the A100's and seeded dice.
+
+    With several chunks, among which a stage's times and energies are divided, the schedule is interleaved.
+    """
     published = published_pipeline("a100-sxm", 8)
     random = np.random.default_rng(_SEED)
     profiles = {}
     for stage in range(stage_count):
         for kind in (Kind.FORWARD, Kind.BACKWARD):
-            longer, dearer = random.uniform(0.94, 1.06, size=2)
-            profiles[stage, 0, kind] = tuple(
-                type(m)(m.clock_mhz, longer * m.time_s, dearer * m.energy_j)
-                for m in published.profiles[stage % 8, 0, kind]
-            )
+            longer, dearer = random.uniform(0.94, 1.06, size=2) / chunk_count
+            for chunk in range(chunk_count):
+                profiles[stage, chunk, kind] = tuple(
+                    type(m)(m.clock_mhz, longer * m.time_s, dearer * m.energy_j)
+                    for m in published.profiles[stage % 8, 0, kind]
+                )
     power_w = GPUS_PER_STAGE * BLOCKING_POWER_W["a100-sxm"]
-    return Pipeline(
-        one_forward_one_backward(stage_count, microbatch_count), profiles, (power_w,) * stage_count
+    schedule = (
+        one_forward_one_backward(stage_count, microbatch_count)
+        if chunk_count == 1
+        else interleaved_one_forward_one_backward(stage_count, microbatch_count, chunk_count)
     )
+    return Pipeline(schedule, profiles, (power_w,) * stage_count)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Rules and board, held against a real Prometheus that scrapes a coordinator and the agents of a job."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from perseus.demo.cluster import Cluster
+from tests.event_log import logged
 from tests.metrics.test_names import board_queries
 from tests.prometheus.server import Prometheus
 from tests.workloads import SMALL
@@ -65,11 +65,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cluster
         Cluster(WORKLOAD, Path(run_dir), tmp_path / "logs") as cluster,
     ):
         yield cluster
-
-
-def logged(log: Path, event: str) -> dict[str, Any]:
-    entries = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-    return next(entry for entry in entries if entry["event"] == event)
 
 
 def configuration(cluster: Cluster, logs: Path, rules: Path) -> dict[str, Any]:

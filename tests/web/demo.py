@@ -1,6 +1,5 @@
 """A demo whose coordinator serves the page to whoever has a token."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from playwright.async_api import Page
 from perseus.demo import cluster as demo_cluster
 from perseus.demo.cluster import Cluster
 from perseus.demo.security import Security
+from tests.event_log import logged
 
 
 class _ServerTls(Security):
@@ -32,8 +32,7 @@ def page_served() -> Iterator[None]:
 
 def http_url(log: Path) -> str:
     """Where the coordinator of that log serves the page."""
-    entries = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
-    url: str = next(entry["url"] for entry in entries if entry["event"] == "listening for HTTP")
+    url: str = logged(log, "listening for HTTP")["url"]
     return url
 
 

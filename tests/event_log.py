@@ -1,0 +1,23 @@
+"""What another process says in its log of JSON lines."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 60.0
+
+
+def logged(log: Path, event: str) -> dict[str, Any]:
+    """Return the first entry of that event as soon as it is there, which may be any time after others."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        lines = log.read_text().splitlines(keepends=True)
+        # A line that is only begun may be half an entry.
+        entries = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
+        for entry in entries:
+            if entry["event"] == event:
+                found: dict[str, Any] = entry
+                return found
+        assert time.monotonic() < deadline_s, f"{log.name}: expected {event!r}, found {entries[-3:]}"
+        time.sleep(0.02)

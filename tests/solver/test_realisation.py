@@ -17,6 +17,7 @@ from perseus.solver.graph import EventGraph, Int64Array, build_event_graph
 from perseus.solver.lanes import Lanes
 from perseus.solver.plan_table import tabulate
 from perseus.solver.realisation import Realiser
+from perseus.solver.rounding import Roundings
 from perseus.solver.sweep import Sweep, sweep_frontier
 from perseus.solver.target import Relaxing, Target
 from tests.solver.pipelines import pipelines, published_pipeline
@@ -96,13 +97,12 @@ def test_what_is_taken_over_from_others_keeps_the_deadline_and_only_ever_helps(
     graph = build_event_graph(pipeline)
     targets = targets_of(pipeline, sweep_frontier(graph), shares)
     columns = Columns(graph)
-    index_of = np.array([*range(len(targets)), 0])
-    lanes = Lanes(columns, index_of)
+    roundings = Roundings(graph, columns)
+    lanes = Lanes(columns, np.array([*range(len(targets)), 0]))
     for index, target in enumerate(targets):
-        (rows_ps,) = (target.relaxed_ps[graph.finish_event[columns.computation_of]][:, None],)
-        prices = columns.price_of(rows_ps)
+        finishes_ps, prices = roundings.of(target.relaxed_ps)
         lanes.set_target(index, target.deadline_ps, target.bound_j, target.energy_j, prices)
-        lanes.choices[:, lanes.of(index)] = columns.within_finishes(rows_ps, None)
+        lanes.choices[:, lanes.of(index)] = columns.within_finishes(finishes_ps, None)
     lanes.choices[:, -1] = columns.fastest[:, 0]
     before_j = lanes.effective_energies_j()[: len(targets)]
     shares_done: list[float] = []

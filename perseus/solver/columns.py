@@ -19,6 +19,9 @@ from perseus.solver.profile import PS_PER_S, UW_PER_W
 
 FloatArray = NDArray[np.float64]
 
+Choice = list[int]
+"""Per computation of the graph, the index of its chosen option."""
+
 Rungs = NDArray[np.int8]
 """Prices, as places on a ladder of them."""
 

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus.solver.assignment import Choice
+from perseus.solver.columns import Choice
 from perseus.solver.errors import DeadlineError, SolverError
 from perseus.solver.graph import EventGraph, build_event_graph, convex_hulls
 from perseus.solver.kept_clocks import KeptClocks, KeptPoint, dwelled_count, kept_plan

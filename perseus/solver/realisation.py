@@ -13,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from perseus.solver.assignment import Choice
 from perseus.solver.block_search import BlockSearch
-from perseus.solver.columns import Columns
+from perseus.solver.columns import Choice, Columns
 from perseus.solver.exchange import Exchange
 from perseus.solver.fusion import Fusion
 from perseus.solver.graph import EventGraph, Int64Array

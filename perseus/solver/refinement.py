@@ -3,7 +3,7 @@
 Several choices are searched at once (:mod:`perseus.solver.block_search`), and the best one takes over from
 the others what suits it (:mod:`perseus.solver.fusion`). If it does not come close to the bound, it is relaxed
 again on local hulls (:mod:`perseus.solver.local_hulls`), and what these relaxed plans are rounded to is
-searched and mixed with it, again and again. Trades (:mod:`perseus.solver.trades`) are the last polish.
+searched and mixed with it, again and again.
 """
 
 import math
@@ -19,7 +19,6 @@ from perseus.solver.graph import EventGraph, Int64Array
 from perseus.solver.local_hulls import relax_around
 from perseus.solver.rounding import Roundings
 from perseus.solver.target import Relaxing, Target
-from perseus.solver.trades import Trades
 
 _ENOUGH_SHARE = 0.0003
 """A choice this close to its bound, as a share of the energy, is searched no longer."""
@@ -99,8 +98,6 @@ class Refiner:
                 means.reaches,
                 lambda share: report(_SEARCHING_SHARE + (1 - _SEARCHING_SHARE) * share),
             )
-        if target.relaxing is not Relaxing.NEVER:
-            best = self._traded(best, target)
         report(1.0)
         return best
 
@@ -131,10 +128,6 @@ class Refiner:
             choices = np.concatenate((best, self._roundings.round(finishes_ps, prices)), axis=1)
             best = self.search(choices, target, prices)
         return best
-
-    def _traded(self, best: Int64Array, target: Target) -> Int64Array:
-        (choice,) = self._columns.to_choices(best).tolist()
-        return self._columns.to_columns([Trades(self._graph).improve(choice, target.deadline_ps)])
 
     def _searched(self, choices: Int64Array, target: Target, prices: Rungs) -> Int64Array:
         return self._search.search(

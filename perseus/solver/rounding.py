@@ -7,8 +7,7 @@ slowest that does, others the one that is worth its price.
 
 import numpy as np
 
-from perseus.solver.assignment import Choice
-from perseus.solver.columns import Columns, Rungs
+from perseus.solver.columns import Choice, Columns, Rungs
 from perseus.solver.graph import EventGraph, Int64Array
 
 _RUNGS_BELOW = (None, 8, 3, 1)

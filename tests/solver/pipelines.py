@@ -1,5 +1,8 @@
 """Random pipelines, the published profiles, and two independent judges: a replay and a linear program."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path as FilePath
 from typing import NamedTuple
@@ -21,6 +24,8 @@ from perseus.solver import (
     ScheduleError,
     Transfers,
     read_profile_csv,
+    realisation,
+    refinement,
 )
 from perseus.solver import one_forward_one_backward as one_f_one_b
 from perseus.solver.transfers import lagged_arcs
@@ -28,6 +33,19 @@ from perseus.solver.transfers import lagged_arcs
 _DATA = FilePath(__file__).resolve().parents[3] / "shared" / "data"
 BLOCKING_POWER_W = {"a100-sxm": 83.64, "a40": 70.38}
 GPUS_PER_STAGE = 8
+
+
+@contextmanager
+def little_search() -> Iterator[None]:
+    """Search with all means, but with few tries of each: for what holds however long is searched."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refinement, "_ROUND_COUNT", 2)
+        patch.setattr(refinement, "_TRIES_A_ROUND", 2)
+        for relaxing, means in refinement._MEANS.items():
+            patch.setitem(refinement._MEANS, relaxing, replace(means, reaches=means.reaches[-1:]))
+        for relaxing, pains in realisation._PAINS.items():
+            patch.setitem(realisation._PAINS, relaxing, replace(pains, try_count=2))
+        yield
 
 
 def published_profile_path(gpu: str) -> FilePath:

@@ -1,17 +1,17 @@
 """What is proved for discrete clocks is below every plan and not below the relaxed bound."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.discrete_bound import DiscreteBound
 from perseus.solver import Pipeline, solve
 from perseus.solver.graph import build_event_graph
 from perseus.solver.sweep import sweep_frontier
-from tests.solver.pipelines import pipelines
+from tests.solver.pipelines import little_search, pipelines
 
 
 @given(pipeline=pipelines(), share=st.floats(0, 1), window=st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
+@little_search()
 def test_what_is_proved_lies_between_the_relaxed_bound_and_every_plan(
     pipeline: Pipeline, share: float, window: int
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import (
@@ -64,7 +64,6 @@ def test_emulated_time_by_hand() -> None:
 
 
 @given(pipeline=pipelines())
-@settings(max_examples=40)
 def test_emulated_time_is_that_of_the_replay(pipeline: Pipeline) -> None:
     lowest_mhz = {key: min(m.clock_mhz for m in some) for key, some in pipeline.profiles.items()}
     clocked = [c for c in pipeline.schedule.computations if c.kind is not Kind.FIXED]
@@ -116,8 +115,8 @@ def planted_iterations(
     return schedule, [MeasuredIteration(t, emulated_iteration_time_s(schedule, t, planted)) for t in plans]
 
 
+@pytest.mark.slow("each example is some dozen searches for lags")
 @given(lags_s=st.tuples(LAGS_S, LAGS_S, LAGS_S, LAGS_S), load_s=st.floats(0.0, 1.0), seed=st.integers(0, 999))
-@settings(max_examples=5)
 def test_what_is_seen_of_overlapping_transfers_is_matched(
     lags_s: tuple[float, float, float, float], load_s: float, seed: int
 ) -> None:
@@ -133,6 +132,7 @@ def test_what_is_seen_of_overlapping_transfers_is_matched(
     assert model.coarse_to_fine()[-1].loss <= 16 * 2e-3**2
 
 
+@pytest.mark.slow("five fits of up to 64 iterations")
 @pytest.mark.parametrize(
     ("transfers", "seen_count"), [(Transfers.OVERLAPPING, 64), (Transfers.OCCUPYING, 16)]
 )
@@ -162,9 +162,9 @@ def test_transfers_are_recovered_as_a_rule(transfers: Transfers, seen_count: int
     assert np.median(errors) <= 1e-3
 
 
+@pytest.mark.slow("each example is some dozen searches for lags")
 @pytest.mark.parametrize("transfers", Transfers)
 @given(seed=st.integers(0, 10_000), noise=st.sampled_from([0.0, 0.01, 0.1]))
-@settings(max_examples=3)
 def test_no_match_is_worse_than_one_grown_from_no_lags_alone(
     transfers: Transfers, seed: int, noise: float
 ) -> None:
@@ -291,6 +291,7 @@ def measured_iterations(run: str) -> tuple[Schedule, list[MeasuredIteration]]:
     return schedule, [MeasuredIteration(times_s[plan["plan"]], plan["iteration_time_s"]) for plan in plans]
 
 
+@pytest.mark.slow("fits lags to dozens of measured iterations")
 @pytest.mark.parametrize(
     ("run", "mean_error", "worst_error"),
     [

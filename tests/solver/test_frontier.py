@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import (
@@ -21,7 +21,7 @@ from perseus.solver import (
     plan_at,
     solve,
 )
-from tests.solver.pipelines import measurements, pipelines, published_pipeline, small_pipeline
+from tests.solver.pipelines import little_search, measurements, pipelines, published_pipeline, small_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,7 @@ def test_the_all_max_iteration_is_among_the_points_where_it_is_longer_than_t_min
     assert not frontier.is_exact((frontier.t_min_s + stock_s) / 2)
 
 
+@pytest.mark.slow("three plans of the published model by all means")
 def test_what_a_look_up_falls_short_of_at_t_min_and_t_star_is_not_called_exact(a100: Frontier) -> None:
     """A coordinator has the plan made then; a point that all means were used for, it need not."""
     for time_s in (a100.t_min_s, a100.t_star_s):
@@ -99,7 +100,11 @@ def test_what_a_look_up_falls_short_of_at_t_min_and_t_star_is_not_called_exact(a
 
 @pytest.mark.parametrize(
     ("gpu", "microbatch_count", "excess"),
-    [("a100-sxm", 12, 0.00139), ("a100-sxm", 48, 0.00143), ("a40", 12, 0.0035)],
+    [
+        ("a100-sxm", 12, 0.00139),
+        pytest.param("a100-sxm", 48, 0.00143, marks=pytest.mark.slow("48 microbatches by all means")),
+        ("a40", 12, 0.0035),
+    ],
 )
 def test_plans_made_for_t_min_are_as_good_as_a_search_for_single_trades_finds(
     gpu: str, microbatch_count: int, excess: float
@@ -187,6 +192,7 @@ class CancelledError(Exception):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.7, 0.9])
+@pytest.mark.slow("solves a published problem for each share of it")
 def test_what_hears_of_progress_can_end_the_work(share: float) -> None:
     def cancel(done: float) -> None:
         if done > share:
@@ -194,7 +200,7 @@ def test_what_hears_of_progress_can_end_the_work(share: float) -> None:
 
     pipeline = published_pipeline("a40", 12)
     with pytest.raises(CancelledError):
-        solve(pipeline, point_count=20, on_progress=cancel)
+        solve(pipeline, point_count=5, on_progress=cancel)
     with pytest.raises(CancelledError):
         plan_at(pipeline, fastest_clock_plan(pipeline).iteration_time_s, on_progress=cancel)
 
@@ -214,7 +220,11 @@ def test_fewest_points() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "microbatch_count", "published_saving"),
-    [("a100-sxm", 24, 0.142), ("a40", 12, 0.118), ("a40", 24, 0.102)],
+    [
+        ("a100-sxm", 24, 0.142),
+        ("a40", 12, 0.118),
+        pytest.param("a40", 24, 0.102, marks=pytest.mark.slow("24 microbatches by all means")),
+    ],
 )
 def test_intrinsic_savings_beat_the_published_ones(
     gpu: str, microbatch_count: int, published_saving: float
@@ -233,7 +243,7 @@ def test_a_hull_tolerance_loosens_the_bound_by_no_more_than_it_says(a100: Fronti
 
 
 @given(pipeline=pipelines(), tolerance=st.floats(0.0, 0.3))
-@settings(max_examples=25, deadline=None)
+@little_search()
 def test_the_slack_that_is_told_covers_what_a_tolerance_costs_the_bounds(
     pipeline: Pipeline, tolerance: float
 ) -> None:

@@ -3,7 +3,7 @@
 from itertools import product
 
 import numpy as np
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from perseus.solver import Pipeline
@@ -48,7 +48,6 @@ def energies_j(graph: EventGraph, planned_ps: Int64Array) -> FloatArray:
 
 
 @given(pipeline=pipelines(), seed=SEEDS, share=st.floats(0, 1), is_late=st.booleans())
-@settings(max_examples=150)
 def test_a_mixture_keeps_the_deadline_and_costs_no_more(
     pipeline: Pipeline, seed: int, share: float, is_late: bool
 ) -> None:
@@ -76,7 +75,6 @@ def test_a_mixture_keeps_the_deadline_and_costs_no_more(
 
 
 @given(seed=SEEDS, share=st.floats(0, 1), offset_share=st.floats(-0.2, 0.2))
-@settings(max_examples=100)
 def test_no_other_mixture_is_cheaper_where_a_cut_can_tell(
     seed: int, share: float, offset_share: float
 ) -> None:

@@ -3,12 +3,12 @@
 from itertools import groupby, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import Frontier, Pipeline, Plan, SolverError, replay, replay_with_latency, solve
 from perseus.solver.kept_clocks import dwelled_count
-from tests.solver.pipelines import pipelines, published_pipeline, small_pipeline
+from tests.solver.pipelines import little_search, pipelines, published_pipeline, small_pipeline
 
 MOST_SLOWDOWN = 1.002 + 1e-9
 
@@ -46,8 +46,9 @@ def check_points(frontier: Frontier, latency_s: float) -> None:
             assert late.iteration_time_s <= max(MOST_SLOWDOWN * plan.iteration_time_s, baseline_late_s)
 
 
-@settings(max_examples=30)
+@pytest.mark.slow("each example is a frontier, dwelled point by point")
 @given(pipelines(), st.floats(0.0, 3.0), st.floats(0.0, 1.0))
+@little_search()
 def test_no_plan_is_late_on_random_pipelines(pipeline: Pipeline, latencies: float, where: float) -> None:
     """Of latencies from none to three times the longest computation.
 
@@ -55,7 +56,7 @@ def test_no_plan_is_late_on_random_pipelines(pipeline: Pipeline, latencies: floa
     """
     longest_s = max(m.time_s for some in pipeline.profiles.values() for m in some)
     latency_s = latencies * longest_s
-    frontier = solve(pipeline, point_count=8, set_latency_s=latency_s)
+    frontier = solve(pipeline, point_count=4, set_latency_s=latency_s)
     check_points(frontier, latency_s)
     time_s = frontier.t_min_s + where * (frontier.t_slow_s - frontier.t_min_s)
     plan = frontier.plan(time_s)
@@ -78,11 +79,12 @@ def test_where_clocks_change_at_once_nothing_is_another() -> None:
 
 def test_latency_that_is_small_against_computations_changes_no_plan() -> None:
     pipeline = published_pipeline("a100-sxm", 12)
-    instant, kept = solve(pipeline), solve(pipeline, set_latency_s=0.001)
+    instant, kept = (solve(pipeline, point_count=8, set_latency_s=latency_s) for latency_s in (0.0, 0.001))
     assert kept.plan_within(kept.t_min_s).clocks_mhz == instant.plan_within(instant.t_min_s).clocks_mhz
     assert 0 < kept.points[0].latency_cost_percent < 0.1
 
 
+@pytest.mark.slow("twenty plans of the published model are dwelled")
 def test_latency_that_is_large_against_computations_makes_them_share_clocks() -> None:
     pipeline = published_pipeline("a100-sxm", 12)
     latency_s = 0.2

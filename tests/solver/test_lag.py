@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import (
@@ -23,7 +23,7 @@ from perseus.solver import (
     solve,
     with_lag,
 )
-from tests.solver.pipelines import pipelines, published_pipeline, small_pipeline
+from tests.solver.pipelines import little_search, pipelines, published_pipeline, small_pipeline
 
 PS_S = 1e-12
 LAGS_S = st.integers(0, 40).map(lambda tenths_ms: tenths_ms / 10_000)
@@ -75,8 +75,8 @@ def has_transfers(pipeline: Pipeline) -> bool:
     return with_lag(pipeline, 1.0).activation_lags_s != {}
 
 
-@settings(max_examples=60)
 @given(st.one_of(stretchable(), pipelines()), LAGS_S, LAGS_S, st.floats(0.0, 0.1))
+@little_search()
 def test_the_lag_that_is_found_replays_to_what_was_measured(
     pipeline: Pipeline, assumed_s: float, more_s: float, rest_s: float
 ) -> None:
@@ -102,8 +102,8 @@ def test_the_lag_that_is_found_replays_to_what_was_measured(
             assert found_excess_s >= wanted_s - 100 * PS_S
 
 
-@settings(max_examples=60)
 @given(stretchable(), st.floats(0, 0.03), st.floats(0, 0.03))
+@little_search()
 def test_more_to_explain_takes_a_longer_lag_or_none_does(
     pipeline: Pipeline, one_s: float, other_s: float
 ) -> None:
@@ -118,8 +118,8 @@ def test_more_to_explain_takes_a_longer_lag_or_none_does(
     assert less_s <= more_s
 
 
-@settings(max_examples=60)
 @given(pipelines())
+@little_search()
 def test_no_lag_explains_more_than_the_plans_differ_in_all_computations(pipeline: Pipeline) -> None:
     pipeline = with_lag(pipeline, 0.0)
     slow, fast = plans(pipeline)
@@ -148,7 +148,7 @@ def test_no_lag_is_found_with_which_all_max_would_take_longer_than_measured() ->
 
 
 def test_a_lag_on_the_published_profile_comes_back() -> None:
-    pipeline = published_pipeline("a100-sxm", 24)
+    pipeline = published_pipeline("a100-sxm", 12)
     fast = fastest_clock_plan(pipeline)
     slow = plan_at(pipeline, fast.iteration_time_s)
     fast_time_s, slow_time_s = (0.2 + time_s(pipeline, plan, 0.003) for plan in (fast, slow))
@@ -156,7 +156,6 @@ def test_a_lag_on_the_published_profile_comes_back() -> None:
     assert found_s == pytest.approx(0.003, abs=100 * PS_S)
 
 
-@settings(max_examples=60)
 @given(pipelines(), LAGS_S)
 def test_a_lag_is_that_of_all_transfers(pipeline: Pipeline, lag_s: float) -> None:
     lagged = with_lag(pipeline, lag_s)

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import (
@@ -24,7 +24,14 @@ from perseus.solver import (
     replay_with_latency,
     solve,
 )
-from tests.solver.pipelines import measurements, pipelines, published_pipeline, schedules, small_pipeline
+from tests.solver.pipelines import (
+    little_search,
+    measurements,
+    pipelines,
+    published_pipeline,
+    schedules,
+    small_pipeline,
+)
 
 FORWARD, BACKWARD = (Kind.FORWARD, Kind.BACKWARD)
 
@@ -98,7 +105,7 @@ def test_at_a_clock_that_was_not_measured_time_and_energy_are_interpolated() -> 
 
 
 @given(pipeline=pipelines(), share=st.floats(0, 1))
-@settings(max_examples=25)
+@little_search()
 def test_without_latency_it_is_the_replay(pipeline: Pipeline, share: float) -> None:
     slowest = plan_at(pipeline, 1e9)
     fastest_s = solve(pipeline, point_count=3).t_min_s
@@ -110,7 +117,7 @@ def test_without_latency_it_is_the_replay(pipeline: Pipeline, share: float) -> N
 
 
 @given(pipeline=pipelines(), latency_s=st.sampled_from([0.0, 0.003, 0.02, 1.0]))
-@settings(max_examples=25)
+@little_search()
 def test_a_dwelled_plan_is_never_slower(pipeline: Pipeline, latency_s: float) -> None:
     plan = plan_at(pipeline, solve(pipeline, point_count=3).t_min_s * 1.1)
     dwelled = dwell(pipeline, plan, latency_s)
@@ -137,7 +144,7 @@ def monotone_pipelines(draw: st.DrawFn) -> Pipeline:
 
 
 @given(pipeline=monotone_pipelines(), latency_s=st.sampled_from([0.003, 0.02, 0.2]), slowdown=st.floats(1, 2))
-@settings(max_examples=25)
+@little_search()
 def test_a_dwelled_plan_is_not_slowed_by_latency(
     pipeline: Pipeline, latency_s: float, slowdown: float
 ) -> None:

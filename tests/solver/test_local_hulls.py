@@ -1,6 +1,6 @@
 """Local hulls keep the deadline within reach, and what is relaxed around a plan costs no more than it."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import Pipeline
@@ -14,7 +14,6 @@ from tests.solver.pipelines import pipelines
 
 
 @given(pipeline=pipelines(), share=st.floats(0, 1), reach=st.integers(1, 3))
-@settings(max_examples=40)
 def test_local_hulls_keep_the_deadline_within_reach(pipeline: Pipeline, share: float, reach: int) -> None:
     graph = build_event_graph(pipeline)
     sweep = sweep_frontier(graph)
@@ -27,7 +26,6 @@ def test_local_hulls_keep_the_deadline_within_reach(pipeline: Pipeline, share: f
 
 
 @given(pipeline=pipelines(), share=st.floats(0, 1), reach=st.integers(1, 3))
-@settings(max_examples=40)
 def test_what_is_relaxed_around_a_plan_costs_no_more_than_it(
     pipeline: Pipeline, share: float, reach: int
 ) -> None:

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import (
@@ -17,11 +17,17 @@ from perseus.solver import (
     replay,
     solve,
 )
-from tests.solver.pipelines import measurements, pipelines, replayed_iteration_time_s, small_pipeline
+from tests.solver.pipelines import (
+    little_search,
+    measurements,
+    pipelines,
+    replayed_iteration_time_s,
+    small_pipeline,
+)
 
 
 @given(pipeline=pipelines(), share=st.floats(0, 1.2))
-@settings(max_examples=40)
+@little_search()
 def test_plans_are_never_late_and_never_below_the_bound(pipeline: Pipeline, share: float) -> None:
     frontier = solve(pipeline, point_count=4)
     time_s = frontier.t_min_s + share * (frontier.t_slow_s - frontier.t_min_s)
@@ -34,7 +40,7 @@ def test_plans_are_never_late_and_never_below_the_bound(pipeline: Pipeline, shar
 
 
 @given(pipeline=pipelines())
-@settings(max_examples=60)
+@little_search()
 def test_a_replayed_plan_is_the_plan(pipeline: Pipeline) -> None:
     plan = plan_at(pipeline, 1e9)
     again = replay(pipeline, {p.computation: p.clock_mhz for stage in plan.stages for p in stage})

@@ -1,7 +1,7 @@
 """Plans made by all means come close to their bound, are in time, and cost no more than what led to them."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import Frontier, Pipeline, Plan, solve
@@ -11,10 +11,13 @@ from perseus.solver.realisation import Realiser
 from perseus.solver.rounding import Roundings
 from perseus.solver.sweep import sweep_frontier
 from perseus.solver.target import Relaxing, Target
-from tests.solver.pipelines import pipelines, published_pipeline
+from tests.solver.pipelines import little_search, pipelines, published_pipeline
 
 
-@pytest.mark.parametrize(("gpu", "at_t_min_percent"), [("a100-sxm", 0.15), ("a40", 0.3)])
+@pytest.mark.parametrize(
+    ("gpu", "at_t_min_percent"),
+    [pytest.param("a100-sxm", 0.15, marks=pytest.mark.slow("four plans by all means")), ("a40", 0.3)],
+)
 def test_plans_are_close_to_the_bound(gpu: str, at_t_min_percent: float) -> None:
     frontier = solve(published_pipeline(gpu, 12), point_count=3)
     assert excess_percent(frontier, frontier.plan(frontier.t_min_s), frontier.t_min_s) <= at_t_min_percent
@@ -23,7 +26,13 @@ def test_plans_are_close_to_the_bound(gpu: str, at_t_min_percent: float) -> None
         assert excess_percent(frontier, frontier.plan(deadline_s), deadline_s) <= 0.15
 
 
-@pytest.mark.parametrize(("gpu", "at_t_min_percent"), [("a100-sxm", 0.155), ("a40", 0.45)])
+@pytest.mark.parametrize(
+    ("gpu", "at_t_min_percent"),
+    [
+        ("a100-sxm", 0.155),
+        pytest.param("a40", 0.45, marks=pytest.mark.slow("24 microbatches by all means")),
+    ],
+)
 def test_solving_takes_the_same_pains_at_t_min(gpu: str, at_t_min_percent: float) -> None:
     frontier = solve(published_pipeline(gpu, 24), point_count=3)
     at_t_min = frontier.plan_within(frontier.t_min_s)
@@ -37,7 +46,7 @@ def excess_percent(frontier: Frontier, plan: Plan, deadline_s: float) -> float:
 
 
 @given(pipeline=pipelines(), share=st.floats(0, 1), relaxing=st.sampled_from(Relaxing))
-@settings(max_examples=60)
+@little_search()
 def test_a_refined_plan_is_in_time_and_no_dearer_than_any_that_led_to_it(
     pipeline: Pipeline, share: float, relaxing: Relaxing
 ) -> None:

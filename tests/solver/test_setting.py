@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import (
@@ -33,6 +33,7 @@ from perseus.solver import (
 )
 from perseus.solver.setting import Further, further_of
 from perseus.solver.study import Replicas, emulate, envpipe, zeus_global, zeus_per_stage
+from tests.solver.pipelines import little_search
 
 UNLIMITED: Further = (("power_limit_w", 400.0),)
 LIMITED: Further = (("power_limit_w", 300.0),)
@@ -132,8 +133,8 @@ def test_a_plan_replays_to_itself(look_up: bool) -> None:
         assert replay(pipeline, plan.settings) == plan
 
 
-@settings(max_examples=25)
 @given(st.lists(st.sampled_from([(), LIMITED, UNLIMITED]), min_size=12, max_size=12))
+@little_search()
 def test_clocks_may_stand_beside_settings(given_further: list[Further]) -> None:
     """Some measurements have a clock alone; plans have what was chosen, however they are made."""
     pipeline, left = limited_pipeline(), iter(given_further)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import (
@@ -20,7 +20,7 @@ from perseus.solver import (
     solve,
 )
 from perseus.solver.setting import Further
-from tests.solver.pipelines import pipelines, small_pipeline
+from tests.solver.pipelines import little_search, pipelines, small_pipeline
 
 HERE: Further = (("kernel", "here"),)
 ADDED: Further = (("kernel", "added"),)
@@ -48,13 +48,13 @@ def assert_same(found: Frontier, expected: Frontier) -> None:
         assert found.plan_within(point.deadline_s) == expected.plan_within(point.deadline_s)
 
 
-@settings(max_examples=20, deadline=None)
 @given(pipelines())
+@little_search()
 def test_a_name_beside_each_clock_changes_no_plan(pipeline: Pipeline) -> None:
     def rename(m: Measurement) -> MeasuredSetting:
         return with_further(m, (("kernel", f"of {m.clock_mhz} MHz"), ("power_limit_w", float(m.clock_mhz))))
 
-    found, expected = solve(renamed(pipeline, rename), point_count=5), solve(pipeline, point_count=5)
+    found, expected = solve(renamed(pipeline, rename), point_count=3), solve(pipeline, point_count=3)
     assert found.points == expected.points
     for point in expected.points:
         for plan, same in (
@@ -69,14 +69,14 @@ def test_a_name_beside_each_clock_changes_no_plan(pipeline: Pipeline) -> None:
             }
 
 
-@settings(max_examples=20, deadline=None)
 @given(pipelines(), st.floats(0.0, 1.0))
+@little_search()
 def test_settings_that_share_a_clock_are_told_apart(pipeline: Pipeline, share: float) -> None:
     """All measurements of a computation at one clock, told apart by a name that was the clock."""
     same_clock = renamed(
         pipeline, lambda m: with_further(m, (("kernel", f"{m.clock_mhz:05}"),), clock_mhz=1000)
     )
-    frontier = solve(pipeline, point_count=5)
+    frontier = solve(pipeline, point_count=3)
     deadline_s = (1 - share) * frontier.t_min_s + share * frontier.t_slow_s
     found, expected = plan_at(same_clock, deadline_s), plan_at(pipeline, deadline_s)
     assert found.iteration_time_s == expected.iteration_time_s
@@ -87,8 +87,8 @@ def test_settings_that_share_a_clock_are_told_apart(pipeline: Pipeline, share: f
         ]
 
 
-@settings(max_examples=20, deadline=None)
 @given(pipelines(), st.data())
+@little_search()
 def test_a_dominated_setting_changes_nothing(pipeline: Pipeline, data: st.DataObject) -> None:
     """Longer, and dearer by more than the blocking power that this takes anyway."""
     pipeline = renamed(pipeline, lambda m: with_further(m, HERE))
@@ -100,11 +100,11 @@ def test_a_dominated_setting_changes_nothing(pipeline: Pipeline, data: st.DataOb
         added[key] = MeasuredSetting(
             better.clock_mhz, better.time_s + longer_s, better.energy_j + dearer_j, further=ADDED
         )
-    assert_same(solve(with_added(pipeline, added), point_count=5), solve(pipeline, point_count=5))
+    assert_same(solve(with_added(pipeline, added), point_count=3), solve(pipeline, point_count=3))
 
 
-@settings(max_examples=20, deadline=None)
 @given(pipelines(), st.data())
+@little_search()
 def test_no_setting_more_makes_the_frontier_worse(pipeline: Pipeline, data: st.DataObject) -> None:
     pipeline = renamed(pipeline, lambda m: with_further(m, HERE))
     added = {
@@ -117,7 +117,7 @@ def test_no_setting_more_makes_the_frontier_worse(pipeline: Pipeline, data: st.D
         for key, some in pipeline.profiles.items()
     }
     more = with_added(pipeline, added)
-    found, before = solve(more, point_count=5), solve(pipeline, point_count=5)
+    found, before = solve(more, point_count=3), solve(pipeline, point_count=3)
     assert found.t_min_s <= before.t_min_s
     assert fastest_clock_plan(more).iteration_time_s <= before.baseline.iteration_time_s
     for point in before.points:
@@ -138,7 +138,7 @@ def test_a_better_setting_is_taken() -> None:
     better = {
         key: (*some, *(further(m, ADDED, 0.8) for m in some)) for key, some in pipeline.profiles.items()
     }
-    before, found = solve(pipeline), solve(replace(pipeline, profiles=better))
+    before, found = (solve(each, point_count=3) for each in (pipeline, replace(pipeline, profiles=better)))
     assert found.t_min_s == before.t_min_s
     for point in before.points:
         assert found.bound_energy_j(point.deadline_s) == pytest.approx(

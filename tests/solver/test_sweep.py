@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.solver import Pipeline, gpipe
@@ -14,7 +14,6 @@ from tests.solver.pipelines import ReferenceProgram, pipelines, published_pipeli
 
 
 @given(pipeline=pipelines(), shares=st.lists(st.floats(0, 1), min_size=4, max_size=4))
-@settings(max_examples=150)
 def test_equals_linear_program_on_random_pipelines(pipeline: Pipeline, shares: list[float]) -> None:
     sweep = sweep_frontier(build_event_graph(pipeline))
     program = ReferenceProgram(pipeline)
@@ -28,7 +27,6 @@ def test_equals_linear_program_on_random_pipelines(pipeline: Pipeline, shares: l
 
 
 @given(pipeline=pipelines())
-@settings(max_examples=60)
 def test_frontier_falls_and_is_convex(pipeline: Pipeline) -> None:
     sweep = sweep_frontier(build_event_graph(pipeline))
     assert sweep.iteration_times_ps[0] == sweep.t_slow_ps
@@ -39,7 +37,6 @@ def test_frontier_falls_and_is_convex(pipeline: Pipeline) -> None:
 
 
 @given(pipeline=pipelines(), share=st.floats(0, 1))
-@settings(max_examples=60)
 def test_relaxed_plan_between_corners_is_feasible_and_costs_the_bound(
     pipeline: Pipeline, share: float
 ) -> None:

@@ -48,6 +48,7 @@ def test_contention_is_in_measured_times() -> None:
     assert free.profile_s[0, Kind.FORWARD, 930] > free.profile_s[0, Kind.FORWARD, 1410]
 
 
+@pytest.mark.slow("two simulated runs are fitted in both ways")
 def test_blocking_transfers_are_told_from_overlapping_ones() -> None:
     """Without noise either simulation is explained to a thousandth, by paths that it knows nothing of."""
     for is_blocking in (False, True):
@@ -57,6 +58,7 @@ def test_blocking_transfers_are_told_from_overlapping_ones() -> None:
             assert is_blocking
 
 
+@pytest.mark.slow("a simulated run is fitted in both ways")
 @pytest.mark.parametrize(
     "mechanisms",
     [

@@ -1,7 +1,7 @@
 """The baselines by hand, against the bound that nothing beats, and on published profiles."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from perseus.solver import (
     Computation,
@@ -15,7 +15,7 @@ from perseus.solver import (
     solve,
 )
 from perseus.solver.study import envpipe, zeus_global, zeus_per_stage
-from tests.solver.pipelines import measurements, pipelines, published_pipeline, small_pipeline
+from tests.solver.pipelines import little_search, measurements, pipelines, published_pipeline, small_pipeline
 
 
 def stage_clocks_mhz(plan: Plan) -> list[list[int]]:
@@ -78,7 +78,7 @@ def test_zeus_needs_a_clock_that_all_share() -> None:
 
 
 @given(pipeline=pipelines())
-@settings(max_examples=30)
+@little_search()
 def test_no_baseline_beats_the_bound(pipeline: Pipeline) -> None:
     frontier = solve(pipeline, point_count=3)
     for plan in (envpipe(pipeline), *zeus_global(pipeline), *zeus_per_stage(pipeline)):
@@ -88,7 +88,6 @@ def test_no_baseline_beats_the_bound(pipeline: Pipeline) -> None:
 
 
 @given(pipeline=pipelines())
-@settings(max_examples=30)
 def test_envpipe_keeps_its_envelope_at_the_highest_clocks(pipeline: Pipeline) -> None:
     clocks_mhz, highest_mhz = envpipe(pipeline).clocks_mhz, fastest_clock_plan(pipeline).clocks_mhz
     for order in pipeline.schedule.orders:

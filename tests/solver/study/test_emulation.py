@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from perseus.pictures import Bar, Timeline, draw_timelines
@@ -20,7 +20,7 @@ from perseus.solver import (
     replay,
 )
 from perseus.solver.study import EmulatedComputation, Replicas, emulate
-from tests.solver.pipelines import measurements, pipelines, published_pipeline
+from tests.solver.pipelines import little_search, measurements, pipelines, published_pipeline
 
 
 def two_stages() -> tuple[Pipeline, Plan]:
@@ -56,7 +56,7 @@ def test_waiting_costs_what_it_costs_at_the_clock_that_is_held() -> None:
 
 
 @given(pipeline=pipelines(), count=st.integers(1, 200), slowdown=st.floats(1.0, 2.0))
-@settings(max_examples=60)
+@little_search()
 def test_energies_are_those_of_the_plans(pipeline: Pipeline, count: int, slowdown: float) -> None:
     fast, slow = fastest_clock_plan(pipeline), plan_at(pipeline, 1e9)
     alone = emulate(pipeline, [Replicas(fast, count)])
@@ -98,7 +98,9 @@ def test_savings_with_a_straggler_beat_the_published_ones() -> None:
     assert 100 * (1 - after.energy_j / before.energy_j) > 24.379
 
 
-def test_the_timeline_can_be_drawn(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A picture; matplotlib opens its fonts with the first one, and keeps them."""
     pytest.importorskip("matplotlib")
     pipeline, plan = two_stages()
     iteration = emulate(pipeline, [Replicas(plan), Replicas(plan, slowdown=1.5)])
@@ -115,5 +117,10 @@ def test_the_timeline_can_be_drawn(tmp_path: Path) -> None:
         )
         for title, emulated in zip(("others", "straggler"), iteration.pipelines, strict=True)
     ]
-    draw_timelines(tmp_path / "timeline.png", timelines)
-    assert (tmp_path / "timeline.png").stat().st_size > 10_000
+    path = tmp_path_factory.mktemp("pictures") / "timeline.png"
+    draw_timelines(path, timelines)
+    return path
+
+
+def test_the_timeline_can_be_drawn(drawn: Path) -> None:
+    assert drawn.stat().st_size > 10_000

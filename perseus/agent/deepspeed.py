@@ -18,16 +18,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.probe.attachment import Attachment, Identify
+from perseus.agent.probe.attachment import Attachment, Identify, never_in_the_way
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.job_order import table_if_any
 from perseus.agent.probe.marks import Connect
-from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
+from perseus.agent.probe.placement import Placement, gpu_uuid
 from perseus.agent.probe.stage_work import work_text
 from perseus.agent.probe.tested_versions import say_if_untested
-from perseus.agent.probe.torch_marks import capture_check, connect_marks
+from perseus.agent.probe.torch_marks import connect_marks
 
 # DeepSpeed's instructions that are computations, by the names of their classes.
 _KINDS = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
@@ -42,6 +42,7 @@ _OF_GRIDS = (
 )
 
 
+@never_in_the_way
 def attach(
     engine: Any,
     *,
@@ -74,15 +75,12 @@ def attach(
     attachment = Attachment(
         placement,
         connect_marks(connect, job_id, placement, engine.device),
-        gather_over(engine.grid.get_pipe_parallel_group()),
+        StoreExchange(placement.pipeline, placement.tensor),
         table=table_if_any(lambda: _table(engine)),
         work=lambda: work_of(engine),
         max_slowdown_percent=max_slowdown_percent,
-        is_capturing=capture_check(engine.device),
-        exchange=StoreExchange(),
     )
-    mark_engine(attachment, engine)
-    return attachment
+    return attachment.put_marks(lambda: mark_engine(attachment, engine))
 
 
 def _placement(engine: Any) -> Placement:

@@ -39,15 +39,15 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.attachment import Attachment, never_in_the_way
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.exchange import StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
 from perseus.agent.probe.marks import Connect
-from perseus.agent.probe.placement import Placement, gather_over, gpu_uuid
+from perseus.agent.probe.placement import Placement, gpu_uuid
 from perseus.agent.probe.stage_work import work_text
 from perseus.agent.probe.tested_versions import say_if_untested
-from perseus.agent.probe.torch_marks import capture_check, connect_marks
+from perseus.agent.probe.torch_marks import connect_marks
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +97,7 @@ _OF_PARALLEL_STATE = (
 )
 
 
+@never_in_the_way
 def attach(
     config: Any,
     *,
@@ -149,18 +150,20 @@ def attach(
     attachment = Attachment(
         placement,
         connect_marks(connect, job_id, placement, device),
-        gather_over(parallel_state.get_pipeline_model_parallel_group()),
+        StoreExchange(placement.pipeline, placement.tensor),
         work=lambda: work_of(config, marked_schedules),
         max_slowdown_percent=max_slowdown_percent,
-        is_capturing=capture_check(device),
-        exchange=StoreExchange(),
     )
-    if marked_schedules is not None:
-        marked_schedules.mark(attachment)
-    else:
-        attachment.replace(config, "timers", MarkedTimers(attachment, config.timers, torch.is_grad_enabled))
+
+    def put_marks() -> None:
+        if marked_schedules is not None:
+            marked_schedules.mark(attachment)
+        else:
+            timers = MarkedTimers(attachment, config.timers, torch.is_grad_enabled)
+            attachment.replace(config, "timers", timers)
+
     OfThisProcess.keep(attachment, job_id, seam)
-    return attachment
+    return attachment.put_marks(put_marks)
 
 
 def wrap_training(

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING, Any
 
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe import placement as places
-from perseus.agent.probe.attachment import Attachment, Identify
+from perseus.agent.probe.attachment import Attachment, Identify, never_in_the_way
 from perseus.agent.probe.client import Probe
-from perseus.agent.probe.exchange import OwnExchange, StoreExchange
+from perseus.agent.probe.exchange import LocalExchange, StoreExchange
 from perseus.agent.probe.framework import Argument, check_attributes, find_argument
 from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups
 from perseus.agent.probe.job_order import table_if_any
 from perseus.agent.probe.marks import Connect
 from perseus.agent.probe.stage_work import shapes_of, work_text
 from perseus.agent.probe.tested_versions import say_if_untested
-from perseus.agent.probe.torch_marks import capture_check, connect_marks
+from perseus.agent.probe.torch_marks import connect_marks
 from perseus.agent.probe.whole_model import MarkedModel, TorchParts
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ _KINDS = {
 }
 
 
+@never_in_the_way
 def attach(
     schedule: Any,
     *,
@@ -85,12 +86,13 @@ def attach(
     """
     from torch import __version__
 
-    say_if_untested("torch", str(__version__), str(__version__))
-    first = stages_of(schedule)[0]
-    if device_mesh is not None:
-        placement = places.from_device_mesh(device_mesh, first.device)
-    else:
-        placement = places.from_pipeline_group(first.group, first.device)
+    with places.meeting() as meeting:
+        say_if_untested("torch", str(__version__), str(__version__))
+        first = stages_of(schedule)[0]
+        if device_mesh is not None:
+            placement = places.from_device_mesh(device_mesh, first.device)
+        else:
+            placement = places.from_pipeline_group(first.group, first.device, meeting)
     return attach_at(
         schedule, placement, job_id=job_id, connect=connect, max_slowdown_percent=max_slowdown_percent
     )
@@ -117,18 +119,16 @@ def attach_at(
     attachment = Attachment(
         placement,
         connect_marks(connect, job_id, placement, first.device),
-        places.gather_over(first.group),
+        StoreExchange(placement.pipeline, placement.tensor),
         chunk_positions=[stage.stage_index for stage in stages],
         table=table_if_any(lambda: _table(schedule, stages)),
         work=lambda: work_of(stages, **versions),
         max_slowdown_percent=max_slowdown_percent,
-        is_capturing=capture_check(first.device),
-        exchange=StoreExchange(),
     )
-    mark_schedule(attachment, schedule, stages, identities)
-    return attachment
+    return attachment.put_marks(lambda: mark_schedule(attachment, schedule, stages, identities))
 
 
+@never_in_the_way
 def attach_model(
     model: Any,
     optimizer: Any,
@@ -141,8 +141,8 @@ def attach_model(
     """Attach this rank's replica of a model that is trained without a pipeline, in data parallel.
 
     Called by all ranks of the job, before training, with the model that is called in the training loop (the
-    `DistributedDataParallel`, say, or what `fully_shard` has sharded) and the optimizer whose step ends an
-    iteration (the last one, of several).
+    `DistributedDataParallel`, say, or what `fully_shard` has sharded, or `torch.compile` returned) and the
+    optimizer whose step ends an iteration (the last one, of several).
     `process_group`: the replicas; that of a `DistributedDataParallel` by default, or else all processes.
     `max_slowdown_percent`, `connect`: as in `attach`.
 
@@ -165,17 +165,20 @@ def attach_model(
     attachment = Attachment(
         placement,
         connect_marks(connect, job_id, placement, device),
-        lambda order: [order],
+        LocalExchange(),
         work=lambda: work_text([model], torch=str(torch.__version__)),
         max_slowdown_percent=max_slowdown_percent,
-        is_capturing=capture_check(device),
-        exchange=OwnExchange(),
     )
-    engine = torch.autograd.Variable._execution_engine
-    parts = TorchParts(torch.is_grad_enabled, _pytree.tree_leaves, engine.queue_callback)
-    MarkedModel(attachment, model, parts).mark(optimizer)
-    mark_waits(attachment, sharded)
-    return attachment
+
+    def put_marks() -> None:
+        engine = torch.autograd.Variable._execution_engine
+        parts = TorchParts(
+            torch.compiler.is_compiling, torch.is_grad_enabled, _pytree.tree_leaves, engine.queue_callback
+        )
+        MarkedModel(attachment, parts).mark(model, optimizer)
+        mark_waits(attachment, sharded)
+
+    return attachment.put_marks(put_marks)
 
 
 def stages_of(schedule: Any) -> list[Any]:

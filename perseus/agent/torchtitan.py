@@ -26,7 +26,7 @@ from functools import wraps
 from typing import Any
 
 from perseus.agent.probe import placement as places
-from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.attachment import Attachment, never_in_the_way
 from perseus.agent.probe.client import Probe
 from perseus.agent.probe.framework import check_attributes
 from perseus.agent.probe.marks import Connect
@@ -38,6 +38,7 @@ _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _PREFIX = "--perseus."
 
 
+@never_in_the_way
 def attach(
     trainer: Any,
     *,

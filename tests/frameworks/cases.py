@@ -20,7 +20,10 @@ from tests.frameworks.real_run import Figures, Identity, RealRun
 from tests.frameworks.trainers import TrainerTask
 from tests.frameworks.versions import beside
 
-MICROBATCHES = 8
+MICROBATCHES = 4
+"""Of most cases: so many that the order of a stage's computations shows, and that accumulating does."""
+STEADY_MICROBATCHES = 6
+"""With four stages, so many that the first of them alternates, too."""
 WATCHED = 15
 GPU = A100_SXM.with_clocks(4)
 UNEVEN = (0.8, 0.9, 0.85, 1.0)
@@ -48,7 +51,14 @@ class Case:
     pipeline_count: int = 1
     beside: Sequence[str] = ()
     """Folders of the environment, which hold other versions than those installed."""
-    losses_per_iteration: int = MICROBATCHES
+    microbatch_count: int = MICROBATCHES
+    logs_one_loss: bool = False
+    """For an iteration, not for each microbatch."""
+
+    @property
+    def losses_per_iteration(self) -> int:
+        """How many losses the rank that has them leaves."""
+        return 1 if self.logs_one_loss else self.microbatch_count
 
     @property
     def workload(self) -> Workload:
@@ -56,7 +66,7 @@ class Case:
             job_id=self.schedule.lower(),
             pipeline_count=self.pipeline_count,
             stage_weights=self.stage_weights,
-            microbatch_count=MICROBATCHES,
+            microbatch_count=self.microbatch_count,
             forward=_IDLE,
             backward=_IDLE,
             optimizer_s=0.0,
@@ -92,13 +102,17 @@ class Case:
             pipeline_count=self.pipeline_count,
             stage_count=len(self.stage_weights),
             chunk_count=self.chunk_count,
-            microbatch_count=MICROBATCHES,
+            microbatch_count=self.microbatch_count,
             iteration_count=iteration_count,
         )
 
-    def command(self, task: TrainerTask) -> list[str]:
-        """What trains a task, as arguments of Python."""
-        return [*beside(*self.beside), f"tests.frameworks.{self.trainer}", task.to_json()]
+    def command(self, *tasks: TrainerTask) -> list[str]:
+        """What trains tasks, as arguments of Python."""
+        return [
+            *beside(*self.beside),
+            f"tests.frameworks.{self.trainer}",
+            *(task.to_json() for task in tasks),
+        ]
 
 
 def start(case: Case, tmp_path: Path) -> Callable[[Cluster, Path], None]:
@@ -144,16 +158,16 @@ def keep(
 
 def check_losses(case: Case, tmp_path: Path) -> None:
     """Train as many iterations without us, and compare."""
-    found = _losses(tmp_path / "attached")
+    found = losses_in(tmp_path / "attached")
     assert len(found) == case.pipeline_count
     per_iteration = case.losses_per_iteration
     task = case.alone(tmp_path / "alone", iteration_count=len(found[0]) // per_iteration)
     subprocess.run([sys.executable, *case.command(task)], check=True, timeout=300)
-    assert _losses(tmp_path / "alone") == found
+    assert losses_in(tmp_path / "alone") == found
     assert found[0][:per_iteration] != found[0][-per_iteration:], "it did train"
 
 
-def _losses(folder: Path) -> list[list[str]]:
+def losses_in(folder: Path) -> list[list[str]]:
     """Every pipeline's losses, bit for bit."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("losses-*.json"))]
 

@@ -1,22 +1,91 @@
-"""Takes note of what the tests trained with, attached: every rank of `trainers` leaves that in a file."""
+"""Holds the table of versions against what the tests really trained with, attached.
+
+Every rank of `trainers` leaves that in a file. It goes along with the report of its test, so that the process
+that runs the tests knows of all, also of those that ran in other workers. Where all files of this folder
+have run, and passed, the table has to say the same; with $WRITE_VERSIONS it is written.
+"""
 
 import json
+import os
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.frameworks.versions import IS_PART, RAN
+from perseus.agent.probe.tested_versions import RUNS, Run
+from tests.frameworks.versions import in_order, write
+
+_FOLDER = Path(__file__).parent
+_RAN, _IS_PART = "ran", "is a part"
+
+_is_part = pytest.StashKey[bool]()
+_table = pytest.StashKey["_Table"]()
+
+
+class _Table:
+    """What the session's tests have trained with, and whether they were all."""
+
+    def __init__(self) -> None:
+        self.ran: set[Run] = set()
+        self.is_part = False
+        self._files: set[str] = set()
+
+    def take(self, report: pytest.TestReport) -> None:
+        """Take what a test has told."""
+        self._files.add(Path(report.nodeid.partition("::")[0]).name)
+        told: dict[str, Any] = dict(report.user_properties)
+        is_as_expected = report.passed or hasattr(report, "wasxfail")
+        self.is_part |= not is_as_expected or bool(told.get(_IS_PART))
+        self.ran.update((hook, version, torch) for hook, version, torch in told.get(_RAN, ()))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tests of this folder have run, and passed."""
+        return not self.is_part and self._files >= {path.name for path in _FOLDER.glob("test_*.py")}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[RAN] = set()
-    config.stash[IS_PART] = False
+    config.stash[_is_part] = False
+    config.stash[_table] = _Table()
+    config.pluginmanager.register(_Reports(config.stash[_table]))
+
+
+class _Reports:
+    """Hears of all tests, whoever runs them."""
+
+    def __init__(self, table: _Table) -> None:
+        self._table = table
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if _FOLDER.name in Path(report.nodeid.partition("::")[0]).parts:
+            self._table.take(report)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        table = self._table
+        if not table.is_whole or hasattr(session.config, "workerinput"):
+            return
+        if "WRITE_VERSIONS" in os.environ:
+            write(in_order([*table.ran]))
+        elif table.ran != set(RUNS):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        table = self._table
+        if "WRITE_VERSIONS" in os.environ:
+            said = (
+                "is written" if table.is_whole else "is not written: not all tests have run here, and passed"
+            )
+            terminalreporter.write_line(f"the table of versions {said}")
+        elif table.is_whole and table.ran != set(RUNS):
+            text = f"expected the table of versions to be {in_order([*table.ran])}, found {in_order([*RUNS])}"
+            terminalreporter.write_line(f"FAILED {text}: `make framework-versions` writes it", red=True)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     if items:
-        items[0].config.stash[IS_PART] = True
+        items[0].config.stash[_is_part] = True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -25,9 +94,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if call.when == "call":
-        if not report.passed:
-            item.config.stash[IS_PART] = True
         folder: Path | None = getattr(item, "funcargs", {}).get("tmp_path")
-        for file in folder.rglob("ran-*.json") if report.passed and folder is not None else ():
-            item.config.stash[RAN].update(tuple(run) for run in json.loads(file.read_text()))
+        files = folder.rglob("ran-*.json") if report.passed and folder is not None else ()
+        ran = [run for file in files for run in json.loads(file.read_text())]
+        report.user_properties += [(_RAN, ran), (_IS_PART, item.config.stash[_is_part])]
     return report

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import distributed
 
-from perseus.demo.megatron_on_cpu import do_without_cuda
-from tests.frameworks.megatron_trainer import CountingTimers, make_chunks, step
+from tests.frameworks.megatron_trainer import CountingTimers, make_chunks, prepare, step
 from tests.frameworks.notebook import Notebook
 from tests.frameworks.trainers import TrainerTask, main
 
@@ -77,7 +76,6 @@ def train(task: TrainerTask, rank: int) -> None:
     """One rank, through all schedules."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
-    do_without_cuda()
     from megatron.core import __version__, parallel_state
     from megatron.core.pipeline_parallel import schedules
 
@@ -125,4 +123,4 @@ def train(task: TrainerTask, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(train))
+    sys.exit(main(train, prepare))

@@ -3,6 +3,7 @@
 Its schedules: "1f1b" through the schedules seam, "1f1b-timers" through that of the timers, "interleaved".
 """
 
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ def train(task: TrainerTask, rank: int) -> None:
     """Train one rank."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=task.rendezvous, rank=rank, world_size=task.rank_count)
-    do_without_cuda()
     from megatron.core import parallel_state
 
     config, chunks = make_chunks(task)
@@ -59,6 +59,14 @@ def train(task: TrainerTask, rank: int) -> None:
     if losses:
         task.leave_losses(pipeline, losses)
     distributed.destroy_process_group()
+
+
+def prepare(_task: TrainerTask) -> None:
+    """Import Megatron-Core, without CUDA."""
+    do_without_cuda()
+    importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    importlib.import_module("megatron.core.models.gpt.gpt_model")
+    importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
 
 
 def step(task: TrainerTask, chunks: list[Any], seed: int, *, forward_only: bool = False) -> list[float]:
@@ -167,4 +175,4 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(train))
+    sys.exit(main(train, prepare))

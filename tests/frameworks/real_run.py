@@ -19,6 +19,7 @@ from perseus.demo.observation import Observer
 from perseus.demo.summary import Measurements
 from perseus.demo.workload import Workload
 from perseus.v1 import (
+    event_pb2,
     frontier_pb2,
     frontier_service_pb2,
     frontier_service_pb2_grpc,
@@ -30,6 +31,9 @@ from perseus.v1 import (
 _START_TIMEOUT_S = 60.0
 _PROFILING_TIMEOUT_S = 240.0
 STEP_TIMEOUT_S = 60.0
+GUARD_TOLERANCE_PERCENT = 10.0
+"""What stages and parts wait for each other is the machine's, and in no prediction: where it does other work,
+the guard would withdraw plans that are no slower than stock at the same moment, which the tests look at."""
 _NORMAL_DEVIATIONS = 1.4826
 """A normal standard deviation, in median absolute deviations."""
 _MEDIAN_ERRORS = 1.2533
@@ -50,6 +54,12 @@ class Figures:
     time_s: float
     time_se_s: float
     energy_j: float
+
+
+def is_no_slower(found: Figures, than: Figures, allowed: float = 1.02) -> bool:
+    """Whether iterations take no longer than others by a factor, as far as their spread tells."""
+    error_s = math.hypot(found.time_se_s, allowed * than.time_se_s)
+    return found.time_s <= allowed * than.time_s + 2 * error_s
 
 
 @dataclass(slots=True)
@@ -77,6 +87,17 @@ class RealRun:
             lambda: observer.state == job_pb2.JOB_STATE_PLANNED and observer.is_in_force(),
             _PROFILING_TIMEOUT_S,
         )
+
+    def why_unmeasured(self) -> str | None:
+        """Why profiling gave clocks up, if it has ended without enough to plan on."""
+        events = self.observer.events
+        is_enough = all(
+            event.profiling_ended.is_enough
+            for event in events
+            if event.type == event_pb2.JOB_EVENT_TYPE_PROFILING_ENDED
+        )
+        given_up = [event for event in events if event.type == event_pb2.JOB_EVENT_TYPE_CLOCK_GIVEN_UP]
+        return None if is_enough or not given_up else given_up[-1].message
 
     async def watch(self, count: int) -> Figures:
         """Watch the next `count` iterations that begin from now on."""
@@ -117,12 +138,24 @@ class RealRun:
         stub = job_service_pb2_grpc.JobServiceStub(self.channel)
         observer = self.observer
         request = job_service_pb2.SetPolicyRequest(job_id=self.workload.job_id, policy=policy)
-        await stub.SetPolicy(request, timeout=STEP_TIMEOUT_S)
         before = observer.in_force_since()
+        await stub.SetPolicy(request, timeout=STEP_TIMEOUT_S)
+        await self._until_newer_plan(f"a plan of the policy {policy} in force", before)
+
+    async def report_no_straggler(self, pipeline: int) -> None:
+        """Say that a pipeline is as fast as planned, which overrides what is found; wait for that plan."""
+        stub = job_service_pb2_grpc.JobServiceStub(self.channel)
+        request = job_service_pb2.ReportStragglerRequest(
+            job_id=self.workload.job_id, pipeline=pipeline, slowdown_factor=1.0
+        )
+        before = self.observer.in_force_since()
+        await stub.ReportStraggler(request, timeout=STEP_TIMEOUT_S)
+        await self._until_newer_plan("the answer to the straggler to be taken back", before)
+
+    async def _until_newer_plan(self, what: str, before: int) -> None:
+        observer = self.observer
         await observer.until(
-            f"a plan of the policy {policy} in force",
-            lambda: observer.in_force_since() > before and observer.is_in_force(),
-            STEP_TIMEOUT_S,
+            what, lambda: observer.in_force_since() > before and observer.is_in_force(), STEP_TIMEOUT_S
         )
 
     def registered(self) -> list[list[Identity]]:
@@ -165,12 +198,14 @@ class RealRun:
 
 @asynccontextmanager
 async def real_run(
-    workload: Workload, log_dir: Path, start_trainers: Callable[[Cluster, Path], None]
+    workload: Workload,
+    log_dir: Path,
+    start_trainers: Callable[[Cluster, Path], None],
 ) -> AsyncIterator[RealRun]:
     """Coordinator, agents and trainers on loopback, observed; the job ends in good order with the block."""
     with (
         tempfile.TemporaryDirectory(prefix="perseus-") as folder,
-        Cluster(workload, Path(folder), log_dir) as cluster,
+        Cluster(workload, Path(folder), log_dir, guard_tolerance_percent=GUARD_TOLERANCE_PERCENT) as cluster,
     ):
         address = await asyncio.to_thread(cluster.start_coordinator)
         await asyncio.to_thread(cluster.start_agents, address)

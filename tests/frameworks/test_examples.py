@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
+if find_spec("torch") is None:
+    pytest.skip("torch is not installed; `make test-frameworks` has it", allow_module_level=True)
+
 from perseus.demo.example import show
+from tests.frameworks.punctual import descendants, make_punctual
+
+pytestmark = pytest.mark.slow("trains for real, with the framework")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -16,9 +22,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 )
 async def test_an_example_shows_what_its_plan_saves(name: str, framework: str, tmp_path: Path) -> None:
     if find_spec(framework) is None:
-        pytest.skip(f"{framework} is not installed here; `make test-frameworks` has it")
+        pytest.skip(f"{framework} is not installed; `make test-frameworks` has it")
     said: list[str] = []
-    measurements = await show(EXAMPLES / name / "train.py", tmp_path, said.append)
+
+    def say(message: str) -> None:
+        if not said:  # its ranks have imported everything by now
+            for rank in descendants("perseus.demo.example_rank"):
+                make_punctual(rank)
+        said.append(message)
+
+    measurements = await show(EXAMPLES / name / "train.py", tmp_path, say)
     assert said[0] == "registered with 1 pipelines × 4 stages × 1 tensor-parallel ranks"
     plan = measurements.phase("plan")
     assert plan.saving_percent > 5

@@ -4,16 +4,20 @@ import json
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron", reason="Megatron-Core is not installed; `make test-frameworks` has it")
+if find_spec("megatron") is None:
+    pytest.skip("Megatron-Core is not installed; `make test-frameworks` has it", allow_module_level=True)
 
 from perseus import solver
 from perseus.agent.probe.tested_versions import public
 from tests.frameworks.cases import MICROBATCHES, Case, identities
 from tests.frameworks.versions import NEWEST_TORCH, beside, skip_unless_there
+
+pytestmark = pytest.mark.slow("trains for real, with the framework")
 
 NEWEST = "megatron-core-0.19.2"
 VERSIONS = [

@@ -1,12 +1,16 @@
 """A training that is started again and again, each time with a random change, and one that changes itself."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed here; `make test-frameworks` has it")
+if find_spec("torch") is None:
+    pytest.skip("torch is not installed; `make test-frameworks` has it", allow_module_level=True)
 
 from tests.frameworks.restarts import check_launches, check_ramp, keep_launches, keep_ramp
+
+pytestmark = pytest.mark.slow("trains for real, with the framework")
 
 
 @pytest.mark.timeout(600)

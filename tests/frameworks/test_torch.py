@@ -1,22 +1,29 @@
 """`torch.distributed.pipelining`, really training on CPUs under a real coordinator and real agents."""
 
 import json
-import math
 import re
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed here; `make test-frameworks` has it")
+if find_spec("torch") is None:
+    pytest.skip("torch is not installed; `make test-frameworks` has it", allow_module_level=True)
 
 from perseus import solver
 from perseus.agent.link.computation import Kind
+from perseus.demo.cluster import Cluster
+from perseus.demo.observation import ObservationError
+from perseus.demo.workload import Workload
 from perseus.v1 import job_pb2
 from tests.frameworks.cases import (
     MICROBATCHES,
+    STEADY_MICROBATCHES,
     UNEVEN,
     WATCHED,
     Case,
@@ -27,19 +34,21 @@ from tests.frameworks.cases import (
     keep,
     start,
 )
-from tests.frameworks.real_run import STEP_TIMEOUT_S, Figures, RealRun, real_run
+from tests.frameworks.real_run import STEP_TIMEOUT_S, Figures, RealRun, is_no_slower, real_run
 from tests.frameworks.versions import NEWEST_TORCH, skip_unless_there
 
-ONE_CHUNK = Case("torch_trainer", "1F1B", UNEVEN, 1, 0.03, 0.06)
+pytestmark = pytest.mark.slow("trains for real, with the framework")
+
+ONE_CHUNK = Case("torch_trainer", "1F1B", UNEVEN, 1, 0.04, 0.08, microbatch_count=STEADY_MICROBATCHES)
 # Two stages wait for each other at every step. The light one is light enough to keep some slack under any
 # plan, or else what a message takes on a CPU, and no prediction knows, would add up.
 HALF_LIGHT = (0.6, 1.0)
-INTERLEAVED = Case("torch_trainer", "Interleaved1F1B", HALF_LIGHT, 2, 0.03, 0.06)
-V_SHAPED = Case("torch_trainer", "ZBVZeroBubble", HALF_LIGHT, 2, 0.03, 0.06)
-REPLICATED = Case("torch_trainer", "1F1B", HALF_LIGHT, 1, 0.04, 0.08, pipeline_count=2)
-DATA_PARALLEL = Case("replica_trainer", "ddp", (1.0,), 1, 0.02, 0.05, pipeline_count=4)
+INTERLEAVED = Case("torch_trainer", "Interleaved1F1B", HALF_LIGHT, 2, 0.045, 0.09)
+V_SHAPED = Case("torch_trainer", "ZBVZeroBubble", HALF_LIGHT, 2, 0.045, 0.09)
+REPLICATED = Case("torch_trainer", "1F1B", HALF_LIGHT, 1, 0.06, 0.12, pipeline_count=2)
+DATA_PARALLEL = Case("replica_trainer", "ddp", (1.0,), 1, 0.04, 0.1, pipeline_count=4)
 # FSDP2 waits between parts: three of each forward, four or five of each backward take these times.
-FULLY_SHARDED = Case("replica_trainer", "fsdp2", (1.0,), 1, 0.006, 0.012, pipeline_count=4)
+FULLY_SHARDED = Case("replica_trainer", "fsdp2", (1.0,), 1, 0.012, 0.024, pipeline_count=4)
 STRAGGLER, SLOWDOWN = 1, 1.3
 BUDGET_PERCENT = 20
 
@@ -50,7 +59,7 @@ async def test_1f1b(tmp_path: Path) -> None:
         await run.until_planned()
         plan = await run.watch(WATCHED)
         await check_plan(run, plan)
-        check_identities(run, identities(solver.one_forward_one_backward(4, MICROBATCHES)))
+        check_identities(run, identities(solver.one_forward_one_backward(4, STEADY_MICROBATCHES)))
     check_losses(ONE_CHUNK, tmp_path)
     keep(ONE_CHUNK, "torch-1f1b", 10, "torch, 1F1B", run.stock, plan)
 
@@ -98,9 +107,10 @@ async def test_a_straggling_replica_is_found_and_answered(tmp_path: Path) -> Non
 
         answer = await answer_to_straggler(run, plan)
         assert run.observer.job is not None
-        slowed_s, fast_s = run.observer.job.planned_iteration_time_s[0], run.observer.job.t_min_s
         assert answer.after_iterations <= 6
-        assert slowed_s > 1.15 * fast_s, "the other replica takes the time that there is"
+        assert answer.planned_s > 1.15 * run.observer.job.t_min_s, (
+            "the other replica takes the time that there is"
+        )
         assert answer.answered.time_s <= 1.02 * SLOWDOWN * plan.time_s
     check_losses(REPLICATED, tmp_path)
     keep(REPLICATED, "torch-replicas", 13, "torch, 1F1B, 2 replicas", run.stock, plan)
@@ -120,24 +130,23 @@ async def test_replicas_without_pipelines_keep_a_slowdown_budget_and_answer_a_st
     case: Case, position: int, title: str, tmp_path: Path
 ) -> None:
     """What the fast ones wait for a slow one is in none of their computations."""
-    async with real_run(case.workload, tmp_path / "logs", start(case, tmp_path)) as run:
+    opened = run_where_measured if case is FULLY_SHARDED else real_run
+    async with opened(case.workload, tmp_path / "logs", start(case, tmp_path)) as run:
         await run.until_planned()
         order = [(int(kind), microbatch, 0) for microbatch in range(MICROBATCHES) for kind in (1, 2)]
         assert run.registered() == [order]
         plan = await run.watch(WATCHED)
         assert run.stock is not None
-        assert plan.time_s <= 1.02 * run.stock.time_s
+        assert is_no_slower(plan, run.stock)
 
         await run.set_policy(job_pb2.OperatingPolicy(max_slowdown_percent=BUDGET_PERCENT))
         budgeted = await run.watch(WATCHED)
-        assert budgeted.time_s <= 1.02 * (1 + BUDGET_PERCENT / 100) * plan.time_s
+        assert is_no_slower(budgeted, plan, 1.02 * (1 + BUDGET_PERCENT / 100))
         assert budgeted.energy_j < 0.97 * plan.energy_j
 
         await run.set_policy(job_pb2.OperatingPolicy(no_slowdown=job_pb2.NoSlowdown()))
         answer = await answer_to_straggler(run, plan)
-        # Few iterations are without an answer, so that how long they take is known by their spread only.
-        error_s = math.hypot(answer.answered.time_se_s, 1.02 * answer.unanswered.time_se_s)
-        assert answer.answered.time_s <= 1.02 * answer.unanswered.time_s + 2 * error_s
+        assert is_no_slower(answer.answered, answer.unanswered)
         assert answer.answered.energy_j < 0.97 * answer.unanswered.energy_j
     check_losses(case, tmp_path)
     name, slowed = f"torch-{case.schedule}", f"the same, a replica slowed by {100 * (SLOWDOWN - 1):.0f} %"
@@ -146,11 +155,34 @@ async def test_replicas_without_pipelines_keep_a_slowdown_budget_and_answer_a_st
     answer.keep(case, f"{name}-straggler", position + 1, slowed)
 
 
+@asynccontextmanager
+async def run_where_measured(
+    workload: Workload, log_dir: Path, start_trainers: Callable[[Cluster, Path], None]
+) -> AsyncIterator[RealRun]:
+    """A real run that is expected to fail where profiling gives up all clocks but one.
+
+    Parts that wait for each other take nearly the same times in every iteration, and then a rank's counter
+    may not tell computing from waiting: its estimate stays incomplete, and no clock is measured without it.
+    """
+    why: str | None = None
+    try:
+        async with real_run(workload, log_dir, start_trainers) as run:
+            yield run
+    except* ObservationError:
+        why = run.why_unmeasured()
+        if why is None:
+            raise
+    if why is not None:
+        pytest.xfail(f"a rank whose powers stay undetermined leaves no clock to plan on: {why}")
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a slow replica cost before the others were slowed to match it, and since."""
+    """What a slow replica costs while the others are slowed to match it, and while they are not."""
 
     after_iterations: int
+    planned_s: float
+    """What the plans of the others make of an iteration, answered."""
     unanswered: Figures
     answered: Figures
 
@@ -162,7 +194,11 @@ class Answer:
 
 
 async def answer_to_straggler(run: RealRun, plan: Figures) -> Answer:
-    """Slow a replica down, and wait until that is found and answered."""
+    """Slow a replica down, wait until that is found and answered, and have the answer taken back again.
+
+    Between the slowness and its answer are too few iterations to compare with: an operator's word, which
+    overrides what is found, gives as many without an answer as with one.
+    """
     observer = run.observer
     run.cluster.degrade(STRAGGLER, SLOWDOWN)
     first = observer.next_whole_iteration
@@ -176,14 +212,17 @@ async def answer_to_straggler(run: RealRun, plan: Figures) -> Answer:
         STEP_TIMEOUT_S,
     )
     after_iterations = observer.in_force_since() - first
-    unanswered = await run.when_known(range(first, observer.in_force_since()))
     answered = await run.watch(WATCHED)
+    assert run.observer.job is not None
+    planned_s = run.observer.job.planned_iteration_time_s[0]
+    await run.report_no_straggler(STRAGGLER)
+    unanswered = await run.watch(WATCHED)
     print(
         f"\n{run.workload.job_id}, straggler: iteration {plan.time_s:.4f} s → {unanswered.time_s:.4f} s, "
         f"answered after {after_iterations} iterations: {answered.time_s:.4f} s; "
         f"energy {unanswered.energy_j:.1f} J → {answered.energy_j:.1f} J"
     )
-    return Answer(after_iterations, unanswered, answered)
+    return Answer(after_iterations, planned_s, unanswered, answered)
 
 
 @pytest.mark.parametrize("folders", [[], [NEWEST_TORCH]])

@@ -27,6 +27,8 @@ from tests.frameworks.cases import (
 from tests.frameworks.real_run import real_run
 from tests.frameworks.versions import NEWEST_TORCH, skip_unless_there
 
+pytestmark = pytest.mark.slow("trains for real, with the framework")
+
 ITERATIONS = 3
 
 
@@ -34,7 +36,7 @@ ITERATIONS = 3
 async def test_1f1b(tmp_path: Path) -> None:
     skip_unless_there(NEWEST_TORCH)
     case = Case(
-        "torchtitan_trainer", "1F1B", HALF_LIGHT, 1, 0.06, 0.12, beside=[NEWEST_TORCH], losses_per_iteration=1
+        "torchtitan_trainer", "1F1B", HALF_LIGHT, 1, 0.08, 0.16, beside=[NEWEST_TORCH], logs_one_loss=True
     )
     async with real_run(case.workload, tmp_path / "logs", start(case, tmp_path)) as run:
         await run.until_planned()

@@ -1,7 +1,8 @@
 """A tiny transformer, trained with `torch.distributed.pipelining` on CPUs: `-m …torch_trainer TASK`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -76,6 +77,22 @@ def _positions(task: TrainerTask, stage: int) -> list[int]:
     return [stage + chunk * task.stage_count for chunk in range(task.chunk_count)]
 
 
+class HiccupError(Exception):
+    """Comes with the first iteration, once all is computed."""
+
+
+def failing_once(step: Callable[..., Any]) -> Callable[..., Any]:
+    first = iter([True])
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if next(first, False):
+            raise HiccupError
+        return result
+
+    return failing
+
+
 def train(task: TrainerTask, rank: int) -> None:
     """Train one rank."""
     torch.set_num_threads(1)
@@ -83,9 +100,13 @@ def train(task: TrainerTask, rank: int) -> None:
     mesh = init_device_mesh("cpu", (task.pipeline_count, task.stage_count), mesh_dim_names=("dp", "pp"))
     pipeline, stage = mesh.get_coordinate()
     schedule, chunks = make_schedule(task, stage, mesh.get_group("pp"))
+    if task.planted == "step" and rank in task.planted_ranks:
+        schedule.step = failing_once(schedule.step)
     attachment = None
     if task.is_attached:
-        attachment = attach(schedule, device_mesh=mesh, **task.attach_arguments(pipeline, stage))
+        # Without a mesh ranks meet as they attach.
+        device_mesh = None if task.planted else mesh
+        attachment = attach(schedule, device_mesh=device_mesh, **task.attach_arguments(pipeline, stage))
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     # The model's last chunk says what the losses are: in a V it is on the first stage.
@@ -98,7 +119,8 @@ def train(task: TrainerTask, rank: int) -> None:
         tokens = torch.randint(0, VOCABULARY, size, generator=generator)
         inputs = [tokens[:, :-1]] if chunks[0].embedding is not None else []
         found: list[torch.Tensor] = []
-        schedule.step(*inputs, **({"target": tokens[:, 1:], "losses": found} if has_losses else {}))
+        with suppress(HiccupError):
+            schedule.step(*inputs, **({"target": tokens[:, 1:], "losses": found} if has_losses else {}))
         losses += [loss.item() for loss in found]
         for parameter in parameters:
             distributed.all_reduce(parameter.grad, group=mesh.get_group("dp"))

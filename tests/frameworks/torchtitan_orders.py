@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.frameworks.notebook import Notebook
-from tests.frameworks.torchtitan_trainer import be_a_rank, run
+from tests.frameworks.torchtitan_trainer import be_a_rank, prepare, run
 from tests.frameworks.trainers import TrainerTask, main
 
 
@@ -30,4 +30,4 @@ def train(task: TrainerTask, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(train))
+    sys.exit(main(train, prepare))

@@ -1,5 +1,6 @@
 """torchtitan's debug model, trained by torchtitan itself on CPUs: `-m …torchtitan_trainer TASK`."""
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import distributed
 
 from perseus.agent.probe.marks import Connect
-from tests.frameworks.torchtitan_on_cpu import arguments, do_without_cuda, prepare
+from tests.frameworks import torchtitan_on_cpu
 from tests.frameworks.trainers import TrainerTask, main
 
 
@@ -21,10 +22,24 @@ def train(task: TrainerTask, rank: int) -> None:
         task.leave_losses(0, losses)
 
 
+def prepare(task: TrainerTask) -> None:
+    """Import torchtitan, without CUDA."""
+    torchtitan_on_cpu.do_without_cuda()
+    sys.argv = ["train", *arguments(task)]
+    torchtitan_on_cpu.prepare()
+    importlib.import_module("torchtitan.train")
+
+
+def arguments(task: TrainerTask) -> list[str]:
+    """What the task is on torchtitan's command line."""
+    return torchtitan_on_cpu.arguments(
+        task.schedule, task.stage_count, task.microbatch_count, task.losses_dir
+    )
+
+
 def be_a_rank(task: TrainerTask, rank: int) -> None:
     """What torchrun says to a rank, and nobody says of a CPU."""
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(task.rank_count))
-    do_without_cuda()
     init = distributed.init_process_group
 
     def init_process_group(*_args: Any, **_kwargs: Any) -> None:
@@ -35,9 +50,6 @@ def be_a_rank(task: TrainerTask, rank: int) -> None:
 
 def run(task: TrainerTask, rank: int, connect: Connect | None = None) -> list[float]:
     """Train, attached where the task or `connect` says so; the losses that torchtitan would log."""
-    words = arguments(task.schedule, task.stage_count, task.microbatch_count, task.losses_dir)
-    sys.argv = ["train", *words]
-    prepare()
     from torchtitan import train as titan
     from torchtitan.components.metrics import MetricsProcessor
 
@@ -58,11 +70,11 @@ def run(task: TrainerTask, rank: int, connect: Connect | None = None) -> list[fl
     if task.is_attached:
         connect = task.attach_arguments(0, rank)["connect"]
     if connect is not None:
-        hook.main([f"--perseus.job-id={task.job_id}", *words], connect)
+        hook.main([f"--perseus.job-id={task.job_id}", *arguments(task)], connect)
     else:
         hook.run(titan)
     return losses
 
 
 if __name__ == "__main__":
-    sys.exit(main(train))
+    sys.exit(main(train, prepare))

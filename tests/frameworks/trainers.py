@@ -8,10 +8,10 @@ pipeline that has the losses leaves them, bit for bit, in a file.
 import ctypes
 import json
 import os
+import pkgutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from typing import Any
 from perseus.agent.gpu.physics import Work
 from perseus.agent.link.address import SOCKET_VARIABLE
 from perseus.agent.link.computation import Kind
+from perseus.agent.probe.client import Probe
 from perseus.agent.probe.tested_versions import met
 from perseus.demo.emulated_probe import Works, emulated_connect
 from perseus.demo.trainer import STOP_FILE
+from tests.frameworks.punctual import make_punctual
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -45,6 +47,9 @@ class TrainerTask:
     """For every stage: kind, chunk, and the work's compute-bound and memory-bound seconds and activity."""
     layers: Sequence[int] = ()
     """How many layers each stage has; none: one each."""
+    planted: str = ""
+    """A function of Perseus that raises on `planted_ranks`, or the first "step"; no agent is there."""
+    planted_ranks: Sequence[int] = ()
 
     def to_json(self) -> str:
         """For the command line."""
@@ -53,7 +58,7 @@ class TrainerTask:
     @property
     def is_attached(self) -> bool:
         """Whether there is somebody to attach to."""
-        return bool(self.sockets)
+        return bool(self.sockets or self.planted)
 
     @property
     def rendezvous(self) -> str:
@@ -67,6 +72,9 @@ class TrainerTask:
 
     def attach_arguments(self, pipeline: int, stage: int) -> dict[str, Any]:
         """Keyword arguments of every framework's `attach`; the agent's socket goes into the environment."""
+        if not self.sockets:
+            os.environ[SOCKET_VARIABLE] = f"{self.losses_dir}/no-agent.sock"
+            return {"job_id": self.job_id, "connect": Probe.connect}
         os.environ[SOCKET_VARIABLE] = self.sockets[pipeline]
         works: Works = {(Kind(kind), chunk): Work(*work) for kind, chunk, *work in self.works[stage]}
         return {
@@ -76,7 +84,7 @@ class TrainerTask:
 
     def is_over(self, iteration_count: int) -> bool:
         """Whether to stop after so many iterations; one rank asks and tells the others."""
-        if self.is_attached:
+        if self.sockets:
             return Path(self.run_dir, STOP_FILE).exists()
         return iteration_count == self.iteration_count
 
@@ -86,16 +94,24 @@ class TrainerTask:
         Path(self.losses_dir, f"losses-{pipeline}.json").write_text(text)
 
 
-def main(train: Callable[[TrainerTask, int], None]) -> int:
-    """Fork a process for every rank of the command line's task, and wait for all; 0 if all went well."""
-    task = TrainerTask(**json.loads(sys.argv[1]))
-    if task.is_attached:
-        # An emulated GPU is as punctual as its process: other work on this machine's cores must not be its
-        # wait. Such ranks sleep nearly all the time, so whatever else runs hardly notices.
-        with suppress(PermissionError):
-            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    ranks = [_fork(train, task, rank) for rank in range(task.rank_count)]
-    return max(abs(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])) for rank in ranks)
+def main(
+    train: Callable[[TrainerTask, int], None], prepare: Callable[[TrainerTask], None] | None = None
+) -> int:
+    """Fork a process for every rank of the command line's tasks, one after the other; 0 if all went well.
+
+    `prepare` comes before: what it imports is imported once for all ranks, and in nobody's way.
+    """
+    tasks = [TrainerTask(**json.loads(text)) for text in sys.argv[1:]]
+    if prepare is not None:
+        prepare(tasks[0])
+    if tasks[0].sockets:
+        make_punctual(os.getpid())
+    status = 0
+    for task in tasks:
+        ranks = [_fork(train, task, rank) for rank in range(task.rank_count)]
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+        status = max(status, *map(abs, statuses))
+    return status
 
 
 def _fork(train: Callable[[TrainerTask, int], None], task: TrainerTask, rank: int) -> int:
@@ -106,6 +122,12 @@ def _fork(train: Callable[[TrainerTask, int], None], task: TrainerTask, rank: in
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     status = 1
     try:
+        if task.planted:
+            log = os.open(f"{task.losses_dir}/log-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            for output in (1, 2):  # torchtitan logs to the first
+                os.dup2(log, output)
+            if rank in task.planted_ranks and task.planted != "step":
+                _plant(task.planted)
         train(task, rank)
         Path(task.losses_dir, f"ran-{rank}.json").write_text(json.dumps(list(met.values())))
         status = 0
@@ -115,3 +137,11 @@ def _fork(train: Callable[[TrainerTask, int], None], task: TrainerTask, rank: in
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _plant(name: str) -> None:
+    def planted(*_: object, **__: object) -> None:
+        raise RuntimeError("planted")
+
+    owner, _, function = name.rpartition(".")
+    setattr(pkgutil.resolve_name(owner), function, planted)

@@ -18,12 +18,6 @@ from perseus.agent.probe.tested_versions import FRAMEWORKS, Run, version_key
 NEWEST_TORCH = "torch-2.15.0"
 """The folder beside what is installed that has the newest torch, and the torchtitan that needs it."""
 
-RAN = pytest.StashKey[set[Run]]()
-"""What the session's tests have trained with, attached."""
-
-IS_PART = pytest.StashKey[bool]()
-"""Whether some of the collected tests were not run, or failed."""
-
 ROOT = Path(__file__).parents[2]
 MODULE = Path(tested_versions.__file__)
 PAGE = ROOT / "docs" / "frameworks.md"

@@ -11,8 +11,9 @@ or raised.
 
 What is executed is registered as the job's order, and followed (`probe.job_order`).
 
-Before training, mistakes are refused (ValueError). After that nothing here raises into training: whatever
-goes wrong is logged once, the rank leaves its agent, and training goes on at stock.
+Before training, mistakes are refused (ValueError). But for that nothing here raises into training, and no
+rank waits for another: whatever goes wrong is logged once, the rank leaves its agent, the others of its
+pipeline learn why, and training goes on at stock.
 
 Standard library only.
 """
@@ -20,11 +21,11 @@ Standard library only.
 import logging
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from perseus.agent.link.computation import Computation, Kind
-from perseus.agent.probe.exchange import Exchange
-from perseus.agent.probe.job_order import Gather, JobOrder
+from perseus.agent.probe.exchange import Exchange, LocalExchange
+from perseus.agent.probe.job_order import JobOrder
 from perseus.agent.probe.marks import Marks, UnmarkableError
 from perseus.agent.probe.placement import Placement
 
@@ -35,39 +36,35 @@ Identify = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Kind, int, int] | N
 """Which computation a call with such arguments is: kind, microbatch and chunk; None: none that is marked."""
 
 _T = TypeVar("_T")
+_Hook = TypeVar("_Hook", bound=Callable[..., "Attachment"])
 
 
 class Attachment:
     """One rank of a framework, attached. Its methods are for the thread that trains.
 
-    `is_capturing` says whether launches go into a graph now instead of running: an iteration that begins so
-    is captured whole, and registers nothing, as that takes a collective. All else is as for `JobOrder`.
+    `marks`: where they are sent; None: nowhere. All else is as for `JobOrder`.
     """
 
     def __init__(
         self,
         placement: Placement,
-        marks: Marks,
-        gather: Gather,
+        marks: Marks | None,
+        exchange: Exchange,
         *,
         chunk_positions: Sequence[int] = (),
         table: Sequence[Computation] | None = None,
         work: Callable[[], str] = lambda: "",
         max_slowdown_percent: float = 0.0,
-        is_capturing: Callable[[], bool] = lambda: False,
-        exchange: Exchange | None = None,
     ) -> None:
-        self._marks: Marks | None = marks
+        self._marks = marks
         self._order = JobOrder(
             placement,
-            gather,
+            exchange,
             chunk_positions=chunk_positions,
             table=table,
             work=work,
             max_slowdown_percent=max_slowdown_percent,
-            exchange=exchange,
         )
-        self._is_capturing = is_capturing
         self._has_given_up = False
         self._given_up: Marks | None = None
         self._restores: list[Callable[[], None]] = []
@@ -88,6 +85,15 @@ class Attachment:
                 setattr(owner, name, before)
 
         self._restores.append(restore)
+
+    def put_marks(self, put: Callable[[], None]) -> Self:
+        """Put marks around what is trained: all of them, or none if that fails."""
+        try:
+            put()
+        except Exception as error:  # of a framework that is not as known
+            self._restore()
+            self._give_up(error)
+        return self
 
     def when_detached(self, undo: Callable[[], None]) -> None:
         """Call this in `detach`, too."""
@@ -151,7 +157,6 @@ class Attachment:
         try:
             return question(*args)
         except Exception as error:  # of ours, or of a framework that is not as known: training goes on
-            self._order.lose()
             self._give_up(error)
             return None
 
@@ -160,8 +165,6 @@ class Attachment:
         self._is_in_iteration = True
         try:
             self._order.begin_iteration()
-            if self._order.is_recording:
-                self._is_in_iteration = not self._is_capturing()
             if self._marks is not None:
                 self._marks.begin_iteration()
         except Exception as error:  # of ours, whatever it is: training goes on
@@ -175,21 +178,18 @@ class Attachment:
         if self._marks is not None:
             try:
                 self._marks.end_iteration()
+                self._order.end_iteration(self._marks)
             except Exception as error:  # as above
                 self._give_up(error)
-        try:
-            self._order.end_iteration(self._marks)
-        except Exception as error:  # as above
-            self._give_up(error)
 
     def begin(self, kind: Kind, microbatch: int, chunk: int = 0) -> None:
         """A computation begins."""
         if not self._is_in_iteration:
             return
         self._is_computing = True
-        self._order.begin(kind, microbatch, chunk)
         if self._marks is not None:
             try:
+                self._order.begin(kind, microbatch, chunk)
                 self._marks.begin_computation(kind, microbatch, chunk)
             except Exception as error:  # as above
                 self._give_up(error)
@@ -221,8 +221,7 @@ class Attachment:
 
     def detach(self) -> None:
         """Training is done: undo every replacement and end the connection; the GPU goes back to stock."""
-        self._restore()
-        marks, self._marks = self._marks, None
+        marks = self._leave()
         if marks is not None:
             try:
                 marks.finish()
@@ -238,10 +237,15 @@ class Attachment:
             self.detach()
             return
         # A failure of the trainer: the rank is gone, but its job has not ended.
-        self._restore()
-        marks, self._marks = self._marks, None
+        marks = self._leave()
         if marks is not None:
             self._close(marks)
+
+    def _leave(self) -> Marks | None:
+        self._restore()
+        self._say_lost("it is detached")
+        marks, self._marks = self._marks, None
+        return marks
 
     def _restore(self) -> None:
         for restore in reversed(self._restores):
@@ -257,11 +261,18 @@ class Attachment:
         self._has_given_up = True
         trace = None if isinstance(error, UnmarkableError) else error
         _log.error("not marked any more, training goes on at stock clocks: %s", error, exc_info=trace)
+        self._say_lost(str(error))
         marks, self._marks = self._marks, None
         if marks is not None:
             # Kept, as events that are destroyed in the midst of a capture might spoil it.
             self._given_up = marks
             self._close(marks)
+
+    def _say_lost(self, why: str) -> None:
+        try:
+            self._order.lose(why)
+        except Exception as error:  # as above
+            _log.debug("telling the other stages: %s", error)
 
     def _close(self, marks: Marks) -> None:
         try:
@@ -271,3 +282,19 @@ class Attachment:
 
 
 _ABSENT = object()
+
+
+def never_in_the_way(attach: _Hook) -> _Hook:
+    """A hook's `attach` that lets training go on without marks where it fails; ValueErrors are mistakes."""
+
+    @wraps(attach)
+    def attached(*args: Any, **kwargs: Any) -> Attachment:
+        try:
+            return attach(*args, **kwargs)
+        except ValueError:
+            raise
+        except Exception as error:  # of ours, or of a framework that is not as known
+            _log.error("not attached, training goes on at stock clocks: %s", error, exc_info=error)
+            return Attachment(Placement(0, 1, 0, 1), None, LocalExchange())
+
+    return cast(_Hook, attached)

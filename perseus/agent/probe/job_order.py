@@ -1,20 +1,20 @@
 """The order in which a job's stages compute: registered as it is executed, and anew when it has changed.
 
 No schedule needs to be known beforehand: the first iteration is recorded as it was really executed. At its
-end the ranks of every pipeline gather their orders, one small collective each, and every rank says that it
-belongs to a job that computes so; the first one registers it. A rank without an agent takes part, as it
-can't know of the others'. Where the framework has a table of its own, a difference from what was executed is
-logged; the executed order wins. A stage that could not be followed says so to the others of its pipeline when
-orders are gathered: none of them is marked then.
+end every stage posts its order for the others of its pipeline (`probe.exchange`) and looks for theirs, then
+and after each iteration that follows. Once all are there, every rank says that it belongs to a job that
+computes so; the first one registers it. A rank without an agent takes part, as it can't know of the others'.
+Where the framework has a table of its own, a difference from what was executed is logged; the executed order
+wins. A rank that is not marked any more says why in its order's place, and none of its pipeline is marked
+then; nor where an order does not come.
 
-An order that changes later (a ramp of the batch size, say) is said at once. Once it has settled the stages
-post it for each other (`probe.exchange`), and when all of them have, it is registered in place of the first.
+An order that changes later (a ramp of the batch size, say) is said at once. Once it has settled it is posted
+in the same way, and when all stages have, it is registered in place of the first.
 
-Standard library only.
+Nobody ever waits for another rank. Standard library only.
 """
 
 import logging
-import uuid
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
@@ -27,109 +27,130 @@ from perseus.agent.probe.stage_work import work_if_known
 
 _log = logging.getLogger("perseus.attachment")
 
-Gather = Callable[[ExecutedOrder], Sequence[ExecutedOrder]]
-"""Gathers the orders of all stages of this rank's pipeline; called by all of them."""
-
-# How long a stage that has posted an order waits for those of the others, which change in the same iteration.
+# How long a stage that has posted an order looks for those of the others, which execute the same iterations.
 _MEETING_ITERATIONS = 20
+
+_FIRST = "first"
 
 
 class JobOrder:
     """What one rank's stage executes, and what of it is registered.
 
-    `table` is the order that the framework itself says it will execute, if it says. `work` tells, after an
-    iteration, what the stage computes (`probe.stage_work`). `exchange`: where stages post orders that change;
-    None: they are not followed.
+    `exchange` is where the stages of this rank's pipeline post orders. `table` is the order that the
+    framework itself says it will execute, if it says. `work` tells, after an iteration, what the stage
+    computes (`probe.stage_work`).
     """
 
     def __init__(
         self,
         placement: Placement,
-        gather: Gather,
+        exchange: Exchange,
         *,
         chunk_positions: Sequence[int],
         table: Sequence[Computation] | None,
         work: Callable[[], str],
         max_slowdown_percent: float,
-        exchange: Exchange | None,
     ) -> None:
         self._placement = placement
-        self._gather = gather
+        self._exchange = exchange
         self._chunk_positions = tuple(chunk_positions)
         self._table = table
         self._work = work
         self._max_slowdown_percent = max_slowdown_percent
-        # The first iteration, until it has been executed whole; whether it was followed.
-        self._executed: list[Computation] | None = []
-        self._is_followed = True
-        # From then on: what it executes against what is registered; where orders are posted, and under what
-        # name the latest was, in which iteration.
-        self._order: ChangingOrder | None = None
-        self._exchange = exchange
-        self._meeting = uuid.uuid4().hex
+        # Iterations begun, those that failed included: the same for all stages.
         self._iteration = 0
+        # The first iteration, until it has been executed whole.
+        self._recorded: list[Computation] | None = []
+        # From then on: what it executes against what is registered; an order that was posted and is not yet
+        # registered, by its name and iteration; and whether other stages wait for this one's first.
+        self._order: ChangingOrder | None = None
         self._posted: tuple[str, int] | None = None
+        self._is_awaited = True
 
-    @property
-    def is_recording(self) -> bool:
-        """Whether no iteration has been executed whole yet."""
-        return self._executed is not None
-
-    def lose(self) -> None:
-        """What the stage executes can't be followed."""
-        self._is_followed = False
+    def lose(self, why: str) -> None:
+        """This rank is not marked any more: those of its pipeline that wait for its order learn why."""
+        if self._is_awaited:
+            self._is_awaited = False
+            self._exchange.post(_FIRST, ExecutedOrder(self._placement.stage, (), lost=why))
 
     def begin_iteration(self) -> None:
         """An iteration begins."""
-        if self._executed is not None:
-            self._executed = []
-        if self._order is not None:
+        self._iteration += 1
+        if self._recorded is not None:
+            self._recorded = []
+        elif self._order is not None:
             self._order.begin_iteration()
 
     def begin(self, kind: Kind, microbatch: int, chunk: int) -> None:
         """A computation of it begins."""
-        if self._executed is not None:
-            self._executed.append(Computation(kind, microbatch, chunk))
+        if self._recorded is not None:
+            self._recorded.append(Computation(kind, microbatch, chunk))
         elif self._order is not None:
             self._order.begin(kind, microbatch, chunk)
 
-    def end_iteration(self, marks: Marks | None) -> None:
-        """It ends, and was executed whole. The end of the first one registers the job, by `marks` if any.
+    def end_iteration(self, marks: Marks) -> None:
+        """It ends, and was executed whole. Registers by `marks` what all stages have posted.
 
         Raises:
-            UnmarkableError: a stage could not be followed. Nor are other errors of a registration caught.
+            UnmarkableError: a stage can't be followed. Nor are other errors of the first registration caught.
         """
-        if self._executed is not None:
-            executed, self._executed = tuple(self._executed), None
-            self._register_first(executed, marks)
-        elif self._order is not None and marks is not None:
+        if self._recorded is not None:
+            executed, self._recorded = tuple(self._recorded), None
+            self._compare_with_table(executed)
+            self._order = ChangingOrder(executed)
+            self._post(_FIRST, executed)
+            self._register_first(marks)
+        elif self._is_awaited:
+            self._register_first(marks)
+        elif self._order is not None:
             try:
                 self._follow(self._order, marks)
             except Exception as error:  # of ours, whatever it is: training goes on
-                self._stop_following(error)
+                self._order = self._posted = None
+                _log.warning("orders that change are not followed any more: %s", error)
 
-    def _register_first(self, executed: tuple[Computation, ...], marks: Marks | None) -> None:
-        placement = self._placement
+    def _compare_with_table(self, executed: tuple[Computation, ...]) -> None:
         if self._table is not None and (difference := _difference(self._table, executed)):
             _log.warning(
                 "pipeline %d, stage %d: %s; what was executed counts",
-                placement.pipeline,
-                placement.stage,
+                self._placement.pipeline,
+                self._placement.stage,
                 difference,
             )
-        own = self._own_order(executed if self._is_followed else ())
-        orders = sorted(self._gather(own), key=lambda order: order.stage)
-        if marks is None:
-            return
-        if lost := [str(order.stage) for order in orders if not order.computations]:
-            raise UnmarkableError(f"what stage {', '.join(lost)} computes could not be followed, see its log")
-        self._meeting = orders[0].meeting
-        self._register(marks, orders, waits=True)
-        self._order = ChangingOrder(executed)
 
-    def _own_order(self, executed: tuple[Computation, ...]) -> ExecutedOrder:
-        work = work_if_known(self._work)
-        return ExecutedOrder(self._placement.stage, executed, self._chunk_positions, work, self._meeting)
+    def _post(self, name: str, executed: tuple[Computation, ...]) -> None:
+        stage, work = self._placement.stage, work_if_known(self._work)
+        self._exchange.post(name, ExecutedOrder(stage, executed, self._chunk_positions, work))
+        self._posted = name, self._iteration
+
+    def _register_first(self, marks: Marks) -> None:
+        """Register the job, once all stages have posted what they execute."""
+        if (orders := self._look()) is not None:
+            self._is_awaited = False
+            self._register(marks, orders, waits=True)
+
+    def _look(self) -> list[ExecutedOrder] | None:
+        """What all stages have posted under the latest name; None as long as some have not.
+
+        Raises:
+            UnmarkableError: a stage can't be followed, or has not posted in time.
+        """
+        assert self._posted is not None
+        name, since = self._posted
+        found = self._exchange.look(name, self._placement.stage_count)
+        orders = [order for order in found if order is not None]
+        for order in orders:
+            if not order.computations:
+                self._is_awaited = False  # the others see the same
+                raise UnmarkableError(f"stage {order.stage}: {order.lost or 'it has computed nothing'}")
+        if len(orders) == len(found):
+            self._posted = None
+            return orders
+        if self._iteration - since >= _MEETING_ITERATIONS:
+            self._posted = None
+            missing = ", ".join(str(stage) for stage, order in enumerate(found) if order is None)
+            raise UnmarkableError(f"stage {missing}: what it computes did not come")
+        return None
 
     def _register(self, marks: Marks, orders: Sequence[ExecutedOrder], *, waits: bool) -> None:
         """Register what the stages execute, stage 0 first."""
@@ -147,41 +168,32 @@ class JobOrder:
 
     def _follow(self, order: ChangingOrder, marks: Marks) -> None:
         """An iteration has ended: say that it differs, post what has settled, register what all posted."""
-        self._iteration += 1
         change = order.end_iteration()
         if change is not None and change.is_news:
             first = (self._placement.pipeline, self._placement.stage, self._placement.tensor) == (0, 0, 0)
             _log.log(
                 logging.WARNING if first else logging.INFO,
-                "stage %d executes %s: such iterations run at stock clocks%s",
+                "stage %d executes %s: such iterations run at stock clocks until it has settled and is "
+                "registered anew",
                 self._placement.stage,
                 describe_change(order.registered, change.executed),
-                "" if self._exchange is None else " until it has settled and is registered anew",
             )
-        if self._exchange is None:
-            return
         if change is not None and change.has_settled:
-            self._posted = f"{self._meeting}/{self._iteration}", self._iteration
-            self._exchange.post(self._posted[0], self._own_order(change.executed))
+            self._post(str(self._iteration), change.executed)
         if self._posted is None:
             return
-        name, since = self._posted
-        if (orders := self._exchange.look(name, self._placement.stage_count)) is not None:
-            self._posted = None
-            order.register(orders[self._placement.stage].computations)
-            self._register(marks, orders, waits=False)
-        elif self._iteration - since >= _MEETING_ITERATIONS:
-            self._posted = None
+        try:
+            orders = self._look()
+        except UnmarkableError:
             _log.warning(
                 "stage %d executes another order and other stages of its pipeline do not: not registered "
                 "anew, it runs at stock clocks",
                 self._placement.stage,
             )
-
-    def _stop_following(self, error: Exception) -> None:
-        """Orders can't be exchanged, or something of ours fails: what differs runs at stock, and no more."""
-        self._order = self._posted = None
-        _log.warning("orders that change are not followed any more: %s", error)
+            return
+        if orders is not None:
+            order.register(orders[self._placement.stage].computations)
+            self._register(marks, orders, waits=False)
 
 
 def paths_through(orders: Sequence[ExecutedOrder]) -> list[list[tuple[int, int]]]:

@@ -4,9 +4,15 @@ Data-parallel replicas are pipelines. Tensor- and context-parallel ranks of a st
 at the same time and so share its plan: both count as tensor-parallel ones.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING
+
+from perseus.agent.probe.exchange import default_store
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +22,17 @@ if TYPE_CHECKING:
 STAGE_DIMENSION = "pp"
 TENSOR_DIMENSIONS = ("cp", "tp")
 
+PATIENCE_S = 600.0
+"""How long ranks wait for others to attach, which may load their stages meanwhile."""
+
+_meetings = count()
+
 NO_GPU = "none"
 """The UUID of no GPU: an agent refuses it, so training on a CPU goes on as without one."""
+
+
+class UnplacedError(Exception):
+    """A rank's place in its job can't be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,32 +111,49 @@ def from_device_mesh(mesh: "DeviceMesh", device: "torch.device") -> Placement:
     return place_in_mesh(names, tuple(mesh.mesh.shape), coordinates, gpu_uuid(device))
 
 
-def from_pipeline_group(group: "ProcessGroup | None", device: "torch.device") -> Placement:
+def from_pipeline_group(group: "ProcessGroup | None", device: "torch.device", meeting: str) -> Placement:
     """This process's place where all parallelism is pipeline and data: every group is one pipeline.
 
-    A collective of the whole job: each process says which ranks its group has.
+    The first rank of each group says which ranks that has; the others wait for all of that, within `meeting`.
+
+    Raises:
+        UnplacedError: another rank failed to attach, or did not.
     """
     from torch import distributed
 
     ranks = distributed.get_process_group_ranks(group)
-    pipelines = gather_over(None)(tuple(ranks))
-    return place_among_pipelines(distributed.get_rank(), pipelines, gpu_uuid(device))
+    store, rank = default_store(), distributed.get_rank()
+    if rank == ranks[0]:
+        number = store.add(f"{meeting}/count", 1)
+        store.set(f"{meeting}/{number}", json.dumps(ranks))
+    pipeline_count = distributed.get_world_size() // len(ranks)
+    keys = [f"{meeting}/{number}" for number in range(1, pipeline_count + 1)]
+    until_s, pause_s = time.monotonic() + PATIENCE_S, 0.01
+    while not store.check(keys):
+        if store.check([f"{meeting}/failed"]):
+            raise UnplacedError(store.get(f"{meeting}/failed").decode())
+        if time.monotonic() > until_s:
+            raise UnplacedError(f"other ranks have not attached in {PATIENCE_S:.0f} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1.0)
+    pipelines = [json.loads(store.get(key)) for key in keys]
+    return place_among_pipelines(rank, pipelines, gpu_uuid(device))
 
 
-def gather_over(group: "ProcessGroup | None") -> Callable[[Any], list[Any]]:
-    """A function that gathers one small object of every rank of a group, in the group's order.
+@contextlib.contextmanager
+def meeting() -> Iterator[str]:
+    """Where ranks meet as they attach, all of them equally often: who fails in the block says so there."""
+    key = f"perseus/meeting-{next(_meetings)}"
+    try:
+        yield key
+    except UnplacedError:
+        raise
+    except Exception as error:
+        with contextlib.suppress(Exception):  # there may be no store at all
+            from torch import distributed
 
-    It must be called by all of them. None is the group of all processes.
-    """
-
-    def gather(value: Any) -> list[Any]:
-        from torch import distributed
-
-        found: list[Any] = [None] * distributed.get_world_size(group)
-        distributed.all_gather_object(found, value, group)
-        return found
-
-    return gather
+            default_store().set(f"{key}/failed", f"rank {distributed.get_rank()}: {error}")
+        raise
 
 
 def gpu_uuid(device: "torch.device") -> str:

@@ -30,11 +30,6 @@ def connect_marks(connect: Connect, job_id: str, placement: Placement, device: "
     return marks
 
 
-def capture_check(device: "torch.device") -> Callable[[], bool]:
-    """What says whether launches on a device are captured into a graph now."""
-    return _cuda_events(device).is_capturing if device.type == "cuda" else lambda: False
-
-
 def _cuda_events(device: "torch.device") -> "CudaEvents":
     from torch import cuda
 

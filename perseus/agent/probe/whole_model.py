@@ -1,6 +1,6 @@
 """Marks around a whole model's forwards and backwards, where there is no pipeline: one stage a replica.
 
-    forward       the model's `forward`, while it trains and gradients are recorded
+    forward       a call of the model, while it trains and gradients are recorded
     backward      from the moment at which a gradient reaches the forward's output until autograd is done
     iteration     from the first forward to the end of the optimizer's step
 
@@ -8,16 +8,24 @@ What waits for other replicas is no computation. DistributedDataParallel waits f
 callback that autograd calls when it is done; so are we called, and before, as we asked to be earlier. The
 wait so lies between the backward and the optimizer's step, within the iteration.
 
+Whatever hangs on a module is copied, pickled, scripted and compiled with it, and hooks of torch's are, too.
+So nothing is hung on the model: its class becomes one that is derived from its own and marks its calls. A
+copy or a pickle of it is of its own class, and a call that is being compiled is its own.
+
 Standard library only; what it needs of torch comes in as `TorchParts`.
 """
 
+import copyreg
+import logging
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
+
+_log = logging.getLogger("perseus.attachment")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +33,13 @@ class TorchParts:
     """What is asked of torch.
 
     Attributes:
+        is_compiling: whether calls are compiled now, or exported, and not executed.
         is_grad_enabled: whether gradients are recorded.
         leaves: all values in whatever a model returns, also within lists, dictionaries and the like.
         when_backward_is_done: calls a function when the backward under way is done; to be asked within it.
     """
 
+    is_compiling: Callable[[], bool]
     is_grad_enabled: Callable[[], bool]
     leaves: Callable[[Any], Iterable[Any]]
     when_backward_is_done: Callable[[Callable[[], None]], None]
@@ -38,40 +48,46 @@ class TorchParts:
 class MarkedModel:
     """Marks around one model's iterations; a microbatch is one call of its forward."""
 
-    def __init__(self, attachment: Attachment, model: Any, parts: TorchParts) -> None:
+    def __init__(self, attachment: Attachment, parts: TorchParts) -> None:
         self._attachment = attachment
-        self._model = model
         self._parts = parts
         self._is_in_iteration = False
         self._microbatch = 0
         self._is_in_backward = False
+        self._has_been_called = False
 
-    def mark(self, optimizer: Any) -> None:
-        """Replace the model's forward until the attachment is detached; hear of the optimizer's steps."""
-        self._attachment.replace(self._model, "forward", self._marked_forward(self._model.forward))
-        handle = optimizer.register_step_post_hook(lambda *_: self._end_iteration())
+    def mark(self, model: Any, optimizer: Any) -> None:
+        """Mark the model's calls until the attachment is detached; hear of the optimizer's steps."""
+        own = type(model)
+        marked = _marked_class(own, model, self._call, self._parts.is_compiling)
+        # Not as an attribute: modules that stand for others pass these on.
+        object.__setattr__(model, "__class__", marked)
+
+        def restore() -> None:
+            if type(model) is marked:  # else somebody derived from it since, and it marks nothing any more
+                object.__setattr__(model, "__class__", own)
+
+        self._attachment.when_detached(restore)
+        name = own.__name__
+        handle = optimizer.register_step_post_hook(lambda *_: self._end_iteration(name))
         self._attachment.when_detached(handle.remove)
 
-    def _marked_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(forward)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            if not self._attachment.ask(self._is_training):
-                return forward(*args, **kwargs)
-            if not self._is_in_iteration:
-                self._is_in_iteration, self._microbatch = True, 0
-                self._attachment.begin_iteration()
-            microbatch = self._microbatch
-            self._microbatch += 1
-            self._attachment.begin(Kind.FORWARD, microbatch)
-            result = forward(*args, **kwargs)
-            self._attachment.end(Kind.FORWARD, microbatch)
-            self._attachment.ask(self._await_gradient, result, microbatch)
-            return result
+    def _call(self, model: Any, call: Callable[[], Any]) -> Any:
+        if not self._attachment.ask(self._is_training, model):
+            return call()
+        if not self._is_in_iteration:
+            self._is_in_iteration, self._microbatch, self._has_been_called = True, 0, True
+            self._attachment.begin_iteration()
+        microbatch = self._microbatch
+        self._microbatch += 1
+        self._attachment.begin(Kind.FORWARD, microbatch)
+        result = call()
+        self._attachment.end(Kind.FORWARD, microbatch)
+        self._attachment.ask(self._await_gradient, result, microbatch)
+        return result
 
-        return marked
-
-    def _is_training(self) -> bool:
-        return bool(self._model.training) and self._parts.is_grad_enabled()
+    def _is_training(self, model: Any) -> bool:
+        return bool(model.training) and self._parts.is_grad_enabled()
 
     def _await_gradient(self, result: Any, microbatch: int) -> None:
         def begin_backward(_gradient: Any) -> None:
@@ -94,7 +110,47 @@ class MarkedModel:
         self._is_in_backward = True
         self._attachment.begin(Kind.BACKWARD, microbatch)
 
-    def _end_iteration(self) -> None:
+    def _end_iteration(self, name: str) -> None:
         if self._is_in_iteration:
             self._is_in_iteration = self._is_in_backward = False
             self._attachment.end_iteration()
+        elif not self._has_been_called:
+            self._has_been_called = True  # to be said once
+            _log.warning(
+                "not marked: the optimizer steps, and the %s that is attached was not called; attach what "
+                "the training loop calls, as torch.compile or a wrapper returns it",
+                name,
+            )
+
+
+def _marked_class(
+    own: Any, model: Any, marked: Callable[[Any, Callable[[], Any]], Any], is_compiling: Callable[[], bool]
+) -> type:
+    """A class derived from a model's own, by which only this model's calls are marked.
+
+    It does not keep the model: a class lives until garbage is looked for, and a model holds process groups.
+    """
+    the_model = weakref.ref(model)
+
+    class OfItsOwn(type(own)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs)  # as modules do with their class: a slice of a Sequential, say
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or self is not the_model():
+            return own.__call__(self, *args, **kwargs)
+        return marked(self, lambda: own.__call__(self, *args, **kwargs))
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        reduced = own.__reduce_ex__(self, protocol)
+        if isinstance(reduced, str):
+            return reduced
+        function, arguments, *rest = reduced
+        arguments = tuple(own if each is derived else each for each in arguments)
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle refuses another class
+            function, arguments = copyreg._reconstructor, (own, object, None)  # type: ignore[attr-defined]
+        return (own if function is derived else function, arguments, *rest)
+
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    derived: type = OfItsOwn(own.__name__, (own,), {**names, "__call__": call, "__reduce_ex__": reduce})
+    return derived

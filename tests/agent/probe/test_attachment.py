@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from perseus.agent.link.computation import Kind
-from perseus.agent.probe.attachment import Attachment
-from perseus.agent.probe.exchange import ExecutedOrder
+from perseus.agent.probe.attachment import Attachment, never_in_the_way
 from perseus.agent.probe.marks import UnmarkableError
 from tests.agent.marks_stub import MarksStub
-from tests.agent.probe.attached import ALONE, ORDER, OTHER, beside, train
+from tests.agent.probe.attached import ALONE, OTHER, beside, train
 
 
 def test_computations_outside_of_iterations_are_not_marked(marks: MarksStub) -> None:
@@ -29,20 +28,17 @@ def test_computations_outside_of_iterations_are_not_marked(marks: MarksStub) -> 
 def test_nothing_of_ours_raises_into_training(
     marks: MarksStub, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
-    gathered: list[ExecutedOrder] = []
-
-    def gather(order: ExecutedOrder) -> list[ExecutedOrder]:
-        gathered.append(order)
-        return [order, OTHER]
-
+    exchange = beside(OTHER)
     marks.failing = failing
-    attachment = Attachment(ALONE, marks, gather)
+    attachment = Attachment(ALONE, marks, exchange)
     for _ in range(3):
         train(attachment)
     attachment.detach()
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
     assert marks.calls[-1] == ("close",), "the agent takes the rank for gone"
-    assert [each.computations for each in gathered] == [ORDER], "the other stages wait for it"
+    (own, _) = exchange.look("first", 2)
+    assert own is not None
+    assert own.lost == (f"{failing} fails" if failing != "register" else ""), "the others learn of it"
 
 
 def test_what_is_marked_is_called_as_it_was_and_returns_and_raises_what_it_did(marks: MarksStub) -> None:
@@ -80,13 +76,8 @@ def test_a_question_that_fails_is_told_of_once_and_ends_marking(
             raise AttributeError(f"no {name}")
         return value
 
-    gathered: list[ExecutedOrder] = []
-
-    def gather(order: ExecutedOrder) -> list[ExecutedOrder]:
-        gathered.append(order)
-        return [order, OTHER]
-
-    attachment = Attachment(ALONE, marks, gather)
+    exchange = beside(OTHER)
+    attachment = Attachment(ALONE, marks, exchange)
     compute = attachment.marked(
         lambda: "output", lambda *_: answer("identify", (Kind.FORWARD, 0, 0)), lambda *_: answer("note", None)
     )
@@ -96,8 +87,9 @@ def test_a_question_that_fails_is_told_of_once_and_ends_marking(
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert f"not marked any more, training goes on at stock clocks: no {failing}" in record.getMessage()
     assert marks.calls[-1] == ("close",), "the agent brings the GPU back to stock"
-    if failing != "is_training":
-        assert [each.computations for each in gathered] == [()], "the others learn of it"
+    (own, _) = exchange.look("first", 2)
+    assert own is not None
+    assert own.lost == f"no {failing}", "the others learn of it"
 
 
 @pytest.mark.parametrize("leave", [lambda: None, lambda: failed()])
@@ -129,24 +121,34 @@ def test_an_iteration_that_is_captured_whole_ends_marking_and_is_told_of_once(
     assert record.exc_info is None
 
 
-@pytest.mark.parametrize("has_agent", [True, False])
-def test_no_collective_goes_into_a_graph(marks: MarksStub, has_agent: bool) -> None:
-    is_captured = True
-    gathered: list[ExecutedOrder] = []
+def test_marks_that_can_not_all_be_put_are_not_put(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    framework = SimpleNamespace(step="framework's")
+    attachment = Attachment(ALONE, marks, beside(OTHER))
 
-    def gather(order: ExecutedOrder) -> list[ExecutedOrder]:
-        assert not is_captured, "a collective of the host can't be captured"
-        gathered.append(order)
-        return [order, OTHER]
+    def put() -> None:
+        attachment.replace(framework, "step", "ours")
+        raise AttributeError("no forward_one_chunk")
 
-    attachment = Attachment(ALONE, marks, gather, is_capturing=lambda: is_captured)
-    if has_agent:
-        marks.failing, marks.failure = "begin_iteration", UnmarkableError("captured whole")
-    train(attachment)
-    assert not gathered
-    is_captured = False
-    train(attachment)
-    assert [each.computations for each in gathered] == [ORDER], "the other stages wait for it"
+    assert attachment.put_marks(put) is attachment
+    assert framework.step == "framework's"
+    assert marks.calls == [("close",)]
+    assert "training goes on at stock clocks: no forward_one_chunk" in caplog.text
+
+
+def test_a_hook_that_fails_lets_training_go_on_and_mistakes_are_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def attach(failure: Exception) -> Attachment:
+        raise failure
+
+    with never_in_the_way(attach)(AttributeError("no parallel_state")) as attachment:
+        train(attachment)
+    (record,) = caplog.records
+    assert record.getMessage() == "not attached, training goes on at stock clocks: no parallel_state"
+    with pytest.raises(ValueError, match="job_id"):
+        never_in_the_way(attach)(ValueError("job_id"))
 
 
 def test_detaching_restores_what_was_replaced(marks: MarksStub) -> None:

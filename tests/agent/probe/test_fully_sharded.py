@@ -8,6 +8,7 @@ import pytest
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.fully_sharded import mark_waits, parameter_groups
 from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import MarksStub
@@ -81,7 +82,7 @@ def test_a_version_that_is_not_as_known_is_refused(state: Any, lacking: str) -> 
 @pytest.fixture
 def attached() -> Iterator[tuple[Attachment, MarksStub, Group]]:
     marks, group = MarksStub(), Group()
-    attachment = Attachment(Placement(0, 4, 0, 1), marks, lambda order: [order])
+    attachment = Attachment(Placement(0, 4, 0, 1), marks, LocalExchange())
     mark_waits(attachment, [group])
     yield attachment, marks, group
     attachment.detach()

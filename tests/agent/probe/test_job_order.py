@@ -7,7 +7,7 @@ import pytest
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import Attachment
 from perseus.agent.probe.changing_order import SETTLED
-from perseus.agent.probe.exchange import ExecutedOrder, decode_order, encode_order
+from perseus.agent.probe.exchange import ExecutedOrder, LocalExchange, decode_order, encode_order
 from perseus.agent.probe.job_order import paths_through, table_if_any
 from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import MarksStub
@@ -51,7 +51,7 @@ def test_the_first_iteration_registers_the_job_as_it_was_executed(marks: MarksSt
 )
 def test_every_rank_says_what_its_pipeline_executed(marks: MarksStub, place: Placement) -> None:
     other = ExecutedOrder(1 - place.stage, OTHER.computations)
-    train(Attachment(place, marks, lambda own: [own, other]))
+    train(Attachment(place, marks, beside(other)))
     (said,) = marks.registered
     in_order = [ORDER, OTHER.computations] if place.stage == 0 else [OTHER.computations, ORDER]
     assert said["schedule"] == in_order
@@ -99,15 +99,57 @@ def test_work_that_can_not_be_told_is_no_reason_to_stop(
 def test_a_stage_that_could_not_be_followed_is_registered_by_nobody(
     marks: MarksStub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attachment = Attachment(ALONE, marks, beside(ExecutedOrder(1, ())))
+    attachment = Attachment(ALONE, marks, beside(ExecutedOrder(1, (), lost="no fwd_chunk_id")))
     train(attachment)
     train(attachment)
     assert not marks.registered
     assert marks.calls[-1] == ("close",)
     assert caplog.messages == [
-        "not marked any more, training goes on at stock clocks: "
-        "what stage 1 computes could not be followed, see its log"
+        "not marked any more, training goes on at stock clocks: stage 1: no fwd_chunk_id"
     ]
+
+
+def test_all_stages_learn_which_one_gave_up_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    exchange = LocalExchange()
+    stages = [Attachment(Placement(0, 1, stage, 3), MarksStub(), exchange) for stage in range(3)]
+    for attachment in stages[:2]:
+        train(attachment)
+    stages[2].ask(failed)
+    for _ in range(2):
+        for attachment in stages:
+            train(attachment)
+    why = "not marked any more, training goes on at stock clocks: "
+    assert caplog.messages == [f"{why}disk full", f"{why}stage 2: disk full", f"{why}stage 2: disk full"]
+
+
+def failed() -> None:
+    raise OSError("disk full")
+
+
+def test_a_stage_whose_iteration_fails_is_waited_for_by_nobody(marks: MarksStub) -> None:
+    exchange = LocalExchange()
+    other = MarksStub()
+    first = Attachment(Placement(0, 1, 0, 2), marks, exchange)
+    second = Attachment(Placement(0, 1, 1, 2), other, exchange)
+    for _ in range(3):
+        train(first)
+        second.begin_iteration()  # its step raises, and the trainer goes on
+    assert not marks.registered
+    for attachment in (second, first, second):
+        train(attachment)
+    assert [each["schedule"] for each in marks.registered + other.registered] == 2 * [[ORDER, ORDER]]
+
+
+def test_an_order_that_does_not_come_is_not_looked_for_for_ever(
+    marks: MarksStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    attachment = Attachment(ALONE, marks, LocalExchange())
+    for _ in range(30):
+        train(attachment)
+    assert caplog.messages == [
+        "not marked any more, training goes on at stock clocks: stage 1: what it computes did not come"
+    ]
+    assert marks.calls[-1] == ("close",)
 
 
 def test_a_table_that_can_not_be_had_is_not_compared_with(caplog: pytest.LogCaptureFixture) -> None:
@@ -120,13 +162,12 @@ def test_a_table_that_can_not_be_had_is_not_compared_with(caplog: pytest.LogCapt
     assert table_if_any(lambda: ORDER) == ORDER
 
 
-def test_a_failing_gathering_does_not_raise_into_training(
+def test_a_failing_exchange_does_not_raise_into_training(
     marks: MarksStub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def gather(_order: ExecutedOrder) -> list[ExecutedOrder]:
-        raise RuntimeError("no network")
-
-    train(Attachment(ALONE, marks, gather))
+    meeting = Meeting()
+    meeting.failure = ConnectionError("no network")
+    train(Attachment(ALONE, marks, meeting))
     assert "no network" in caplog.text
 
 
@@ -138,21 +179,15 @@ def test_paths_follow_the_chunks_positions_in_the_model() -> None:
         paths_through([ExecutedOrder(0, (), (0, 1)), ExecutedOrder(1, (), (1, 2))])
 
 
-class Meeting:
-    """A store in memory (implements `Exchange`)."""
+class Meeting(LocalExchange):
+    """Posts orders as the texts that a store has, or fails."""
 
-    def __init__(self) -> None:
-        self.posted: dict[tuple[str, int], str] = {}
-        self.failure: Exception | None = None
+    failure: Exception | None = None
 
     def post(self, name: str, order: ExecutedOrder) -> None:
         if self.failure is not None:
             raise self.failure
-        self.posted[name, order.stage] = encode_order(order)
-
-    def look(self, name: str, stage_count: int) -> list[ExecutedOrder] | None:
-        found = [self.posted.get((name, stage)) for stage in range(stage_count)]
-        return [decode_order(some) for some in found if some is not None] if all(found) else None
+        super().post(name, decode_order(encode_order(order)))
 
 
 LONGER = (*ORDER, Computation(Kind.FORWARD, 1), Computation(Kind.BACKWARD, 1))
@@ -161,15 +196,15 @@ LONGER = (*ORDER, Computation(Kind.FORWARD, 1), Computation(Kind.BACKWARD, 1))
 def two_stages(meeting: Meeting) -> list[tuple[Attachment, MarksStub]]:
     """Both stages of a pipeline; the first iteration has registered them."""
     stages = []
-    gathered = [ExecutedOrder(stage, ORDER, (), "12 layers", "name") for stage in (0, 1)]
     for stage in (0, 1):
         marks = MarksStub()
-        attachment = Attachment(
-            Placement(0, 1, stage, 2), marks, lambda _: gathered, work=lambda: "12 layers", exchange=meeting
-        )
-        train(attachment)
+        place = Placement(0, 1, stage, 2)
+        stages.append((Attachment(place, marks, meeting, work=lambda: "12 layers"), marks))
+    for _ in range(2):  # the first one finds what the other has posted since
+        for attachment, _ in stages:
+            train(attachment)
+    for _, marks in stages:
         assert [each["schedule"] for each in marks.registered] == [[ORDER, ORDER]]
-        stages.append((attachment, marks))
     return stages
 
 

@@ -107,8 +107,9 @@ def test_an_agent_that_comes_later_is_joined_and_told_of_the_job(
     assert not agent.asked, "not before it is time"
     now.ns = PERIOD_NS
     iterate(probe)
-    while len(agent.asked) < 2:  # the stub answers on its thread
+    while len(agent.asked) < 2:  # the stub answers on its thread, and its socket must not get full meanwhile
         iterate(probe)
+        time.sleep(0.001)
     agent.answered()
     assert probe.is_connected
     iterate(probe)

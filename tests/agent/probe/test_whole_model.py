@@ -1,5 +1,7 @@
 """Marks around a whole model, on a stand-in for it and for autograd; tests/frameworks has the real ones."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
 from perseus.agent.probe.whole_model import MarkedModel, TorchParts
 from tests.agent.marks_stub import MarksStub
@@ -47,7 +50,7 @@ class Model:
 
     training = True
 
-    def forward(self, value: str) -> dict[str, Any]:
+    def __call__(self, value: str) -> dict[str, Any]:
         return {"loss": Tensor(), "mask": Tensor(requires_grad=False), "value": value}
 
 
@@ -82,12 +85,15 @@ class Training:
     def __init__(self) -> None:
         self.marks, self.engine = MarksStub(), Engine()
         self.model, self.optimizer = Model(), Optimizer()
-        self.is_grad_enabled = True
-        self.attachment = Attachment(Placement(0, 4, 0, 1), self.marks, lambda order: [order])
+        self.is_grad_enabled, self.is_compiling = True, False
+        self.attachment = Attachment(Placement(0, 4, 0, 1), self.marks, LocalExchange())
         parts = TorchParts(
-            lambda: self.is_grad_enabled, lambda result: result.values(), self.engine.call_back
+            lambda: self.is_compiling,
+            lambda: self.is_grad_enabled,
+            lambda result: result.values(),
+            self.engine.call_back,
         )
-        MarkedModel(self.attachment, self.model, parts).mark(self.optimizer)
+        MarkedModel(self.attachment, parts).mark(self.model, self.optimizer)
 
 
 def begin_and_end(kind: Kind, microbatch: int) -> list[tuple[Any, ...]]:
@@ -105,7 +111,7 @@ def training() -> Training:
 def test_accumulated_microbatches_up_to_the_optimizers_step_are_an_iteration(training: Training) -> None:
     for _ in range(2):
         for value in ("first", "second"):
-            output = training.model.forward(value)
+            output = training.model(value)
             assert output["value"] == value
             training.engine.backward(output["loss"])
         training.optimizer.step()
@@ -115,7 +121,7 @@ def test_accumulated_microbatches_up_to_the_optimizers_step_are_an_iteration(tra
 
 
 def test_a_loss_of_two_forwards_is_one_backward(training: Training) -> None:
-    losses = [training.model.forward("x")["loss"] for _ in range(2)]
+    losses = [training.model("x")["loss"] for _ in range(2)]
     training.engine.backward(*reversed(losses))
     training.optimizer.step()
     computed = [*begin_and_end(F, 0), *begin_and_end(F, 1), *begin_and_end(B, 1)]
@@ -124,18 +130,41 @@ def test_a_loss_of_two_forwards_is_one_backward(training: Training) -> None:
 
 def test_what_does_not_train_is_not_marked(training: Training) -> None:
     training.is_grad_enabled = False
-    training.model.forward("x")
+    training.model("x")
     training.is_grad_enabled = True
     training.model.training = False
-    training.engine.backward(training.model.forward("x")["loss"])
+    training.engine.backward(training.model("x")["loss"])
     training.optimizer.step()
     assert training.marks.calls == []
 
 
-def test_detaching_leaves_the_model_and_the_optimizer_as_they_were(training: Training) -> None:
-    output = training.model.forward("x")
-    training.attachment.detach()
+def test_copies_and_pickles_are_of_its_own_class(training: Training) -> None:
     assert vars(training.model) == {}
+    copies = [
+        copy.copy(training.model),
+        copy.deepcopy(training.model),
+        pickle.loads(pickle.dumps(training.model)),
+        training.model.__class__(),
+    ]
+    assert [type(each) for each in copies] == 4 * [Model]
+
+
+def test_a_call_that_is_being_compiled_is_its_own(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    training.is_compiling = True
+    for _ in range(2):
+        training.engine.backward(training.model("x")["loss"])
+        training.optimizer.step()
+    assert training.marks.calls == []
+    (message,) = caplog.messages
+    assert "the optimizer steps, and the Model that is attached was not called" in message
+
+
+def test_detaching_leaves_the_model_and_the_optimizer_as_they_were(training: Training) -> None:
+    output = training.model("x")
+    training.attachment.detach()
+    assert type(training.model) is Model
     assert training.optimizer.hooks == []
     calls = [*training.marks.calls]
     training.engine.backward(output["loss"])

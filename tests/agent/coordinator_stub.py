@@ -12,6 +12,7 @@ from grpc_status import rpc_status
 
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import agent_service_pb2_grpc, computation_pb2, job_service_pb2, job_service_pb2_grpc
+from tests.ports import free_port
 
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
@@ -55,7 +56,8 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
         job_service_pb2_grpc.add_JobServiceServicer_to_server(self, self._server)
 
     async def start(self, port: int) -> None:
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        """Serve on that port, or on a free one, on which a stub that comes after this one may serve."""
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port or free_port()}")
         await self._server.start()
 
     async def stop(self) -> None:
@@ -99,6 +101,7 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
         context: grpc.aio.ServicerContext[wire.ConnectRequest, wire.ConnectResponse],
     ) -> AsyncIterator[wire.ConnectResponse]:
         listening = asyncio.create_task(self._listen(request_iterator))
+        getting: asyncio.Task[wire.ConnectResponse] | None = None
         try:
             while not (listening.done() and self._outbox.empty()):
                 getting = asyncio.create_task(self._outbox.get())
@@ -109,6 +112,8 @@ class CoordinatorStub(agent_service_pb2_grpc.AgentServiceServicer, job_service_p
                     getting.cancel()
         finally:
             listening.cancel()
+            if getting is not None:
+                getting.cancel()
 
     async def _listen(self, requests: AsyncIterator[wire.ConnectRequest]) -> None:
         async for request in requests:

@@ -50,15 +50,18 @@ def simulate(
     ticks_s = np.arange(random.uniform(0, counter_period_s), edges_s[-1], counter_period_s)
     ticks_s += random.uniform(-counter_jitter_s, counter_jitter_s, len(ticks_s))
     shown_j = np.concatenate([[0.0], np.interp(ticks_s, edges_s, cumulative_j)])
-    detector, changes, before_s = ChangeDetector(), [], 0.0
-    while before_s < edges_s[-1]:
-        # A sleep overshoots a little, sometimes a lot; a read takes some microseconds.
-        after_s = before_s + 20e-6
-        energy_j = float(shown_j[np.searchsorted(ticks_s, before_s + 10e-6)])
-        change = detector.poll(before_s, after_s, energy_j, 0)
+    # A read takes some microseconds; a sleep overshoots a little, sometimes a lot.
+    read_s, overshoot_s = 20e-6, 150e-6
+    poll_count = int(edges_s[-1] / (read_s + poll_interval_s)) + 1
+    pauses_s = read_s + poll_interval_s + random.exponential(overshoot_s, poll_count)
+    polls_s = np.concatenate([[0.0], np.cumsum(pauses_s)])
+    polls_s = polls_s[polls_s < edges_s[-1]]
+    energies_j = shown_j[np.searchsorted(ticks_s, polls_s + read_s / 2)]
+    detector, changes = ChangeDetector(), []
+    for before_s, energy_j in zip(polls_s.tolist(), energies_j.tolist(), strict=True):
+        change = detector.poll(before_s, before_s + read_s, energy_j, 0)
         if change is not None:
             changes.append(change)
-        before_s = after_s + poll_interval_s + random.exponential(150e-6)
     return Simulation(changes, spans, edges_s[-1])
 
 

@@ -9,6 +9,7 @@ import pytest
 from perseus.agent.deepspeed import _OF_GRIDS, attach, mark_engine, table_of
 from perseus.agent.link.computation import Computation, Kind
 from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import MarksStub
 
@@ -83,7 +84,7 @@ class Engine:
 
 
 def attached(marks: MarksStub, table: list[Computation] | None = None) -> Attachment:
-    return Attachment(Placement(0, 1, 0, 1), marks, lambda order: [order], table=table)
+    return Attachment(Placement(0, 1, 0, 1), marks, LocalExchange(), table=table)
 
 
 ITERATION: list[tuple[Any, ...]] = [

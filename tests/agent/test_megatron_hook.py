@@ -11,6 +11,7 @@ import pytest
 from perseus.agent.link.computation import Kind
 from perseus.agent.megatron import MarkedSchedules, MarkedTimers, OfThisProcess, wrap_train
 from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
 from tests.agent.marks_stub import MarksStub
 
@@ -98,7 +99,7 @@ _FORWARD_STEPS = {"0.12": _forward_step_of_0_12, "0.16": _forward_step_of_0_16}
 
 
 def attached(marks: MarksStub) -> Attachment:
-    return Attachment(Placement(0, 1, 0, 1), marks, lambda order: [order])
+    return Attachment(Placement(0, 1, 0, 1), marks, LocalExchange())
 
 
 def marked(steps: Sequence[Step]) -> list[tuple[Any, ...]]:

@@ -6,6 +6,7 @@ import pytest
 
 from perseus.agent.link.computation import Kind
 from perseus.agent.probe.attachment import Attachment
+from perseus.agent.probe.exchange import LocalExchange
 from perseus.agent.probe.placement import Placement
 from perseus.agent.torch import identities_of, mark_schedule, stages_of
 from tests.agent.marks_stub import MarksStub
@@ -63,7 +64,7 @@ class Schedule:
 def mark(schedule: Any) -> MarksStub:
     marks = MarksStub()
     stages = stages_of(schedule)
-    attachment = Attachment(Placement(0, 1, 0, 1), marks, lambda order: [order])
+    attachment = Attachment(Placement(0, 1, 0, 1), marks, LocalExchange())
     mark_schedule(attachment, schedule, stages, identities_of(stages))
     return marks
 

@@ -82,6 +82,19 @@ class Book:
                 return _refusal(claim, newcomer)
         return conflicting
 
+    def refusal(self, rank: Rank, gpu_uuid: str, user: User) -> Refused | None:
+        """Why a newcomer can't be entered, whatever will be found to speak for it; None if something may.
+
+        Whether another user's GPU can be had is not judged here: why not is what will be found.
+        """
+        newcomer = Claim(rank, gpu_uuid, user, Allowed(is_granted=True, is_running=True))
+        for claim in self._claims.values():
+            is_own = claim.user.uid == user.uid
+            is_about_gpu = not is_own and claim.gpu_uuid == gpu_uuid
+            if not is_about_gpu and _conflict(claim, newcomer) and (is_own or not claim.gives_way(newcomer)):
+                return _refusal(claim, newcomer)
+        return None
+
     def has_other_for_gpu(self, claim: Claim) -> bool:
         """Whether another claim has the GPU of one whose GPU could not be used so far."""
         return any(

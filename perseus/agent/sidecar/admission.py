@@ -6,9 +6,11 @@
 import asyncio
 import contextlib
 import time
+from weakref import WeakValueDictionary
 
 from perseus.agent.claims.book import GPU_TAKEN, Claim
 from perseus.agent.claims.decision import Allowed, Refused
+from perseus.agent.claims.grants import User
 from perseus.agent.gpu import GpuError, GpuInUseError
 from perseus.agent.link.packets import Hello, Reply
 from perseus.agent.rank.events import TrainerGone
@@ -37,6 +39,13 @@ class Admission:
         self._door = door
         self._vitals = vitals
         self._complaints = complaints
+        # By user: what a hello costs (threads, processes, looks at the driver) is for others, too.
+        self._judging: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+
+    def _one_at_a_time(self, uid: int) -> asyncio.Lock:
+        if (lock := self._judging.get(uid)) is None:
+            lock = self._judging[uid] = asyncio.Lock()
+        return lock
 
     async def admit(self, hello: Hello, line: Line) -> Trainer | Refused:
         """Enter a trainer's claim, or say why not; whoever has to give way to it is gone by then."""
@@ -44,22 +53,27 @@ class Admission:
             return Refused("AGENT_STOPS", "the agent is being stopped")
         if (refused := check_clock(line.peer, hello.time_ns, time.monotonic_ns())) is not None:
             return refused
-        user = await self._door.user(line.peer)
-        verdict: Allowed | Refused | None
-        problem = None
-        try:
-            verdict = await self._door.judge(line.peer, user, hello.gpu_uuid, None)
-        except GpuError as error:  # whoever serves it will meet the same, and tell
-            verdict, problem = None, error
-        if isinstance(verdict, Refused):
-            return verdict
-        claim = Claim(hello.rank, hello.gpu_uuid, user, verdict)
         before = self._roster.trainers.get(hello.rank)
         if before is not None and before.line.peer.pid == line.peer.pid:
             # It has left, and is back at once: its last words, and its GPU's way to stock, take a moment.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
                     await before.gone.wait()
+        unnamed = User(line.peer.uid, str(line.peer.uid))
+        if (refused := self._roster.book.refusal(hello.rank, hello.gpu_uuid, unnamed)) is not None:
+            return refused
+        await line.pay_hello()
+        user = await self._door.user(line.peer)
+        verdict: Allowed | Refused | None
+        problem = None
+        try:
+            async with self._one_at_a_time(user.uid):
+                verdict = await self._door.judge(line.peer, user, hello.gpu_uuid, None)
+        except GpuError as error:  # whoever serves it will meet the same, and tell
+            verdict, problem = None, error
+        if isinstance(verdict, Refused):
+            return verdict
+        claim = Claim(hello.rank, hello.gpu_uuid, user, verdict)
         if (refused := await self._make_way(claim)) is not None:
             return refused
         if self._roster.is_stopping:
@@ -109,6 +123,12 @@ class Admission:
             try:
                 verdict = await self._door.judge(trainer.line.peer, claim.user, claim.gpu_uuid, claim.verdict)
             except GpuError:  # whoever serves the GPU meets it, too
+                continue
+            except Exception as error:  # of the system, say: what was found holds until it can be asked again
+                uid, reason = trainer.line.peer.uid, type(error).__name__
+                self._complaints.complain(
+                    uid, "claim not judged again", reason, rank=str(claim.rank), message=str(error)
+                )
                 continue
             if claim.verdict is None:  # it could not be served meanwhile: it is judged when it comes back
                 continue

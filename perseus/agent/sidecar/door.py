@@ -58,9 +58,17 @@ class Door:
 
         `GpuError` if the GPU can't be looked at.
         """
-        async with self._looks:
-            use = await self._lanes.run(gpu_uuid, lambda: self._gpus.look(gpu_uuid))
+        use = await self._look(gpu_uuid)
+        if self._sees_the_whole_node and (unseen := await self._run(_unseen, use)):
+            # One that has just ended is gone when the driver is asked again. One that stays may be anybody's.
+            use = await self._look(gpu_uuid)
+            if unseen & frozenset(use.process_ids or ()):
+                use = replace(use, process_ids=None)
         return await self._run(self._judge, peer, user, gpu_uuid, use, before)
+
+    async def _look(self, gpu_uuid: str) -> GpuUse:
+        async with self._looks:
+            return await self._lanes.run(gpu_uuid, lambda: self._gpus.look(gpu_uuid))
 
     def close(self) -> None:
         """Judge nobody any more; what is under way is not waited for."""
@@ -124,6 +132,11 @@ class Door:
         if key not in self._told and len(self._told) < _MOST_TOLD:
             self._told.add(key)
             _log.warning(event, **details)
+
+
+def _unseen(use: GpuUse) -> frozenset[int]:
+    """The processes on a GPU of which the kernel knows nothing."""
+    return frozenset(pid for pid in use.process_ids or () if owner_of(pid) is None)
 
 
 def _is_there(node: Path) -> bool:

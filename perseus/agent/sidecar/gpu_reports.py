@@ -32,11 +32,17 @@ class GpuReports:
         """Whether something went wrong with a trainer's GPU."""
         return bool(self._reports.get(rank))
 
-    def report(self, report: GpuErrorReport) -> None:
-        """Let the coordinator know, once."""
+    def of(self, rank: Rank) -> list[GpuErrorReport]:
+        """Those of the trainer that is here now: what is reported later with them is of no other."""
+        return self._reports.get(rank, [])
+
+    def report(self, report: GpuErrorReport, reports: list[GpuErrorReport]) -> None:
+        """Let the coordinator know, once; of a trainer that has gone, too."""
         self._vitals.note_error(report.gpu_uuid, report.reason)
-        reports = self._reports[report.rank]
-        if report not in reports:
+        if reports is not self._reports.get(report.rank):
+            self._coordinator.say(report)
+            self._coordinator.say_next([report])  # where no stream is open
+        elif report not in reports:
             reports.append(report)
             del reports[:-_MOST_REPORTS]
             self._coordinator.say(report)

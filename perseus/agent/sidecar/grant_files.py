@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 from perseus.agent.claims.grants import Grant, Grants, MalformedGrantError, parse
+from perseus.regular_file import open_regular
 
 _MAX_FILES = 4096
 _MAX_BYTES = 64 * 1024
@@ -44,13 +45,9 @@ def read_grants(folder: Path) -> Grants:
 
 
 def _read_grant_file(path: Path) -> str:
-    # A FIFO is opened at once this way, and then refused; nobody waits for its other end.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    file = open_regular(path)
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(22, "expected a regular file")
-        _check_owner(path, found)
+        _check_owner(path, os.fstat(file))
         content = os.read(file, _MAX_BYTES + 1)
     finally:
         os.close(file)

@@ -29,7 +29,7 @@ from perseus.agent.link.packets import (
     encode,
     is_quick,
 )
-from perseus.agent.sidecar.allowance import Allowance
+from perseus.agent.sidecar.allowance import ALL_BYTES_PER_S, HELLO_BYTES, USER_BYTES_PER_S, Allowance
 from perseus.agent.sidecar.complaints import Complaints
 from perseus.agent.sidecar.listening import Listener, SocketAccess
 from perseus.agent.sidecar.peer import Peer, UnknownPeerError, identify
@@ -96,6 +96,11 @@ class Line:
         message = await self._loop.run_in_executor(self._readers, decode, bytes(packet))
         await asyncio.sleep(self._allowance.wait_s())
         return message
+
+    async def pay_hello(self) -> None:
+        """Wait until its user may have one more hello looked into."""
+        self._allowance.spend(HELLO_BYTES, time.monotonic())
+        await asyncio.sleep(self._allowance.wait_s())
 
     async def receive_small(self) -> Message | None:
         """As `receive`, of one who is not known yet: MalformedPacket for what would take long to read."""
@@ -174,6 +179,7 @@ class LocalServer:
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._conversations: dict[asyncio.Task[None], Line] = {}
         self._connection_counts: Counter[int] = Counter()
+        self._of_all = Allowance(time.monotonic(), ALL_BYTES_PER_S)
         self._allowances: dict[int, Allowance] = {}
         self._listener = Listener(path, access)
         self._loop = asyncio.get_running_loop()
@@ -251,7 +257,7 @@ class LocalServer:
                 for other, allowance in self._allowances.items()
                 if other in self._connection_counts or not allowance.is_full(now_s)
             }
-            self._allowances[uid] = Allowance(now_s)
+            self._allowances[uid] = Allowance(now_s, USER_BYTES_PER_S, self._of_all)
         line = Line(connection, peer, self._allowances[uid], self._readers)
         self._connection_counts[uid] += 1
         task = asyncio.create_task(self._run(line))

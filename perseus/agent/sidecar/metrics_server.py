@@ -144,6 +144,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 64
+    """Who does not fit into it is answered after a second or more: the kernel drops what it is sent."""
 
     def __init__(
         self, address: tuple[str, int], handler: type[WSGIRequestHandler], tls: TlsSource | None

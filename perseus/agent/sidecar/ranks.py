@@ -98,6 +98,7 @@ class Ranks:
     async def _take_up(self, trainer: Trainer) -> ServedRank | None:
         """Serve a rank, or tell its probe and the coordinator what is wrong with its GPU."""
         claim, line = trainer.claim, trainer.line
+        reports = self._uplink.reports.of(claim.rank)
         is_first = trainer.serving is None
         try:
             if trainer.problem is not None:
@@ -113,7 +114,8 @@ class Ranks:
             trainer.told_problem = str(error)
             if is_first:
                 line.reply(Reply(True, "GPU_NOT_USABLE", f"the rank is not served: {error}"))
-            self._uplink.reports.report(gpu_error_report(claim.rank, claim.gpu_uuid, error, claim.user.name))
+            report = gpu_error_report(claim.rank, claim.gpu_uuid, error, claim.user.name)
+            self._uplink.reports.report(report, reports)
             return None
         if is_first:
             line.reply(Reply(True))
@@ -129,6 +131,7 @@ class Ranks:
         """`GpuError` if the GPU can't be had; whatever is raised, it is free again."""
         claim, owner, observe = trainer.claim, trainer.claim.user.name, self._settings.observe
         uuid, coordinator, reports = claim.gpu_uuid, self._uplink.coordinator, self._uplink.reports
+        own = reports.of(claim.rank)
 
         def open_gpu(uuid: str) -> OpenedGpu:
             gpu = self._gpus.open(uuid)
@@ -151,7 +154,7 @@ class Ranks:
                 is_registered=trainer.is_registered,
                 owner=owner,
                 say=coordinator.say,
-                report=lambda error: reports.report(gpu_error_report(claim.rank, uuid, error, owner)),
+                report=lambda error: reports.report(gpu_error_report(claim.rank, uuid, error, owner), own),
                 give_back=lambda close: self._restorer.give_back(uuid, close),
                 vitals=self._vitals.opened(uuid),
                 reading_interval_s=_READING_S if self._settings.metrics_listen is not None else None,

@@ -95,13 +95,13 @@ async def serving(settings: AgentSettings) -> AsyncIterator[asyncio.Task[None]]:
     visible_gpus = gpus if visible_devices is None else VisibleGpus(gpus, visible_devices)
     agent = Agent(settings, visible_gpus, gpus)
     access = SocketAccess(int(settings.socket_mode, 8), settings.socket_group)
-    server = LocalServer(settings.socket, access, agent.trainers.converse)
     metrics = contextlib.ExitStack()
-    try:
+    async with contextlib.AsyncExitStack() as unless_opened:
+        unless_opened.callback(agent.close)
+        server = LocalServer(settings.socket, access, agent.trainers.converse)
+        unless_opened.push_async_callback(server.close)
         metrics.enter_context(serving_metrics_of(agent.collector, settings))
-    except BaseException:
-        await server.close()
-        raise
+        unless_opened.pop_all()
     working = asyncio.create_task(agent.work())
     _log.info("serving", socket=str(settings.socket), coordinator=settings.coordinator)
     try:
@@ -157,6 +157,11 @@ class Agent:
             parts.create_task(self._readings.tell())
             if not self._settings.observe:
                 parts.create_task(self._restorer.keep_restoring())
+
+    def close(self) -> None:
+        """End the threads of an agent that has served nobody."""
+        self._door.close()
+        self._ranks.close()
 
     async def stop(self) -> None:
         """Every GPU back to stock, then goodbye."""

@@ -60,6 +60,7 @@ class Trainers:
             if hello is None:
                 return
             if isinstance(hello, HealthQuestion):
+                await line.pay_hello()
                 line.reply(await self._health())
                 return
             admitted = await self._admission.admit(hello, line)

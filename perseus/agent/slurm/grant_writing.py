@@ -4,13 +4,13 @@ Slurm gives a GPU to one job at a time. So a grant that another job's prolog has
 epilog never ran: slurmd died, say) is that of a job that is over, and goes.
 """
 
-import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from perseus.agent.claims.grants import MalformedGrantError, parse
 from perseus.agent.slurm.job import SlurmJob
+from perseus.regular_file import open_regular
 
 _FOLDER_MODE = 0o755
 _FILE_MODE = 0o644
@@ -42,6 +42,8 @@ def take_back(folder: Path, job: SlurmJob) -> frozenset[str]:
 
 def granted(path: Path) -> frozenset[str]:
     """The GPUs that a file grants; none if it is gone, or is no grant."""
-    with contextlib.suppress(FileNotFoundError, MalformedGrantError, UnicodeDecodeError):
-        return frozenset(gpu for grant in parse(path.read_text()) for gpu in grant.gpus)
-    return frozenset()
+    try:
+        with os.fdopen(open_regular(path), encoding="utf-8") as file:
+            return frozenset(gpu for grant in parse(file.read()) for gpu in grant.gpus)
+    except (OSError, MalformedGrantError, UnicodeDecodeError):
+        return frozenset()

@@ -5,9 +5,16 @@ from hypothesis import strategies as st
 from perseus.agent.claims.grants import ALL, Grant, MalformedGrantError, User, parse
 
 ALICE = User(1004, "alice")
-users = st.from_regex(r"[a-z_][a-z0-9._-]{0,30}\$?|[0-9]{1,6}", fullmatch=True)
+users = st.one_of(
+    st.integers(0, 999_999).map(str),
+    st.builds(
+        "{}{}{}".format, st.sampled_from("az_"), st.text("az09._-", max_size=30), st.sampled_from(["", "$"])
+    ),
+)
 gpus = st.one_of(
-    st.integers(0, 9999).map(str), st.just(ALL), st.from_regex(r"GPU-[0-9a-f-]{1,40}", fullmatch=True)
+    st.integers(0, 9999).map(str),
+    st.just(ALL),
+    st.text("0123456789abcdef-", min_size=1, max_size=40).map("GPU-{}".format),
 )
 grants = st.lists(st.tuples(users, st.lists(gpus, min_size=1, max_size=5)), max_size=5)
 

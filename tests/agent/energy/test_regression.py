@@ -58,7 +58,7 @@ def test_50_and_100_ms_computations_with_30_ms_waits() -> None:
     assert_accurate(simulate(LONG, seed=seed, iterations=70) for seed in SEEDS)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("iterations", [3, 4])
 def test_24_and_48_ms_computations_over_a_few_iterations_of_a_pipeline(stage: int, iterations: int) -> None:
     program = one_forward_one_backward(stage, stage_count=4, microbatch_count=8)
@@ -72,8 +72,9 @@ def test_standard_errors_nearly_hold_where_power_varies_from_computation_to_comp
         assert np.mean(np.abs(of_key) <= 2) >= 0.8
 
 
-@pytest.mark.parametrize("duration_noise", [0.0, 0.001, 0.01])
-@pytest.mark.parametrize("counter_jitter_s", [0.0, 0.0003])
+@pytest.mark.parametrize(
+    ("duration_noise", "counter_jitter_s"), [(0.0, 0.0), (0.001, 0.0003), (0.01, 0.0), (0.01, 0.0003)]
+)
 def test_an_iteration_of_whole_counter_periods_gives_honest_answers_or_none(
     duration_noise: float, counter_jitter_s: float
 ) -> None:

@@ -251,16 +251,16 @@ def test_a_trainer_in_another_process_progresses_by_the_agent_s_clock(tmp_path: 
             return float(times_s.readline())
 
         # In force some 10 ms after the start, 1/30 done; then the whole takes 0.2 · 2 + 0.1 = 0.5 s.
-        slowed_s, at_low_s = [], []
+        # A busy machine may stand still at any time, but not three times.
         for _ in range(3):
             agent.set_clock_mhz(MODEL.max_clock_mhz)
-            slowed_s.append(execute(then_set_mhz=LOW_MHZ))
-            at_low_s.append(execute(then_set_mhz=LOW_MHZ))
+            slowed_s = execute(then_set_mhz=LOW_MHZ)
+            at_low_s = execute(then_set_mhz=LOW_MHZ)
+            if 0.45 < slowed_s < 0.56 and at_low_s < 0.56:
+                break
         orders.close()
     energy_j = agent.total_energy_j()
     agent.close()
-    # A busy machine may stand still at any time, but not three times.
-    assert max(slowed_s) > 0.45
-    assert min(slowed_s) < 0.56
-    assert 0.4999 < min(at_low_s) < 0.56
+    assert 0.45 < slowed_s < 0.56
+    assert 0.4999 < at_low_s < 0.56
     assert energy_j > 0.9 * MODEL.power_w(1.0, LOW_MHZ) * 0.9

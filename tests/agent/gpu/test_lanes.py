@@ -52,15 +52,15 @@ async def test_calls_for_one_gpu_go_one_after_the_other_and_those_for_others_bes
 async def test_a_call_that_hangs_is_waited_for_once_and_its_late_answer_is_not_lost(
     hang: threading.Event,
 ) -> None:
-    lanes = Lanes(patience_s=1.0)
+    lanes = Lanes(patience_s=0.5)
     late: list[bool] = []
-    with pytest.raises(GpuHungError, match="GPU GPU-a: expected the driver to answer within 1 s"):
+    with pytest.raises(GpuHungError, match=r"GPU GPU-a: expected the driver to answer within 0\.5 s"):
         await lanes.run("GPU-a", hang.wait, late.append)
     begun_s = asyncio.get_running_loop().time()
-    for _ in range(10):
+    for _ in range(20):
         with pytest.raises(GpuHungError):
             await lanes.run("GPU-a", lambda: 1)
-    assert asyncio.get_running_loop().time() - begun_s < 5.0, "none waited, which takes 1 s"
+    assert asyncio.get_running_loop().time() - begun_s < 5.0, "none waited, which takes 0.5 s each"
     assert await lanes.run("GPU-b", lambda: 1) == 1
     hang.set()
     await until(lambda: late == [True], "the late answer")
@@ -82,7 +82,7 @@ async def test_who_is_cancelled_leaves_the_lane_in_order(hang: threading.Event) 
 
 
 async def test_a_late_error_is_nobody_s(hang: threading.Event) -> None:
-    lanes = Lanes(patience_s=1.0)
+    lanes = Lanes(patience_s=0.5)
     handed_over: list[None] = []
 
     def fail() -> None:

@@ -317,4 +317,4 @@ def _is_in_force(command: object) -> bool:
 
 
 TestSession = SessionMachine.TestCase
-TestSession.settings = settings(max_examples=80, stateful_step_count=30)
+TestSession.settings = settings(stateful_step_count=30)

@@ -25,6 +25,7 @@ from perseus.agent.gpu import (
     RecordHeldError,
 )
 from perseus.agent.gpu.lanes import Lanes
+from perseus.agent.restore import guarded as guarding
 from perseus.agent.restore.guarded import GuardedGpu
 from perseus.agent.restore.records import ClockRange, Record, RecordFolder
 from perseus.agent.restore.restorer import Restoration, Restorer
@@ -100,6 +101,7 @@ def test_a_record_is_on_disk_before_the_first_change_and_gone_after_the_reset(fo
     assert list(folder.path.iterdir()) == []
     guarded.set_clock_mhz(1200)
     assert folder.gpu_uuids() == [UUID]
+    guarded.close()
 
 
 def test_a_gpu_that_was_not_changed_is_not_reset(folder: RecordFolder) -> None:
@@ -152,6 +154,7 @@ def test_a_refused_first_set_leaves_no_record_and_a_failed_one_does(
     with pytest.raises(type(error)):
         guarded.set_clock_mhz(1000)
     assert folder.gpu_uuids() == [UUID], "the clock before is still locked"
+    guarded.close()
 
 
 def test_a_reset_that_fails_keeps_the_record_until_one_succeeds(folder: RecordFolder) -> None:
@@ -179,7 +182,8 @@ def test_without_a_record_no_clock_is_set(folder: RecordFolder) -> None:
     assert gpu.sets == []
 
 
-def test_two_agents_do_not_set_one_gpu(folder: RecordFolder) -> None:
+def test_two_agents_do_not_set_one_gpu(folder: RecordFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarding, "PATIENCE_S", 0.05)
     first = GuardedGpu(FakeGpu(), folder, None)
     first.set_clock_mhz(1000)
     gpu = FakeGpu()

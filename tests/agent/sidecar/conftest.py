@@ -8,7 +8,7 @@ import pytest
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A100_SXM
 from tests.agent.coordinator_stub import Book, CoordinatorStub
-from tests.agent.sidecar.training import ORDER, UUID, Start
+from tests.agent.sidecar.training import ORDER, UUID, Start, Trainer
 
 
 @pytest.fixture
@@ -16,6 +16,7 @@ def gpu(tmp_path: Path) -> Iterator[EmulatedGpu]:
     (tmp_path / "gpus").mkdir()
     gpu = EmulatedGpu.create(tmp_path / "gpus" / "0", A100_SXM, UUID)
     yield gpu
+    Trainer.stop_all()
     gpu.close()
 
 

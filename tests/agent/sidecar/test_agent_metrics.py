@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from perseus import configuration
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.rank.messages import GpuErrorReason
+from perseus.agent.sidecar import ranks
 from perseus.agent.sidecar.job_mapping import JobMapping
 from perseus.agent.sidecar.metrics_server import serving_metrics
 from perseus.agent.sidecar.settings import AgentSettings
@@ -30,7 +31,8 @@ from perseus.metrics.readings import Readings
 from perseus.tls.files import Role, TlsFiles, TlsSource
 from tests.agent.coordinator_stub import Book, CoordinatorStub, until
 from tests.agent.sidecar.training import HELD_MHZ, ORDER, UUID, Trainer, hold, settings
-from tests.service.web.scraping import Samples, free_port, parsed, value
+from tests.ports import free_port
+from tests.service.web.scraping import Samples, parsed, value
 
 
 def get(url: str, token: str = "", context: ssl.SSLContext | None = None) -> tuple[int, str]:
@@ -51,7 +53,10 @@ def trusted(folder: Path) -> tuple[Path, Path, ssl.SSLContext]:
     return certificate, key, ssl.create_default_context(cafile=str(folder / "ca" / "ca.pem"))
 
 
-async def test_an_agent_at_work_is_told(tmp_path: Path, gpu: EmulatedGpu) -> None:
+async def test_an_agent_at_work_is_told(
+    tmp_path: Path, gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_READING_S", 0.1)
     port, mapping = free_port(), tmp_path / "jobs"
     coordinator = CoordinatorStub(Book(), ORDER)  # type: ignore[abstract] # it serves RegisterJob only
     await coordinator.start(0)

@@ -11,6 +11,8 @@ import pytest
 from perseus.agent import Kind, Probe
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.physics import A100_SXM
+from perseus.agent.rank import standing
+from perseus.agent.sidecar import admission
 from perseus.agent.sidecar.shell import run, serving
 from perseus.v1 import agent_service_pb2 as wire
 from perseus.v1 import frontier_pb2, rank_pb2
@@ -232,8 +234,10 @@ async def test_a_jobs_labels_are_those_of_the_grant_that_its_trainer_has(
 
 
 async def test_what_a_hello_may_not_ask_for(
-    tmp_path: Path, gpu: EmulatedGpu, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, gpu: EmulatedGpu, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(admission, "_LEAVE_S", 0.1)
+
     def connect(stage: int, uuid: str) -> Probe:
         return Probe.connect(
             tmp_path / "run" / "agent.sock", job_id="job", pipeline=0, stage=stage, gpu_uuid=uuid
@@ -321,8 +325,13 @@ async def test_a_trainer_that_leaves_and_is_back_at_once_is_served(
 
 
 async def test_a_rank_that_is_not_taken_is_said_in_the_trainers_own_log_once_and_when_that_is_over(
-    tmp_path: Path, gpu: EmulatedGpu, start: Start, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    gpu: EmulatedGpu,
+    start: Start,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(standing, "JOIN_RETRY_S", 0.05)
     caplog.set_level("INFO", "perseus.probe")
     coordinator = await start(Book())
 

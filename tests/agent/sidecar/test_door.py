@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from structlog.testing import capture_logs
 from perseus.agent.claims.decision import (
     GRANTS_NOT_UNDERSTOOD,
     NOT_GRANTED,
+    NOT_KNOWN,
     NOT_OPENABLE,
     OF_ANOTHER_USER,
     Allowed,
@@ -32,14 +34,24 @@ UUID = "GPU-0"
 class Node:
     """One GPU, as the test says."""
 
-    def __init__(self, node: Path, process_ids: tuple[int, ...] | None = ()) -> None:
+    def __init__(
+        self,
+        node: Path,
+        process_ids: tuple[int, ...] | None = (),
+        later: tuple[int, ...] | None = None,
+    ) -> None:
+        """`later`: the processes when it is looked at again, if they are others then."""
         self.use = GpuUse(0, str(node), process_ids)
+        self._later = later
 
     def open(self, uuid: str) -> Gpu:
         raise NotImplementedError
 
     def look(self, uuid: str) -> GpuUse:
-        return self.use
+        use = self.use
+        if self._later is not None:
+            self.use = replace(use, process_ids=self._later)
+        return use
 
     def listed(self) -> list[str | GpuError]:
         return [UUID]
@@ -54,7 +66,9 @@ def process_of(uid: int) -> Iterator[tuple[Peer, int]]:
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "here\n"
-        yield Peer(uid, uid, (), process.pid, os.pidfd_open(process.pid)), process.pid
+        pidfd = os.pidfd_open(process.pid)
+        yield Peer(uid, uid, (), process.pid, pidfd), process.pid
+        os.close(pidfd)
         process.stdin.close()
 
 
@@ -126,7 +140,8 @@ async def test_processes_of_others_are_seen(
     assert await judged(Node(node, (pid, owner[1])), peer, none, Allowed(is_running=True)) == Allowed(
         is_running=True
     )
-    assert await judged(Node(node, (2**22 + 1,)), peer, none) == Allowed(), "a process that has ended"
+    assert await judged(Node(node, (2**22 + 1,), ()), peer, none) == Allowed(), "a process that has ended"
+    assert await judged(Node(node, (2**22 + 1,)), peer, none) == NOT_KNOWN, "one that can't be seen"
 
 
 @needs_root

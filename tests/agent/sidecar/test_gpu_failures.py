@@ -3,10 +3,12 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from perseus.agent.clocks.patience import Comeback
 from perseus.agent.gpu import GpuDriverError, GpuLostError, GpuPermissionError, RecordError
 from perseus.agent.gpu.emulated import EmulatedGpu
 from perseus.agent.gpu.lanes import Lanes
@@ -16,7 +18,8 @@ from perseus.agent.probe.client import Probe
 from perseus.agent.rank.commands import Command
 from perseus.agent.rank.events import Event
 from perseus.agent.rank.session import Session
-from perseus.agent.sidecar import served, shell
+from perseus.agent.restore.restorer import Restorer
+from perseus.agent.sidecar import ranks, served, shell
 from perseus.agent.sidecar.shell import serving
 from perseus.v1 import rank_pb2
 from tests.agent.coordinator_stub import Book, CoordinatorStub, until
@@ -41,6 +44,7 @@ def gpus(tmp_path: Path) -> Iterator[list[EmulatedGpu]]:
     (tmp_path / "gpus").mkdir()
     gpus = [EmulatedGpu.create(tmp_path / "gpus" / uuid, A100_SXM, uuid) for uuid in (UUID, OTHER_UUID)]
     yield gpus
+    Trainer.stop_all()
     for gpu in gpus:
         gpu.close()
 
@@ -64,6 +68,12 @@ async def coordinator() -> AsyncIterator[CoordinatorStub]:
     await coordinator.start(0)
     yield coordinator
     await coordinator.stop()
+
+
+@pytest.fixture(autouse=True)
+def _tries_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "Restorer", partial(Restorer, retry_s=0.05))
+    monkeypatch.setattr(ranks, "Comeback", partial(Comeback, first_pause_s=0.05))
 
 
 @pytest.fixture

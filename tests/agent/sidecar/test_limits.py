@@ -26,7 +26,13 @@ from perseus.agent.link.packets import (
     encode,
 )
 from perseus.agent.sidecar import listening
-from perseus.agent.sidecar.allowance import BURST_BYTES, RATE_BYTES_PER_S, Allowance
+from perseus.agent.sidecar.allowance import (
+    ALL_BYTES_PER_S,
+    BURST_BYTES,
+    HELLO_BYTES,
+    USER_BYTES_PER_S,
+    Allowance,
+)
 from perseus.agent.sidecar.complaints import Complaints
 from perseus.agent.sidecar.listening import NoSuchGroupError, SocketAccess
 from perseus.agent.sidecar.local import MAX_CONNECTIONS_PER_USER, Line, LocalServer
@@ -129,14 +135,55 @@ def test_an_allowance_fills_at_a_rate_up_to_a_burst() -> None:
     allowance = Allowance(0.0)
     allowance.spend(BURST_BYTES, 0.0)
     assert allowance.wait_s() == 0.0
-    allowance.spend(RATE_BYTES_PER_S // 2, 0.0)
-    assert allowance.wait_s() == pytest.approx(0.5)
+    allowance.spend(ALL_BYTES_PER_S // 2, 0.0)
+    assert allowance.wait_s() == pytest.approx(1.0)
     assert not allowance.is_full(2.0)
     allowance.spend(0, 2.0)
     assert allowance.wait_s() == 0.0
     assert allowance.is_full(60.0)
     allowance.spend(BURST_BYTES, 1000.0)
     assert allowance.wait_s() == 0.0, "what is not used up does not add up"
+
+
+def test_all_users_together_have_what_there_is_and_who_says_little_does_not_wait() -> None:
+    of_all = Allowance(0.0, ALL_BYTES_PER_S)
+    loud = [Allowance(0.0, of_all=of_all) for _ in range(10)]
+    modest = Allowance(0.0, of_all=of_all)
+    packet, said = 2048, dict.fromkeys(loud, 0)
+    may_go_on_s = dict.fromkeys(loud, 0.0)
+    for step in range(10_000):
+        now_s = step / 1000
+        for each in loud:
+            if now_s >= may_go_on_s[each]:
+                each.spend(packet, now_s)
+                said[each] += packet
+                may_go_on_s[each] = now_s + each.wait_s()
+        if step % 100 == 0:  # 10 packets a second
+            modest.spend(packet, now_s)
+            assert modest.wait_s() == 0.0
+    # Each has said the half of its burst before it waits for others.
+    most = ALL_BYTES_PER_S * 10 + BURST_BYTES * (1 + len(loud) / 2)
+    assert sum(said.values()) <= 1.1 * most
+    assert max(said.values()) <= 1.2 * min(said.values())
+
+
+async def test_hellos_are_looked_into_no_faster_than_marks_are_read() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    now_s = time.monotonic()
+    allowance = Allowance(now_s)
+    line = Line(ours, identify(ours), allowance)
+    for _ in range(BURST_BYTES // HELLO_BYTES):
+        await line.pay_hello()
+    assert allowance.wait_s() == 0.0
+    paying = asyncio.create_task(line.pay_hello())
+    await asyncio.sleep(0)
+    assert not paying.done()
+    assert allowance.wait_s() == pytest.approx(HELLO_BYTES / USER_BYTES_PER_S, rel=0.5)
+    paying.cancel()
+    await asyncio.gather(paying, return_exceptions=True)
+    line.close()
+    theirs.close()
 
 
 def test_complaints_about_a_user_are_few_and_counted() -> None:
@@ -178,11 +225,12 @@ async def test_reading_the_worst_does_not_hold_up_the_loop(index: int) -> None:
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(0.0005)  # as the agent does
     try:
-        without_a_turn_s = [await longest_without_a_turn_s(packet) for _ in range(8)]
+        without_a_turn_s = [await longest_without_a_turn_s(packet)]
+        while without_a_turn_s[-1] >= 0.03 and len(without_a_turn_s) < 8:
+            without_a_turn_s.append(await longest_without_a_turn_s(packet))
     finally:
         sys.setswitchinterval(before_s)
-    print([f"{each:.4f}" for each in without_a_turn_s])
-    assert min(without_a_turn_s) < 0.03
+    assert without_a_turn_s[-1] < 0.03, [f"{each:.4f}" for each in without_a_turn_s]
 
 
 async def longest_without_a_turn_s(packet: bytes) -> float:

@@ -14,7 +14,7 @@ from perseus.agent.sidecar.shell import serving
 from tests.agent.coordinator_stub import Book
 from tests.agent.sidecar.training import UUID, Start, Trainer, settings
 
-INTERVAL_S = 0.25
+INTERVAL_S = 0.1
 
 
 async def test_the_power_of_a_rank_s_gpu_and_of_an_idle_one_is_told(

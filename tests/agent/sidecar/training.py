@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import ClassVar
 
 from perseus.agent import Kind, NamedSchedule, Probe
 from perseus.agent.gpu.emulated import EmulatedGpu
@@ -28,7 +29,12 @@ Start = Callable[..., Awaitable[CoordinatorStub]]
 
 
 class Trainer:
-    """A training loop on a thread: one forward and one backward per iteration, until told to stop."""
+    """A training loop on a thread: one forward and one backward per iteration, until told to stop.
+
+    What a failed test has not stopped `stop_all` does.
+    """
+
+    _running: ClassVar[list["Trainer"]] = []
 
     def __init__(self, socket: Path, gpu: EmulatedGpu, *, registers: bool = True) -> None:
         self._socket = socket
@@ -40,13 +46,23 @@ class Trainer:
         self.iteration_count = 0
         self._thread = threading.Thread(target=self._train, daemon=True)
         self._thread.start()
+        self._running.append(self)
 
     async def stop(self) -> None:
         self._stop.set()
         await asyncio.to_thread(self._thread.join)
+        self._running.remove(self)
+
+    @classmethod
+    def stop_all(cls) -> None:
+        """Before their GPU goes."""
+        while cls._running:
+            trainer = cls._running.pop()
+            trainer._stop.set()
+            trainer._thread.join()
 
     def _train(self) -> None:
-        probe = connected_probe(self._socket)
+        probe = connected_probe(self._socket, stop=self._stop)
         if self._registers:
             self.is_registered = probe.register(
                 pipeline_count=1, stage_count=1, schedule=NamedSchedule("1f1b", 1)
@@ -64,13 +80,15 @@ class Trainer:
         probe.close()
 
 
-def connected_probe(socket: Path, *, is_registered: bool = False) -> Probe:
-    """A trainer's, once the agent is done with the one before."""
+def connected_probe(
+    socket: Path, *, is_registered: bool = False, stop: threading.Event | None = None
+) -> Probe:
+    """A trainer's, once the agent is done with the one before; not connected if told to stop before."""
     while True:
         probe = Probe.connect(
             socket, job_id="job", pipeline=0, stage=0, gpu_uuid=UUID, is_registered=is_registered
         )
-        if probe.is_connected:
+        if probe.is_connected or (stop is not None and stop.is_set()):
             return probe
         time.sleep(0.02)
 

@@ -1,5 +1,6 @@
 """Prolog and epilog on emulated GPUs, without Slurm: what they write, restore, wait for and say."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -71,8 +72,10 @@ def test_what_a_job_that_is_over_has_left_on_its_gpus_goes(settings: AgentSettin
     (settings.grants / "slurm-16").write_text("1005: GPU-1\n")
     (settings.grants / "slurm-15").write_text("1005: GPU-0\n")
     (settings.grants / "staff").write_text("1006: GPU-1\n")
+    os.mkfifo(settings.grants / "slurm-14")  # nobody waits for its other end
     with pytest.raises(NoAgentError):
         prolog(JOB, settings)
+    (settings.grants / "slurm-14").unlink()
     assert sorted(granted(settings)) == ["slurm-15", "slurm-17", "staff"]
 
 

@@ -110,7 +110,7 @@ async def test_answered_heartbeats_keep_the_stream() -> None:
                 yield wire.ConnectResponse(heartbeat=wire.Heartbeat())
 
     witness = Witness()
-    await converse(witness, lambda: beats >= 6, answering)
+    await converse(witness, lambda: beats >= 4, answering)
     assert witness.seen.count("disconnected") == 1, "when the test ended it"
 
 

@@ -1,0 +1,122 @@
+"""Claims that are judged again while their trainers train."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from perseus.agent.claims.book import GPU_TAKEN, JOB_TAKEN, RANK_TAKEN, Claim
+from perseus.agent.claims.decision import Allowed, Refused
+from perseus.agent.claims.grants import User
+from perseus.agent.link.computation import Rank
+from perseus.agent.link.packets import Hello
+from perseus.agent.sidecar import admission
+from perseus.agent.sidecar.admission import Admission
+from perseus.agent.sidecar.complaints import Complaints
+from perseus.agent.sidecar.roster import Roster, Trainer
+from perseus.agent.sidecar.vitals import Vitals
+
+
+class Door:
+    """Can't look at a GPU once, and finds that it is another's then."""
+
+    def __init__(self) -> None:
+        self.judged_count = 0
+
+    async def judge(self, *_: object) -> Allowed | Refused:
+        self.judged_count += 1
+        if self.judged_count == 1:
+            raise OSError(24, "Too many open files")
+        return Refused("GPU_OF_ANOTHER_USER", "found user 7's")
+
+
+class SlowDoor:
+    """Lets everybody in, when it is told to; and counts whom it looks at."""
+
+    def __init__(self) -> None:
+        self.looked_at: list[int] = []
+        self.may_go_on = asyncio.Event()
+
+    async def user(self, peer: Any) -> User:
+        return User(peer.uid, f"user-{peer.uid}")
+
+    async def judge(self, peer: Any, *_: object) -> Allowed | Refused:
+        self.looked_at.append(peer.uid)
+        await self.may_go_on.wait()
+        return Allowed()
+
+
+class FakeLine:
+    """A trainer's connection, of which no process is known."""
+
+    def __init__(self, uid: int) -> None:
+        self.peer = SimpleNamespace(uid=uid, pid=0, pidfd=None, has_ended=False, time_namespace=None)
+        self.paid_count = 0
+
+    async def pay_hello(self) -> None:
+        self.paid_count += 1
+
+
+@pytest.fixture
+def admitting(monkeypatch: pytest.MonkeyPatch) -> tuple[Admission, SlowDoor, Roster]:
+    monkeypatch.setattr(admission, "check_clock", lambda *_: None)
+    door, roster = SlowDoor(), Roster()
+    found = Admission(roster, cast(Any, door), Vitals(), Complaints(structlog.get_logger()))
+    return found, door, roster
+
+
+async def test_nobody_looks_into_a_hello_that_can_not_be_good(
+    admitting: tuple[Admission, SlowDoor, Roster],
+) -> None:
+    admits, door, roster = admitting
+    held = Claim(Rank("job", 0, 0, 0), "GPU-0", User(1000, "owner"), Allowed(is_granted=True))
+    roster.enter(Trainer(held, cast(Any, FakeLine(1000)), is_registered=True, problem=None))
+    for uid, rank, gpu, reason in (
+        (1000, Rank("job", 0, 0, 0), "GPU-1", RANK_TAKEN),
+        (1000, Rank("job", 0, 1, 0), "GPU-0", GPU_TAKEN),
+        (2000, Rank("job", 0, 1, 0), "GPU-1", JOB_TAKEN),
+    ):
+        refused = await admits.admit(Hello(rank, gpu), cast(Any, FakeLine(uid)))
+        assert isinstance(refused, Refused)
+        assert refused.reason == reason
+    assert door.looked_at == []
+
+
+async def test_of_a_user_one_hello_is_looked_into_at_a_time(
+    admitting: tuple[Admission, SlowDoor, Roster],
+) -> None:
+    admits, door, roster = admitting
+    hellos = [
+        asyncio.create_task(
+            admits.admit(
+                Hello(Rank(f"job-{uid}", 0, number, 0), f"GPU-{uid}-{number}"), cast(Any, FakeLine(uid))
+            )
+        )
+        for uid in (1000, 2000)
+        for number in range(3)
+    ]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert sorted(door.looked_at) == [1000, 2000]
+    door.may_go_on.set()
+    await asyncio.gather(*hellos)
+    assert sorted(door.looked_at) == [1000] * 3 + [2000] * 3
+    assert len(roster.trainers) == 6
+
+
+async def test_a_claim_is_judged_again_after_whatever_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_WATCH_UNPROVEN_S", 0.0)
+    told: list[object] = []
+    line = SimpleNamespace(peer=SimpleNamespace(uid=1000), end=told.append)
+    roster = SimpleNamespace(tell=lambda *message: told.append(message))
+    door, complaints = Door(), Complaints(structlog.get_logger())
+    claim = Claim(Rank("job", 0, 0, 0), "GPU-0", User(1000, "somebody"), Allowed())
+    watching = Admission(cast(Any, roster), cast(Any, door), Vitals(), complaints)
+    with capture_logs() as logs:
+        await watching.watch(Trainer(claim, cast(Any, line), is_registered=False, problem=None))
+    assert [line["event"] for line in logs] == ["claim not judged again", "rank refused"]
+    assert "Too many open files" in logs[0]["message"]
+    assert len(told) == 2, "the trainer and the rank's end"

@@ -14,8 +14,8 @@ import signal
 import time
 import uuid
 from collections import deque
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import aiomqtt
@@ -25,11 +25,13 @@ import structlog
 from perseus.grid.broker import BrokerUnavailableError, Session, subscribe, until_disconnected
 from perseus.grid.contract import messages, publishing
 from perseus.grid.dsx_flex.breaches import BreachStatus
+from perseus.grid.dsx_flex.budgets import KnownBudget
 from perseus.grid.dsx_flex.commands import (
     ACCEPTED,
     Answer,
     AskForBudgets,
     BudgetAnswered,
+    BudgetRefused,
     BudgetsListed,
     CoordinatorLost,
     FeedRead,
@@ -129,7 +131,6 @@ class Agent:
         self._unknown: tuple[str, ...] = ()
         self._refused: dict[str, str | None] = {}
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._latest_s = 0.0
         self._is_ending = False
 
     async def run(self) -> None:
@@ -156,13 +157,8 @@ class Agent:
 
     # --- The machine ----------------------------------------------------------------------------------------
 
-    def _now_s(self) -> float:
-        """The wall clock, which never goes back here."""
-        self._latest_s = max(self._latest_s, time.time())
-        return self._latest_s
-
     def _take(self, event: Input) -> None:
-        for command in self._door.handle(event, self._now_s()):
+        for command in self._door.handle(event, time.time()):
             match command:
                 case KeepTargets(some):
                     self._journal.keep_targets(some)
@@ -308,7 +304,7 @@ class Agent:
             event_id=str(uuid.uuid4()),
             agent=self._settings.identifier,
             event_type=event_type,
-            time_s=self._now_s(),
+            time_s=time.time(),
             data=self._signer.sign(messages.write_data(content)),
             trace=_continued(told.trace),
             correlation_id=correlation_id,
@@ -388,28 +384,48 @@ class Agent:
             self._asks.set()
 
     async def _ask_once(self, client: PowerClient) -> bool:
-        """Ask for what is needed now; return whether all of it was granted."""
-        changes = self._door.changes(self._now_s())
-        if changes.unknown != self._unknown:
-            self._unknown = changes.unknown
-            _log.warning(
-                "budgets of this door for messages that it does not know", budget_ids=changes.unknown
-            )
-        is_granted = True
-        calls = {budget.budget_id: partial(client.set, budget) for budget in changes.to_set}
-        calls |= {budget_id: partial(client.cancel, budget_id) for budget_id in changes.to_cancel}
-        for budget_id, call in calls.items():
-            try:
-                self._take(BudgetAnswered(await call()))
-            except grpc.aio.AioRpcError as error:
-                if is_transient(error):
-                    raise
-                is_granted = False
-                if self._refused.get(budget_id) != error.details():  # not at every attempt
-                    self._refused[budget_id] = error.details()
-                    _log.error("budget refused", budget_id=budget_id, reason=error.details())
-        self._refused = {each: reason for each, reason in self._refused.items() if each in calls}
-        return is_granted
+        """Ask for what is needed now, and let go of what is not; return whether all was granted."""
+        refused: dict[str, str | None] = {}
+        asked: set[str] = set()
+        let_go: set[str] = set()
+        while True:
+            changes = self._door.changes(time.time())
+            if changes.unknown != self._unknown:
+                self._unknown = changes.unknown
+                _log.warning(
+                    "budgets of this door for messages that it does not know", budget_ids=changes.unknown
+                )
+            for budget in changes.to_defer:
+                if await self._ask_for(budget.budget_id, client.set(budget), refused):
+                    await self._ask_for(budget.budget_id, client.cancel(budget.budget_id), refused)
+            to_set = [budget for budget in changes.to_set if budget.request_id not in asked]
+            to_cancel = [budget_id for budget_id in changes.to_cancel if budget_id not in let_go]
+            if not to_set and not to_cancel:
+                self._refused = refused
+                return not refused
+            for budget in to_set:
+                asked.add(budget.request_id)
+                if not await self._ask_for(budget.budget_id, client.set(budget), refused):
+                    self._take(BudgetRefused(budget.budget_id))
+            for budget_id in to_cancel:
+                let_go.add(budget_id)
+                if await self._ask_for(budget_id, client.cancel(budget_id), refused):
+                    asked.clear()  # There may be room now for what was refused.
+                    refused.clear()
+
+    async def _ask_for(
+        self, budget_id: str, call: Awaitable[KnownBudget], refused: dict[str, str | None]
+    ) -> bool:
+        try:
+            self._take(BudgetAnswered(await call))
+        except grpc.aio.AioRpcError as error:
+            if is_transient(error):
+                raise
+            refused[budget_id] = error.details()
+            if self._refused.get(budget_id) != error.details():  # not at every attempt
+                _log.error("budget refused", budget_id=budget_id, reason=error.details())
+            return False
+        return True
 
 
 def _wait_s(attempt: int) -> float:

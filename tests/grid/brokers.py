@@ -20,6 +20,7 @@ from pwdlib.hashers.argon2 import Argon2Hasher
 
 from perseus.demo.security import Security
 from tests.grid.isv import opened
+from tests.ports import free_port
 
 TOKEN = "password-of-all"
 """What every client shows; a door as an OAuth2 token, with the user's name that the contract has for it."""
@@ -36,13 +37,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def free_port() -> int:
-    with socket.socket() as some:
-        some.bind(("127.0.0.1", 0))
-        port: int = some.getsockname()[1]
-        return port
 
 
 class MqttBroker:

@@ -91,7 +91,8 @@ class _Interval(_Part):
 
 
 class _Constraint(_Part):
-    value: Annotated[float, Field(gt=0, le=_MAX_POWER, allow_inf_nan=False)]
+    # 0 is in the contract's schema, though its text wants more: a verdict's matter, not the reader's.
+    value: Annotated[float, Field(ge=0, le=_MAX_POWER, allow_inf_nan=False)]
     unit: Literal["watt", "kilowatt", "megawatt"]
 
 

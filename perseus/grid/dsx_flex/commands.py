@@ -45,6 +45,13 @@ class BudgetAnswered:
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetRefused:
+    """The coordinator does not take a budget; it is asked again."""
+
+    budget_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorLost:
     """Nobody knows how feeds stand, until they are listed again."""
 
@@ -54,7 +61,16 @@ class Tick:
     """Time has passed; once a second."""
 
 
-Input = TargetsReceived | FeedsListed | FeedRead | BudgetsListed | BudgetAnswered | CoordinatorLost | Tick
+Input = (
+    TargetsReceived
+    | FeedsListed
+    | FeedRead
+    | BudgetsListed
+    | BudgetAnswered
+    | BudgetRefused
+    | CoordinatorLost
+    | Tick
+)
 
 
 class Verdict(enum.Enum):
@@ -66,8 +82,9 @@ class Verdict(enum.Enum):
     EXPIRED = "refused: all of its targets are over"
     TOO_OLD = "refused: sent longer ago than messages are remembered"
     FUTURE_DATED = "refused: sent in the future, by this machine's clock"
-    TOO_MANY = "refused: as many messages as are remembered have come"
+    TOO_MANY = "refused: as many messages, or targets, as a sender may have are there"
     UNKNOWN_FEED = "refused: names a feed that is not served"
+    NO_POWER = "refused: a limit of 0 W, where the contract wants more"
 
 
 ACCEPTED = frozenset({Verdict.ACCEPTED, Verdict.SUPERSEDED})

@@ -10,13 +10,17 @@ What is published:
 - a power state whenever something happens on a feed (`transitions`), when a message's budgets have come into
   being, and as a heartbeat;
 - the same, under the message's correlation identifier, for a message that is refused: its targets are not
-  among those of its feeds. The contract has no word of its own for that;
+  among those of its feeds. The contract has no word of its own for that; and for one whose budgets the
+  coordinator does not take: its targets are not active;
 - a breach when it is found, escalated and over (`breaches`), and again after a restart.
 
 While the coordinator can't be asked nobody knows how feeds stand, and no power state is published.
 """
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from perseus.grid.dsx_flex import budgets, schedule
 from perseus.grid.dsx_flex.breaches import Breach, BreachStatus, BreachWatch
@@ -25,6 +29,7 @@ from perseus.grid.dsx_flex.commands import (
     Answer,
     AskForBudgets,
     BudgetAnswered,
+    BudgetRefused,
     BudgetsListed,
     Command,
     CoordinatorLost,
@@ -51,6 +56,22 @@ MEMORY_S = 7 * 86400.0
 
 MOST_REMEMBERED = 10_000
 """Messages of one sender: more than one a minute is nothing that a grid has to say."""
+
+MOST_IN_AN_HOUR = 600
+"""Messages of one sender, by when they come."""
+
+MOST_TARGETS = 2_048
+"""Of one sender, on all feeds, that are not over: twenty days of hours on four feeds, and some."""
+
+MOST_REPLACED_TARGETS = 32_768
+"""Of one sender, on all feeds, that are not over: with those that newer ones have replaced, and lifts."""
+
+_HOUR_S = 3600.0
+_JUMP_S = 120.0
+"""The clock is looked at every second or so: one that went so far ahead was set, or this was away."""
+
+STEP_BACK_S = 1.0
+"""A clock that goes back by less is as exact as wall clocks are: time stands still meanwhile."""
 
 _DIGITS = 1e-9
 
@@ -86,28 +107,55 @@ class Door:
         self._untold = set(self._breaches)
         """Feeds whose open breach is to be told once more."""
         self._unanswered: dict[str, TargetSet] = {}
+        self._unkept: set[str] = set()
+        """Messages of which it was told that they are not kept as yet."""
         self._all_pieces: list[Piece] | None = None
         """Of all that was accepted, over or not; None when that has changed."""
         self._said_s: float | None = None
+        self._latest_s = -math.inf
+        self._steady_since_s = -math.inf
+        """Since when the clock has not jumped."""
+        self._arrivals_s: dict[str, deque[float]] = {}
+        """Of the latest messages that were judged, by sender."""
         self._handlers: dict[type, Callable[..., list[Command]]] = {
             TargetsReceived: self._on_targets_received,
             FeedsListed: self._on_feeds_listed,
             FeedRead: self._on_feed_read,
             BudgetsListed: self._on_budgets_listed,
             BudgetAnswered: self._on_budget_answered,
+            BudgetRefused: self._on_budget_refused,
             CoordinatorLost: self._on_coordinator_lost,
             Tick: self._on_tick,
         }
 
     def handle(self, event: Input, now_s: float) -> list[Command]:
-        """Take what has happened; return what is to be done, in order."""
-        return self._handlers[type(event)](event, now_s)
+        """Take what has happened, by the wall clock; return what is to be done, in order."""
+        return self._handlers[type(event)](event, self._time_s(now_s))
 
     def changes(self, now_s: float) -> budgets.Changes:
         """Return what to ask of the coordinator; nothing while its budgets are not known."""
         if self._budgets is None:
             return budgets.Changes()
-        return budgets.changes(self._pieces(now_s), self._budgets, self._sets, self._identifier)
+        time_s = self._time_s(now_s)
+        return budgets.changes(self._pieces(time_s), self._budgets, self._senders(), self._identifier, time_s)
+
+    def _time_s(self, now_s: float) -> float:
+        """Return the time to go by: where the clock was set back, it had jumped ahead."""
+        if now_s < self._latest_s - STEP_BACK_S:
+            self._latest_s, self._said_s, self._steady_since_s = now_s, None, now_s
+            self._transitions.clear()
+            self._breaches = {
+                feed: BreachWatch(self._new_id, replace(found, detected_s=min(found.detected_s, now_s)))
+                for feed, watch in self._breaches.items()
+                if (found := watch.open_breach) is not None
+            }
+        if now_s > self._latest_s + _JUMP_S:
+            self._steady_since_s = now_s
+        self._latest_s = max(self._latest_s, now_s)
+        return self._latest_s
+
+    def _senders(self) -> dict[str, str]:
+        return {event_id: some.sender for event_id, some in self._sets.items()}
 
     @property
     def knows_feeds(self) -> bool:
@@ -162,6 +210,15 @@ class Door:
             self._budgets[event.known.budget.budget_id] = event.known
         return self._answers(now_s)
 
+    def _on_budget_refused(self, event: BudgetRefused, now_s: float) -> list[Command]:
+        """Tell its sender, once, of a target that is not kept as yet: it is not among the active ones."""
+        some = self._sets.get(budgets.event_id_of(event.budget_id, self._identifier))
+        if some is None or some.event_id in self._unkept:
+            return []
+        self._unkept.add(some.event_id)
+        self._unanswered.setdefault(some.event_id, some)
+        return self._status({}, now_s, some)
+
     def _on_coordinator_lost(self, event: CoordinatorLost, now_s: float) -> list[Command]:
         self._is_lost, self._budgets = True, None
         return []
@@ -189,37 +246,69 @@ class Door:
         for target in some.targets:
             if missing := [feed for feed in target.feeds if feed not in self._readings]:
                 return Verdict.UNKNOWN_FEED, missing[0]
+        if any(target.constraint is not None and not target.constraint.limit_w for target in some.targets):
+            return Verdict.NO_POWER, ""
         if some.end_s <= now_s:
             return Verdict.EXPIRED, ""
-        if sum(each.sender == some.sender for each in self._sets.values()) >= MOST_REMEMBERED:
-            return Verdict.TOO_MANY, f"{MOST_REMEMBERED} of {some.sender}"
+        if too_many := self._too_many(some, now_s):
+            return Verdict.TOO_MANY, too_many
         left = schedule.pieces([*self._sets.values(), some], self._readings)
+        senders = {**self._senders(), some.event_id: some.sender}
+        target_count = sum(senders[each.event_id] == some.sender and each.end_s > now_s for each in left)
+        if target_count > MOST_TARGETS:
+            return (
+                Verdict.TOO_MANY,
+                f"{target_count} targets of {some.sender}, expected at most {MOST_TARGETS}",
+            )
         is_limiting = any(target.constraint is not None for target in some.targets)
         if is_limiting and not any(each.event_id == some.event_id and each.end_s > now_s for each in left):
             return Verdict.SUPERSEDED, ""
         return Verdict.ACCEPTED, ""
 
+    def _too_many(self, some: TargetSet, now_s: float) -> str:
+        """Say of what a sender has too much; nothing if it has not."""
+        arrivals_s = self._arrivals_s.setdefault(some.sender, deque())
+        while arrivals_s and arrivals_s[0] <= now_s - _HOUR_S:
+            arrivals_s.popleft()
+        if len(arrivals_s) >= MOST_IN_AN_HOUR:
+            return f"{MOST_IN_AN_HOUR} messages of {some.sender} in an hour"
+        arrivals_s.append(now_s)
+        own = [each for each in self._sets.values() if each.sender == some.sender]
+        if len(own) >= MOST_REMEMBERED:
+            return f"{MOST_REMEMBERED} messages of {some.sender}"
+        count = sum(
+            len(target.feeds or self._readings)
+            for each in (*own, some)
+            for target in each.targets
+            if target.end_s > now_s
+        )
+        if count > MOST_REPLACED_TARGETS:
+            return f"{count} targets of {some.sender}, expected at most {MOST_REPLACED_TARGETS}"
+        return ""
+
     def _answers(self, now_s: float) -> list[Command]:
         """Tell of messages whose budgets are what they should be."""
         if not self._unanswered or self._budgets is None or self._is_lost:
             return []
-        some = self._pieces(now_s)
-        if self.changes(now_s).to_cancel:
+        changes = self.changes(now_s)
+        if changes.to_cancel:
             return []
+        some = budgets.due(self._pieces(now_s), self._senders(), now_s)
         enforced = budgets.in_force(some, self._budgets, self._identifier)
         waiting = {piece.event_id for piece in some if piece not in enforced}
         commands: list[Command] = []
         for event_id, each in list(self._unanswered.items()):
-            if event_id not in waiting:
+            named = {feed for target in each.targets for feed in target.feeds or self._readings}
+            if event_id not in waiting and named.isdisjoint(changes.outdated):
                 del self._unanswered[event_id]
-                named = {feed for target in each.targets for feed in target.feeds or self._readings}
+                self._unkept.discard(event_id)
                 commands += self._status(dict.fromkeys(named, FeedEvent.TARGET_SET), now_s, each)
         return commands
 
     def _forget(self, now_s: float) -> tuple[str, ...]:
         """Forget messages from which nothing follows any more, neither now nor for older ones."""
         due = [some for some in self._sets.values() if some.time_s <= now_s - MEMORY_S]
-        if not due:
+        if not due or now_s < self._steady_since_s + _HOUR_S:  # what is forgotten does not come back
             return ()
         needed = {piece.event_id for piece in self._pieces(now_s)}
         forgotten = []
@@ -231,6 +320,8 @@ class Door:
             ]
             if some.event_id not in needed and all(each is some for each in older):
                 del self._sets[some.event_id]
+                self._unkept.discard(some.event_id)
+                self._unanswered.pop(some.event_id, None)
                 self._all_pieces = None
                 forgotten.append(some.event_id)
         return tuple(forgotten)
@@ -267,6 +358,8 @@ class Door:
         self._said_s = now_s
         some = self._pieces(now_s)
         enforced = budgets.in_force(some, self._budgets or {}, self._identifier)
+        outdated = self.changes(now_s).outdated
+        enforced = {piece for piece in enforced if piece.feed not in outdated}
         feeds = {
             feed: self._snapshot(
                 reading,
@@ -308,9 +401,8 @@ class Door:
 
     def _enforced(self, feed: str, now_s: float) -> list[Piece]:
         some = [piece for piece in self._pieces(now_s) if piece.feed == feed]
-        return [
-            piece for piece in some if piece in budgets.in_force(some, self._budgets or {}, self._identifier)
-        ]
+        enforced = budgets.in_force(some, self._budgets or {}, self._identifier)
+        return [piece for piece in some if piece in enforced]
 
     def _set_of(self, target: Piece | None) -> TargetSet | None:
         return None if target is None else self._sets.get(target.event_id)

@@ -9,6 +9,7 @@ Senders do not know of each other, and none may lift what another has asked for:
 own, and where those overlap the lowest limit counts, as it does for power budgets.
 """
 
+import bisect
 from collections.abc import Iterable, Sequence
 
 from perseus.grid.dsx_flex.values import Piece, Target, TargetSet
@@ -18,16 +19,24 @@ Interval = tuple[float, float]
 
 
 def without(interval: Interval, covered: Sequence[Interval]) -> list[Interval]:
-    """Return what of an interval lies outside others, in order."""
-    left = [interval]
-    for begin_s, end_s in covered:
-        left = [
-            part
-            for start_s, stop_s in left
-            for part in ((start_s, min(stop_s, begin_s)), (max(start_s, end_s), stop_s))
-            if part[0] < part[1]
-        ]
-    return sorted(left)
+    """Return what of an interval lies outside others, in order; those lie apart, and are in order."""
+    begin_s, end_s = interval
+    left = []
+    for index in range(_first_after(covered, begin_s), len(covered)):
+        start_s, stop_s = covered[index]
+        if start_s >= end_s:
+            break
+        if begin_s < start_s:
+            left.append((begin_s, start_s))
+        begin_s = max(begin_s, stop_s)
+    if begin_s < end_s:
+        left.append((begin_s, end_s))
+    return left
+
+
+def _first_after(covered: Sequence[Interval], time_s: float) -> int:
+    """Return the first of the intervals that does not end before a time."""
+    return bisect.bisect_left(covered, time_s, key=lambda each: each[1])
 
 
 def pieces(sets: Iterable[TargetSet], feeds: Iterable[str]) -> list[Piece]:
@@ -45,9 +54,9 @@ def pieces(sets: Iterable[TargetSet], feeds: Iterable[str]) -> list[Piece]:
             for feed in known:
                 if target.feeds and feed not in target.feeds:
                     continue
-                above = covered.get((some.sender, feed), [])
+                above = covered.setdefault((some.sender, feed), [])
                 found += _left(some, number, target, feed, above)
-                covered[some.sender, feed] = _joined([*above, (target.start_s, target.end_s)])
+                _cover(above, (target.start_s, target.end_s))
     return sorted(
         found, key=lambda piece: (piece.feed, piece.start_s, piece.end_s, piece.event_id, piece.number)
     )
@@ -71,15 +80,14 @@ def _left(
         )
 
 
-def _joined(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the same times as intervals that lie apart: a thousand messages may cover one."""
-    found: list[Interval] = []
-    for begin_s, end_s in sorted(intervals):
-        if found and begin_s <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end_s))
-        else:
-            found.append((begin_s, end_s))
-    return found
+def _cover(covered: list[Interval], interval: Interval) -> None:
+    """Add an interval to some that lie apart, in order; it may join several of them."""
+    begin_s, end_s = interval
+    first = last = _first_after(covered, begin_s)
+    while last < len(covered) and covered[last][0] <= end_s:
+        begin_s, end_s = min(begin_s, covered[last][0]), max(end_s, covered[last][1])
+        last += 1
+    covered[first:last] = [(begin_s, end_s)]
 
 
 def active(pieces_of_feed: Iterable[Piece], now_s: float) -> Piece | None:

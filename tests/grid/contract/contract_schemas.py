@@ -1,6 +1,7 @@
 """The contract's own schemas, where the published contract lies beside the checkout."""
 
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ def is_moment(found: object) -> bool:
 FORMATS.checks("date-time", raises=(ValueError, AssertionError))(is_moment)
 
 
+@cache
 def validator(schema: str) -> Draft202012Validator:
     """Checks against one of `components/schemas`, formats of times and identifiers included."""
     content: dict[str, Any] = yaml.safe_load(CONTRACT.read_text())

@@ -8,6 +8,7 @@ from perseus.grid.dsx_flex.budgets import Budget, KnownBudget, Stage
 from perseus.grid.dsx_flex.commands import (
     Answer,
     BudgetAnswered,
+    BudgetRefused,
     BudgetsListed,
     Command,
     FeedsListed,
@@ -61,13 +62,18 @@ def reading(feed: str = "hall-a", **fields: object) -> FeedReading:
 
 
 class Coordinator:
-    """Has budgets as the real one does, and lives as long as its object."""
+    """Has budgets as the real one does, so many at most, and lives as long as its object."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 256) -> None:
+        self.most = most
         self.known: dict[str, KnownBudget] = {}
         self.calls: list[str] = []
 
-    def set(self, budget: Budget) -> KnownBudget:
+    def set(self, budget: Budget) -> KnownBudget | None:
+        """Return the budget; None if it is refused."""
+        others = (each for budget_id, each in self.known.items() if budget_id != budget.budget_id)
+        if sum(each.stage is Stage.CURRENT for each in others) >= self.most:
+            return None
         self.calls.append(f"set {budget.budget_id}")
         self.known[budget.budget_id] = KnownBudget(budget, Stage.CURRENT)
         return self.known[budget.budget_id]
@@ -105,13 +111,27 @@ class Driven:
         return self.door.handle(TargetsReceived(some), now_s) + self.reconcile(now_s)
 
     def reconcile(self, now_s: float = NOW_S) -> list[Command]:
-        changes = self.door.changes(now_s)
         commands: list[Command] = []
-        for budget in changes.to_set:
-            commands += self.door.handle(BudgetAnswered(self.coordinator.set(budget)), now_s)
-        for budget_id in changes.to_cancel:
-            commands += self.door.handle(BudgetAnswered(self.coordinator.cancel(budget_id)), now_s)
-        return commands
+        refused: set[str] = set()
+        while True:
+            changes = self.door.changes(now_s)
+            to_set = [budget for budget in changes.to_set if budget.budget_id not in refused]
+            if not to_set and not changes.to_cancel:
+                return commands
+            for budget in changes.to_defer:
+                self.coordinator.set(budget)
+                known = self.coordinator.cancel(budget.budget_id)
+                commands += self.door.handle(BudgetAnswered(known), now_s)
+            for budget in to_set:
+                found = self.coordinator.set(budget)
+                if found is None:
+                    refused.add(budget.budget_id)
+                    commands += self.door.handle(BudgetRefused(budget.budget_id), now_s)
+                else:
+                    commands += self.door.handle(BudgetAnswered(found), now_s)
+            for budget_id in changes.to_cancel:
+                refused.clear()
+                commands += self.door.handle(BudgetAnswered(self.coordinator.cancel(budget_id)), now_s)
 
 
 def answers(commands: list[Command]) -> list[Answer]:

@@ -1,14 +1,16 @@
 """The door's machine: each message gets one answer, and budgets follow from all that was accepted."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perseus.grid.dsx_flex import budgets, door
 from perseus.grid.dsx_flex.breaches import Breach, BreachStatus
-from perseus.grid.dsx_flex.budgets import Stage
+from perseus.grid.dsx_flex.budgets import MOST_BUDGETS, KnownBudget, Stage
 from perseus.grid.dsx_flex.commands import (
     AskForBudgets,
     BudgetsListed,
@@ -22,7 +24,7 @@ from perseus.grid.dsx_flex.commands import (
     Verdict,
 )
 from perseus.grid.dsx_flex.door import MEMORY_S, MOST_AHEAD_S
-from perseus.grid.dsx_flex.values import Constraint, FeedEvent, TargetSet
+from perseus.grid.dsx_flex.values import Constraint, FeedEvent, Piece, TargetSet
 from tests.grid.dsx_flex.doors import (
     NOW_S,
     TRACE,
@@ -67,6 +69,19 @@ def test_a_target_is_kept_then_asked_for_and_told_once_the_budget_is_there(drive
     assert driven.reconcile() == []
 
 
+def test_a_limit_stays_until_what_replaces_it_is_in_force(driven: Driven) -> None:
+    """The coordinator may refuse it: a sender has only so many budgets."""
+    driven.receive(message(1, target(700, NOW_S, NOW_S + 3600)))
+    (before,) = driven.coordinator.known
+    driven.door.handle(TargetsReceived(message(2, target(200, NOW_S, NOW_S + 3600))), NOW_S)
+    changes = driven.door.changes(NOW_S)
+    assert [budget.limit_w for budget in changes.to_set] == [200e3]
+    assert changes.to_cancel == ()
+    driven.reconcile()
+    assert driven.coordinator.calls[-1] == f"cancel {before}"
+    assert driven.coordinator.limit_w("hall-a", NOW_S) == 200e3
+
+
 @pytest.mark.parametrize(
     ("some", "verdict"),
     [
@@ -87,6 +102,141 @@ def test_what_is_refused_changes_nothing_and_is_told_under_its_correlation_ident
     assert told.feeds["hall-a"].event is FeedEvent.PERIODIC
     assert not told.is_heartbeat
     assert driven.coordinator.calls == []
+
+
+def slots(number: int, first: int, count: int, limit_kw: float = 50.0, sender: str = "acme") -> TargetSet:
+    """One message with a target for each of so many quarters of an hour."""
+    times = [(NOW_S + 900 * slot, NOW_S + 900 * (slot + 1)) for slot in range(first, first + count)]
+    return message(number, *(target(limit_kw, *each) for each in times), sender=sender)
+
+
+def test_no_sender_takes_the_budgets_of_another(driven: Driven) -> None:
+    for number in range(4):
+        driven.receive(slots(number, 64 * number, 64, sender="flood"))
+    (told,) = statuses(driven.receive(message(9, target(20), sender="acme")))
+    assert [is_active for _, is_active in told.feeds["hall-a"].targets].count(True) == 2
+    assert driven.coordinator.limit_w("hall-a", NOW_S + 1) == 20e3
+    kept = [each for each in driven.coordinator.known.values() if each.stage is Stage.CURRENT]
+    assert len(kept) <= MOST_BUDGETS // 2 + 1
+
+
+def test_what_counts_soon_is_a_budget_before_what_counts_later() -> None:
+    driven = Driven(new_door(), Coordinator(most=10_000))
+    for number in range(5):
+        commands = driven.receive(slots(number, 64 * (4 - number), 64))
+        assert [each.correlation_id for each in statuses(commands)] == [uuid4(1000 + number)]
+    coordinator = driven.coordinator
+    for quarter in range(0, 5 * 64, 7):
+        now_s = NOW_S + 900 * quarter + 1
+        driven.reconcile(now_s)
+        assert coordinator.limit_w("hall-a", now_s) == 50e3
+        current = [
+            each
+            for each in coordinator.known.values()
+            if each.stage is Stage.CURRENT and each.budget.end_s > now_s
+        ]
+        assert len(current) <= MOST_BUDGETS
+
+
+def test_senders_that_came_early_make_way_for_what_counts_now(driven: Driven) -> None:
+    for number in range(5):
+        for part in range(4):
+            driven.receive(slots(4 * number + part, 1 + 64 * part, 64, sender=f"early-{number}"))
+        limit_kw = 90 - number
+        driven.receive(message(100 + number, target(limit_kw), sender=f"late-{number}"))
+        assert driven.coordinator.limit_w("hall-a", NOW_S + 1) == limit_kw * 1e3
+    current = [each for each in driven.coordinator.known.values() if each.stage is Stage.CURRENT]
+    assert len(current) <= MOST_BUDGETS
+
+
+def test_what_counts_now_is_a_budget_on_every_feed() -> None:
+    driven = Driven(new_door(), Coordinator(), *(reading(f"hall-{number}") for number in range(150)))
+    driven.receive(slots(1, 1, 3))
+    (*_, told) = statuses(driven.receive(message(2, target(100), sent_s=NOW_S + 1)))
+    assert all(any(is_active for _, is_active in feed.targets) for feed in told.feeds.values())
+    for number in range(150):
+        assert driven.coordinator.limit_w(f"hall-{number}", NOW_S + 1) == 100e3
+
+
+def test_a_limit_that_is_raised_for_a_long_time_is_raised_at_once() -> None:
+    driven = Driven(new_door(), Coordinator(), *(reading(f"hall-{number}") for number in range(4)))
+    driven.receive(message(1, target(100)))
+    raising = [(NOW_S + 3600 * hour, NOW_S + 3600 * (hour + 1)) for hour in range(48)]
+    some = message(2, *(target(200, *each) for each in raising), sent_s=NOW_S + 1)
+    (told,) = statuses(driven.receive(some, NOW_S + 1))
+    for name, feed in told.feeds.items():
+        assert driven.coordinator.limit_w(name, NOW_S + 2) == 200e3
+        assert [each.constraint.limit_w for each, is_active in feed.targets if is_active] == [200e3]
+    for hour in range(60):
+        now_s = NOW_S + 3600 * hour + 2
+        driven.reconcile(now_s)
+        assert driven.coordinator.limit_w("hall-3", now_s) == (200e3 if hour < 48 else 100e3)
+
+
+def test_a_sender_has_so_many_targets_and_so_many_messages_in_an_hour(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "MOST_TARGETS", 5 * 64)
+    monkeypatch.setattr(door, "MOST_IN_AN_HOUR", 20)
+    verdicts = [answers(driven.receive(slots(n, 64 * n, 64, sender="flood")))[0].verdict for n in range(6)]
+    assert verdicts == [Verdict.ACCEPTED] * 5 + [Verdict.TOO_MANY]
+    (other,) = answers(driven.receive(slots(99, 0, 64)))
+    assert other.verdict is Verdict.ACCEPTED
+    for number in range(20):
+        driven.door.handle(TargetsReceived(message(1000 + number, target(500), sender="talker")), NOW_S)
+    (answer,) = answers(driven.receive(message(9999, target(500), sender="talker")))
+    assert answer.verdict is Verdict.TOO_MANY
+
+
+def test_a_look_at_a_feed_costs_no_more_than_its_targets(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        driven.receive(slots(number, 64 * number, 64))
+    asked_counts, real = [], budgets.in_force
+
+    def in_force(some: Sequence[Piece], known: Mapping[str, KnownBudget], identifier: str) -> set[Piece]:
+        asked_counts.append(len(some))
+        return real(some, known, identifier)
+
+    monkeypatch.setattr(budgets, "in_force", in_force)
+    driven.door.handle(Tick(), NOW_S + 1)
+    assert 0 < sum(asked_counts) <= 2 * 256
+
+
+def test_a_target_that_is_not_kept_is_told_as_not_active_and_again_once_it_is() -> None:
+    driven = Driven(new_door(), Coordinator(most=0))
+    some = message(1, target(700))
+    (told,) = statuses(driven.receive(some))
+    assert told.correlation_id == some.correlation_id
+    assert [is_active for _, is_active in told.feeds["hall-a"].targets] == [False]
+    assert not told.feeds["hall-a"].is_compliant
+    assert statuses(driven.reconcile(NOW_S + 1)) == [], "it was told"
+    driven.coordinator.most = 256
+    (told,) = statuses(driven.reconcile(NOW_S + 2))
+    assert told.correlation_id == some.correlation_id
+    assert told.feeds["hall-a"].event is FeedEvent.TARGET_SET
+
+
+def test_a_limit_of_nothing_is_refused_under_its_correlation_identifier(driven: Driven) -> None:
+    some = message(1, target(0))
+    commands = driven.receive(some)
+    assert [each.verdict for each in answers(commands)] == [Verdict.NO_POWER]
+    (told,) = statuses(commands)
+    assert (told.correlation_id, told.feeds["hall-a"].targets) == (some.correlation_id, ())
+
+
+def test_a_clock_that_jumps_ahead_and_back_ends_no_target(driven: Driven) -> None:
+    driven.receive(message(1, target(700, NOW_S, NOW_S + 6 * 3600)))
+    ahead_s = NOW_S + 86400
+    driven.door.handle(Tick(), ahead_s)
+    driven.reconcile(ahead_s)
+    assert driven.coordinator.limit_w("hall-a", NOW_S + 9) == 700e3, "the coordinator's clock is right"
+    (told,) = statuses(driven.door.handle(Tick(), NOW_S + 4))
+    assert [is_active for _, is_active in told.feeds["hall-a"].targets] == [True]
+    commands = driven.receive(message(2, target(600), sent_s=NOW_S + 5), NOW_S + 5)
+    assert [each.verdict for each in answers(commands)] == [Verdict.ACCEPTED]
+    assert driven.coordinator.limit_w("hall-a", NOW_S + 9) == 600e3
 
 
 def test_a_duplicate_is_told_of_again_and_sets_nothing(driven: Driven) -> None:
@@ -271,6 +421,9 @@ def test_messages_are_forgotten_when_nothing_follows_from_them_any_more(driven: 
         driven.receive(some, NOW_S + 6)
     assert driven.door.handle(Tick(), NOW_S + MEMORY_S - 1) != []  # a heartbeat
     late_s = NOW_S + MEMORY_S + 10
+    assert not any(isinstance(each, ForgetTargets) for each in driven.door.handle(Tick(), late_s - 3700))
+    for second in range(0, 3700, 100):  # the clock is not believed at once where it was far off
+        driven.door.handle(Tick(), late_s - 3700 + second)
     forgotten = [
         event_id
         for second in range(3)
@@ -291,6 +444,28 @@ MESSAGES = st.lists(
     min_size=1,
     max_size=6,
 )
+
+
+@settings(deadline=None)
+@given(MESSAGES, st.integers(0, 5))
+def test_no_limit_of_a_sender_rises_because_a_budget_is_refused(
+    drawn: list[tuple[int | None, int, int | None, int]], most: int
+) -> None:
+    driven = Driven(new_door(), Coordinator(most))
+    wanted = Driven(new_door(), Coordinator())
+    for number, (limit, start, lasts, _) in enumerate(drawn):
+        before_w = [driven.coordinator.limit_w("hall-a", NOW_S + second) for second in range(110)]
+        some = message(
+            number,
+            target(limit, NOW_S + start, math.inf if lasts is None else NOW_S + start + lasts),
+            sent_s=NOW_S + number,
+        )
+        driven.receive(some)
+        wanted.receive(some)
+        for second, limit_w in enumerate(before_w):
+            at_s = NOW_S + second
+            most_w = max(limit_w, wanted.coordinator.limit_w("hall-a", at_s))
+            assert driven.coordinator.limit_w("hall-a", at_s) <= most_w
 
 
 @settings(deadline=None)
